@@ -1,0 +1,30 @@
+"""When checkpoints are taken, where they go and how many are kept."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from pydantic import Field
+
+from azureml_elastic.spec.base import PositiveDuration, Spec
+
+__all__ = ["CheckpointPolicy"]
+
+
+class CheckpointPolicy(Spec):
+    """The checkpoints of a run.
+
+    Besides these, a checkpoint is taken whenever the round is about to change and the workers can still
+    reach a step boundary: at a join and at a preemption notice.
+
+    Args:
+        path: a folder or mount that every node sees; ``None`` lets the submission or the local cluster choose.
+        every: wall time between two checkpoints; ``None`` takes none by time.
+        every_steps: optimizer steps between two checkpoints; ``None`` takes none by steps.
+        keep: committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
+    """
+
+    path: str | None = None
+    every: PositiveDuration | None = timedelta(minutes=5)
+    every_steps: int | None = Field(default=None, ge=1)
+    keep: int = Field(default=2, ge=2)

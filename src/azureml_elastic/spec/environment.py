@@ -1,0 +1,23 @@
+"""The names of the environment variables that this library reads and sets."""
+
+from __future__ import annotations
+
+__all__ = ["CHANNEL", "NODE_ID", "PLAN", "ROUND", "RUN_DIR", "RUN_ID"]
+
+PLAN = "AZUREML_ELASTIC_PLAN"
+"""The plan as JSON, set by the submission."""
+
+RUN_ID = "AZUREML_ELASTIC_RUN_ID"
+"""Names the run in the table; before ``AZUREML_ROOT_RUN_ID``."""
+
+NODE_ID = "AZUREML_ELASTIC_NODE_ID"
+"""Names this node; without it a name is made from the host name and a nonce."""
+
+RUN_DIR = "AZUREML_ELASTIC_RUN_DIR"
+"""The folder for events, logs and audit files; set for the workers."""
+
+CHANNEL = "AZUREML_ELASTIC_CHANNEL"
+"""The path of the Unix socket on which the node's agent serves its workers."""
+
+ROUND = "AZUREML_ELASTIC_ROUND"
+"""The number of the round that the worker belongs to."""
