@@ -131,7 +131,16 @@ class RunSucceeded(RunClosed):
 
 
 class RunFailed(RunClosed):
-    """The run failed; the message is the failure's."""
+    """The run failed; the message is the failure's.
+
+    Args:
+        message: what the failing node reported.
+        exit_code: with which every node exits.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Fenced(ElasticError):

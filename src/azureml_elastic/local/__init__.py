@@ -1,0 +1,1 @@
+"""A cluster on one machine that runs the production node code, with faults injected."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CHANNEL", "NODE_ID", "PLAN", "ROUND", "RUN_DIR", "RUN_ID"]
+__all__ = ["CHANNEL", "LOCAL_ADDRESS", "NODE_ID", "PLAN", "ROUND", "RUN_DIR", "RUN_ID"]
 
 PLAN = "AZUREML_ELASTIC_PLAN"
 """The plan as JSON, set by the submission."""
@@ -15,6 +15,9 @@ NODE_ID = "AZUREML_ELASTIC_NODE_ID"
 
 RUN_DIR = "AZUREML_ELASTIC_RUN_DIR"
 """The folder for events, logs and audit files; set for the workers."""
+
+LOCAL_ADDRESS = "AZUREML_ELASTIC_LOCAL_ADDRESS"
+"""Where the other nodes reach this one; without it the address on the way to the table."""
 
 CHANNEL = "AZUREML_ELASTIC_CHANNEL"
 """The path of the Unix socket on which the node's agent serves its workers."""

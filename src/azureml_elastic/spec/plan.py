@@ -40,7 +40,7 @@ class Plan(Spec):
 
     def to_json(self) -> str:
         """Return the document, one line, keys in order: the same plan gives the same text."""
-        return json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True, separators=(",", ":"))
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

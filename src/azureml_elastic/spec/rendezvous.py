@@ -27,7 +27,9 @@ class RendezvousTimings(Spec):
         heartbeat_interval: between two beats on the connection to rank 0's node.
         heartbeat_timeout: silence on that connection after which the other side counts as lost.
         join_timeout: for the members of a sealed round to reach rank 0's node.
-        settle_timeout: how long a round that has its minimum waits for nodes that announced themselves.
+        settle_timeout: how long the first round, once it has its minimum, waits for nodes that announced
+            themselves but are still importing.
+        rejoin_timeout: how long a reopened round, once it has its minimum, waits for the survivors.
         takeover_delay: after which the next node in line seals a round that nobody seals.
         rescale_debounce: how long newcomers are collected before the running round makes room for them.
         witness_interval: between two signs of life of rank 0's node in the table; a round whose rank 0
@@ -38,6 +40,7 @@ class RendezvousTimings(Spec):
     heartbeat_timeout: PositiveDuration = timedelta(seconds=3)
     join_timeout: PositiveDuration = timedelta(seconds=10)
     settle_timeout: Duration = timedelta(seconds=10)
+    rejoin_timeout: Duration = timedelta(seconds=5)
     takeover_delay: PositiveDuration = timedelta(seconds=1)
     rescale_debounce: Duration = timedelta(seconds=0.5)
     witness_interval: PositiveDuration = timedelta(seconds=5)

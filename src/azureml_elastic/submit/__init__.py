@@ -1,0 +1,29 @@
+"""From an elastic job to the entities of azure-ai-ml.
+
+``ElasticCommandJob`` is imported when it is first asked for; then azure-ai-ml learns of it too, so that both
+``ml_client.jobs.create_or_update(job)`` and ``ml_client.create_or_update(job)`` take it. The module
+:mod:`azureml_elastic.submit.job` holds the model alone and needs no azure-ai-ml until the job is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from azureml_elastic.submit.job import ElasticCommandJob
+
+__all__ = ["ElasticCommandJob"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ElasticCommandJob":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from azureml_elastic.submit import acceptance, job
+
+    acceptance.register(job.ElasticCommandJob)
+    globals()[name] = job.ElasticCommandJob
+    return job.ElasticCommandJob
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

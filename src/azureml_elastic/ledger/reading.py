@@ -1,0 +1,104 @@
+"""Reads the files that nodes and workers append while a run goes on: ``events/*.jsonl`` and ``samples/*.jsonl``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from azureml_elastic.ledger.events import Event, read_event
+from azureml_elastic.ledger.samples import SampleLine
+
+__all__ = ["EventReader", "LineReader", "read_events", "read_samples"]
+
+
+class LineReader:
+    """Follows one growing file and returns each complete line once.
+
+    A last line without its line feed is still being written (or its writer was killed): it stays in the file until
+    the rest is there.
+
+    Args:
+        path: of the file; it need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[bytes]:
+        """Return the lines completed since the last call, without their line feeds."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        complete, line_feed, _rest = data.rpartition(b"\n")
+        self._offset += len(complete) + len(line_feed)
+        return complete.split(b"\n") if line_feed else []
+
+
+class EventReader:
+    """Follows all event files of a run.
+
+    Events of one node come in the order in which it wrote them; between nodes the order means nothing.
+
+    Args:
+        folder: the run's ``events`` folder; it need not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, LineReader] = {}
+        self._skipped = 0
+
+    @property
+    def skipped(self) -> int:
+        """Complete lines that were no events, or of a kind that this release does not know."""
+        return self._skipped
+
+    def read(self) -> list[Event]:
+        """Return the events written since the last call."""
+        for path in sorted(self._folder.glob("*.jsonl")):
+            if path.name not in self._files:
+                self._files[path.name] = LineReader(path)
+        lines = [line for name in sorted(self._files) for line in self._files[name].read()]
+        events = [event for line in lines if (event := _parse(line)) is not None]
+        self._skipped += len(lines) - len(events)
+        return events
+
+
+def read_events(folder: Path) -> list[Event]:
+    """Return all events of a run's ``events`` folder."""
+    return EventReader(folder).read()
+
+
+def read_samples(folder: Path) -> tuple[list[SampleLine], int]:
+    """Read a run's ``samples`` folder.
+
+    Returns:
+        The lines, and how many were skipped because their writer was killed while it wrote them.
+    """
+    texts = [text for path in sorted(folder.glob("round-*.jsonl")) for text in path.read_bytes().split(b"\n") if text]
+    lines = [line for text in texts if (line := _parse_samples(text)) is not None]
+    return lines, len(texts) - len(lines)
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        return read_event(line)
+    except ValueError:
+        return None
+
+
+def _parse_samples(text: bytes) -> SampleLine | None:
+    try:
+        value = json.loads(text)
+        return SampleLine(
+            round=int(value["round"]),
+            step=int(value["step"]),
+            epoch=int(value["epoch"]),
+            ids=tuple(int(sample) for sample in value["ids"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None

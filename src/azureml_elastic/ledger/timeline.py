@@ -1,0 +1,222 @@
+"""From events to a timeline: rounds, world sizes, recoveries and the outcome. Pure functions.
+
+The order of the rounds is the order of their numbers. Durations are differences of two times that *one* node wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from azureml_elastic.ledger.events import (
+    Event,
+    NodeLeft,
+    Progress,
+    Restored,
+    RoundEntered,
+    RoundReopened,
+    RunEnded,
+    WorkerFailed,
+    WorkersStarted,
+)
+
+__all__ = ["Outcome", "Recovery", "Round", "outcome", "recoveries", "rounds", "world_sizes"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round that was sealed.
+
+    Args:
+        number: counts from 1; numbers of rounds that no node lived to report are missing.
+        members: its nodes in rank order.
+        world_size: its workers.
+        started: when a member entered it, by that member's clock.
+        ended: the last that the same member wrote in it.
+        reporter: that member.
+        restored_step: steps completed before it, ``None`` when its workers did not get that far.
+        first_step: the first step reported in it.
+        last_step: the last one.
+        ran: whether workers were started.
+        reason: why it ended.
+        lost: nodes whose loss ended it.
+    """
+
+    number: int
+    members: tuple[str, ...]
+    world_size: int
+    started: float
+    ended: float
+    reporter: str
+    restored_step: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    ran: bool = False
+    reason: str = ""
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How long training stood still because of a loss.
+
+    Args:
+        round: that the loss ended.
+        resumed: the round in which training went on.
+        step: the first step reported there.
+        seconds: from ``since`` to that step.
+        since: what the time was measured from: the loss itself (when the caller knows it), the moment at which a
+            survivor noticed, or the last step that a survivor reported.
+        lost: the nodes that were lost; none when a worker failed.
+        reason: what the survivors noticed.
+    """
+
+    round: int
+    resumed: int
+    step: int
+    seconds: float
+    since: Literal["loss", "notice", "last step"]
+    lost: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended, as far as its nodes could tell."""
+
+    state: Literal["succeeded", "failed", "unfinished"]
+    message: str = ""
+
+
+def rounds(events: Iterable[Event]) -> list[Round]:
+    """Return the sealed rounds by number."""
+    by_round: dict[int, list[Event]] = {}
+    for event in events:
+        by_round.setdefault(event.round, []).append(event)
+    return [
+        _round(number, by_round[number])
+        for number in sorted(by_round)
+        if any(isinstance(event, RoundEntered) for event in by_round[number])
+    ]
+
+
+def world_sizes(rounds_: Iterable[Round]) -> list[int]:
+    """Return the sizes of successive rounds that trained or started workers, equal neighbours merged."""
+    sizes: list[int] = []
+    for round_ in rounds_:
+        trained = round_.ran or round_.last_step is not None
+        if trained and (not sizes or sizes[-1] != round_.world_size):
+            sizes.append(round_.world_size)
+    return sizes
+
+
+def recoveries(events: Sequence[Event], lost_at: Mapping[str, float] | None = None) -> list[Recovery]:
+    """Return the recoveries in the order of the rounds that they ended.
+
+    Args:
+        events: of all nodes.
+        lost_at: when nodes were lost. Only for a caller whose clock is the one that the events were written by.
+    """
+    lost_at = lost_at or {}
+    all_rounds = rounds(events)
+    failed_in = {event.round for event in events if isinstance(event, WorkerFailed)}
+    found: list[Recovery] = []
+    for index, (round_, following) in enumerate(pairwise(all_rounds)):
+        lost = round_.lost or tuple(node for node in round_.members if node not in following.members)
+        resumed = next((later for later in all_rounds[index + 1 :] if later.last_step is not None), None)
+        if resumed is None or not (lost or round_.number in failed_in):
+            continue
+        measured = _pause(events, round_, resumed, [lost_at[node] for node in lost if node in lost_at])
+        if measured is None:
+            continue
+        seconds, since = measured
+        found.append(
+            Recovery(
+                round=round_.number,
+                resumed=resumed.number,
+                step=resumed.first_step or 0,
+                seconds=seconds,
+                since=since,
+                lost=lost,
+                reason=round_.reason,
+            )
+        )
+    return found
+
+
+def outcome(events: Iterable[Event]) -> Outcome:
+    """Return how the run ended."""
+    endings = [event for event in events if isinstance(event, RunEnded)]
+    if not endings:
+        return Outcome("unfinished")
+    last = max(endings, key=lambda event: event.round)
+    return Outcome("succeeded" if last.succeeded else "failed", last.message)
+
+
+def _round(number: int, events: list[Event]) -> Round:
+    """Describe one round; at least one of its events is a ``RoundEntered``."""
+    entries = {event.node: event for event in events if isinstance(event, RoundEntered)}
+    entry = min(entries.values(), key=lambda event: event.rank)
+    # Who saw the round's end is asked for its times, so that both come from one clock.
+    closing = [event for event in events if isinstance(event, RoundReopened | RunEnded | NodeLeft)]
+    witnesses = [event.node for kind in (RoundReopened, RunEnded, NodeLeft) for event in closing if type(event) is kind]
+    reporter = next((node for node in witnesses if node in entries), entry.node)
+    steps = [event.step for event in events if isinstance(event, Progress)]
+    restored = [event.step for event in events if isinstance(event, Restored)]
+    reopened = next((event for event in closing if isinstance(event, RoundReopened)), None)
+    ended = next((event for event in closing if isinstance(event, RunEnded)), None)
+    reason = ""
+    if reopened is not None:
+        reason = reopened.reason
+    elif ended is not None:
+        reason = "the run succeeded" if ended.succeeded else f"the run failed: {ended.message}"
+    return Round(
+        number=number,
+        members=entry.members,
+        world_size=entry.world_size,
+        started=entries[reporter].time,
+        ended=_end(events, reporter, entries[reporter].time),
+        reporter=reporter,
+        restored_step=restored[-1] if restored else None,
+        first_step=min(steps, default=None),
+        last_step=max(steps, default=None),
+        ran=any(isinstance(event, WorkersStarted) for event in events),
+        reason=reason,
+        lost=reopened.lost if reopened is not None else (),
+    )
+
+
+def _end(events: list[Event], reporter: str, started: float) -> float:
+    """Return when the reporter saw the round end, else the last that it wrote in it."""
+    own = [event for event in events if event.node == reporter]
+    closing = [event.time for event in own if isinstance(event, RoundReopened | RunEnded)]
+    return max(started, closing[0] if closing else max(event.time for event in own))
+
+
+def _pause(
+    events: Sequence[Event], before: Round, after: Round, lost_at: Sequence[float]
+) -> tuple[float, Literal["loss", "notice", "last step"]] | None:
+    """Measure from the loss to the first step afterwards, as exactly as the events allow."""
+    resumed = _times(events, after.number, Progress)
+    if lost_at:
+        return max(0.0, min(times[0] for times in resumed.values()) - min(lost_at)), "loss"
+    noticed = _times(events, before.number, WorkerFailed, RoundReopened)
+    pauses = [resumed[node][0] - noticed[node][0] for node in resumed if node in noticed]
+    if pauses:
+        return max(0.0, min(pauses)), "notice"
+    trained = _times(events, before.number, Progress)
+    pauses = [resumed[node][0] - trained[node][-1] for node in resumed if node in trained]
+    if pauses:
+        return max(0.0, min(pauses)), "last step"
+    return None
+
+
+def _times(events: Iterable[Event], number: int, *kinds: type[Event]) -> dict[str, list[float]]:
+    """Return for each node the times, in order, at which it wrote such an event in the round."""
+    times: dict[str, list[float]] = {}
+    for event in events:
+        if event.round == number and isinstance(event, kinds):
+            times.setdefault(event.node, []).append(event.time)
+    return times

@@ -1,0 +1,118 @@
+"""The state of a running cluster, folded from its events: what the views show and what faults depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from azureml_elastic.ledger.events import (
+    CheckpointCommitted,
+    Event,
+    NodeLeft,
+    NodeStarted,
+    Progress,
+    RoundEntered,
+    RoundReopened,
+    RunEnded,
+    WorkerFailed,
+    WorkersStarted,
+)
+
+__all__ = ["Board", "NodePicture"]
+
+
+@dataclass(frozen=True)
+class NodePicture:
+    """What is known of one node.
+
+    Args:
+        name: of the node.
+        state: one word or two, for people.
+        rank: in its newest round.
+        round: its newest round, 0 before the first.
+        step: the last step that it reported.
+        alive: whether its agent runs.
+    """
+
+    name: str
+    state: str = "starting"
+    rank: int | None = None
+    round: int = 0
+    step: int = 0
+    alive: bool = True
+
+
+class Board:
+    """The newest state of all nodes and of the run."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, NodePicture] = {}
+        self.round = 0
+        self.members: tuple[str, ...] = ()
+        self.sizes: list[int] = []
+        """World sizes of the rounds so far, one for each sealed round that was seen."""
+        self.step = 0
+        self.checkpoint_step = 0
+        self.ended: RunEnded | None = None
+        self.failure: WorkerFailed | None = None
+
+    @property
+    def rank0(self) -> str | None:
+        """The node of rank 0 in the newest round."""
+        return self.members[0] if self.members else None
+
+    def add(self, name: str) -> None:
+        """A node was started."""
+        self.nodes[name] = NodePicture(name)
+
+    def set_state(self, name: str, state: str, *, alive: bool = True) -> None:
+        """Something happened to the node from outside."""
+        self.nodes[name] = replace(self.nodes[name], state=state, alive=alive)
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Take in events; those of one node have to come in order."""
+        for event in events:
+            self._apply_to_run(event)
+            node = self.nodes.get(event.node, NodePicture(event.node))
+            self.nodes[event.node] = _picture(node, event)
+
+    def _apply_to_run(self, event: Event) -> None:
+        if isinstance(event, RoundEntered) and event.round > self.round:
+            self.round, self.members = event.round, event.members
+            self.sizes.append(event.world_size)
+        elif isinstance(event, Progress):
+            self.step = max(self.step, event.step)
+        elif isinstance(event, CheckpointCommitted):
+            self.checkpoint_step = max(self.checkpoint_step, event.step)
+        elif isinstance(event, WorkerFailed):
+            self.failure = event
+        elif isinstance(event, RunEnded):
+            self.ended = event
+
+
+def _picture(node: NodePicture, event: Event) -> NodePicture:
+    """Return the node after the event; a node that has ended keeps its state."""
+    if isinstance(event, RoundEntered):
+        node = replace(node, round=event.round, rank=event.rank)
+    elif isinstance(event, Progress):
+        node = replace(node, step=event.step)
+    state = _state(event)
+    return replace(node, state=state) if state is not None and node.alive else node
+
+
+def _state(event: Event) -> str | None:
+    if isinstance(event, NodeStarted):
+        return "waiting"
+    if isinstance(event, RoundEntered):
+        return "joined"
+    if isinstance(event, WorkersStarted):
+        return "workers started"
+    if isinstance(event, Progress):
+        return "training"
+    if isinstance(event, RoundReopened):
+        return "re-forming"
+    if isinstance(event, WorkerFailed):
+        return "worker failed"
+    if isinstance(event, NodeLeft):
+        return "leaving"
+    return None

@@ -1,0 +1,95 @@
+"""The demo: real digits learnt on three local nodes, of which one is lost and replaced, and the proof of it all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from azureml_elastic.ledger.summary import Report
+from azureml_elastic.local.cluster import NODE_COMMAND, LocalCluster
+from azureml_elastic.local.faults import Add, AtStep, Kill, Schedule
+from azureml_elastic.local.view import View
+
+__all__ = ["DemoResult", "judge", "run_demo"]
+
+_PROGRAM = ("python", "-m", "azureml_elastic.local.demo_train")
+_NODES = 3
+_EPOCHS = 6
+_STEP_DELAY_S = 0.1
+_CHECKPOINT_STEPS = 10
+_TIMEOUT_S = 180.0
+_LEAST_ACCURACY = 0.85
+
+SCHEDULE = Schedule((Kill("rank0", AtStep(35)), Add(AtStep(60))))
+"""Rank 0's node is lost in the second epoch, in the middle between two checkpoints; a new one comes in the third."""
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo has shown.
+
+    Args:
+        report: of the run.
+        accuracy: on the images that were held out, ``None`` where the run did not get that far.
+        doubts: what did not go as promised; none when the proof holds.
+    """
+
+    report: Report
+    accuracy: float | None
+    doubts: tuple[str, ...]
+
+
+def run_demo(run_dir: Path | None, view: View | None, node_command: Sequence[str] | None = None) -> DemoResult:
+    """Run the demo.
+
+    Args:
+        run_dir: a new folder for the run's files; ``None`` makes one below ``./runs``.
+        view: shows the run.
+        node_command: starts a node, if not the real one.
+    """
+    cluster = LocalCluster(
+        (1, _NODES),
+        chaos=SCHEDULE,
+        run_dir=run_dir,
+        checkpoint_steps=_CHECKPOINT_STEPS,
+        audit=True,
+        timeout_s=_TIMEOUT_S,
+        view=view,
+        node_command=NODE_COMMAND if node_command is None else node_command,
+    )
+    report = cluster.run([*_PROGRAM, "--epochs", str(_EPOCHS), "--step-delay", str(_STEP_DELAY_S)])
+    return judge(report, _accuracy(report.paths.run_dir / "result.json"))
+
+
+def judge(report: Report, accuracy: float | None) -> DemoResult:
+    """Compare what happened with what the demo promises."""
+    if report.outcome != "succeeded":
+        return DemoResult(report, accuracy, (f"The run did not end well: {report.message}",))
+    doubts: list[str] = []
+    if not report.faults or not any("kill" in fault.fault and fault.nodes for fault in report.faults):
+        doubts.append("Rank 0's node was not killed: the run ended before.")
+    if not _lost_and_regained(report.world_sizes):
+        sizes = ", ".join(map(str, report.world_sizes)) or "none"
+        doubts.append(f"The world sizes were {sizes}; a loss and a newcomer should show.")
+    if report.audit is None or not report.audit.complete:
+        doubts.append("Not every sample of every epoch was seen exactly once.")
+    if accuracy is not None and accuracy < _LEAST_ACCURACY:
+        doubts.append(f"The accuracy is {accuracy:.1%}, below {_LEAST_ACCURACY:.0%}.")
+    if accuracy is None:
+        doubts.append("No accuracy was measured.")
+    return DemoResult(report, accuracy, tuple(doubts))
+
+
+def _lost_and_regained(sizes: Sequence[int]) -> bool:
+    """Whether the size went down, and later up again."""
+    falls = [index for index in range(1, len(sizes)) if sizes[index] < sizes[index - 1]]
+    return bool(falls) and any(sizes[index] > sizes[index - 1] for index in range(falls[0] + 1, len(sizes)))
+
+
+def _accuracy(path: Path) -> float | None:
+    try:
+        return float(json.loads(path.read_text(encoding="utf-8"))["accuracy"])
+    except (OSError, ValueError, KeyError):
+        return None

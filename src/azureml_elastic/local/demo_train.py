@@ -1,0 +1,65 @@
+"""The demo's training script: a small network learns real handwritten digits, elastically.
+
+Run by ``azureml-elastic demo`` on every node; like any training script it knows nothing of the faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from azureml_elastic import train
+
+HELD_OUT = 297
+"""Of the 1,797 images, those that measure the accuracy."""
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--global-batch-size", type=int, default=60)
+    parser.add_argument("--step-delay", type=float, default=0.0, help="seconds added to each step")
+    options = parser.parse_args()
+
+    digits = load_digits()
+    images = torch.tensor(digits.data / 16.0, dtype=torch.float32)
+    labels = torch.tensor(digits.target)
+    torch.manual_seed(0)
+
+    run = train.start()
+    network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = run.wrap(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    run.track(model=model, optimizer=optimizer)
+    dataset = TensorDataset(images[:-HELD_OUT], labels[:-HELD_OUT])
+    loader = run.loader(dataset, global_batch_size=options.global_batch_size)
+    loss_of = nn.CrossEntropyLoss()
+
+    for epoch in run.epochs(options.epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            run.backward(loss)
+            optimizer.step()
+            run.step()
+            time.sleep(options.step_delay)
+        with torch.no_grad():
+            guessed = network(images[-HELD_OUT:].to(run.device)).argmax(dim=1).cpu()
+        accuracy = (guessed == labels[-HELD_OUT:]).float().mean().item()
+        if run.is_main:
+            print(f"epoch {epoch + 1}: accuracy {accuracy:.1%} with {run.world_size} workers", flush=True)
+            result = json.dumps({"accuracy": accuracy, "epochs": epoch + 1})
+            Path(os.environ["AZUREML_ELASTIC_RUN_DIR"], "result.json").write_text(result, encoding="utf-8")
+    run.finish()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,220 @@
+"""Nodes as process trees: started, frozen, thawed and ended as a whole, with nothing left behind.
+
+A node's workers run in sessions of their own and may outlive the agent that started them, so neither process groups
+nor parenthood find them all. Each node therefore carries a marker in its environment, which all its descendants
+inherit, and its tree is the agent's descendants *and* every process with that marker. Orphans become children of this
+process (it is a *subreaper* meanwhile), so that they do not stay as zombies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+from typing_extensions import Self
+
+__all__ = ["MARKER", "NodeProcess", "NodeProcesses", "end_tree", "marked"]
+
+MARKER = "AZUREML_ELASTIC_LOCAL_NODE"
+"""The environment variable that marks a node's processes: ``<nonce of the launcher>/<name of the node>``."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+_END_TIMEOUT_S = 10.0
+
+
+class NodeProcess:
+    """One node: its agent and all that the agent has started.
+
+    Args:
+        name: of the node.
+        argv: the agent's command line.
+        environment: of the agent.
+        log: file that takes the output of the whole tree.
+        marker: value of :data:`MARKER`, unique on this machine.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, marker: str) -> None:
+        self.name = name
+        self.log = log
+        self._marker = marker
+        with log.open("ab") as output:
+            self._agent = subprocess.Popen(
+                list(argv),
+                env={**environment, MARKER: marker},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The agent's process id."""
+        return self._agent.pid
+
+    def exit_code(self) -> int | None:
+        """Return the agent's exit code (negative: the signal that ended it), ``None`` while it runs."""
+        return self._agent.poll()
+
+    def tree(self) -> list[psutil.Process]:
+        """Return the living processes of this node."""
+        found = set(marked(self._marker))
+        if self.exit_code() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                agent = psutil.Process(self.pid)
+                found.update([agent, *agent.children(recursive=True)])
+        return [process for process in found if _alive(process)]
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the agent alone, as a preempted machine does."""
+        self._agent.terminate()
+
+    def freeze(self) -> None:
+        """Stop all processes of the tree."""
+        _freeze(self.tree)
+
+    def thaw(self) -> None:
+        """Let all processes of the tree go on."""
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    def kill(self) -> int:
+        """End all processes of the tree at once and return how many there were."""
+        ended = end_tree(self.tree)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._agent.wait(_END_TIMEOUT_S)
+        _reap(ended)
+        return len(ended)
+
+
+class NodeProcesses:
+    """All nodes of one cluster; whatever happens, none of their processes outlives the context.
+
+    A *watchdog* process ends them when this process is killed and cannot.
+
+    Args:
+        logs: folder for one file a node.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._nonce = secrets.token_hex(8)
+        self._nodes: dict[str, NodeProcess] = {}
+
+    def __enter__(self) -> Self:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._was_subreaper = _set_subreaper(True)
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-m", "azureml_elastic.local.watchdog", self._nonce],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for node in self._nodes.values():
+            node.kill()
+        _reap(end_tree(self.remaining))
+        self._watchdog.communicate()
+        _set_subreaper(self._was_subreaper)
+
+    def start(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> NodeProcess:
+        """Start a node.
+
+        Args:
+            name: not used before.
+            argv: the agent's command line.
+            environment: of the agent.
+        """
+        node = NodeProcess(name, argv, environment, self._logs / f"{name}.log", f"{self._nonce}/{name}")
+        self._nodes[name] = node
+        return node
+
+    def remaining(self) -> list[psutil.Process]:
+        """Return the living processes of all nodes."""
+        return [process for process in marked(self._nonce + "/") if _alive(process)]
+
+
+def marked(prefix: str) -> list[psutil.Process]:
+    """Return the processes whose marker is this text, or starts with it where the text ends with a slash."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            value = process.environ().get(MARKER, "")
+            if value == prefix or (prefix.endswith("/") and value.startswith(prefix)):
+                found.append(process)
+    return found
+
+
+def end_tree(tree: Callable[[], Iterable[psutil.Process]]) -> set[psutil.Process]:
+    """SIGKILL a whole tree and wait until it is gone.
+
+    All of it is frozen first, so that no process can start another one unseen.
+
+    Args:
+        tree: returns the living processes of the tree.
+
+    Returns:
+        The processes that were ended.
+    """
+    processes = _freeze(tree)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while any(_alive(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return processes
+
+
+def _freeze(tree: Callable[[], Iterable[psutil.Process]]) -> set[psutil.Process]:
+    frozen: set[psutil.Process] = set()
+    while fresh := set(tree()) - frozen:
+        for process in fresh:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        frozen |= fresh
+    return frozen
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _reap(processes: Iterable[psutil.Process]) -> None:
+    """Collect the orphans among them, which have become children of this process."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+            if process.ppid() == os.getpid():
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+def _set_subreaper(wanted: bool) -> bool:
+    """Have orphaned descendants become children of this process, where the system can; return the old setting."""
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.c_int(0)
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+    return bool(before.value)

@@ -1,0 +1,161 @@
+"""What the nodes of a local cluster are told: the plan, the table and the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.summary import Paths
+from azureml_elastic.spec import (
+    CheckpointPolicy,
+    Credential,
+    ElasticDistribution,
+    ElasticResources,
+    Plan,
+    RendezvousTimings,
+    TableRendezvous,
+    environment,
+)
+
+__all__ = ["TableChoice", "check_table", "connection_endpoint", "local_plan", "node_environment", "open_table_choice"]
+
+CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
+
+_EMULATOR_ENDPOINT = "http://127.0.0.1:10002/devstoreaccount1"
+
+
+@dataclass(frozen=True)
+class TableChoice:
+    """The table of a run.
+
+    Args:
+        endpoint: see :class:`~azureml_elastic.spec.TableRendezvous`.
+        credential: which identity opens it.
+        environment: what the nodes need in their environment to do so.
+    """
+
+    endpoint: str
+    credential: Credential = "auto"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_table(table: str) -> None:
+    """Check the form of the choice.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if table not in ("sqlite", "azurite") and not table.startswith(("https://", "http://")):
+        raise UsageError(
+            f"The table {table!r} is of no known form. Give 'sqlite' (a file in the run's folder), 'azurite' (the "
+            "emulator of Azure Storage) or the table URL of a storage account, such as "
+            "https://<account>.table.core.windows.net."
+        )
+
+
+@contextlib.contextmanager
+def open_table_choice(table: str, paths: Paths) -> Iterator[TableChoice]:
+    """Yield the table for a run; an emulator that has to be started for it runs as long as the context.
+
+    Args:
+        table: ``sqlite``, ``azurite`` or the URL of an account.
+        paths: the run's files.
+
+    Raises:
+        UsageError: the choice is of no known form, or the connection string in the environment names no table.
+    """
+    check_table(table)
+    connection = os.environ.get(CONNECTION_STRING)
+    if table == "sqlite":
+        yield TableChoice(str(paths.run_dir / "table.sqlite"))
+    elif table != "azurite":
+        yield TableChoice(table, "auto" if connection is None else "connection_string")
+    elif connection is not None:
+        yield TableChoice(connection_endpoint(connection), "connection_string")
+    else:
+        from azureml_elastic.local.azurite import Azurite  # only who wants it needs Node.js
+
+        with Azurite() as emulator:
+            secret = {CONNECTION_STRING: emulator.connection_string}
+            yield TableChoice(emulator.endpoint, "connection_string", secret)
+
+
+def connection_endpoint(connection: str) -> str:
+    """Return the table URL that a storage connection string names.
+
+    Raises:
+        UsageError: it names none.
+    """
+    parts = dict(part.split("=", 1) for part in connection.split(";") if "=" in part)
+    if parts.get("UseDevelopmentStorage", "").lower() == "true":
+        return _EMULATOR_ENDPOINT
+    if "TableEndpoint" in parts:
+        return parts["TableEndpoint"]
+    if "AccountName" in parts:
+        protocol = parts.get("DefaultEndpointsProtocol", "https")
+        suffix = parts.get("EndpointSuffix", "core.windows.net")
+        return f"{protocol}://{parts['AccountName']}.table.{suffix}"
+    names = ", ".join(sorted(parts)) or "nothing"
+    raise UsageError(
+        f"The connection string in {CONNECTION_STRING} names no table endpoint: it has {names}, but neither "
+        "TableEndpoint nor AccountName nor UseDevelopmentStorage=true. Correct or unset the variable."
+    )
+
+
+def local_plan(
+    *,
+    nodes: tuple[int, int],
+    processes_per_node: int,
+    max_restarts: int,
+    checkpoint_steps: int | None,
+    audit: bool,
+    table: TableChoice,
+    paths: Paths,
+    run_id: str,
+) -> Plan:
+    """Return the plan of a local run.
+
+    Args:
+        nodes: the fewest and the most that train.
+        processes_per_node: workers a node.
+        max_restarts: worker failures that the run may have.
+        checkpoint_steps: steps between two checkpoints, ``None`` for the default by time.
+        audit: whether workers write down the samples of each step.
+        table: where the nodes find each other.
+        paths: the run's files.
+        run_id: names the run in the table.
+    """
+    minimum, maximum = nodes
+    return Plan(
+        resources=ElasticResources(min_instance_count=minimum, max_instance_count=maximum),
+        distribution=ElasticDistribution(
+            process_count_per_instance=processes_per_node,
+            max_restarts=max_restarts,
+            rendezvous=TableRendezvous(
+                endpoint=table.endpoint,
+                credential=table.credential,
+                timings=RendezvousTimings(witness_interval=timedelta(seconds=1)),
+            ),
+        ),
+        checkpoint=CheckpointPolicy(path=str(paths.checkpoints), every_steps=checkpoint_steps),
+        run_id=run_id,
+        audit=audit,
+    )
+
+
+def node_environment(name: str, plan: Plan, table: TableChoice, paths: Paths) -> dict[str, str]:
+    """Return the environment of a node: this process's own, and what the node has to know."""
+    return {
+        "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        **table.environment,
+        environment.PLAN: plan.to_json(),
+        environment.NODE_ID: name,
+        environment.RUN_DIR: str(paths.run_dir),
+        environment.LOCAL_ADDRESS: "127.0.0.1",
+    }

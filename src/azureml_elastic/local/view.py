@@ -1,0 +1,201 @@
+"""What a person sees while a local cluster runs: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from typing_extensions import Self
+
+from azureml_elastic.ledger.events import (
+    CheckpointCommitted,
+    Event,
+    NodeLeft,
+    Restored,
+    RoundEntered,
+    RoundReopened,
+    RunEnded,
+    WorkerFailed,
+)
+from azureml_elastic.local.board import Board
+
+__all__ = ["LiveView", "PlainView", "View", "choose_view", "describe", "sparkline"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_COLOURS = {
+    "training": "green",
+    "workers started": "cyan",
+    "joined": "cyan",
+    "re-forming": "yellow",
+    "worker failed": "red",
+    "killed": "red",
+    "preempted": "magenta",
+    "frozen": "blue",
+}
+
+
+class View(Protocol):
+    """Shows a run; a context manager for as long as the run lasts."""
+
+    def __enter__(self) -> Self:
+        """Take over the terminal."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Give it back."""
+
+    def note(self, text: str) -> None:
+        """Say what the launcher did."""
+
+    def events(self, board: Board, events: Sequence[Event]) -> None:
+        """Show new events, which the board has taken in."""
+
+    def output(self, node: str, lines: Iterable[str]) -> None:
+        """Show what a node has written."""
+
+
+class PlainView:
+    """One line for each event and each line of output, in the order of arrival.
+
+    Args:
+        console: where to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._told: set[tuple[str, int]] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        """Print the line."""
+        self._print(f"* {text}")
+
+    def events(self, board: Board, events: Sequence[Event]) -> None:  # noqa: ARG002 - the lines say it all
+        """Print a line for each event that means something to a person; a round's once for all its members."""
+        for event in events:
+            text = describe(event)
+            if text is None:
+                continue
+            key = (text, event.round)
+            if not (isinstance(event, RoundEntered) and key in self._told):
+                self._told.add(key)
+                self._print(f"* {text}")
+
+    def output(self, node: str, lines: Iterable[str]) -> None:
+        """Print the lines behind the node's name."""
+        for line in lines:
+            self._print(f"{node} | {line}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveView:
+    """A table that is drawn anew in place.
+
+    Args:
+        console: a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._board = Board()
+        self._last_output: dict[str, str] = {}
+        self._notes: list[str] = []
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, traceback)
+
+    def note(self, text: str) -> None:
+        """Keep the line among the newest below the table."""
+        self._notes = [*self._notes[-4:], text]
+
+    def events(self, board: Board, events: Sequence[Event]) -> None:
+        """Show the board, and what the newest events say."""
+        self._board = board
+        for event in events:
+            text = describe(event)
+            if text is not None and text not in self._notes:
+                self.note(text)
+
+    def output(self, node: str, lines: Iterable[str]) -> None:
+        """Keep the node's last line; all of them are in its log."""
+        for line in lines:
+            if line.strip():
+                self._last_output[node] = line
+
+    def _render(self) -> RenderableType:
+        board = self._board
+        table = Table(expand=True, title_justify="left")
+        table.title = Text(f"round {board.round} · step {board.step} · world size {sparkline(board.sizes)}")
+        for heading in ("node", "rank", "round", "step", "state"):
+            table.add_column(heading, no_wrap=True)
+        table.add_column("last output", ratio=1, no_wrap=True, overflow="ellipsis")
+        # The nodes are added by another thread than the one that draws.
+        for node in list(board.nodes.values()):
+            in_round = node.alive and node.name in board.members
+            table.add_row(
+                node.name,
+                str(node.rank) if in_round and node.rank is not None else "",
+                str(node.round) if node.round else "",
+                str(node.step) if node.step else "",
+                Text(node.state, style=_COLOURS.get(node.state, "dim")),
+                Text(self._last_output.get(node.name, ""), style="dim"),
+            )
+        return Group(table, *(Text(f"· {note}", style="dim") for note in self._notes))
+
+
+def choose_view(console: Console, *, live: bool | None = None) -> View:
+    """Return the live view on a terminal and the plain one elsewhere, unless told which."""
+    return LiveView(console) if (console.is_terminal if live is None else live) else PlainView(console)
+
+
+def describe(event: Event) -> str | None:
+    """Return one line for a person, ``None`` for events that are only for the record."""
+    if isinstance(event, RoundEntered):
+        return f"round {event.round}: {event.world_size} workers on {', '.join(event.members)}"
+    if isinstance(event, Restored):
+        source = "from scratch" if event.step == 0 else f"after step {event.step}"
+        return (
+            f"round {event.round}: training goes on {source}" if event.step else f"round {event.round}: starts {source}"
+        )
+    if isinstance(event, CheckpointCommitted):
+        return f"checkpoint of step {event.step} committed (training stood for {event.seconds * 1000:.0f} ms)"
+    if isinstance(event, WorkerFailed):
+        return f"worker {event.rank} on {event.node} exited with {event.exit_code}: {event.message}"
+    if isinstance(event, RoundReopened):
+        lost = f" (lost: {', '.join(event.lost)})" if event.lost else ""
+        return f"round {event.round} ends: {event.reason}{lost}"
+    if isinstance(event, NodeLeft):
+        return f"{event.node} leaves: {event.reason}"
+    if isinstance(event, RunEnded):
+        return "the run succeeded" if event.succeeded else f"the run failed: {event.message}"
+    return None
+
+
+def sparkline(sizes: Sequence[int], width: int = 40) -> str:
+    """Return the newest sizes as bars, and the last as a number."""
+    shown = sizes[-width:]
+    if not shown:
+        return "-"
+    largest = max(shown)
+    return "".join(_BARS[round(size / largest * (len(_BARS) - 1))] for size in shown) + f" {shown[-1]}"

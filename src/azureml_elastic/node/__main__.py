@@ -1,0 +1,52 @@
+"""``python -m azureml_elastic.node -- python train.py ...``: what each node of an elastic job runs.
+
+Exit codes: 0 the run ended well (also for a node that came too late), 143 this node was preempted and the run goes on
+without it, 2 the input is wrong, otherwise the failing worker's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from azureml_elastic.errors import ElasticError, UsageError
+from azureml_elastic.node.entry import run_node
+from azureml_elastic.node.identity import read_identity
+from azureml_elastic.spec.command import parse_program
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this node and return its exit code.
+
+    Args:
+        argv: the arguments without the program's name; ``None`` takes the process's own.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("azure").setLevel(logging.WARNING)
+    logging.getLogger("torch").setLevel(logging.WARNING)
+    parser = argparse.ArgumentParser(
+        prog="python -m azureml_elastic.node",
+        description="Run one node of an elastic job. The plan is read from the environment.",
+    )
+    parser.add_argument("--checkpoint-dir", help="folder or mount for the checkpoints of all runs")
+    parser.add_argument("program", nargs="+", metavar="-- python train.py ...", help="the training program")
+    arguments = parser.parse_args(argv)
+    try:
+        return run_node(
+            read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir), parse_program(arguments.program)
+        )
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ElasticError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""How all workers agree on one step at which they save or leave, at no cost per step.
+
+Rank 0's agent proposes a step a little ahead of where its own workers are; every agent asks its workers, whose reader
+threads answer at once whether that step is still ahead of them, and who from then on will not pass it undecided. When
+all have said yes the decision is to go; when one was past the step, nobody acts and a step further ahead is proposed
+(a two-phase commit whose participants cannot crash silently: a broken connection ends the round).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Action", "Ballot", "Coordinator"]
+
+Action = Literal["save", "leave"]
+
+_FIRST_MARGIN = 2
+_LARGEST_MARGIN = 64
+
+
+@dataclass
+class Ballot:
+    """One node's answers to a proposal.
+
+    Args:
+        boundary: the proposal's number.
+        voters: the local ranks that must answer; none where the workers have no session.
+    """
+
+    boundary: int
+    voters: frozenset[int]
+    votes: dict[int, tuple[bool, int]] = field(default_factory=dict)
+
+    def vote(self, local_rank: int, *, ok: bool, step: int) -> bool:
+        """Take one worker's answer; return whether all have answered."""
+        self.votes[local_rank] = (ok, step)
+        return self.voters <= self.votes.keys()
+
+    def report(self, *, finished: bool) -> dict[str, Any]:
+        """Return the node's answer.
+
+        Args:
+            finished: whether a local worker's training loop has ended.
+        """
+        return {
+            "op": "report",
+            "boundary": self.boundary,
+            "ok": all(ok for ok, _ in self.votes.values()) and not finished,
+            "step": max((step for _, step in self.votes.values()), default=0),
+            "capable": bool(self.voters),
+            "finished": finished,
+        }
+
+
+class Coordinator:
+    """Rank 0's side of the agreement, for one round.
+
+    Args:
+        members: names of the round's nodes.
+        broadcast: sends a message to every member's agent.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        members: Iterable[str],
+        broadcast: Callable[[Mapping[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._members = frozenset(members)
+        self._broadcast = broadcast
+        self._clock = clock
+        self._number = 0
+        self._margin = _FIRST_MARGIN
+        self._action: Action | None = None
+        self._answers: dict[str, Mapping[str, Any]] = {}
+        self._step = 0
+        self.incapable = False
+        """Whether some node's workers have no session: a boundary can never be agreed."""
+        self.finished = False
+        """Whether some worker's training loop has ended: the run is about to end."""
+        self.leaving = False
+        """Whether all workers are about to leave at a step."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a proposal is under way."""
+        return self._action is not None
+
+    def propose(self, action: Action, step: int) -> None:
+        """Propose to act soon after ``step``, the last one that a local worker has completed."""
+        self._number += 1
+        self._action = action
+        self._answers = {}
+        self._step = step + self._margin
+        self._broadcast({"op": "prepare", "boundary": self._number, "step": self._step, "action": action})
+
+    def take(self, answer: Mapping[str, Any], leavers: Sequence[str] = ()) -> None:
+        """Take one node's report; decide when it was the last, and propose again when someone was too far.
+
+        Args:
+            answer: the report, with the node's name.
+            leavers: nodes that will not be in the next round, for everyone to know.
+        """
+        if self._action is None or answer["boundary"] != self._number:
+            return
+        self.incapable = self.incapable or not answer["capable"]
+        self.finished = self.finished or answer["finished"]
+        self._answers[answer["node"]] = answer
+        if not self._members <= self._answers.keys():
+            return
+        action, self._action = self._action, None
+        go = all(reply["ok"] for reply in self._answers.values())
+        self._broadcast({"op": "decide", "boundary": self._number, "go": go, "leavers": list(leavers)})
+        if go:
+            self._margin = _FIRST_MARGIN
+            self.leaving = self.leaving or action == "leave"
+        elif not (self.incapable or self.finished):
+            self._margin = min(_LARGEST_MARGIN, self._margin * 2)
+            self.propose(action, max(reply["step"] for reply in self._answers.values()))

@@ -1,0 +1,239 @@
+"""The agent's side of the channel to its workers: a Unix socket that the training session connects to.
+
+Workers never see the table. They tell the agent their steps, ask it for the committed checkpoint, have it commit a new
+one, and hear from it at which step to save or to leave. A script without a session never connects, and is restarted at
+each change as under torchrun. The messages are listed in ``docs/channel.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from azureml_elastic.errors import ElasticError, Fenced
+from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
+from azureml_elastic.node.boundary import Ballot
+from azureml_elastic.node.checkpoints import CheckpointPointer
+from azureml_elastic.node.recorder import Recorder
+from azureml_elastic.wire import Connection, LineServer, listen
+
+__all__ = ["Channel"]
+
+_LOG = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 0.05
+
+
+class Channel:
+    """Serves the local workers. Its methods are for the agent's thread.
+
+    Args:
+        recorder: for progress, restores and commits.
+        wake: called, from the channel's thread, when something has changed.
+    """
+
+    def __init__(self, recorder: Recorder, wake: Callable[[], None]) -> None:
+        self._recorder = recorder
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._folder = tempfile.mkdtemp(prefix="elastic-")
+        self.path = str(Path(self._folder) / "agent.sock")
+        self._round = 0
+        self._size = 0
+        self._pointer: CheckpointPointer | None = None
+        self._workers: dict[int, Connection] = {}
+        self._stopped: set[int] = set()
+        self._finished: set[int] = set()
+        self._step = 0
+        self._recorded = 0.0
+        self._ballot: Ballot | None = None
+        self._reports: list[dict[str, Any]] = []
+        self.last_commit = time.monotonic()
+        """When the newest checkpoint was committed, or the round began (monotonic seconds)."""
+        self._table_calls = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-row")
+        self._server = LineServer(listen(self.path), self._on_message, self._on_close)
+
+    def begin(self, number: int, size: int, pointer: CheckpointPointer | None) -> None:
+        """Serve a new round's workers; whatever is left of older ones is cut off.
+
+        Args:
+            number: of the round.
+            size: how many workers this node has.
+            pointer: of the checkpoint, on rank 0's node only.
+        """
+        with self._lock:
+            old = list(self._workers.values())
+            self._round, self._size, self._pointer = number, size, pointer
+            self._workers, self._stopped, self._finished = {}, set(), set()
+            self._step, self._ballot, self._reports = 0, None, []
+            self.last_commit = time.monotonic()
+        for connection in old:
+            connection.close("its round is over")
+        if pointer is not None:
+            self._table_calls.submit(_quietly, pointer.take_over)
+
+    @property
+    def step(self) -> int:
+        """The furthest step that a local worker has completed in this round."""
+        with self._lock:
+            return self._step
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether every local worker has saved and left at an agreed boundary."""
+        with self._lock:
+            return self._size > 0 and len(self._stopped) == self._size
+
+    @property
+    def in_session(self) -> bool:
+        """Whether every local worker runs a session."""
+        with self._lock:
+            return len(self._workers) == self._size
+
+    def prepare(self, message: Mapping[str, Any]) -> None:
+        """Pass a proposal on to the workers; the node's report follows in :meth:`take_reports`."""
+        with self._lock:
+            voters = frozenset(self._workers) if len(self._workers) == self._size else frozenset()
+            self._ballot = Ballot(message["boundary"], voters)
+            targets = list(self._workers.values()) if voters else []
+            if not voters:
+                self._reports.append(self._ballot.report(finished=bool(self._finished)))
+                self._ballot = None
+        for connection in targets:
+            connection.send(message)
+        self._wake()
+
+    def decide(self, message: Mapping[str, Any]) -> None:
+        """Pass a decision on to the workers."""
+        with self._lock:
+            targets = list(self._workers.values())
+        for connection in targets:
+            connection.send(message)
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        """Return and forget the node's answers to proposals."""
+        with self._lock:
+            reports, self._reports = self._reports, []
+            return reports
+
+    def close(self) -> None:
+        """Stop serving; workers that still run will exit."""
+        self._server.close()
+        self._table_calls.shutdown(wait=False, cancel_futures=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "hello":
+            self._hello(connection, message)
+            return
+        local_rank = connection.state.get("local_rank")
+        if local_rank is None or connection.state["round"] != self._round:
+            connection.close("it did not say hello first, or its round is over")
+            return
+        if op == "step":
+            self._completed(message["step"])
+        elif op == "pointer":
+            self._table_calls.submit(self._answer_pointer, connection, message)
+        elif op == "commit":
+            self._table_calls.submit(self._answer_commit, connection, message)
+        elif op == "prepared":
+            self._voted(local_rank, message)
+        elif op == "restored":
+            self._recorder.record(Restored, self._round, step=message["step"], directory=message["directory"])
+        elif op in ("stopped", "finished"):
+            with self._lock:
+                (self._stopped if op == "stopped" else self._finished).add(local_rank)
+                self._step = max(self._step, message["step"])
+            self._recorder.record(Progress, self._round, step=message["step"])
+            self._wake()
+        else:
+            _LOG.warning("A worker sent %r, which this agent does not know.", op)
+
+    def _hello(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        with self._lock:
+            current = message["round"] == self._round
+            if current:
+                connection.state.update(local_rank=message["local_rank"], round=self._round, pointer=self._pointer)
+                self._workers[message["local_rank"]] = connection
+        if not current:
+            connection.close(f"round {message['round']} is over")
+
+    def _completed(self, step: int) -> None:
+        with self._lock:
+            self._step = max(self._step, step)
+            now = time.monotonic()
+            due = now - self._recorded >= _PROGRESS_SECONDS
+            if due:
+                self._recorded = now
+        if due:
+            self._recorder.record(Progress, self._round, step=step)
+
+    def _voted(self, local_rank: int, message: Mapping[str, Any]) -> None:
+        with self._lock:
+            ballot = self._ballot
+            if ballot is None or ballot.boundary != message["boundary"]:
+                return
+            if ballot.vote(local_rank, ok=message["ok"], step=message["step"]):
+                self._reports.append(ballot.report(finished=bool(self._finished)))
+                self._ballot = None
+        self._wake()
+
+    def _on_close(self, connection: Connection) -> None:
+        local_rank = connection.state.get("local_rank")
+        with self._lock:
+            if local_rank is not None and self._workers.get(local_rank) is connection:
+                del self._workers[local_rank]
+
+    def _answer_pointer(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        reply: dict[str, Any] = {"re": message["id"]}
+        try:
+            reply["pointer"] = _pointer_of(connection).take_over()
+        except ElasticError as error:
+            reply.update(_refusal(error))
+        connection.send(reply)
+
+    def _answer_commit(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        reply: dict[str, Any] = {"re": message["id"]}
+        pointer = {name: message[name] for name in ("directory", "step", "digest")}
+        try:
+            _pointer_of(connection).commit(pointer)
+            reply["ok"] = True
+        except ElasticError as error:
+            reply.update(_refusal(error))
+        else:
+            self.last_commit = time.monotonic()
+            self._recorder.record(
+                CheckpointCommitted,
+                self._round,
+                step=message["step"],
+                directory=message["directory"],
+                seconds=message["seconds"],
+            )
+        connection.send(reply)
+
+
+def _pointer_of(connection: Connection) -> CheckpointPointer:
+    """Return the pointer of the round that the worker belongs to, however many rounds have passed since."""
+    pointer: CheckpointPointer | None = connection.state["pointer"]
+    if pointer is None:
+        raise Fenced("This node is not rank 0 of its round; only rank 0's workers commit checkpoints.")
+    return pointer
+
+
+def _refusal(error: ElasticError) -> dict[str, Any]:
+    return {"error": "fenced" if isinstance(error, Fenced) else "unavailable", "message": str(error)}
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except ElasticError as error:
+        _LOG.info("%s", error)

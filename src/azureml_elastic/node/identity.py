@@ -1,0 +1,102 @@
+"""Who this node is: its name, its address, its run, its folder. The only place that reads the environment on a node."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from azureml_elastic.errors import PlanError, UsageError
+from azureml_elastic.spec import Plan
+from azureml_elastic.spec import environment as variables
+
+__all__ = ["NodeIdentity", "local_address", "read_identity"]
+
+_HTTPS = 443
+
+
+@dataclass(frozen=True)
+class NodeIdentity:
+    """What the environment says about this node.
+
+    Args:
+        plan: of the run.
+        run_id: names the run in the table.
+        node: names this node within the run.
+        host: where the other nodes reach this one.
+        folder: for events and logs.
+    """
+
+    plan: Plan
+    run_id: str
+    node: str
+    host: str
+    folder: Path
+
+
+def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = None) -> NodeIdentity:
+    """Read the plan and this node's place in the run.
+
+    Args:
+        environ: the process environment.
+        checkpoint_dir: where the checkpoints of all runs go, from the command line; this run gets a folder in it.
+
+    Raises:
+        PlanError: there is no plan, or one that this release cannot read.
+        UsageError: nothing names the run.
+    """
+    text = environ.get(variables.PLAN)
+    if not text:
+        raise PlanError(
+            f"The environment variable {variables.PLAN} is not set, so this node does not know what to do. Submit an "
+            "ElasticCommandJob, or run `azureml-elastic local` on one machine."
+        )
+    plan = Plan.from_json(text)
+    run_id = (
+        plan.run_id
+        or environ.get(variables.RUN_ID)
+        or environ.get("AZUREML_ROOT_RUN_ID")
+        or environ.get("AZUREML_RUN_ID")
+    )
+    if not run_id:
+        raise UsageError(
+            f"Nothing names the run: neither {variables.RUN_ID} nor AZUREML_ROOT_RUN_ID nor AZUREML_RUN_ID is set. "
+            f"Outside Azure ML set {variables.RUN_ID} to the same new value on every node."
+        )
+    if checkpoint_dir is not None:
+        path = str(Path(checkpoint_dir) / run_id)
+        plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"path": path})})
+    return NodeIdentity(
+        plan=plan,
+        run_id=run_id,
+        node=environ.get(variables.NODE_ID) or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}",
+        host=environ.get(variables.LOCAL_ADDRESS) or local_address(plan.distribution.rendezvous.endpoint),
+        folder=Path(environ.get(variables.RUN_DIR) or "outputs/azureml-elastic").absolute(),
+    )
+
+
+def local_address(endpoint: str | None) -> str:
+    """Return this machine's address on the way to the table: the other nodes come the same way.
+
+    A table on this machine (an SQLite file or an emulator) is shared by processes of this machine only, so that the
+    loopback address serves.
+    """
+    parts = urlsplit(endpoint) if endpoint else None
+    if parts is not None and parts.scheme in ("http", "https"):
+        target = parts.hostname or ""
+        if target in ("localhost", "127.0.0.1", "::1"):
+            return "127.0.0.1"
+    elif endpoint:
+        return "127.0.0.1"
+    else:
+        target = "table.core.windows.net"
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, _HTTPS))  # datagram sockets send nothing here; the kernel picks the route
+            address: str = probe.getsockname()[0]
+            return address
+    return socket.getfqdn()

@@ -1,0 +1,81 @@
+"""Appends this node's events to its file, and the rare ones to the table.
+
+Writing the ledger never delays or fails the run: the file is written at once, the table from a thread of its own which
+gives up on a row that the table refuses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from azureml_elastic.errors import ElasticError
+from azureml_elastic.ledger.events import Event
+from azureml_elastic.node.table import Table
+
+__all__ = ["Recorder"]
+
+_LOG = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 2.0
+
+
+class Recorder:
+    """The ledger's pen on one node. Thread-safe.
+
+    Args:
+        folder: of the run; the file is ``events/<node>.jsonl`` below it.
+        node: this node's name.
+        incarnation: of this agent; part of the rows' keys.
+        table: for the rare events.
+    """
+
+    def __init__(self, folder: Path, node: str, incarnation: str, table: Table | None) -> None:
+        path = folder / "events" / f"{node}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._node = node
+        self._incarnation = incarnation
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if table is not None:
+            self._thread = threading.Thread(target=self._write_rows, args=(table,), name="ledger", daemon=True)
+            self._thread.start()
+
+    def record(self, kind: type[Any], round_number: int, **fields: Any) -> None:
+        """Append one event.
+
+        Args:
+            kind: the event's class.
+            round_number: the round that the node is in, 0 before its first.
+            fields: the event's own fields.
+        """
+        event: Event = kind(time=time.time(), node=self._node, round=round_number, **fields)
+        with self._lock:
+            self._file.write(event.model_dump_json() + "\n")
+            self._file.flush()
+        if self._thread is not None and event.rare:
+            self._queue.put(event)
+
+    def close(self) -> None:
+        """Write what is waiting, for a short time, and close the file."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_FLUSH_SECONDS)
+        with self._lock:
+            self._file.close()
+
+    def _write_rows(self, table: Table) -> None:
+        while (event := self._queue.get()) is not None:
+            key = f"event.{event.round:06d}.{self._node}.{self._incarnation}.{next(self._numbers):06d}"
+            try:
+                table.insert(key, event.model_dump(mode="json"))
+            except ElasticError as error:
+                _LOG.debug("The event %s was not written to the table: %s", event.kind, error)

@@ -1,0 +1,434 @@
+"""The rendezvous of one node: its rows in the table, its hub, its link to rank 0, and the moves between rounds.
+
+:class:`Rendezvous` owns the state and the I/O; what to do is decided by the pure functions of
+:mod:`~azureml_elastic.node.rendezvous.round`. One thread (the agent's) calls it; the hub and the link only wake it up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
+from azureml_elastic.node.rendezvous.hub import Hub, HubView
+from azureml_elastic.node.rendezvous.link import Link
+from azureml_elastic.node.rendezvous.round import (
+    Limits,
+    Member,
+    Patience,
+    Round,
+    RoundState,
+    candidates,
+    reopened,
+    seal,
+)
+from azureml_elastic.node.rendezvous.rows import Rows
+from azureml_elastic.node.rendezvous.witness import Witness
+from azureml_elastic.node.table import Table
+from azureml_elastic.spec import RendezvousTimings
+from azureml_elastic.wire import listen
+
+__all__ = ["Rendezvous", "Seat", "Status"]
+
+_LOG = logging.getLogger(__name__)
+
+_TURN_SECONDS = 0.05
+"""How long each survivor gives the one before it to end a broken round."""
+
+_POLL_SECONDS = (0.1, 2.0)
+"""The first and the longest pause between two reads of a row that someone else will change."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A node's place in a sealed round.
+
+    Args:
+        round: the sealed round.
+        rank: of this node within it.
+        listener: rank 0 only: the listening socket on which it must serve the round's store.
+    """
+
+    round: Round
+    rank: int
+    listener: socket.socket | None
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Host and port of the round's store."""
+        first = self.round.members[0]
+        return first.host, first.store_port
+
+
+@dataclass(frozen=True)
+class Status:
+    """What this node knows about the round that it is in.
+
+    Args:
+        lost: members known to be gone.
+        over: the round has ended in the table, or its hub is gone: whoever sees this must join the next one.
+        waiting: on rank 0's node, nodes outside that want in, once they have waited for the debounce.
+        all_done: all members' workers have ended well.
+    """
+
+    lost: frozenset[str] = frozenset()
+    over: bool = False
+    waiting: frozenset[str] = frozenset()
+    all_done: bool = False
+
+    @property
+    def broken(self) -> bool:
+        """Whether the workers of this round cannot go on."""
+        return self.over or bool(self.lost)
+
+
+class Rendezvous:
+    """One node's part in the run.
+
+    Args:
+        table: opened for the run.
+        node: this node's name, unique in the run.
+        host: where the other nodes reach this one.
+        slots: workers of this node.
+        limits: node counts.
+        timings: the patience.
+        cancelled: asked while waiting; true ends the wait with ``InterruptedError``.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        node: str,
+        host: str,
+        slots: int,
+        limits: Limits,
+        timings: RendezvousTimings,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.node = node
+        self.incarnation = uuid.uuid4().hex[:12]
+        self.wake = threading.Event()
+        self._rows = Rows(table, self._sleep)
+        self._host = host
+        self._slots = slots
+        self._limits = limits
+        self._timings = timings
+        self._cancelled = cancelled
+        self._interface = host if host.startswith("127.") else ("::" if ":" in host else "0.0.0.0")  # noqa: S104
+        self._hub = Hub(self._interface, timings, self.wake.set)
+        self._witness = Witness(table, timings)
+        self._link: Link | None = None
+        self._seat: Seat | None = None
+        self._over = False
+
+    @property
+    def seat(self) -> Seat:
+        """The place in the round joined last."""
+        assert self._seat is not None, "no round was joined yet"
+        return self._seat
+
+    @property
+    def last_round(self) -> int:
+        """The number of the round joined last, 0 before the first."""
+        return self._seat.round.number if self._seat else 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node is rank 0 of its round."""
+        return self._seat is not None and self._seat.rank == 0
+
+    @property
+    def hub(self) -> Hub:
+        """This node's hub."""
+        return self._hub
+
+    @property
+    def link(self) -> Link:
+        """The connection to rank 0's hub."""
+        assert self._link is not None, "no round was joined yet"
+        return self._link
+
+    def announce(self) -> None:
+        """Write this node's row before its slow imports, so that the first round can wait for it."""
+        self._rows.write_member(Member(self.node, self.incarnation, state="starting", slots=self._slots))
+
+    def join(self) -> Seat:
+        """Wait for the next round that has a place for this node, and take it.
+
+        Returns:
+            The place. On rank 0 the caller must start serving the store on ``seat.listener`` at once.
+
+        Raises:
+            RunSucceeded: the run has ended well; there is nothing left to do.
+            RunFailed: the run has failed; the message is the failure's.
+            InterruptedError: ``cancelled`` returned true.
+            TableForbidden, TableNotFound: the table cannot be used.
+        """
+        self._drop_link()
+        listener: socket.socket | None = None
+        try:
+            while True:
+                round_ = self._rows.read_round()
+                if round_.closed:
+                    raise _ended(round_)
+                if round_.state == "sealed":
+                    seat = self._take_seat(round_, listener)
+                    if seat is not None:
+                        listener = None if seat.listener is not None else listener
+                        return seat
+                    self._watch_sealed(round_)
+                    continue
+                if listener is None:
+                    listener = listen((self._interface, 0), backlog=2048)
+                self._wait_open(round_, listener)
+        finally:
+            if listener is not None:
+                listener.close()
+
+    def status(self) -> Status:
+        """Return what is known about the current round; reads the table only after a hint that it has moved."""
+        link, seat = self._link, self._seat
+        if link is None or seat is None:
+            return Status()
+        view = self._hub.view() if seat.rank == 0 else HubView()
+        waiting: frozenset[str] = frozenset()
+        room = len(seat.round.members) < self._limits.maximum
+        if room and view.waiting_since is not None:
+            waited = time.monotonic() - view.waiting_since
+            if waited >= self._timings.rescale_debounce.total_seconds():
+                waiting = view.waiting
+        lost = link.lost_nodes | view.lost
+        self._over = self._over or link.broken or (link.changed and self._round_has_moved())
+        if link.broken:
+            lost |= {seat.round.members[0].node} - {self.node}
+        return Status(
+            lost=lost - {self.node}, over=self._over or self.node in lost, waiting=waiting, all_done=link.all_done
+        )
+
+    def reopen(self, reason: str, *, lost: frozenset[str] = frozenset(), failures: int = 0) -> bool:
+        """End the current round so that another can form.
+
+        Args:
+            reason: why, for the ledger.
+            lost: members that will not be back.
+            failures: worker failures to charge to the run.
+
+        Returns:
+            Whether it was this node that ended it; otherwise another one was first, and nothing was charged.
+        """
+        seat = self.seat
+        if not failures and self.node not in lost:
+            # Rank 0, or the first survivor after it, writes; the others make sure that someone does.
+            alive = [member.node for member in seat.round.members if member.node not in lost]
+            if self._another_ends_round(alive.index(self.node) if self.node in alive else 0):
+                return False
+        view = self._hub.view()
+        next_ = reopened(seat.round, reason, lost, sorted(view.waiting), failures)
+        return self._end_round(next_)
+
+    def close(self, *, succeeded: bool, message: str = "", exit_code: int = 0) -> bool:
+        """End the run for all nodes, and return whether it was this node that ended it."""
+        state: RoundState = "succeeded" if succeeded else "failed"
+        closed = replace(self.seat.round, state=state, message=message[:30_000], exit_code=exit_code)
+        return self._end_round(closed)
+
+    def leave(self, reason: str) -> None:
+        """Tell that this node is gone for good. Never raises: whoever leaves has no time for errors."""
+        with contextlib.suppress(Exception):
+            self._rows.write_member(Member(self.node, self.incarnation, state="left", slots=self._slots, reason=reason))
+
+    def shutdown(self) -> None:
+        """Close the hub and the link."""
+        self._drop_link(politely=True)
+        self._witness.stop()
+        self._hub.close()
+
+    def _another_ends_round(self, turn: int) -> bool:
+        """Wait for this node's turn; return whether another one was faster."""
+        until = time.monotonic() + min(1.0, _TURN_SECONDS * turn)
+        pause = _TURN_SECONDS / 2
+        while (left := until - time.monotonic()) > 0:
+            self.wake.wait(min(pause, left))
+            self.wake.clear()
+            current = self._rows.read_round()
+            if current.number != self.seat.round.number or current.state != "sealed":
+                return True
+            pause *= 2
+        return False
+
+    def _end_round(self, to: Round) -> bool:
+        if not self._rows.end_round(self.seat.round.number, to):
+            return False
+        if self._link is not None:
+            self._link.send({"op": "changed"})
+        return True
+
+    def _round_has_moved(self) -> bool:
+        """Read the row after a hint that it has changed."""
+        seat = self.seat
+        self.link.changed = False
+        try:
+            current = self._rows.read_round_now()
+        except TableUnavailable:
+            self.link.changed = True
+            return False
+        return current.number != seat.round.number or current.state != "sealed"
+
+    # --- an open round -----------------------------------------------------------------------------------------------
+
+    def _wait_open(self, round_: Round, listener: socket.socket) -> None:
+        """Ask for a place in the open round and wait until someone, perhaps this node, has sealed it."""
+        me = Member(
+            node=self.node,
+            incarnation=self.incarnation,
+            round=round_.number,
+            host=self._host,
+            store_port=listener.getsockname()[1],
+            hub_port=self._hub.port,
+            slots=self._slots,
+        )
+        self._rows.write_member(me)
+        patience = Patience(round_, self._limits, self._timings)
+        pause, longest = _POLL_SECONDS
+        while True:
+            members = self._rows.members()
+            if patience.time_to_seal(members, self.node):
+                self._seal(round_, members)
+                return
+            first = (candidates(round_, members) or [me])[0]
+            if first.node == self.node:
+                # Whoever arrives watches this node's hub, which wakes it up.
+                woken = self._sleep(min(pause, patience.next_look))
+            elif self._watch(first):
+                woken = self._wait_for_sealer(min(longest, patience.next_look))
+            else:
+                woken = self._sleep(pause)
+            pause = _POLL_SECONDS[0] if woken else min(longest, pause * 1.5)
+            if self._moved_on(round_):
+                return
+
+    def _wait_for_sealer(self, seconds: float) -> bool:
+        """Wait until the node that should seal says that it has, is gone, or takes too long."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self._link_says_changed() or self._link is None or self._link.broken:
+                return True
+            self._sleep(left)
+        return False
+
+    def _seal(self, round_: Round, members: list[Member]) -> None:
+        if not self._rows.replace_round(seal(round_, members, self._limits)):
+            _LOG.info("Another node was first to move round %d.", round_.number)
+        self._hub.changed()
+
+    def _moved_on(self, round_: Round) -> bool:
+        current = self._rows.read_round()
+        moved = current.number != round_.number or current.state != "open"
+        if moved:
+            self._hub.changed()
+        return moved
+
+    # --- a sealed round ----------------------------------------------------------------------------------------------
+
+    def _take_seat(self, round_: Round, listener: socket.socket | None) -> Seat | None:
+        """Enter the sealed round if this incarnation is in it and has not been in it before."""
+        rank = round_.rank_of(self.node, self.incarnation)
+        already = self._seat is not None and self._seat.round.number >= round_.number
+        if rank is None or already or listener is None:
+            return None
+        seat = Seat(round_, rank, listener if rank == 0 else None)
+        self._seat, self._over = seat, False
+        if rank == 0:
+            self._hub.enter(round_)
+            self._witness.start(round_.number)
+        else:
+            self._witness.stop()
+        first = round_.members[0]
+        greeting = {"op": "hello", "node": self.node, "incarnation": self.incarnation, "round": round_.number}
+        try:
+            self._link = Link((first.host, first.hub_port), greeting, self._timings, self.wake.set)
+        except OSError as error:
+            _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
+            self.reopen(f"rank 0's node {first.node} cannot be reached", lost=frozenset({first.node}))
+            self._sleep(_POLL_SECONDS[0])
+            return None
+        return seat
+
+    def _watch_sealed(self, round_: Round) -> None:
+        """Wait as a spare beside a running round, until its row may have changed."""
+        if self._seat is not None and self._seat.round.number == round_.number:
+            # Our own round, which we have left: whoever should reopen it may be dead.
+            self.reopen(f"{self.node} has left the round")
+            return
+        first = round_.members[0]
+        patience = 2 * self._timings.witness_interval.total_seconds()
+        sign, since = self._witness.look(), time.monotonic()
+        watching = self._watch(first)
+        while not self._link_says_changed():
+            self._sleep(self._timings.witness_interval.total_seconds() if watching else _POLL_SECONDS[0] * 3)
+            if self._rows.read_round() != round_:
+                return
+            watching = self._watch(first)
+            if watching or (seen := self._witness.look()) != sign:
+                sign, since = (sign if watching else seen), time.monotonic()
+            elif time.monotonic() - since > patience:
+                _LOG.warning("Round %d gives no sign of life; it is given up.", round_.number)
+                self._give_up(round_, first)
+                return
+
+    def _give_up(self, round_: Round, first: Member) -> None:
+        everyone = [member.node for member in round_.members]
+        self._rows.replace_round(
+            reopened(round_, f"no sign of life from {first.node}", lost=everyone, waiting=[self.node])
+        )
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def _watch(self, member: Member) -> bool:
+        """Be told by this member's hub when something changes; false when it cannot be reached."""
+        if self._watches(member):
+            return True
+        self._drop_link()
+        greeting = {"op": "watch", "node": self.node, "incarnation": self.incarnation}
+        try:
+            self._link = Link((member.host, member.hub_port), greeting, self._timings, self.wake.set)
+        except OSError as error:
+            _LOG.info("The hub of %s cannot be reached: %s", member.node, error)
+            return False
+        return True
+
+    def _watches(self, member: Member) -> bool:
+        address = (member.host, member.hub_port)
+        return self._link is not None and self._link.address == address and not self._link.broken
+
+    def _link_says_changed(self) -> bool:
+        link = self._link
+        if link is None or not link.changed:
+            return False
+        link.changed = False
+        return True
+
+    def _drop_link(self, *, politely: bool = False) -> None:
+        if self._link is not None:
+            self._link.close(politely=politely)
+            self._link = None
+
+    def _sleep(self, seconds: float) -> bool:
+        """Wait until woken; return whether it was before the time."""
+        woken = self.wake.wait(seconds)
+        self.wake.clear()
+        if self._cancelled():
+            raise InterruptedError("the node was told to leave")
+        return woken
+
+
+def _ended(round_: Round) -> RunSucceeded | RunFailed:
+    if round_.state == "succeeded":
+        return RunSucceeded(f"The run ended well in round {round_.number}.")
+    return RunFailed(round_.message or "The run failed.", round_.exit_code or 1)

@@ -1,0 +1,260 @@
+"""Rounds and members as data, and every decision about them as a pure function.
+
+A *round* is one agreed set of nodes in rank order. The row ``round`` of the table holds the newest one and moves only
+by compare-and-swap::
+
+    (no row) ≡ open 1 ──seal──> sealed 1 ──reopen──> open 2 ──seal──> sealed 2 ── ... ──close──> succeeded | failed
+
+While a round is open, each node that wants to be in it writes its own row ``member.<node>`` once. The node that will be
+rank 0 seals: one write that carries all members and the address of rank 0's store, so that nothing else need be
+exchanged. The next in line takes over when it does not. No clock of one machine is compared with another's: every
+duration below was measured by the caller on its own monotonic clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from azureml_elastic.spec import RendezvousTimings
+
+__all__ = [
+    "MEMBER_PREFIX",
+    "ROUND_KEY",
+    "Limits",
+    "Member",
+    "Patience",
+    "Round",
+    "RoundState",
+    "candidates",
+    "complete",
+    "global_ranks",
+    "reopened",
+    "seal",
+]
+
+ROUND_KEY = "round"
+MEMBER_PREFIX = "member."
+
+RoundState = Literal["open", "sealed", "succeeded", "failed"]
+MemberState = Literal["starting", "waiting", "left"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The smallest and the largest number of nodes of a round."""
+
+    minimum: int
+    maximum: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """One node's row.
+
+    Args:
+        node: the node's name, unique in the run.
+        incarnation: a nonce of the agent process; a restarted node is another incarnation.
+        state: ``starting`` while it imports, ``waiting`` when it wants to be in ``round``, ``left`` for good.
+        round: the round that the node wants to be in.
+        host: where other nodes reach it.
+        store_port: where it would serve the round's store.
+        hub_port: where it serves heartbeats.
+        slots: how many workers it runs.
+        reason: why it left.
+    """
+
+    node: str
+    incarnation: str
+    state: MemberState = "waiting"
+    round: int = 0
+    host: str = ""
+    store_port: int = 0
+    hub_port: int = 0
+    slots: int = 1
+    reason: str = ""
+
+    @property
+    def key(self) -> str:
+        """The key of this member's row."""
+        return MEMBER_PREFIX + self.node
+
+    def to_value(self) -> dict[str, Any]:
+        """Return the row's value."""
+        return asdict(self)
+
+    @classmethod
+    def from_value(cls, value: Mapping[str, Any]) -> Member:
+        """Read a row's value; fields of later releases are ignored."""
+        return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
+
+
+@dataclass(frozen=True)
+class Round:
+    """The row ``round``.
+
+    Args:
+        number: counts up from 1.
+        state: see the module.
+        members: in rank order, once sealed.
+        previous: names of the survivors of the round before, in rank order: they keep that order, and whoever
+            was lost and comes back goes behind them.
+        expected: names of the nodes that should be back, while open.
+        failures: worker failures of the whole run so far.
+        reason: why the round was reopened.
+        message: the failure that ended the run.
+        exit_code: with which every node of a failed run exits.
+    """
+
+    number: int = 1
+    state: RoundState = "open"
+    members: tuple[Member, ...] = ()
+    previous: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()
+    failures: int = 0
+    reason: str = ""
+    message: str = ""
+    exit_code: int = 0
+
+    def to_value(self) -> dict[str, Any]:
+        """Return the row's value."""
+        return {"version": 1, **asdict(self), "members": [member.to_value() for member in self.members]}
+
+    @classmethod
+    def from_value(cls, value: Mapping[str, Any]) -> Round:
+        """Read the row's value; fields of later releases are ignored."""
+        fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
+        fields["members"] = tuple(Member.from_value(member) for member in value.get("members", ()))
+        for name in ("previous", "expected"):
+            fields[name] = tuple(value.get(name, ()))
+        return cls(**fields)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run has ended."""
+        return self.state in ("succeeded", "failed")
+
+    @property
+    def world_size(self) -> int:
+        """Workers over all members."""
+        return sum(member.slots for member in self.members)
+
+    def rank_of(self, node: str, incarnation: str) -> int | None:
+        """Return the rank of this incarnation of the node, ``None`` when it is no member."""
+        for rank, member in enumerate(self.members):
+            if (member.node, member.incarnation) == (node, incarnation):
+                return rank
+        return None
+
+
+def candidates(round_: Round, members: Iterable[Member]) -> list[Member]:
+    """Return the members that want to be in the open round, in the order of the ranks that they would get.
+
+    Nodes of the round before keep their order, so that rank 0 and its memory stay where they are; others follow by
+    name.
+    """
+    ranks = {node: rank for rank, node in enumerate(round_.previous)}
+    waiting = [member for member in members if member.state == "waiting" and member.round == round_.number]
+    return sorted(waiting, key=lambda member: (ranks.get(member.node, len(ranks)), member.node))
+
+
+def complete(round_: Round, members: Sequence[Member], limits: Limits) -> bool:
+    """Return whether waiting any longer would gain nothing, once the minimum is present.
+
+    Nothing is gained when the maximum is there, or nobody is known to be about to come: in the first round a node that
+    announced itself and still imports, later a survivor of the round before.
+    """
+    present = {member.node for member in candidates(round_, members)}
+    if len(present) >= limits.maximum:
+        return True
+    if round_.number == 1:
+        coming = {member.node for member in members if member.state == "starting"}
+    else:
+        coming = set(round_.expected) - {member.node for member in members if member.state == "left"}
+    return coming <= present
+
+
+class Patience:
+    """When a waiting node seals the open round: a decision over time, by one node's monotonic clock.
+
+    The minimum starts at once. Only nodes that are known to be about to come are waited for, and not for long. The
+    node that will be rank 0 seals; the others take over one after another when it does not.
+
+    Args:
+        round_: the open round.
+        limits: node counts.
+        timings: the patience.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(
+        self, round_: Round, limits: Limits, timings: RendezvousTimings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._round = round_
+        self._limits = limits
+        self._clock = clock
+        self._takeover = timings.takeover_delay.total_seconds()
+        first = round_.number == 1
+        self._limit = (timings.settle_timeout if first else timings.rejoin_timeout).total_seconds()
+        self._minimum_since: float | None = None
+        self._ready_since: float | None = None
+        self.next_look = float("inf")
+        """Seconds after which time alone may change the decision."""
+
+    def time_to_seal(self, members: Sequence[Member], me: str) -> bool:
+        """Decide by the member rows just read whether the node ``me`` seals now."""
+        now = self._clock()
+        names = [member.node for member in candidates(self._round, members)]
+        self.next_look = float("inf")
+        if len(names) < self._limits.minimum or me not in names:
+            self._minimum_since = self._ready_since = None
+            return False
+        if self._minimum_since is None:
+            self._minimum_since = now
+        left = self._minimum_since + self._limit - now
+        if not complete(self._round, members, self._limits) and left > 0:
+            self._ready_since = None
+            self.next_look = left
+            return False
+        if self._ready_since is None:
+            self._ready_since = now
+        turn = self._ready_since + names.index(me) * self._takeover - now
+        self.next_look = max(turn, 0.0)
+        return turn <= 0
+
+
+def seal(round_: Round, members: Iterable[Member], limits: Limits) -> Round:
+    """Return the sealed round: the first ``maximum`` candidates in rank order."""
+    chosen = tuple(candidates(round_, members)[: limits.maximum])
+    return replace(round_, state="sealed", members=chosen)
+
+
+def reopened(
+    round_: Round, reason: str, lost: Iterable[str] = (), waiting: Iterable[str] = (), failures: int = 0
+) -> Round:
+    """Return the open round after a sealed one.
+
+    Args:
+        round_: the sealed round that ends.
+        reason: why.
+        lost: nodes that will not be back.
+        waiting: nodes outside that are known to want in.
+        failures: worker failures to charge to the run.
+    """
+    gone = set(lost)
+    survivors = tuple(member.node for member in round_.members if member.node not in gone)
+    return Round(
+        number=round_.number + 1,
+        previous=survivors,
+        expected=survivors + tuple(node for node in waiting if node not in survivors and node not in gone),
+        failures=round_.failures + failures,
+        reason=reason,
+    )
+
+
+def global_ranks(round_: Round, rank: int) -> range:
+    """Return the global ranks of the workers on the node with this rank."""
+    first = sum(member.slots for member in round_.members[:rank])
+    return range(first, first + round_.members[rank].slots)

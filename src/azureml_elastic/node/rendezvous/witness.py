@@ -1,0 +1,85 @@
+"""The slow second witness: a row that rank 0's node touches while its round runs.
+
+Whoever cannot reach rank 0's hub looks whether the row still changes, by its own clock, before it declares the round
+dead. Nobody's clock is compared with another's: only the row's version counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from azureml_elastic.errors import ElasticError, RowChanged, RowExists
+from azureml_elastic.node.table import Table
+from azureml_elastic.spec import RendezvousTimings
+
+__all__ = ["WITNESS_KEY", "Witness"]
+
+_LOG = logging.getLogger(__name__)
+
+WITNESS_KEY = "witness"
+
+
+class Witness:
+    """Touches the row while this node leads, and looks at it while it does not.
+
+    Args:
+        table: opened for the run.
+        timings: ``witness_interval`` between two touches.
+    """
+
+    def __init__(self, table: Table, timings: RendezvousTimings) -> None:
+        self._table = table
+        self._interval = timings.witness_interval.total_seconds()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._round = 0
+
+    def look(self) -> str | None:
+        """Return the row's version, ``None`` when there is no row or the table is away."""
+        try:
+            row = self._table.get(WITNESS_KEY)
+        except ElasticError:
+            return None
+        return row.etag if row else None
+
+    def start(self, number: int) -> None:
+        """Touch the row at each interval for as long as this round runs."""
+        self._round = number
+        if self._thread is None:
+            self._stopped.clear()
+            self._thread = threading.Thread(target=self._run, name="witness", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop touching."""
+        if self._thread is not None:
+            self._stopped.set()
+            self._thread.join(timeout=1)
+            self._thread = None
+
+    def _run(self) -> None:
+        etag: str | None = None
+        beats = 0
+        stopped = self._stopped
+        while not stopped.is_set():
+            beats += 1
+            value = {"round": self._round, "beats": beats}
+            try:
+                if etag is None:
+                    etag = self._table.insert(WITNESS_KEY, value)
+                else:
+                    etag = self._table.replace(WITNESS_KEY, value, etag)
+            except (RowExists, RowChanged):
+                try:
+                    row = self._table.get(WITNESS_KEY)
+                except ElasticError:
+                    row = None
+                if row is not None and row.value["round"] > self._round:
+                    return  # a newer round has its own witness
+                etag = row.etag if row else None
+                if row is not None:
+                    continue
+            except ElasticError as error:
+                _LOG.debug("The sign of life could not be written: %s", error)
+            stopped.wait(self._interval)

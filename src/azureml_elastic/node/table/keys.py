@@ -1,0 +1,93 @@
+"""Row keys: any text, written in the few characters that every backend stores, compares and escapes alike.
+
+Letters, digits and ``-._`` stand for themselves; every other byte of the text's UTF-8 form becomes ``=XX`` in
+hexadecimal. The code works character by character, so the written form of a prefix is a prefix of the written form,
+and no written character is greater than ``=``, ``_`` or a letter: all keys with one prefix lie between it and the same
+followed by ``~``.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from urllib.parse import unquote_to_bytes
+
+from azureml_elastic.errors import KeyInvalid
+
+__all__ = ["MAX_KEY_CHARACTERS", "MAX_WRITTEN_CHARACTERS", "key_range", "read_key", "write_key"]
+
+MAX_KEY_CHARACTERS = 250
+"""Characters of a key as its user sees it."""
+
+MAX_WRITTEN_CHARACTERS = 1024
+"""Characters of the written form: Azure Tables holds no longer partition or row key."""
+
+_PLAIN = frozenset((string.ascii_letters + string.digits + "-._").encode())
+_WRITTEN = re.compile(r"(?:[A-Za-z0-9._-]|=[0-9A-F]{2})+")
+
+
+def _write(text: str) -> str:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise KeyInvalid(
+            f"The key {text!r} has half a surrogate pair at position {error.start}, which is no character and has no "
+            "UTF-8 form. Remove it."
+        ) from error
+    return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in data)
+
+
+def write_key(text: str) -> str:
+    """Return the form of a key in which the backends store it.
+
+    Args:
+        text: 1 to 250 characters; the written form must not exceed 1,024.
+
+    Raises:
+        KeyInvalid: the key is empty or too long.
+    """
+    if not text:
+        raise KeyInvalid("The key is empty; a row of the table needs a key of 1 to 250 characters.")
+    if len(text) > MAX_KEY_CHARACTERS:
+        raise KeyInvalid(
+            f"The key {text[:40]!r}… has {len(text)} characters, and a row of the table takes at most "
+            f"{MAX_KEY_CHARACTERS}. Shorten the run, node or host name that it is made of."
+        )
+    written = _write(text)
+    if len(written) > MAX_WRITTEN_CHARACTERS:
+        raise KeyInvalid(
+            f"The key {text[:40]!r}… takes {len(written)} characters in the table, which holds at most "
+            f"{MAX_WRITTEN_CHARACTERS}: letters, digits and '-._' take one each, all others three for every byte of "
+            "UTF-8. Shorten the run, node or host name that it is made of."
+        )
+    return written
+
+
+def read_key(written: str) -> str:
+    """Return the key that :func:`write_key` has written.
+
+    Raises:
+        KeyInvalid: the text was not made by it.
+    """
+    if _WRITTEN.fullmatch(written):
+        try:
+            return unquote_to_bytes(written.replace("=", "%")).decode()
+        except UnicodeDecodeError:
+            pass
+    raise KeyInvalid(
+        f"The table holds a row with the key {written!r}, which this library has not written. Give the run a table of "
+        "its own."
+    )
+
+
+def key_range(prefix: str) -> tuple[str, str]:
+    """Return the first written form that a key with this prefix may have, and the first one beyond them all.
+
+    Args:
+        prefix: of the keys; empty for all of them.
+
+    Raises:
+        KeyInvalid: the prefix holds half a surrogate pair.
+    """
+    written = _write(prefix)
+    return written, written + "~"

@@ -1,0 +1,221 @@
+"""The table in one SQLite file, for nodes that share a machine.
+
+Any number of processes and threads may have the file open; a process that is killed while it writes leaves nothing
+behind, because every write is one transaction of SQLite's write-ahead log. The log needs shared memory, so the file must
+lie on a local disk and not on a network mount.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from azureml_elastic.errors import RowChanged, RowExists, TableError, TableForbidden, TableNotFound, TableUnavailable
+from azureml_elastic.node.table.keys import key_range, read_key, write_key
+from azureml_elastic.node.table.protocol import Row
+from azureml_elastic.node.table.values import read_value, write_value
+
+__all__ = ["SqliteTable"]
+
+_BUSY_TIMEOUT_S = 10.0
+
+# ``clock`` has one row. Its version numbers every write of the file, so that no etag ever comes twice, and its time
+# never goes back, even where the machine's clock does.
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS rows (
+    name TEXT NOT NULL, partition TEXT NOT NULL, key TEXT NOT NULL,
+    value TEXT NOT NULL, version INTEGER NOT NULL, time_us INTEGER NOT NULL,
+    PRIMARY KEY (name, partition, key)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 0), version INTEGER NOT NULL, time_us INTEGER NOT NULL);
+INSERT OR IGNORE INTO clock VALUES (0, 0, 0);
+"""
+
+_Record = tuple[str, str, int, int]  # key, value, version, time_us
+
+
+class SqliteTable:
+    """Rows of one run in an SQLite file; implements ``Table``.
+
+    Args:
+        path: of the file; it and its folder are made when missing.
+        table: the table's name; one file holds any number of tables.
+        partition: the run.
+
+    Raises:
+        TableNotFound: the file cannot be made or is no SQLite database.
+        TableForbidden: the file cannot be written.
+        TableUnavailable: others kept the file locked.
+        KeyInvalid: the partition is empty or too long.
+    """
+
+    def __init__(self, path: Path | str, table: str, partition: str) -> None:
+        self._path = Path(path).absolute()
+        self._scope = (table, write_key(partition))
+        self._lock = threading.Lock()  # one connection, used by one thread at a time
+        self._connection = self._open()
+
+    def get(self, key: str) -> Row | None:
+        """Return the row, or ``None`` where there is none."""
+        written = write_key(key)
+        with self._turn():
+            record = self._find(written)
+        return None if record is None else _row(record)
+
+    def insert(self, key: str, value: Mapping[str, Any]) -> str:
+        """Write a row that does not exist yet and return its etag."""
+        written, text = write_key(key), write_value(key, value)
+        with self._transaction():
+            if self._find(written) is not None:
+                raise RowExists(f"Row {key!r} exists already; nothing was written. Read it, or replace it by its etag.")
+            return self._write(written, text)
+
+    def replace(self, key: str, value: Mapping[str, Any], etag: str) -> str:
+        """Overwrite the row if it still has this version, and return the new etag."""
+        written, text = write_key(key), write_value(key, value)
+        with self._transaction():
+            self._match(key, written, etag)
+            return self._write(written, text)
+
+    def delete(self, key: str, etag: str | None = None) -> None:
+        """Remove the row; a row that is not there is no error unless an etag was given."""
+        written = write_key(key)
+        with self._transaction():
+            if etag is not None:
+                self._match(key, written, etag)
+            self._connection.execute(
+                "DELETE FROM rows WHERE name = ? AND partition = ? AND key = ?", (*self._scope, written)
+            )
+
+    def query(self, prefix: str) -> Iterator[Row]:
+        """Yield all rows whose key starts with ``prefix``: those of one moment."""
+        with self._turn():
+            records: list[_Record] = self._connection.execute(
+                "SELECT key, value, version, time_us FROM rows "
+                "WHERE name = ? AND partition = ? AND key >= ? AND key < ?",
+                (*self._scope, *key_range(prefix)),
+            ).fetchall()
+        return map(_row, records)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
+
+    def _find(self, written: str) -> _Record | None:
+        record: _Record | None = self._connection.execute(
+            "SELECT key, value, version, time_us FROM rows WHERE name = ? AND partition = ? AND key = ?",
+            (*self._scope, written),
+        ).fetchone()
+        return record
+
+    def _match(self, key: str, written: str, etag: str) -> None:
+        record = self._find(written)
+        if record is None:
+            raise RowChanged(f"Row {key!r} is gone; version {etag} was expected. Nothing was written; read it again.")
+        if (found := str(record[2])) != etag:
+            raise RowChanged(
+                f"Row {key!r} has version {found}; version {etag} was expected. Nothing was written; read it again."
+            )
+
+    def _write(self, written: str, text: str) -> str:
+        self._connection.execute(
+            "UPDATE clock SET version = version + 1, time_us = max(time_us + 1, ?)", (time.time_ns() // 1000,)
+        )
+        version, time_us = self._connection.execute("SELECT version, time_us FROM clock").fetchone()
+        self._connection.execute(
+            "INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?, ?, ?)", (*self._scope, written, text, version, time_us)
+        )
+        return str(version)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the connection; SQLite's errors leave as ours."""
+        with self._lock:
+            try:
+                yield
+            except sqlite3.Error as error:
+                raise self._translate(error) from error
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Hold the connection and the file's write lock; commit at the end, or roll back after an error."""
+        with self._turn():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(
+                self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise self._not_a_table(error) from error
+        try:
+            _patiently(lambda: connection.execute("PRAGMA journal_mode = WAL").fetchone())
+            connection.execute("PRAGMA synchronous = FULL")  # a write that has returned survives a loss of power
+            _patiently(lambda: connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;"))
+        except sqlite3.Error as error:
+            connection.close()
+            ours = self._translate(error)
+            raise (ours if isinstance(ours, TableForbidden) or _busy(error) else self._not_a_table(error)) from error
+        return connection
+
+    def _not_a_table(self, error: Exception) -> TableNotFound:
+        return TableNotFound(
+            f"The table's file {str(self._path)!r} cannot be opened: {error}. Give the path of an SQLite file, or of "
+            "one to be made, on a local disk."
+        )
+
+    def _translate(self, error: sqlite3.Error) -> TableError | TableForbidden:
+        if "readonly" in str(error):
+            return TableForbidden(
+                f"The table's file {str(self._path)!r} cannot be written: {error}. Give its owner's rights to this "
+                "process, on the file and on its folder."
+            )
+        reason = f"others kept it locked for {_BUSY_TIMEOUT_S:g} s" if _busy(error) else "the call failed"
+        return TableUnavailable(f"The table's file {str(self._path)!r} is not available, {reason}: {error}.")
+
+
+def _row(record: _Record) -> Row:
+    written, text, version, time_us = record
+    key = read_key(written)
+    seconds, microseconds = divmod(time_us, 1_000_000)
+    timestamp = datetime.fromtimestamp(seconds, timezone.utc).replace(microsecond=microseconds)
+    return Row(key, read_value(key, text), str(version), timestamp)
+
+
+def _busy(error: sqlite3.Error) -> bool:
+    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+
+
+def _patiently(step: Callable[[], object]) -> None:
+    """Repeat a step of the opening while others hold the file.
+
+    SQLite gives up at once, whatever its busy timeout is, where waiting for one lock while holding another could block
+    two processes for ever, as when two of them switch a new file to the write-ahead log.
+    """
+    deadline = time.monotonic() + _BUSY_TIMEOUT_S
+    while True:
+        try:
+            step()
+        except sqlite3.Error as error:
+            if not _busy(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(random.uniform(0.001, 0.02))
+        else:
+            return

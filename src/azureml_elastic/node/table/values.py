@@ -1,0 +1,80 @@
+"""Row values: a JSON object as text, cut into pieces that fit a table's string properties.
+
+The text is pure ASCII (JSON writes everything else as ``\\uXXXX``), so that each character is one UTF-16 unit in the
+table, no cut can divide a surrogate pair, and every backend stores the same text under the same limit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from azureml_elastic.errors import TableError, UsageError, ValueTooLarge
+
+__all__ = ["MAX_PIECE_CHARACTERS", "MAX_VALUE_CHARACTERS", "cut", "read_value", "write_value"]
+
+MAX_PIECE_CHARACTERS = 32 * 1024
+"""Characters of one string property: 64 KiB in UTF-16."""
+
+MAX_VALUE_CHARACTERS = 450 * 1024
+"""Characters of one value: 900 KiB in UTF-16, which leaves room for keys and names within an entity's 1 MiB."""
+
+
+def write_value(key: str, value: Mapping[str, Any]) -> str:
+    """Return the value as JSON text.
+
+    Args:
+        key: of the row, for the message.
+        value: a JSON object; tuples become lists, as JSON has it.
+
+    Raises:
+        ValueTooLarge: the text is too long for one row.
+        UsageError: the value is not JSON: an object of another type, NaN, an infinity.
+    """
+    try:
+        text = json.dumps(dict(value), allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"The value for row {key!r} cannot be written as JSON: {error}. Give an object of text, finite numbers, "
+            "booleans, null, lists and objects."
+        ) from error
+    if len(text) > MAX_VALUE_CHARACTERS:
+        raise ValueTooLarge(
+            f"The value for row {key!r} takes {2 * len(text):,} bytes in the table, two for each character of its "
+            f"JSON text, and one row holds at most {2 * MAX_VALUE_CHARACTERS:,}. Nothing was written; put the bulk "
+            "into a file and its path into the row."
+        )
+    return text
+
+
+def read_value(key: str, text: str) -> dict[str, Any]:
+    """Return the value that :func:`write_value` has written.
+
+    Args:
+        key: of the row, for the message.
+        text: as it was stored.
+
+    Raises:
+        TableError: the text is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise _not_ours(key, text) from error
+    if not isinstance(value, dict):
+        raise _not_ours(key, text)
+    return value
+
+
+def cut(text: str, size: int = MAX_PIECE_CHARACTERS) -> Iterable[str]:
+    """Yield the text in pieces of at most this many characters; joined they are the text again."""
+    for start in range(0, len(text), size):
+        yield text[start : start + size]
+
+
+def _not_ours(key: str, text: str) -> TableError:
+    return TableError(
+        f"Row {key!r} of the table holds {text[:60]!r}, which is no JSON object: something else writes to this table. "
+        "Give the run a table of its own."
+    )

@@ -1,0 +1,81 @@
+"""A run's timeline as lines of text: the world size over time and the lives of the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from azureml_elastic.ledger.summary import Report
+from azureml_elastic.ledger.timeline import Round
+
+__all__ = ["Lifeline", "lifelines", "size_chart", "time_axis", "time_span"]
+
+
+@dataclass(frozen=True)
+class Lifeline:
+    """The rounds that a node was in, as one bar of text.
+
+    Args:
+        node: its name.
+        bar: one character a moment: ``█`` in the round as rank 0, ``━`` with another rank, else a blank.
+        end: how it ended.
+    """
+
+    node: str
+    bar: str
+    end: str
+
+
+def time_span(rounds: Sequence[Round]) -> tuple[float, float]:
+    """Return the first and the last moment of the rounds that trained."""
+    return min(round_.started for round_ in rounds), max(round_.ended for round_ in rounds)
+
+
+def size_chart(rounds: Sequence[Round], width: int) -> list[str]:
+    """Return one line for each world size, the largest first; a column is filled up to the size at its moment."""
+    sizes = [0 if round_ is None else round_.world_size for round_ in _columns(rounds, width)]
+    # A level that no round had says nothing: with 8 workers a node there are only 8, 16, 24, ...
+    levels = sorted({round_.world_size for round_ in rounds}, reverse=True)
+    return [f"{level:4d} │" + "".join("█" if size >= level else " " for size in sizes) for level in levels]
+
+
+def time_axis(rounds: Sequence[Round], width: int) -> list[str]:
+    """Return the axis below the chart."""
+    start, end = time_span(rounds)
+    label = f"{end - start:.1f} s"
+    return ["     └" + "─" * width, "      0 s" + label.rjust(width - 3)]
+
+
+def lifelines(report: Report, width: int) -> list[Lifeline]:
+    """Return the lives of the nodes in the order of their starts."""
+    rounds = [round_ for round_ in report.rounds if round_.ran]
+    columns = _columns(rounds, width) if rounds else []
+    names = [node.name for node in report.nodes] or list(dict.fromkeys(name for r in rounds for name in r.members))
+    ends = {node.name: _end(node.ending, node.exit_code) for node in report.nodes}
+    return [
+        Lifeline(name, "".join(_mark(name, round_) for round_ in columns), ends.get(name, "unknown")) for name in names
+    ]
+
+
+def _mark(node: str, round_: Round | None) -> str:
+    if round_ is None or node not in round_.members:
+        return " "
+    return "█" if round_.members[0] == node else "━"
+
+
+def _end(ending: str, exit_code: int | None) -> str:
+    if ending == "exited":
+        return "finished" if exit_code == 0 else f"exited with {exit_code}"
+    return ending
+
+
+def _columns(rounds: Sequence[Round], width: int) -> list[Round | None]:
+    """Return for each of ``width`` moments the round that was on, the newest where two overlap."""
+    start, end = time_span(rounds)
+    length = max(end - start, 1e-9) / width
+    columns: list[Round | None] = [None] * width
+    for round_ in rounds:
+        first = min(width - 1, int((round_.started - start) / length))
+        last = max(first + 1, min(width, round((round_.ended - start) / length)))
+        columns[first:last] = [round_] * (last - first)
+    return columns

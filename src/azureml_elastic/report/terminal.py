@@ -1,0 +1,119 @@
+"""The summary of a run in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from azureml_elastic.ledger.samples import SampleAudit
+from azureml_elastic.ledger.summary import Report
+from azureml_elastic.ledger.timeline import Round
+from azureml_elastic.report.picture import lifelines, size_chart, time_axis
+
+__all__ = ["audit_text", "summary", "timeline_picture"]
+
+_WIDTH = 50
+_STYLES = {"succeeded": "bold green", "failed": "bold red", "interrupted": "bold yellow", "unfinished": "bold yellow"}
+
+
+def summary(report: Report) -> RenderableType:
+    """Return everything that the report says."""
+    parts: list[RenderableType] = []
+    if any(round_.ran for round_ in report.rounds):
+        parts += [timeline_picture(report), _rounds_table(report)]
+    if report.recoveries:
+        parts.append(_recoveries_table(report))
+    if report.audit is not None:
+        parts.append(audit_text(report.audit))
+    parts.append(_outcome(report))
+    return Group(*parts)
+
+
+def timeline_picture(report: Report, width: int = _WIDTH) -> RenderableType:
+    """Return the world size over time and the lives of the nodes, as a picture."""
+    rounds = [round_ for round_ in report.rounds if round_.ran]
+    lines = [Text("world size", style="bold")]
+    lines += [Text(line, style="cyan") for line in size_chart(rounds, width)]
+    lines += [Text(line, style="dim") for line in time_axis(rounds, width)]
+    lines.append(Text("nodes (█ rank 0)", style="bold"))
+    for life in lifelines(report, width):
+        good = life.end in ("finished", "preempted")
+        end = Text(f" {life.end}", style="green" if good else "red")
+        lines.append(Text.assemble((f"{life.node[-12:]:>12} ", "dim"), (life.bar, "cyan"), end))
+    lines.append(Text(f"world sizes: {' → '.join(map(str, report.world_sizes))}", style="bold"))
+    return Group(*lines)
+
+
+def audit_text(audit: SampleAudit) -> Text:
+    """Return the proof in a sentence or two."""
+    text = Text()
+    if audit.exactly_once:
+        text.append("exactly once: ", style="bold green")
+        text.append(f"{audit.seen:,} samples of {audit.epochs} epochs, none missed, none repeated")
+    else:
+        text.append("NOT exactly once: ", style="bold red")
+        text.append(f"{audit.missing:,} missed and {audit.repeated:,} repeated of {audit.seen:,} samples")
+    if audit.unfinished:
+        text.append(
+            f"; the last epoch ended after {audit.dataset_size - audit.unfinished:,} of {audit.dataset_size:,} samples"
+        )
+    if audit.rolled_back_steps:
+        text.append(
+            f"; {audit.rolled_back_samples:,} samples of {audit.rolled_back_steps} steps were rolled back by losses "
+            "and trained again"
+        )
+    return text
+
+
+def _rounds_table(report: Report) -> Table:
+    table = Table(title="rounds", title_justify="left")
+    for heading in ("round", "workers", "nodes", "steps", "ended because"):
+        table.add_column(heading, overflow="fold")
+    for round_ in report.rounds:
+        lost = f" (lost: {', '.join(round_.lost)})" if round_.lost else ""
+        reason = Text(round_.reason + lost)
+        table.add_row(str(round_.number), str(round_.world_size), ", ".join(round_.members), _steps(round_), reason)
+    return table
+
+
+def _steps(round_: Round) -> str:
+    if round_.last_step is None:
+        return "none" if round_.ran else "did not start"
+    first = round_.first_step if round_.restored_step is None else round_.restored_step + 1
+    return f"{first} to {round_.last_step}"
+
+
+def _recoveries_table(report: Report) -> Table:
+    table = Table(title="recoveries", title_justify="left")
+    for heading in ("round", "lost", "back at step", "seconds", "measured from"):
+        table.add_column(heading)
+    measured = {"loss": "the loss", "notice": "a survivor's notice", "last step": "the last step"}
+    for recovery in report.recoveries:
+        table.add_row(
+            str(recovery.round),
+            ", ".join(recovery.lost) or "a worker",
+            str(recovery.step),
+            f"{recovery.seconds:.2f}",
+            measured[recovery.since],
+        )
+    return table
+
+
+def _outcome(report: Report) -> Text:
+    text = Text.assemble((f"the run {_verb(report.outcome)}", _STYLES[report.outcome]))
+    if report.rounds:
+        text.append(f" at step {report.last_step}")
+    if report.message:
+        text.append(f": {report.message}")
+    left = sum(node.leftovers for node in report.nodes)
+    if left:
+        text.append(f"\n{left} processes outlived the agent that had started them and were ended", style="yellow")
+    if report.skipped_events:
+        text.append(f"\n{report.skipped_events} lines of the event files could not be read", style="yellow")
+    text.append(f"\nfiles: {report.paths.run_dir}", style="dim")
+    return text
+
+
+def _verb(outcome: str) -> str:
+    return {"interrupted": "was interrupted", "unfinished": "has no recorded end"}.get(outcome, outcome)

@@ -1,0 +1,175 @@
+"""The elastic job as entities of azure-ai-ml, by its public names only.
+
+Each compilation makes every entity anew: azure-ai-ml writes into what it submits (paths and names become ids),
+so nothing that the job holds may be handed on.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+from azureml_elastic.errors import MissingExtra, SubmitError
+from azureml_elastic.submit import wiring
+from azureml_elastic.submit.refusals import check
+from azureml_elastic.submit.staging import stage_runtime
+
+try:
+    from azure.ai.ml import Input, Output, PyTorchDistribution, command
+    from azure.ai.ml.entities import Command, JobResourceConfiguration, PipelineJob, PipelineJobSettings
+except ModuleNotFoundError as error:
+    raise MissingExtra("azure-ai-ml", "submit") from error
+
+if TYPE_CHECKING:
+    from azureml_elastic.submit.job import ElasticCommandJob
+
+__all__ = ["compile_job"]
+
+_LITERALS = {bool: "boolean", int: "integer", float: "number", str: "string"}
+_LITERAL_TYPES = frozenset(_LITERALS.values())
+
+
+def compile_job(job: ElasticCommandJob) -> Command | PipelineJob:
+    """Return a new entity of azure-ai-ml for the job.
+
+    Args:
+        job: left as it is.
+
+    Raises:
+        SubmitError: fields of the job contradict each other.
+        CommandError: the command starts no Python program, or one that is not in ``code``.
+    """
+    text = wiring.command_text(job, check(job))
+    if job.resources.effective_placement == "fan_out":
+        return _fan_out(job, text)
+    return _single(job, text)
+
+
+def _fan_out(job: ElasticCommandJob, text: str) -> PipelineJob:
+    """Return a pipeline of single-node jobs, each scheduled on its own.
+
+    The nodes take their compute from the pipeline, so that ``create_or_update(job, compute=...)`` moves them.
+    They are one component, called once for each; equal calls must not be answered from an earlier run.
+    """
+    inputs = _inputs(job)
+    node = _command(job, text, inputs={name: _declaration(value) for name, value in inputs.items()})
+    children: dict[str, Any] = {}
+    for index in range(job.resources.max_instance_count):
+        child = node(**{name: f"${{{{parent.inputs.{name}}}}}" for name in inputs})
+        child.resources = _resources(job, instance_count=1)
+        children[f"node_{index}"] = child
+    return PipelineJob(
+        jobs=children,
+        inputs=inputs,
+        compute=job.compute or "serverless",
+        settings=PipelineJobSettings(continue_on_step_failure=True, force_rerun=True),
+        **_identification(job),
+    )
+
+
+def _single(job: ElasticCommandJob, text: str) -> Command:
+    """Return one command job, whose nodes the service starts: all at once, or the minimum first."""
+    resources = job.resources
+    if resources.effective_placement == "service":
+        counts = {
+            "instance_count": resources.min_instance_count,
+            "max_instance_count": resources.max_instance_count,
+        }
+    else:
+        counts = {"instance_count": resources.max_instance_count}
+    # A distribution is what makes Azure ML start the command on every node: here once on each.
+    many = resources.max_instance_count > 1
+    entity = _command(
+        job,
+        text,
+        inputs=_inputs(job),
+        compute=job.compute,
+        distribution=PyTorchDistribution(process_count_per_instance=1) if many else None,
+        **_identification(job),
+    )
+    entity.resources = _resources(job, **counts)
+    return entity
+
+
+def _command(job: ElasticCommandJob, text: str, **fields: Any) -> Command:
+    return command(
+        command=text,
+        code=None if job.code is None else str(job.code),
+        environment=copy.deepcopy(job.environment),
+        environment_variables=wiring.environment_variables(job),
+        outputs=_outputs(job),
+        identity=copy.deepcopy(job.identity),
+        services=copy.deepcopy(dict(job.services)) if job.services else None,
+        timeout=None if job.timeout is None else math.ceil(job.timeout.total_seconds()),
+        job_tier=job.job_tier,
+        priority=job.priority,
+        is_deterministic=False,
+        **fields,
+    )
+
+
+def _identification(job: ElasticCommandJob) -> dict[str, Any]:
+    return {
+        "name": job.name,
+        "display_name": job.display_name,
+        "experiment_name": job.experiment_name,
+        "description": job.description,
+        "tags": dict(job.tags),
+        "properties": dict(job.properties),
+    }
+
+
+def _resources(job: ElasticCommandJob, **counts: int) -> JobResourceConfiguration:
+    resources = job.resources
+    docker_args = resources.docker_args
+    return JobResourceConfiguration(
+        **counts,
+        instance_type=resources.instance_type,
+        locations=None if resources.locations is None else list(resources.locations),
+        docker_args=docker_args if docker_args is None or isinstance(docker_args, str) else list(docker_args),
+        shm_size=resources.shm_size,
+        properties=None if resources.properties is None else copy.deepcopy(dict(resources.properties)),
+    )
+
+
+def _inputs(job: ElasticCommandJob) -> dict[str, Any]:
+    inputs = {name: _value(name, value) for name, value in job.inputs.items()}
+    if job.runtime == "ship":
+        inputs[wiring.RUNTIME] = Input(type="uri_folder", path=str(stage_runtime()), mode="download")
+    return inputs
+
+
+def _value(name: str, value: Any) -> Any:
+    """Return an input as a job has it: a literal, or a new ``Input`` with a path."""
+    if type(value) in _LITERALS:
+        return value
+    if type(value) is dict:
+        value = Input(**value)
+    if not isinstance(value, Input):
+        raise SubmitError(
+            f"The input {name!r} is a {type(value).__name__}. Give a number, a text, a truth value, or an Input "
+            "from azure.ai.ml."
+        )
+    given = value.default if value.type in _LITERAL_TYPES else value.path
+    if given is None:
+        raise SubmitError(
+            f"The input {name!r} of type {value.type!r} has no value. Give Input(type=..., path=...), or the bare "
+            "value for a number or a text."
+        )
+    return given if value.type in _LITERAL_TYPES else copy.deepcopy(value)
+
+
+def _declaration(value: Any) -> Input:
+    """Return the same input as a component declares it: its type, without a value."""
+    if isinstance(value, Input):
+        return Input(type=value.type, mode=value.mode)
+    return Input(type=_LITERALS[type(value)])
+
+
+def _outputs(job: ElasticCommandJob) -> dict[str, Any]:
+    outputs: dict[str, Any] = copy.deepcopy(dict(job.outputs))
+    uri = wiring.checkpoint_output(job)
+    if uri is not None:
+        outputs[wiring.CHECKPOINTS] = Output(type="uri_folder", mode="rw_mount", path=uri)
+    return outputs

@@ -1,0 +1,118 @@
+"""The job as its author writes it: a frozen model that compiles to entities of azure-ai-ml."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, field_validator
+
+from azureml_elastic.spec.base import PositiveDuration, Spec
+from azureml_elastic.spec.checkpoint import CheckpointPolicy
+from azureml_elastic.spec.distribution import ElasticDistribution
+from azureml_elastic.spec.plan import Plan
+from azureml_elastic.spec.resources import ElasticResources
+from azureml_elastic.submit.acceptance import Submittable
+
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import Command, PipelineJob
+
+__all__ = ["ElasticCommandJob"]
+
+
+class ElasticCommandJob(Spec, Submittable):
+    """A command job of Azure ML that starts small, grows, and survives the loss of any node.
+
+    The fields are those of ``azure.ai.ml.command()``; objects of azure-ai-ml are held as they are and never
+    changed. The job itself is data: submit it as often as you like, each time is a run of its own.
+
+    Args:
+        command: shell commands of which exactly one starts a Python program, as in
+            ``"pip install -r requirements.txt && python train.py --data ${{inputs.data}}"``.
+        environment: the name of a registered environment, or an ``Environment``.
+        resources: how many nodes, and of which kind.
+        code: the local folder with the script, or a remote one that azure-ai-ml knows how to take.
+        compute: the cluster's name; ``None`` for serverless compute.
+        inputs: literals, ``Input`` objects or their fields as a dictionary.
+        outputs: ``Output`` objects or their fields. With ``fan_out`` an output without a path is a folder of
+            its own for each node.
+        environment_variables: for every process of the job.
+        distribution: the processes on the nodes.
+        checkpoint: the checkpoints; without a path they go to the workspace's default blob store.
+        name: of the run; ``None`` lets azure-ai-ml make a new one for each submission.
+        display_name: of the run, in the studio.
+        experiment_name: the experiment; ``None`` takes the current folder's name, as azure-ai-ml does.
+        description: of the run.
+        tags: of the run.
+        properties: of the run.
+        identity: ``UserIdentityConfiguration`` or another, with which the nodes reach data and table.
+        timeout: after which Azure ML cancels a node's job.
+        services: interactive services, such as ``JupyterLabJobService``.
+        job_tier: of serverless compute: ``"Spot"``, ``"Basic"``, ``"Standard"``, ``"Premium"``.
+        priority: in the compute's queue.
+        runtime: ``"ship"`` sends this library along and adds what the environment lacks; ``"environment"``
+            takes the library that the environment has.
+        audit: whether workers write down the samples of each step.
+    """
+
+    type: Literal["elastic_command"] = "elastic_command"
+    command: str
+    environment: Any = Field(repr=False)
+    resources: ElasticResources
+    code: str | os.PathLike[str] | None = None
+    compute: str | None = None
+    inputs: Mapping[str, Any] = {}
+    outputs: Mapping[str, Any] = {}
+    environment_variables: Mapping[str, str] = {}
+    distribution: ElasticDistribution = ElasticDistribution()
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
+    name: str | None = None
+    display_name: str | None = None
+    experiment_name: str | None = None
+    description: str | None = None
+    tags: Mapping[str, str] = {}
+    properties: Mapping[str, str] = {}
+    identity: Any = None
+    timeout: PositiveDuration | None = None
+    services: Mapping[str, Any] | None = None
+    job_tier: Literal["Spot", "Basic", "Standard", "Premium"] | None = None
+    priority: Literal["low", "medium", "high"] | None = None
+    runtime: Literal["ship", "environment"] = "ship"
+    audit: bool = False
+
+    @field_validator("distribution", "resources", "checkpoint", mode="before")
+    @classmethod
+    def _is_ours(cls, value: Any, info: Any) -> Any:
+        ours = cls.model_fields[info.field_name].annotation
+        if isinstance(ours, type) and not (isinstance(value, ours) or type(value) is dict):
+            raise ValueError(
+                f"{info.field_name}={value!r} is a {type(value).__name__}; an elastic job takes a {ours.__name__}, "
+                f"from azureml_elastic import {ours.__name__}"
+            )
+        return value
+
+    @property
+    def plan(self) -> Plan:
+        """What the nodes will receive. It names no run: each submission gets its name from Azure ML."""
+        return Plan(
+            resources=self.resources,
+            distribution=self.distribution,
+            checkpoint=self.checkpoint,
+            audit=self.audit,
+        )
+
+    def compile(self) -> Command | PipelineJob:
+        """Return what is submitted, as a new entity of azure-ai-ml; nothing that the job holds is changed.
+
+        ``MLClient`` does this by itself when it is given the job. Call it to look at the result, or to use the
+        nodes in a pipeline of your own.
+
+        Raises:
+            SubmitError: fields of the job contradict each other.
+            CommandError: the command starts no Python program, or one that is not in ``code``.
+            MissingExtra: azure-ai-ml is not installed.
+        """
+        from azureml_elastic.submit.compilation import compile_job
+
+        return compile_job(self)

@@ -1,0 +1,109 @@
+"""What is refused before anything is uploaded, with the next step."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from azureml_elastic.errors import CommandError, SubmitError
+from azureml_elastic.spec import environment as variables
+from azureml_elastic.spec.command import FoundProgram, find_program, parse_program
+
+if TYPE_CHECKING:
+    from azureml_elastic.submit.job import ElasticCommandJob
+
+__all__ = ["RESERVED_PREFIX", "check"]
+
+RESERVED_PREFIX = "azureml_elastic_"
+"""Inputs and outputs whose names begin with it are ours."""
+
+_OUR_VARIABLES = frozenset(
+    getattr(variables, name) for name in variables.__all__ if getattr(variables, name) != variables.RUN_ID
+)
+_REMOTE = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)  # a scheme; one letter is a drive of Windows
+_CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
+
+
+def check(job: ElasticCommandJob) -> FoundProgram:
+    """Return where the job's program stands in its command.
+
+    Args:
+        job: the job, whose fields are each valid.
+
+    Raises:
+        SubmitError: fields of the job contradict each other.
+        CommandError: the command starts no Python program, or one that is not in ``code``.
+    """
+    _check_names(job)
+    _check_placement(job)
+    found = find_program(job.command)
+    _check_script(job, found)
+    return found
+
+
+def _check_names(job: ElasticCommandJob) -> None:
+    for kind, names in (("input", job.inputs), ("output", job.outputs)):
+        taken = sorted(name for name in names if name.startswith(RESERVED_PREFIX))
+        if taken:
+            raise SubmitError(
+                f"The {kind} {taken[0]!r} begins with {RESERVED_PREFIX!r}, which is kept for the inputs and outputs "
+                f"that this library adds to the job. Rename the {kind}."
+            )
+    taken = sorted(_OUR_VARIABLES & set(job.environment_variables))
+    if taken:
+        raise SubmitError(
+            f"The environment variable {taken[0]} is set by this library on the nodes. Remove it from "
+            "environment_variables; what it tells the nodes is said by resources, distribution and checkpoint."
+        )
+
+
+def _check_placement(job: ElasticCommandJob) -> None:
+    resources = job.resources
+    placement = resources.effective_placement
+    if job.compute is None and resources.instance_type is None and job.job_tier is None:
+        raise SubmitError(
+            f"The job names no compute for its {resources.max_instance_count} node(s). Give compute='<cluster>', or, "
+            "for serverless compute, resources.instance_type='<VM size>' (with job_tier='Spot' for spot machines)."
+        )
+    if job.compute == "local":
+        raise SubmitError(
+            "compute='local' would run a single node in a container of this machine. To try the job here, run "
+            "'azureml-elastic local'; to submit it, give the name of a cluster."
+        )
+    if placement == "service" and resources.docker_args is not None and not isinstance(resources.docker_args, str):
+        raise SubmitError(
+            f"docker_args={list(resources.docker_args)!r} is a list, and with a list azure-ai-ml drops the "
+            "max_instance_count that the placement 'service' rests on. Give one string, "
+            f"docker_args={shlex.join(resources.docker_args)!r}, or take the placement 'fan_out'."
+        )
+    if placement == "fan_out" and job.services:
+        ports = sorted(name for name, service in job.services.items() if getattr(service, "nodes", None) == "all")
+        if ports:
+            raise SubmitError(
+                f"The service {ports[0]!r} asks for nodes='all', but with the placement 'fan_out' each node is a job "
+                "of its own. Leave nodes out: each of them gets the service."
+            )
+
+
+def _check_script(job: ElasticCommandJob, found: FoundProgram) -> None:
+    program = parse_program([found.program])
+    if job.code is None or _REMOTE.match(str(job.code)):
+        return
+    code = Path(job.code)
+    if not code.exists():
+        raise SubmitError(
+            f"code={str(job.code)!r} does not exist (looked for {code.absolute()}). Give the folder that holds the "
+            "script, or code=None where the script is in the environment."
+        )
+    folder = code if code.is_dir() else code.parent
+    target = program.target
+    if program.kind == "module" or "$" in target or target.startswith(("/", "~")):
+        return
+    if _CHANGES_FOLDER.search(found.before) or (folder / target).exists():
+        return
+    raise CommandError(
+        f"The command starts {target!r}, which is not in code={str(job.code)!r} (looked for "
+        f"{(folder / target).absolute()}). Correct the script's path, which is relative to the code folder, or code."
+    )

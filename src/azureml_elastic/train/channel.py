@@ -1,0 +1,179 @@
+"""The connection to the node's agent, which started this process and speaks JSON lines on a Unix socket.
+
+The agent may announce a boundary (``prepare``): a step after which all workers of the round shall act together. The
+reader thread answers at once whether this worker has yet to complete that step; when it does, the training loop waits
+there for the agent's decision (``decide``), which is to act only if *all* workers have agreed. Steps without a boundary
+never wait.
+
+A worker outlives its agent by milliseconds: when the connection ends, the process exits with
+:data:`~azureml_elastic.train.agent.EXIT_AGENT_LOST`, since nobody could stop it any more if another round took over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from azureml_elastic.errors import ElasticError, Fenced, TableUnavailable
+from azureml_elastic.train.agent import EXIT_AGENT_LOST, Action, Identity
+from azureml_elastic.train.manifest import Reference
+from azureml_elastic.wire import Connection, LineClient
+
+__all__ = ["ChannelAgent"]
+
+_LOG = logging.getLogger(__name__)
+_FLUSH_SECONDS = 5.0
+
+
+@dataclass
+class _Boundary:
+    number: int
+    step: int
+    action: Action
+    go: bool | None = None
+
+
+class ChannelAgent:
+    """The node's agent at the other end of the channel.
+
+    Args:
+        path: of the Unix socket.
+        identity: of this worker.
+        request_timeout: seconds for the agent to reply; it asks the table in between.
+        decision_timeout: seconds for an announced decision to come. After that this worker cannot know what the
+            others do, so it fails, and the round starts again from the last checkpoint.
+
+    Raises:
+        OSError: no agent listens there.
+    """
+
+    leave_code = 0
+
+    def __init__(
+        self, path: str, identity: Identity, *, request_timeout: float = 60.0, decision_timeout: float = 60.0
+    ) -> None:
+        self._request_timeout = request_timeout
+        self._decision_timeout = decision_timeout
+        self._changed = threading.Condition()
+        self._boundaries: dict[int, _Boundary] = {}
+        self._is_main = identity.rank == 0
+        self._completed: int | None = None  # until the start is known no step can be promised
+        self._ended = False
+        self._client = LineClient(path, self._on_message, self._on_close)
+        self._client.send(
+            {
+                "op": "hello",
+                "rank": identity.rank,
+                "local_rank": identity.local_rank,
+                "pid": os.getpid(),
+                "round": identity.round,
+            }
+        )
+
+    def pointer(self) -> Reference | None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        pointer = self._ask({"op": "pointer"}).get("pointer")
+        return None if pointer is None else Reference.from_json(pointer)
+
+    def commit(self, reference: Reference, stall_seconds: float) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        self._ask({"op": "commit", **reference.to_json(), "seconds": stall_seconds})
+
+    def restored(self, step: int, directory: str | None) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        with self._changed:
+            self._completed = step
+        if self._is_main:
+            self._client.send({"op": "restored", "step": step, "directory": directory})
+
+    def completed(self, step: int) -> Action | None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        with self._changed:
+            self._completed = step
+            due = [boundary for boundary in self._boundaries.values() if boundary.step == step]
+        self._client.send({"op": "step", "step": step})
+        actions = [boundary.action for boundary in due if self._decision(boundary)]
+        return "leave" if "leave" in actions else "save" if actions else None
+
+    def stopped(self, step: int) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        self._end({"op": "stopped", "step": step})
+
+    def finished(self, step: int) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        self._end({"op": "finished", "step": step})
+
+    def close(self) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        self._client.close()
+
+    def _end(self, message: dict[str, Any]) -> None:
+        with self._changed:
+            self._ended = True
+        self._client.send(message)
+        if not self._client.flush(_FLUSH_SECONDS):
+            _LOG.warning("The agent has not taken the message %r within %g s.", message["op"], _FLUSH_SECONDS)
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            reply = self._client.request(message, self._request_timeout)
+        except (TimeoutError, ConnectionError) as error:
+            raise TableUnavailable(f"The node's agent did not answer {message['op']!r}: {error}") from error
+        failure = reply.get("error")
+        if failure is None:
+            return reply
+        text = str(reply.get("message") or f"The node's agent answered {message['op']!r} with {failure!r}.")
+        if failure == "fenced":
+            raise Fenced(text)
+        if failure == "unavailable":
+            raise TableUnavailable(text)
+        raise ElasticError(text)
+
+    def _decision(self, boundary: _Boundary) -> bool:
+        with self._changed:
+            decided = self._changed.wait_for(lambda: boundary.go is not None, self._decision_timeout)
+            self._boundaries.pop(boundary.number, None)
+        if not decided:
+            raise ElasticError(
+                f"The node's agent announced a decision after step {boundary.step} (boundary {boundary.number}), which "
+                f"did not come within {self._decision_timeout:g} s. This worker cannot know what the others do and "
+                "ends; training continues from the last checkpoint. The agent's log says why."
+            )
+        return bool(boundary.go)
+
+    def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
+        kind = message.get("op")
+        number = int(message.get("boundary", -1))
+        if kind == "prepare":
+            action: Action = message["action"]
+            if action not in get_args(Action):
+                raise ValueError(f"unknown action {action!r}")
+            with self._changed:
+                step = self._completed or 0
+                agreed = not self._ended and self._completed is not None and step < int(message["step"])
+                if agreed:
+                    self._boundaries[number] = _Boundary(number, int(message["step"]), action)
+            connection.send({"op": "prepared", "boundary": number, "ok": agreed, "step": step})
+        elif kind == "decide":
+            with self._changed:
+                boundary = self._boundaries.get(number)
+                if boundary is not None:
+                    boundary.go = bool(message["go"])
+                    if not boundary.go:
+                        del self._boundaries[number]
+                    self._changed.notify_all()
+        else:
+            _LOG.warning("The agent sent %r, which this release does not know; ignored.", kind)
+
+    def _on_close(self, connection: Connection) -> None:
+        print(
+            f"azureml_elastic: the connection to the node's agent has ended ({connection.reason}); this worker exits "
+            f"with {EXIT_AGENT_LOST}.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_AGENT_LOST)

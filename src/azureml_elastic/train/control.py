@@ -1,0 +1,68 @@
+"""Agreement between the ranks, on a gloo group of its own.
+
+The group exists beside the one that reduces gradients, also under NCCL, so that what is agreed here never mixes with
+what backward passes have in flight. Collectives have torch's own timeout of 30 minutes; a rank that dies is noticed at
+once, because its connections break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from azureml_elastic.errors import CheckpointError
+
+__all__ = ["Control"]
+
+T = TypeVar("T")
+
+
+class Control:
+    """The ranks' agreement. Every method is a collective: all ranks call it, in the same order."""
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo")
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def from_main(self, value: T | None) -> T:
+        """Return rank 0's value on every rank."""
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0, group=self.group)
+        result: T = values[0]
+        return result
+
+    def all_true(self, value: bool) -> bool:
+        """Return whether every rank says so."""
+        flag = torch.tensor([int(value)], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
+        return bool(flag.item())
+
+    def together(self, what: str, action: Callable[[], T]) -> list[T]:
+        """Run something on every rank and return all results in rank order.
+
+        Args:
+            what: is being done, for the message.
+            action: without collectives inside.
+
+        Raises:
+            CheckpointError: it failed on at least one rank; raised on all of them.
+        """
+        failure: Exception | None = None
+        outcome: tuple[str | None, T | None]
+        try:
+            outcome = (None, action())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+            failure = error
+            outcome = (f"{type(error).__name__}: {error}", None)
+        outcomes: list[Any] = [None] * self.world_size
+        dist.all_gather_object(outcomes, outcome, group=self.group)
+        failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]
+        if failed:
+            raise CheckpointError(
+                f"{what} failed on {len(failed)} of {self.world_size} ranks: {'; '.join(failed)}"
+            ) from (failure)
+        return [result for _, result in outcomes]

@@ -1,0 +1,348 @@
+"""The training process's side of an elastic run: what ``train.start()`` returns.
+
+The session knows how many optimizer steps the run has completed and where its data stand. ``run.step()`` is the commit
+point of a step: everything that could interrupt training happens there, between two steps, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.spec import CheckpointPolicy
+from azureml_elastic.train.agent import Agent
+from azureml_elastic.train.audit import Audit
+from azureml_elastic.train.cadence import Cadence
+from azureml_elastic.train.channel import ChannelAgent
+from azureml_elastic.train.checkpoint import Checkpoints
+from azureml_elastic.train.control import Control
+from azureml_elastic.train.loader import ElasticLoader, Position, SizedDataset
+from azureml_elastic.train.process import Environment, close_group, open_group, pick_device
+from azureml_elastic.train.sampling import Cursor, DataSpec
+from azureml_elastic.train.standalone import StandaloneAgent
+from azureml_elastic.train.state import TrackedState
+
+__all__ = ["Session", "start"]
+
+
+def start(checkpoint: CheckpointPolicy | None = None, *, audit: bool | None = None) -> Session:
+    """Join the run that this process was started for, or make one of a single process.
+
+    Args:
+        checkpoint: when checkpoints are taken and where they go; before the plan's.
+        audit: whether to write down the samples of each step; ``None`` does what the plan says.
+
+    Returns:
+        The session. It ends by ``with``, by :meth:`Session.finish`, or with the interpreter.
+
+    Raises:
+        PlanError: the plan in the environment cannot be read.
+        UsageError: the environment contradicts itself.
+        OSError: the node's agent does not answer.
+    """
+    environment = Environment.read()
+    policy = environment.policy(checkpoint)
+    assert policy.path is not None
+    folder = Path(policy.path)
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = environment.identity
+    agent: Agent
+    if environment.channel is None:
+        agent = StandaloneAgent(folder, identity)
+    else:
+        agent = ChannelAgent(environment.channel, identity)
+    wants_audit = audit if audit is not None else environment.plan is not None and environment.plan.audit
+    return Session(environment, policy, agent, Audit(environment.run_dir, identity) if wants_audit else None)
+
+
+class Session:
+    """One process of an elastic run.
+
+    Args:
+        environment: of the process.
+        policy: of the checkpoints, with a path.
+        agent: that started the process.
+        audit: where the samples of each step are written down, if at all.
+
+    Attributes:
+        device: of this process.
+        steps: optimizer steps that the run has completed, over all its rounds.
+    """
+
+    def __init__(self, environment: Environment, policy: CheckpointPolicy, agent: Agent, audit: Audit | None) -> None:
+        assert policy.path is not None
+        self._identity = environment.identity
+        self._policy = policy
+        self._agent = agent
+        self._audit = audit
+        self.device = pick_device(self._identity)
+        self._owns_group = open_group(self._identity, self.device)
+        self._control = Control()
+        self._checkpoints = Checkpoints(Path(policy.path), policy.keep, self._identity, self._control, agent)
+        self._cadence = Cadence(policy, self._control, clock=time.monotonic)
+        self._state: TrackedState | None = None
+        self._position = Position()
+        self._spec: DataSpec | None = None
+        self._saved_spec: DataSpec | None = None
+        self._saved_at: tuple[int, Cursor] | None = None
+        self.steps = 0
+        self._over = False
+        self._failed = False
+        self._pid = os.getpid()
+        self._excepthook: Callable[..., Any] = sys.excepthook
+        sys.excepthook = self._on_uncaught
+        atexit.register(self._on_exit)
+
+    @property
+    def rank(self) -> int:
+        """Among all processes of the round."""
+        return self._identity.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Among the processes of this node."""
+        return self._identity.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the round; another round may have another number."""
+        return self._identity.world_size
+
+    @property
+    def round(self) -> int:
+        """The round's number, 0 without an agent."""
+        return self._identity.round
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self._identity.rank == 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch at hand, counted from 0."""
+        return self._position.cursor.epoch
+
+    def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Move a model to this process's device and make it data-parallel.
+
+        Args:
+            model: to train.
+            options: of ``torch.nn.parallel.DistributedDataParallel``.
+        """
+        model = model.to(self.device)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices, **options)
+
+    def track(self, **objects: Any) -> None:
+        """Say what a checkpoint holds, and restore it where the run has one.
+
+        To be called once, after the model is wrapped and the optimizer made, by all ranks.
+
+        Args:
+            objects: modules, optimizers, and objects with ``state_dict`` and ``load_state_dict``, which are saved
+                from rank 0; by any names.
+
+        Raises:
+            UsageError: called twice, an object has no state, or a checkpoint does not fit.
+            CheckpointDamaged: there is a checkpoint, but none is whole.
+            CheckpointError: whether there is one could not be learnt.
+            Fenced: a newer round has taken over.
+        """
+        if self._state is not None:
+            raise UsageError(f"run.track() was called before, with {self._state.names}. Give all objects in one call.")
+        state = TrackedState(objects)
+        restored = self._checkpoints.restore(state)
+        self._state = state
+        if restored is not None:
+            self.steps = restored.reference.step
+            if restored.data is not None:
+                self._saved_spec = DataSpec.from_json(restored.data["spec"])
+                if self._spec is not None:
+                    self._spec.require_same(self._saved_spec)
+                self._position.cursor = Cursor(int(restored.data["epoch"]), int(restored.data["consumed"]))
+            self._saved_at = (self.steps, self._position.cursor)
+        self._agent.restored(self.steps, None if restored is None else restored.reference.directory)
+        self._cadence.begin(self.steps)
+
+    def loader(
+        self,
+        dataset: SizedDataset,
+        *,
+        global_batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> ElasticLoader:
+        """Make the run's training loader; for evaluation take torch's own.
+
+        Args:
+            dataset: map-style, the same on all ranks and over all restarts.
+            global_batch_size: samples of one optimizer step over all ranks, at any world size.
+            seed: of the order.
+            shuffle: whether the order is random.
+            drop_last: whether the incomplete batch at the end of an epoch is left out.
+            options: of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ...
+
+        Raises:
+            UsageError: there is one already, or the data differ from those of the checkpoint.
+        """
+        if self._spec is not None:
+            raise UsageError(
+                "run.loader() was called before; a run has one position in its data. Use torch's DataLoader for "
+                "evaluation."
+            )
+        spec = DataSpec(len(dataset), global_batch_size, seed, shuffle, drop_last)
+        if self._saved_spec is not None:
+            spec.require_same(self._saved_spec)
+        self._spec = spec
+        return ElasticLoader(
+            dataset, spec, self._identity, position=self._position, device=self.device, options=options
+        )
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs that remain of ``count``, the interrupted one first.
+
+        An epoch that a checkpoint found trained to its last sample, but not left, is yielded once more: its loader
+        is empty and what follows the loop over it (an evaluation, say) runs.
+        """
+        self._position.in_epochs = True
+        try:
+            while self._position.cursor.epoch < count:
+                epoch = self._position.cursor.epoch
+                yield epoch
+                self._position.open = None
+                self._position.cursor = Cursor(epoch + 1)
+        finally:
+            self._position.in_epochs = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients such that their mean over the ranks is that over the whole window.
+
+        Args:
+            loss: the mean over the samples of this rank's batch.
+
+        Raises:
+            UsageError: there is no batch, or the loss is no mean but one value a sample.
+        """
+        window = self._position.open
+        if window is None:
+            raise UsageError("run.backward() belongs into the loop over run.loader(): there is no batch to weigh.")
+        if loss.numel() != 1:
+            raise UsageError(
+                f"The loss has {loss.numel()} values; run.backward() takes the mean over the batch. Give the loss "
+                'function reduction="mean", or call .mean().'
+            )
+        (loss * window.weight).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Commit an optimizer step: its samples are trained, and a checkpoint or a change of nodes may follow.
+
+        To be called by all ranks, after ``optimizer.step()``.
+
+        Raises:
+            UsageError: nothing is tracked, or the session is over.
+            CheckpointError: a checkpoint was due and a rank could not write.
+            Fenced: a newer round has taken over.
+            SystemExit: the agent wants this process to leave; all is saved.
+        """
+        if self._state is None:
+            raise UsageError("run.step() was called before run.track(): a restart would begin from scratch.")
+        if self._over:
+            raise UsageError("run.step() was called after run.finish().")
+        if self._spec is not None and self._position.open is None:
+            raise UsageError("run.step() was called without a batch: call it once in each iteration over the loader.")
+        self.steps += 1
+        window = self._position.commit()
+        if self._audit is not None and window is not None:
+            self._audit.write(self.steps, window)
+        action = self._agent.completed(self.steps)
+        if action == "leave":
+            self._save(must_commit=True)
+            self._leave()
+        elif self._cadence.due(self.steps) or action == "save":
+            self._save()
+
+    def finish(self) -> None:
+        """Take the last checkpoint, so that the same script started again trains nothing again. Only once."""
+        if self._over:
+            return
+        if self._state is not None:
+            if self._saved_at != (self.steps, self._position.cursor) and self.steps > 0:
+                self._save(must_commit=True)
+            self._agent.finished(self.steps)
+        self._over = True
+
+    def __enter__(self) -> Self:
+        """Return the session."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish, unless the block has failed, and let go of everything."""
+        self._failed = self._failed or kind is not None
+        try:
+            if not self._failed:
+                self.finish()
+        finally:
+            self._close()
+
+    def _save(self, *, must_commit: bool = False) -> None:
+        assert self._state is not None
+        cursor = self._position.cursor
+        data = None
+        spec = self._spec or self._saved_spec
+        if spec is not None:
+            data = {"spec": spec.to_json(), "epoch": cursor.epoch, "consumed": cursor.consumed}
+        if self._checkpoints.save(self.steps, self._state, data, must_commit=must_commit):
+            self._saved_at = (self.steps, cursor)
+        self._cadence.saved()
+
+    def _leave(self) -> None:
+        self._over = True
+        self._agent.stopped(self.steps)
+        raise SystemExit(self._agent.leave_code)
+
+    def _on_uncaught(self, *details: Any) -> None:
+        self._failed = True
+        self._excepthook(*details)
+
+    def _on_exit(self) -> None:
+        """End with the interpreter: finish where nothing has failed, then let go of everything."""
+        if os.getpid() != self._pid:
+            return  # a fork of the user's
+        try:
+            if not self._failed:
+                self.finish()
+        except BaseException:  # noqa: BLE001 - the interpreter would print it, and exit with 0
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        self._close()
+
+    def _close(self) -> None:
+        atexit.unregister(self._on_exit)
+        if sys.excepthook == self._on_uncaught:
+            sys.excepthook = self._excepthook
+        self._agent.close()
+        if self._audit is not None:
+            self._audit.close()
+        if self._owns_group and not self._failed:  # leaving a group of which a peer has died could wait for it
+            close_group()

@@ -1,0 +1,90 @@
+"""The stand-in for the agent where a script runs by itself: ``python train.py`` or plain ``torchrun``.
+
+The pointer to the committed checkpoint is the file ``latest.json`` in the checkpoint folder, replaced atomically; that
+is safe on a local disk with one run at a time, which is what the real agent's table removes as a condition.
+
+A single process takes SIGTERM as a notice: it saves after the step at hand and exits with
+:data:`~azureml_elastic.train.agent.EXIT_TERMINATED`. Under plain torchrun with several processes SIGTERM reaches the
+ranks at different steps, and there is no agent to agree on one: they end as they would without this library, and
+continue from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from azureml_elastic.errors import CheckpointDamaged
+from azureml_elastic.train.agent import EXIT_TERMINATED, Action, Identity
+from azureml_elastic.train.manifest import Reference, replace_durably
+
+__all__ = ["POINTER", "StandaloneAgent"]
+
+POINTER = "latest.json"
+
+
+class StandaloneAgent:
+    """Keeps the pointer in a file and listens for SIGTERM.
+
+    Args:
+        folder: of the checkpoints.
+        identity: of this process.
+    """
+
+    leave_code = EXIT_TERMINATED
+
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self._path = folder / POINTER
+        self._terminated = False
+        self._previous: Any = None
+        self._listens = identity.world_size == 1 and threading.current_thread() is threading.main_thread()
+        if self._listens:
+            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def pointer(self) -> Reference | None:
+        """See :class:`~azureml_elastic.train.agent.Agent`.
+
+        Raises:
+            CheckpointDamaged: the file is there but cannot be read.
+        """
+        try:
+            return Reference.from_json(json.loads(self._path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointDamaged(
+                f"{self._path} does not name a checkpoint: {error!r}. Restore the file, or remove it to start anew."
+            ) from error
+
+    def commit(self, reference: Reference, stall_seconds: float) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        del stall_seconds
+        replace_durably(self._path, json.dumps(reference.to_json()).encode() + b"\n")
+
+    def restored(self, step: int, directory: str | None) -> None:
+        """Nobody to tell."""
+
+    def completed(self, step: int) -> Action | None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        del step
+        return "leave" if self._terminated else None
+
+    def stopped(self, step: int) -> None:
+        """Nobody to tell."""
+
+    def finished(self, step: int) -> None:
+        """Nobody to tell."""
+
+    def close(self) -> None:
+        """Give SIGTERM back."""
+        if self._listens:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._listens = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._terminated = True

@@ -1,0 +1,51 @@
+"""One message is one line: the encoding and its inverse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["MAX_LINE", "LineReader", "encode"]
+
+MAX_LINE = 1 << 20
+"""The longest message in bytes, its newline included."""
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Return the message as one line.
+
+    Raises:
+        ValueError: the message is no JSON or its line is longer than :data:`MAX_LINE`.
+    """
+    line = json.dumps(dict(message), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    if len(line) > MAX_LINE:
+        raise ValueError(f"A message of {len(line)} bytes exceeds the limit of {MAX_LINE}; send less at a time.")
+    return line
+
+
+class LineReader:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._partial = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Yield the messages that ``data`` completes; to be exhausted before the next call.
+
+        Raises:
+            ValueError: a line is too long or no JSON object. The messages before it have been yielded.
+        """
+        self._partial += data
+        while (end := self._partial.find(b"\n")) >= 0:
+            line = bytes(self._partial[:end])
+            del self._partial[: end + 1]
+            if end >= MAX_LINE:
+                break
+            message = json.loads(line)
+            if not isinstance(message, dict):
+                kind = type(message).__name__
+                raise ValueError(f"a JSON {kind}, not an object: {line[:80]!r}")  # noqa: TRY004 - bad input
+            yield message
+        if end >= MAX_LINE or len(self._partial) >= MAX_LINE:
+            raise ValueError(f"a line exceeds the limit of {MAX_LINE} bytes")

@@ -1,0 +1,149 @@
+"""Whole process trees are frozen and ended, wherever their members have gone."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from azureml_elastic.local.processes import NodeProcesses
+
+# An agent with a worker in a session of its own, which has a child of its own; all write their ids and wait.
+TREE = """
+import os, subprocess, sys, time
+depth, folder = int(sys.argv[1]), sys.argv[2]
+if depth:
+    subprocess.Popen([sys.executable, "-c", sys.argv[3], str(depth - 1), folder, sys.argv[3]], start_new_session=True)
+open(os.path.join(folder, f"{depth}.part"), "w").write(str(os.getpid()))
+os.rename(os.path.join(folder, f"{depth}.part"), os.path.join(folder, f"{depth}.pid"))
+if depth and len(sys.argv) > 4:
+    sys.exit(0)
+while True:
+    time.sleep(0.01)
+    with open(os.path.join(folder, f"{depth}.beat"), "a") as file:
+        file.write(".")
+"""
+
+
+def wait_for(condition, timeout=10.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def start_tree(processes, folder, *, name="node-0", agent_exits=False):
+    folder.mkdir()
+    argv = [sys.executable, "-c", TREE, "2", str(folder), TREE] + (["exit"] if agent_exits else [])
+    node = processes.start(name, argv, dict(os.environ))
+    wait_for(lambda: all((folder / f"{depth}.pid").exists() for depth in (0, 1, 2)))
+    return node, [int((folder / f"{depth}.pid").read_text()) for depth in (2, 1, 0)]
+
+
+def beats(folder):
+    return {path.name: path.stat().st_size for path in folder.glob("*.beat")}
+
+
+def test_the_tree_includes_workers_in_sessions_of_their_own(tmp_path):
+    with NodeProcesses(tmp_path / "logs") as processes:
+        node, pids = start_tree(processes, tmp_path / "a")
+        assert {process.pid for process in node.tree()} == set(pids)
+        assert node.kill() == 3
+        assert not any(alive(pid) for pid in pids)
+        assert node.exit_code() == -signal.SIGKILL
+        assert not any(psutil.pid_exists(pid) for pid in pids), "zombies were left"
+
+
+def test_a_frozen_tree_stands_still_goes_on_and_can_be_killed(tmp_path):
+    folder = tmp_path / "a"
+    with NodeProcesses(tmp_path / "logs") as processes:
+        node, pids = start_tree(processes, folder)
+        node.freeze()
+        wait_for(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
+        before = beats(folder)
+        assert node.exit_code() is None
+        node.thaw()
+        wait_for(lambda: all(size > before.get(name, 0) for name, size in beats(folder).items()))
+        node.freeze()
+        assert node.kill() == 3
+        assert not any(alive(pid) for pid in pids)
+
+
+def test_orphans_of_an_agent_that_has_exited_are_still_found(tmp_path):
+    with NodeProcesses(tmp_path / "logs") as processes:
+        node, pids = start_tree(processes, tmp_path / "a", agent_exits=True)
+        wait_for(lambda: node.exit_code() is not None)
+        assert node.exit_code() == 0
+        assert {process.pid for process in node.tree()} == set(pids[1:])
+        assert node.kill() == 2
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_one_node_s_end_leaves_the_others_alone(tmp_path):
+    with NodeProcesses(tmp_path / "logs") as processes:
+        first, _ = start_tree(processes, tmp_path / "a", name="node-1")
+        _, others = start_tree(processes, tmp_path / "b", name="node-10")
+        first.kill()
+        assert all(alive(pid) for pid in others)
+        assert {process.pid for process in processes.remaining()} == set(others)
+
+
+def test_nothing_is_left_after_an_exception(tmp_path):
+    pids = []
+    with contextlib.suppress(KeyboardInterrupt), NodeProcesses(tmp_path / "logs") as processes:
+        node, pids = start_tree(processes, tmp_path / "a")
+        node.freeze()
+        raise KeyboardInterrupt
+    assert len(pids) == 3
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_sigterm_reaches_the_agent_alone(tmp_path):
+    with NodeProcesses(tmp_path / "logs") as processes:
+        node, pids = start_tree(processes, tmp_path / "a")
+        node.terminate()
+        wait_for(lambda: node.exit_code() is not None)
+        assert node.exit_code() == -signal.SIGTERM
+        assert [alive(pid) for pid in pids] == [False, True, True]
+
+
+def test_the_output_of_the_whole_tree_is_in_the_log(tmp_path):
+    with NodeProcesses(tmp_path / "logs") as processes:
+        script = "import subprocess; print('agent', flush=True); subprocess.run(['sh', '-c', 'echo worker >&2'])"
+        node = processes.start("node-0", [sys.executable, "-c", script], dict(os.environ))
+        wait_for(lambda: node.exit_code() is not None)
+        assert (tmp_path / "logs" / "node-0.log").read_text().split() == ["agent", "worker"]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_when_the_launcher_is_killed(tmp_path, sign):
+    launcher = (
+        "import sys, time, pathlib, importlib.util\n"
+        "spec = importlib.util.spec_from_file_location('tests_processes', sys.argv[1])\n"
+        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
+        "folder = pathlib.Path(sys.argv[2])\n"
+        "with module.NodeProcesses(folder / 'logs') as processes:\n"
+        "    node, pids = module.start_tree(processes, folder / 'a')\n"
+        "    node.freeze()\n"
+        "    print(*pids, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    argv = [sys.executable, "-c", launcher, str(Path(__file__)), str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 3
+        process.send_signal(sign)
+        process.wait(10)
+    wait_for(lambda: not any(alive(pid) for pid in pids))

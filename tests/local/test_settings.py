@@ -1,0 +1,102 @@
+"""What the nodes of a local cluster are told."""
+
+import json
+
+import pytest
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.summary import Paths
+from azureml_elastic.local.settings import (
+    TableChoice,
+    check_table,
+    connection_endpoint,
+    local_plan,
+    node_environment,
+    open_table_choice,
+)
+from azureml_elastic.spec import Plan
+
+SECRET = "AccountName=acc;AccountKey=c2VjcmV0;TableEndpoint=http://127.0.0.1:9/acc"
+
+
+@pytest.mark.parametrize(
+    ("connection", "endpoint"),
+    [
+        (SECRET, "http://127.0.0.1:9/acc"),
+        ("UseDevelopmentStorage=true", "http://127.0.0.1:10002/devstoreaccount1"),
+        ("DefaultEndpointsProtocol=https;AccountName=acc;AccountKey=a==", "https://acc.table.core.windows.net"),
+        ("AccountName=a;AccountKey=k;EndpointSuffix=core.chinacloudapi.cn", "https://a.table.core.chinacloudapi.cn"),
+    ],
+)
+def test_the_endpoint_of_a_connection_string(connection, endpoint):
+    assert connection_endpoint(connection) == endpoint
+
+
+def test_a_connection_string_without_a_table_is_refused_without_its_secret():
+    with pytest.raises(UsageError, match="names no table endpoint") as caught:
+        connection_endpoint("AccountKey=c2VjcmV0;BlobEndpoint=http://x")
+    assert "c2VjcmV0" not in str(caught.value)
+
+
+@pytest.mark.parametrize("table", ["", "mysql", "ftp://x", "account"])
+def test_an_unknown_table_is_refused(table):
+    with pytest.raises(UsageError, match="no known form"):
+        check_table(table)
+
+
+def test_the_choices_of_a_table(tmp_path, monkeypatch):
+    paths = Paths.of(tmp_path)
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING", raising=False)
+    with open_table_choice("sqlite", paths) as table:
+        assert table == TableChoice(str(tmp_path / "table.sqlite"))
+    with open_table_choice("https://acc.table.core.windows.net", paths) as table:
+        assert table == TableChoice("https://acc.table.core.windows.net")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", SECRET)
+    with open_table_choice("azurite", paths) as table:
+        assert table == TableChoice("http://127.0.0.1:9/acc", "connection_string")
+
+
+def test_the_plan_reaches_the_node_and_holds_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", SECRET)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    paths = Paths.of(tmp_path)
+    with open_table_choice("azurite", paths) as table:
+        plan = local_plan(
+            nodes=(1, 3),
+            processes_per_node=2,
+            max_restarts=5,
+            checkpoint_steps=7,
+            audit=True,
+            table=table,
+            paths=paths,
+            run_id="run",
+        )
+        environment = node_environment("node-4", plan, table, paths)
+    received = Plan.from_json(environment["AZUREML_ELASTIC_PLAN"])
+    assert received == plan
+    assert (received.resources.min_instance_count, received.resources.max_instance_count) == (1, 3)
+    assert received.distribution.process_count_per_instance == 2
+    assert received.distribution.max_restarts == 5
+    assert received.checkpoint.every_steps == 7
+    assert received.checkpoint.path == str(tmp_path / "checkpoints")
+    assert (received.run_id, received.audit) == ("run", True)
+    assert environment["AZUREML_ELASTIC_NODE_ID"] == "node-4"
+    assert environment["AZUREML_ELASTIC_RUN_DIR"] == str(tmp_path)
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert "c2VjcmV0" not in json.dumps(environment["AZUREML_ELASTIC_PLAN"])
+
+
+def test_the_user_s_thread_count_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    paths, table = Paths.of(tmp_path), TableChoice("x.sqlite")
+    plan = local_plan(
+        nodes=(1, 1),
+        processes_per_node=1,
+        max_restarts=0,
+        checkpoint_steps=None,
+        audit=False,
+        table=table,
+        paths=paths,
+        run_id="run",
+    )
+    assert node_environment("node-0", plan, table, paths)["OMP_NUM_THREADS"] == "4"

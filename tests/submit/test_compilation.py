@@ -1,0 +1,50 @@
+"""Values that only azure-ai-ml's types can tell."""
+
+import pytest
+from azure.ai.ml import Input
+
+from azureml_elastic.errors import SubmitError
+from azureml_elastic.spec import ElasticResources
+from azureml_elastic.submit import ElasticCommandJob
+
+
+def make(placement="fan_out", **fields):
+    return ElasticCommandJob(
+        **{
+            "code": "src",
+            "command": "python train.py",
+            "environment": "azureml:env:1",
+            "compute": "gpu",
+            "resources": ElasticResources(max_instance_count=2, placement=placement),
+            **fields,
+        }
+    )
+
+
+@pytest.mark.parametrize("placement", ["fan_out", "gang"])
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        (Input(type="uri_folder"), "has no value"),
+        (Input(type="integer"), "has no value"),
+        ({"type": "uri_file"}, "has no value"),
+        ([1, 2], "is a list"),
+        (None, "is a NoneType"),
+    ],
+)
+def test_inputs_without_a_usable_value(placement, value, part):
+    with pytest.raises(SubmitError) as caught:
+        make(placement, inputs={"x": value}).compile()
+    assert "input 'x'" in str(caught.value)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "sent"),
+    [(True, "boolean", "True"), (3, "integer", "3"), (0.5, "number", "0.5"), ("a b", "string", "a b")],
+)
+def test_literals_keep_their_types(client, components, workspace, value, kind, sent):
+    client.jobs.create_or_update(make(command="python train.py ${{inputs.x}}", inputs={"x": value}))
+    (component,), (body,) = components(), workspace.jobs
+    assert component["inputs"]["x"] == {"type": kind}
+    assert body["properties"]["inputs"]["x"] == {"value": sent, "jobInputType": "literal"}

@@ -1,0 +1,115 @@
+"""What is refused, with what message; none of it needs azure-ai-ml."""
+
+from datetime import timedelta
+
+import pytest
+from pydantic import ValidationError
+
+from azureml_elastic.errors import CommandError, SubmitError
+from azureml_elastic.spec import ElasticResources
+from azureml_elastic.submit.job import ElasticCommandJob
+from azureml_elastic.submit.refusals import check
+
+
+def make(**fields):
+    return ElasticCommandJob(
+        **{
+            "code": "src",
+            "command": "python train.py",
+            "environment": "e",
+            "compute": "gpu",
+            "resources": ElasticResources(max_instance_count=2),
+            **fields,
+        }
+    )
+
+
+class Service:
+    nodes = "all"
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"inputs": {"azureml_elastic_runtime": 1}}, ["input 'azureml_elastic_runtime'", "Rename"]),
+        ({"outputs": {"azureml_elastic_x": {}}}, ["output 'azureml_elastic_x'", "Rename"]),
+        ({"environment_variables": {"AZUREML_ELASTIC_PLAN": "{}"}}, ["AZUREML_ELASTIC_PLAN", "Remove it"]),
+        ({"environment_variables": {"AZUREML_ELASTIC_NODE_ID": "a"}}, ["AZUREML_ELASTIC_NODE_ID"]),
+        ({"compute": None}, ["no compute for its 2 node(s)", "instance_type="]),
+        ({"compute": "local"}, ["azureml-elastic local"]),
+        (
+            {"resources": ElasticResources(max_instance_count=2, placement="service", docker_args=("-e", "A=1 2"))},
+            ["['-e', 'A=1 2']", "docker_args=\"-e 'A=1 2'\""],
+        ),
+        ({"services": {"lab": Service()}}, ["'lab'", "nodes='all'"]),
+        ({"code": "nowhere"}, ["code='nowhere'", "does not exist"]),
+    ],
+)
+def test_fields_that_contradict_each_other(fields, parts):
+    with pytest.raises(SubmitError) as caught:
+        check(make(**fields))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("bash run.sh", "starts no Python program"),
+        ("torchrun --standalone train.py", "takes the launcher's place"),
+        ("python other.py", "'other.py', which is not in code='src'"),
+        ("python src/train.py", "'src/train.py', which is not in code='src'"),
+    ],
+)
+def test_commands_that_start_no_program_of_the_job(command, part):
+    with pytest.raises(CommandError) as caught:
+        check(make(command=command))
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"command": "cd sub && python other.py"},
+        {"command": "python -m package.module"},
+        {"command": "python /opt/train.py"},
+        {"command": "python ${{inputs.code}}/other.py"},
+        {"command": "python other.py", "code": None},
+        {"command": "python other.py", "code": "azureml:code:1"},
+        {"command": "python other.py", "code": "git+https://example.org/x.git"},
+        {"command": "python train.py", "code": "src/train.py"},
+        {"compute": None, "job_tier": "Spot"},
+        {"compute": None, "resources": ElasticResources(max_instance_count=2, instance_type="x")},
+        {"environment_variables": {"AZUREML_ELASTIC_RUN_ID": "mine"}},
+        {"resources": ElasticResources(max_instance_count=2, docker_args=("-e", "A=1"))},
+    ],
+)
+def test_what_may_well_work_is_let_through(fields):
+    assert check(make(**fields)).program.startswith("python")
+
+
+class PyTorchDistribution:
+    def __repr__(self):
+        return "PyTorchDistribution()"
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"distribution": PyTorchDistribution()}, "takes a ElasticDistribution"),
+        ({"resources": PyTorchDistribution()}, "takes a ElasticResources"),
+        ({"instance_count": 2}, "instance_count"),
+        ({"timeout": timedelta(0)}, "not positive"),
+        ({"job_tier": "spot"}, "'Spot'"),
+        ({"environment_variables": {"A": 1}}, "environment_variables"),
+    ],
+)
+def test_fields_that_are_wrong_in_themselves(fields, part):
+    with pytest.raises(ValidationError) as caught:
+        make(**fields)
+    assert part in str(caught.value)
+
+
+def test_the_job_is_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        make().compute = "other"

@@ -1,0 +1,93 @@
+"""Real processes that train together, forked from a server that has imported torch once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch.distributed", "workers"])
+PATIENCE = 60.0
+
+
+@dataclass
+class Outcome:
+    """How a process ended: its exit code, and what the function returned or the traceback."""
+
+    code: int | None
+    value: Any
+    error: str | None
+
+
+def _child(pipe, environment, function, args):
+    for name in [name for name in os.environ if name.startswith("AZUREML_ELASTIC_")]:
+        del os.environ[name]
+    os.environ.update(environment)
+    try:
+        value = function(*args)
+    except SystemExit:
+        raise
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+        raise
+    pipe.send((value, None))
+
+
+class World:
+    """``size`` processes that run ``function(*args)`` with the environment of torchrun and ``extra``."""
+
+    def __init__(self, size, function, *args, **extra):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.processes = []
+        self.pipes = []
+        for rank in range(size):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                **{name: str(value) for name, value in extra.items()},
+            }
+            receiving, sending = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(target=_child, args=(sending, environment, function, args), daemon=True)
+            process.start()
+            sending.close()
+            self.processes.append(process)
+            self.pipes.append(receiving)
+
+    def outcomes(self) -> list[Outcome]:
+        """Wait for all to end; what does not end in time is killed, with ``code`` None."""
+        deadline = time.monotonic() + PATIENCE
+        found = []
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            value, error = None, None
+            try:
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    value, error = pipe.recv()
+            except EOFError:
+                pass
+            process.join(max(0.0, deadline - time.monotonic()))
+            code = process.exitcode
+            if code is None:
+                process.kill()
+                process.join()
+            pipe.close()
+            found.append(Outcome(code, value, error))
+        return found
+
+    def values(self) -> list[Any]:
+        """Wait for all to end well and return their values."""
+        outcomes = self.outcomes()
+        for outcome in outcomes:
+            assert outcome.error is None, outcome.error
+            assert outcome.code == 0, outcomes
+        return [outcome.value for outcome in outcomes]
