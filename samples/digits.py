@@ -77,6 +77,7 @@ def main() -> None:
             run.step()
             if run.is_main and index % 10 == 0:
                 print(f"epoch {epoch} step {run.steps} loss {loss.item():.4f}", flush=True)
+        scheduler.step()
 
     if run.is_main:
         model.eval()

@@ -171,7 +171,6 @@ def test_random_schedules_never_take_the_last_node(seed, nodes, faults):
     for fault in schedule.faults:
         living += fault.count if isinstance(fault, Add) else -1
         assert 1 <= living <= nodes
-    assert living == nodes
 
 
 def test_random_schedules_vary():

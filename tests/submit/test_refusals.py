@@ -96,8 +96,8 @@ class PyTorchDistribution:
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
-        ({"distribution": PyTorchDistribution()}, "takes a ElasticDistribution"),
-        ({"resources": PyTorchDistribution()}, "takes a ElasticResources"),
+        ({"distribution": PyTorchDistribution()}, "takes an ElasticDistribution"),
+        ({"resources": PyTorchDistribution()}, "takes an ElasticResources"),
         ({"instance_count": 2}, "instance_count"),
         ({"timeout": timedelta(0)}, "not positive"),
         ({"job_tier": "spot"}, "'Spot'"),

@@ -10,7 +10,10 @@ import workers
 from torch import nn
 from worlds import World
 
+from azureml_elastic.spec import ElasticResources, Plan
 from azureml_elastic.train.sampling import DataSpec, order
+
+PLAN = Plan(resources=ElasticResources(max_instance_count=3), audit=True).to_json()
 
 
 def expected_gradients(length, global_batch_size, drop_last):
@@ -79,12 +82,11 @@ def test_a_rank_that_cannot_save_fails_on_all_and_the_old_checkpoint_stays(tmp_p
 
 def test_a_history_of_kills_and_world_sizes_ends_where_an_undisturbed_run_ends(tmp_path):
     undisturbed = World(1, workers.train_steps, tmp_path / "a", 3).values()[0]
-    folder, environment = tmp_path / "b", {"AZUREML_ELASTIC_RUN_DIR": tmp_path / "run"}
-    firsts = []
+    folder, environment = tmp_path / "b", {"AZUREML_ELASTIC_RUN_DIR": tmp_path / "run", "AZUREML_ELASTIC_PLAN": PLAN}
     for number, (size, stop) in enumerate([(2, 6), (3, 11), (1, 16), (2, None)]):
         world = World(
             size,
-            _audited,
+            workers.train_audited,
             folder,
             stop,
             **environment,
@@ -94,8 +96,7 @@ def test_a_history_of_kills_and_world_sizes_ends_where_an_undisturbed_run_ends(t
         if stop is not None:
             assert {outcome.code for outcome in outcomes} == {9}
     values = [outcome.value for outcome in outcomes]
-    firsts = [value["first"] for value in values]
-    assert firsts == [15, 15]
+    assert [value["first"] for value in values] == [15, 15]
     for value in values:
         assert value["steps"] == undisturbed["steps"] == 21
         assert value["lr"] == undisturbed["lr"]
@@ -113,7 +114,3 @@ def test_a_history_of_kills_and_world_sizes_ends_where_an_undisturbed_run_ends(t
             for sample in line["ids"]
         ]
         assert sorted(trained) == list(range(50))
-
-
-def _audited(folder, stop):
-    return workers.train_steps(folder, 3, stop_after=stop, every_steps=5)

@@ -77,8 +77,8 @@ def train_steps(folder, epochs, *, stop_after=None, every_steps=None, length=50,
             optimizer.zero_grad()
             if stop_after is not None and run.steps + 1 == stop_after:
                 os._exit(9)
-            run.step()
             scheduler.step()
+            run.step()
     run.finish()
     return {
         "first": first,
@@ -86,6 +86,11 @@ def train_steps(folder, epochs, *, stop_after=None, every_steps=None, length=50,
         "weights": flat(model.parameters()).tolist(),
         "lr": scheduler.get_last_lr(),
     }
+
+
+def train_audited(folder, stop_after):
+    """Train three epochs with a checkpoint every five steps, until the process dies."""
+    return train_steps(folder, 3, stop_after=stop_after, every_steps=5)
 
 
 class Stack:

@@ -150,7 +150,7 @@ def random_schedule(
 ) -> Schedule:
     """Draw a schedule of losses and new nodes at random steps that never takes the last node.
 
-    The first loss is rank 0's node. As many nodes as were lost have been added by the end.
+    The first loss is rank 0's node. There are never more nodes than at the start.
 
     Args:
         seed: the same seed draws the same schedule.
@@ -168,11 +168,9 @@ def random_schedule(
     steps = sorted(rng.sample(range(first_step, last_step + 1), faults))
     drawn: list[Fault] = []
     living = nodes
-    for index, step in enumerate(steps):
-        missing = nodes - living
-        must_add = living == 1 or missing >= len(steps) - index
-        if must_add or (missing and rng.random() < 0.4):  # noqa: PLR2004
-            count = missing if index == len(steps) - 1 else 1
+    for step in steps:
+        if living == 1 or (living < nodes and rng.random() < 0.5):  # noqa: PLR2004
+            count = rng.randint(1, nodes - living)
             drawn.append(Add(AtStep(step), count))
             living += count
         else:

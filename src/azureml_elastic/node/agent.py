@@ -199,7 +199,7 @@ class NodeAgent(LocalElasticAgent):
             link.send(report)
 
     def _lead(self, status: Status) -> str | None:
-        """Rank 0's part: make room for newcomers, let the preempted go, take checkpoints by time.
+        """Rank 0's part: make room for newcomers and let the preempted go.
 
         Returns:
             Why the round must end at once, because some workers have no session and no boundary can be agreed.
@@ -216,16 +216,8 @@ class NodeAgent(LocalElasticAgent):
         if self._leavers or status.waiting:
             if coordinator.incapable or not self._channel.in_session:
                 return f"preempted: {_list(self._leavers)}" if self._leavers else f"joining: {_list(status.waiting)}"
-            coordinator.propose("leave", self._channel.step)
-        elif self._checkpoint_due() and not coordinator.incapable:
-            coordinator.propose("save", self._channel.step)
+            coordinator.propose(self._channel.step)
         return None
-
-    def _checkpoint_due(self) -> bool:
-        every = self._plan.checkpoint.every
-        if every is None or not self._channel.in_session or self._channel.step == 0:
-            return False
-        return time.monotonic() - self._channel.last_commit >= every.total_seconds()
 
     def _announce_leaving(self) -> None:
         if not self._announced:

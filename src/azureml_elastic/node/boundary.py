@@ -1,9 +1,10 @@
-"""How all workers agree on one step at which they save or leave, at no cost per step.
+"""How all workers agree on one step at which they save and leave, at no cost per step.
 
 Rank 0's agent proposes a step a little ahead of where its own workers are; every agent asks its workers, whose reader
 threads answer at once whether that step is still ahead of them, and who from then on will not pass it undecided. When
-all have said yes the decision is to go; when one was past the step, nobody acts and a step further ahead is proposed
-(a two-phase commit whose participants cannot crash silently: a broken connection ends the round).
+all have said yes the decision is to go; when one was past the step or not training yet, nobody acts and another step is
+proposed a little later (a two-phase commit whose participants cannot crash silently: a broken connection ends the
+round).
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-__all__ = ["Action", "Ballot", "Coordinator"]
-
-Action = Literal["save", "leave"]
+__all__ = ["Ballot", "Coordinator"]
 
 _FIRST_MARGIN = 2
 _LARGEST_MARGIN = 64
+_RETRY_SECONDS = 0.05
 
 
 @dataclass
@@ -75,7 +75,8 @@ class Coordinator:
         self._clock = clock
         self._number = 0
         self._margin = _FIRST_MARGIN
-        self._action: Action | None = None
+        self._pending = False
+        self._not_before = 0.0
         self._answers: dict[str, Mapping[str, Any]] = {}
         self._step = 0
         self.incapable = False
@@ -87,37 +88,36 @@ class Coordinator:
 
     @property
     def busy(self) -> bool:
-        """Whether a proposal is under way."""
-        return self._action is not None
+        """Whether a proposal is under way, or the next one has to wait."""
+        return self._pending or self._clock() < self._not_before
 
-    def propose(self, action: Action, step: int) -> None:
-        """Propose to act soon after ``step``, the last one that a local worker has completed."""
+    def propose(self, step: int) -> None:
+        """Propose to leave soon after ``step``, the last one that a local worker has completed."""
         self._number += 1
-        self._action = action
+        self._pending = True
         self._answers = {}
         self._step = step + self._margin
-        self._broadcast({"op": "prepare", "boundary": self._number, "step": self._step, "action": action})
+        self._broadcast({"op": "prepare", "boundary": self._number, "step": self._step, "action": "leave"})
 
     def take(self, answer: Mapping[str, Any], leavers: Sequence[str] = ()) -> None:
-        """Take one node's report; decide when it was the last, and propose again when someone was too far.
+        """Take one node's report, and decide when it was the last.
 
         Args:
             answer: the report, with the node's name.
             leavers: nodes that will not be in the next round, for everyone to know.
         """
-        if self._action is None or answer["boundary"] != self._number:
+        if not self._pending or answer["boundary"] != self._number:
             return
         self.incapable = self.incapable or not answer["capable"]
         self.finished = self.finished or answer["finished"]
         self._answers[answer["node"]] = answer
         if not self._members <= self._answers.keys():
             return
-        action, self._action = self._action, None
-        go = all(reply["ok"] for reply in self._answers.values())
-        self._broadcast({"op": "decide", "boundary": self._number, "go": go, "leavers": list(leavers)})
-        if go:
-            self._margin = _FIRST_MARGIN
-            self.leaving = self.leaving or action == "leave"
-        elif not (self.incapable or self.finished):
-            self._margin = min(_LARGEST_MARGIN, self._margin * 2)
-            self.propose(action, max(reply["step"] for reply in self._answers.values()))
+        self._pending = False
+        replies = self._answers.values()
+        self.leaving = all(reply["ok"] for reply in replies)
+        self._broadcast({"op": "decide", "boundary": self._number, "go": self.leaving, "leavers": list(leavers)})
+        if not self.leaving:
+            self._not_before = self._clock() + _RETRY_SECONDS
+            if max(reply["step"] for reply in replies) >= self._step:
+                self._margin = min(_LARGEST_MARGIN, self._margin * 2)

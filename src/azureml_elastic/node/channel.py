@@ -55,8 +55,6 @@ class Channel:
         self._recorded = 0.0
         self._ballot: Ballot | None = None
         self._reports: list[dict[str, Any]] = []
-        self.last_commit = time.monotonic()
-        """When the newest checkpoint was committed, or the round began (monotonic seconds)."""
         self._table_calls = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-row")
         self._server = LineServer(listen(self.path), self._on_message, self._on_close)
 
@@ -73,7 +71,6 @@ class Channel:
             self._round, self._size, self._pointer = number, size, pointer
             self._workers, self._stopped, self._finished = {}, set(), set()
             self._step, self._ballot, self._reports = 0, None, []
-            self.last_commit = time.monotonic()
         for connection in old:
             connection.close("its round is over")
         if pointer is not None:
@@ -209,7 +206,6 @@ class Channel:
         except ElasticError as error:
             reply.update(_refusal(error))
         else:
-            self.last_commit = time.monotonic()
             self._recorder.record(
                 CheckpointCommitted,
                 self._round,

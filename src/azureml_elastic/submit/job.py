@@ -87,7 +87,7 @@ class ElasticCommandJob(Spec, Submittable):
         ours = cls.model_fields[info.field_name].annotation
         if isinstance(ours, type) and not (isinstance(value, ours) or type(value) is dict):
             raise ValueError(
-                f"{info.field_name}={value!r} is a {type(value).__name__}; an elastic job takes a {ours.__name__}, "
+                f"{info.field_name}={value!r} is a {type(value).__name__}; an elastic job takes an {ours.__name__}, "
                 f"from azureml_elastic import {ours.__name__}"
             )
         return value

@@ -68,13 +68,15 @@ def stage_runtime(cache: Path | None = None) -> Path:
         scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent.parent))
         try:
             _write(scratch / "new", content)
+            if _matches(place, content):  # another process was faster
+                return place
             if place.exists():
                 place.rename(scratch / "old")
             (scratch / "new").rename(place)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
-        if _matches(place, content):  # another process was faster
+        if _matches(place, content):  # faster still, between the look and the renaming
             return place
         raise SubmitError(
             f"The runtime for the nodes cannot be written to {place} ({error}). Free or permit that folder, or set "

@@ -253,7 +253,8 @@ class Session:
     def step(self) -> None:
         """Commit an optimizer step: its samples are trained, and a checkpoint or a change of nodes may follow.
 
-        To be called by all ranks, after ``optimizer.step()``.
+        To be called by all ranks, after ``optimizer.step()`` and after whatever else the step changes in what is
+        tracked, such as a scheduler that counts steps: a checkpoint is taken in here.
 
         Raises:
             UsageError: nothing is tracked, or the session is over.

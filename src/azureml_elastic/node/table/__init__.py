@@ -1,5 +1,6 @@
 """The run's only shared truth: rows of one table, behind one small protocol with two backends."""
 
+from azureml_elastic.node.table.opening import open_table
 from azureml_elastic.node.table.protocol import Row, Table
 
-__all__ = ["Row", "Table"]
+__all__ = ["Row", "Table", "open_table"]

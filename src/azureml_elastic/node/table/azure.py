@@ -33,7 +33,7 @@ try:
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 try:
-    from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_random_exponential
+    from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 except ImportError as missing:
     raise MissingExtra("tenacity", "node") from missing
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["AzureTable"]
 
 T = TypeVar("T")
-Timeouts = dict[str, float]
 
 _BUDGET_S = 10.0  # for one call, all its attempts together
 _CONNECT_TIMEOUT_S = 3.0
@@ -168,7 +167,7 @@ class AzureTable:
         nonce = {_NONCE: secrets.token_hex(8)}
         return {"PartitionKey": self._partition, "RowKey": write_key(key), **nonce, **pieces}
 
-    def _find(self, key: str | None, written: str, *, opening: bool = False) -> TableEntity | None:
+    def _find(self, key: str, written: str) -> TableEntity | None:
         def attempt(**timeouts: float) -> TableEntity | None:
             try:
                 return self._client.get_entity(self._partition, written, **timeouts)
@@ -177,33 +176,29 @@ class AzureTable:
                     return None
                 raise
 
-        return self._call(key, attempt, opening=opening)
+        return self._call(key, attempt)
 
     def _write(self, key: str, entity: Mapping[str, str], send: Callable[..., Mapping[str, Any]]) -> str:
         unsure = False
 
-        def attempt(**timeouts: float) -> str | RowExists | RowChanged:
+        def attempt(**timeouts: float) -> str | Exception:
             nonlocal unsure
             try:
                 return str(send(**timeouts)["etag"])
             except VENDOR_ERRORS as error:
-                ours = translate(error, self._place, key)
-                if isinstance(ours, (RowExists, RowChanged)):
-                    ours.__cause__ = cause(error)
-                    return ours
+                if isinstance(translate(error, self._place, key), (RowExists, RowChanged)):
+                    return error
                 unsure = unsure or may_have_arrived(error)
                 raise
 
         answer = self._call(key, attempt)
         if isinstance(answer, str):
             return answer
-        # Something below us, or one of our own attempts, may have written the row and lost the answer.
+        # One of our own attempts, or a proxy that repeats calls, may have written the row and lost the answer.
         found = self._find(key, entity["RowKey"])
         if found is not None and found.get(_NONCE) == entity[_NONCE]:
             return str(found.metadata["etag"])
-        if unsure:
-            raise self._unsure(key) from answer
-        raise answer
+        raise (self._unsure(key) if unsure else translate(answer, self._place, key)) from cause(answer)
 
     def _unsure(self, key: str) -> TableUnavailable:
         return TableUnavailable(
@@ -213,10 +208,91 @@ class AzureTable:
         )
 
     def _ensure_table(self) -> None:
-        # Reading first also serves identities that may use the table but not make one, and costs the service less
-        # than 128 nodes that all try to make it. No key is written as "=", so there is no such row.
+        def exists(**timeouts: float) -> bool:
+            try:
+                self._client.get_entity(self._partition, "=", **timeouts)  # no key is written like this
+            except VENDOR_ERRORS as error:
+                if row_is_missing(error):
+                    return True
+                if error_code(error) == "TableNotFound":
+                    return False
+                raise
+            return True
+
+        def create(**timeouts: float) -> None:
+            try:
+                self._client.create_table(**timeouts)
+            except VENDOR_ERRORS as error:
+                if error_code(error) != "TableAlreadyExists":  # another node was faster
+                    raise
+
+        # Asking first also serves identities that may use the table but not make one.
+        if not self._call(None, exists, opening=True):
+            self._call(None, create, opening=True, budget_s=_DELETION_BUDGET_S)
+
+    def _call(
+        self, key: str | None, send: Callable[..., T], *, opening: bool = False, budget_s: float = _BUDGET_S
+    ) -> T:
+        """Call the SDK, repeat what may be repeated, and raise our errors.
+
+        The repetition is tenacity's because the SDK's own policy neither repeats an insert (a POST) whose answer was
+        lost, nor spreads its delays at random, nor ends after a given time.
+        """
+        deadline = time.monotonic() + budget_s
+
+        def attempt() -> T:
+            left = max(deadline - time.monotonic(), 0.1)
+            return send(connection_timeout=min(_CONNECT_TIMEOUT_S, left), read_timeout=min(_READ_TIMEOUT_S, left))
+
+        repeat = Retrying(
+            retry=retry_if_exception(
+                lambda error: (
+                    isinstance(error, VENDOR_ERRORS)
+                    and isinstance(translate(error, self._place, key), TableUnavailable)
+                )
+            ),
+            wait=wait_random_exponential(multiplier=0.1, max=2.0),
+            stop=stop_before_delay(budget_s),
+            reraise=True,
+        )
         try:
-            if self._find(None, "=", opening=True) is None:
-                return
-        except VENDOR_ERRORS:  # pragma: no cover - mapped by _find
-            raise
+            return repeat(attempt)
+        except VENDOR_ERRORS as error:
+            raise translate(error, self._place, key, opening=opening) from cause(error)
+
+
+def _client(endpoint: str | None, table: str, login: Login) -> TableClient:
+    transport = RequestsTransport()
+    transport.open()
+    for scheme in ("https://", "http://"):
+        transport.session.get_adapter(scheme).init_poolmanager(connections=2, maxsize=_CONNECTIONS)
+    # No retries of the SDK's own beneath ours.
+    options: dict[str, Any] = {"transport": transport, "retry_total": 0}
+    if login.connection_string is None:
+        assert endpoint is not None
+        return TableClient(endpoint, table, credential=login.token, **options)
+    try:
+        client = TableClient.from_connection_string(login.connection_string, table, **options)
+    except ValueError as error:
+        raise UsageError(
+            f"The {login.who} cannot be read: {error}. Copy it again from the storage account's page 'Access keys' or "
+            "'Shared access signature'."
+        ) from error
+    if endpoint is not None and _address(endpoint) != _address(client.url):
+        client.close()
+        raise UsageError(
+            f"The rendezvous endpoint is {endpoint!r}, but the {login.who} is for {client.url.partition('?')[0]!r}. "
+            "Make them agree, or leave one of them out."
+        )
+    return client
+
+
+def _address(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    return parts.netloc.lower(), parts.path.strip("/")
+
+
+def _row(entity: TableEntity) -> Row:
+    key = read_key(entity["RowKey"])
+    text = "".join(entity[name] for name in sorted(entity) if name.startswith(_PIECE))
+    return Row(key, read_value(key, text), str(entity.metadata["etag"]), entity.metadata["timestamp"])

@@ -1,0 +1,77 @@
+"""One small JSON document over HTTP, with bounded patience: tokens from the node, the workspace from Azure."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
+
+from azureml_elastic.errors import MissingExtra, TableUnavailable, UsageError
+
+try:
+    from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_random_exponential
+except ImportError as missing:
+    raise MissingExtra("tenacity", "node") from missing
+
+__all__ = ["fetch"]
+
+_BUDGET_S = 10.0
+_TIMEOUT_S = 4.0
+_TRANSIENT = frozenset({408, 410, 425, 429, 500, 502, 503, 504})
+
+
+def fetch(request: Request, what: str, *, direct: bool = False) -> tuple[int, Any]:
+    """Return the HTTP status and the JSON document, ``None`` where the answer is no JSON.
+
+    Throttling, server errors and broken connections are waited out for up to ten seconds.
+
+    Args:
+        request: to an ``http`` or ``https`` address.
+        what: is fetched, for the messages.
+        direct: past the environment's proxies, for addresses on this machine.
+
+    Raises:
+        UsageError: the address is not of HTTP.
+        TableUnavailable: no final answer in time.
+    """
+    place = urlsplit(request.full_url)
+    address = f"{place.scheme}://{place.netloc}{place.path}"  # the query stays out of the messages
+    if place.scheme not in ("http", "https") or not place.netloc:
+        raise UsageError(f"The address {address!r} for {what} is no HTTP address. Correct the variable that holds it.")
+    opener = build_opener(ProxyHandler({})) if direct else build_opener()
+    deadline = time.monotonic() + _BUDGET_S
+
+    def attempt() -> tuple[int, Any]:
+        try:
+            status, body = _send(opener, request, min(_TIMEOUT_S, max(deadline - time.monotonic(), 0.1)))
+        except (OSError, http.client.HTTPException) as error:
+            raise TableUnavailable(
+                f"{address} does not answer the request for {what}: {error}. It may be repeated."
+            ) from error
+        if status in _TRANSIENT:
+            raise TableUnavailable(f"{address} is busy (HTTP {status}) and does not give {what}. It may be repeated.")
+        try:
+            return status, json.loads(body)
+        except ValueError:
+            return status, None
+
+    repeat = Retrying(
+        retry=retry_if_exception_type(TableUnavailable),
+        wait=wait_random_exponential(multiplier=0.1, max=2.0),
+        stop=stop_before_delay(_BUDGET_S),
+        reraise=True,
+    )
+    return repeat(attempt)
+
+
+def _send(opener: OpenerDirector, request: Request, timeout_s: float) -> tuple[int, bytes]:
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            return response.status, response.read()
+    except HTTPError as error:
+        with error:
+            return error.code, error.read()

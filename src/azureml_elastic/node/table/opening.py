@@ -1,0 +1,122 @@
+"""From the plan's words to the open table."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.node.table.protocol import Table
+from azureml_elastic.node.table.sqlite import SqliteTable
+from azureml_elastic.spec.rendezvous import TableRendezvous
+
+__all__ = ["EMULATOR_ACCOUNT", "emulator_connection_string", "open_table"]
+
+EMULATOR_ACCOUNT = "devstoreaccount1"
+"""The one account of every emulator."""
+
+# Published by Microsoft, the same in every emulator, and of no use anywhere else.
+_EMULATOR_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+|[\w-]+\.table\.[\w.-]+/?")
+
+
+def emulator_connection_string(endpoint: str) -> str:
+    """Return the connection string for an emulator's table URL."""
+    scheme = urlsplit(endpoint).scheme
+    return (
+        f"DefaultEndpointsProtocol={scheme};AccountName={EMULATOR_ACCOUNT};AccountKey={_EMULATOR_KEY};"
+        f"TableEndpoint={endpoint};"
+    )
+
+
+def open_table(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str] = os.environ) -> Table:
+    """Open the table of a run, which is made when missing.
+
+    Args:
+        rendezvous: says where, and with which identity.
+        run_id: names the run; its rows are apart from those of all other runs.
+        environ: of the node.
+
+    Raises:
+        UsageError: the endpoint is of no known form, or the identity asked for is not there.
+        TableForbidden: the account refuses the identity.
+        TableNotFound: the account does not exist or cannot be reached.
+        TableUnavailable: the account does not answer in time.
+        KeyInvalid: the run's name is empty or too long.
+        MissingExtra: the backend's packages are not installed.
+    """
+    endpoint = rendezvous.endpoint
+    if endpoint is None:
+        return _open_default(rendezvous, run_id, environ)
+    scheme, separator, rest = endpoint.partition("://")
+    match scheme.lower() if separator else "":
+        case "https" if urlsplit(endpoint).netloc:
+            return _open_azure(endpoint, rendezvous, run_id, environ)
+        case "http" if urlsplit(endpoint).netloc:
+            return _open_plain_http(endpoint, rendezvous, run_id, environ)
+        case "sqlite" if rest.startswith("/") and rest != "/":
+            return SqliteTable(Path(rest[1:]), rendezvous.table, run_id)
+        case "" if endpoint.strip() and not _HOST_AND_PORT.fullmatch(endpoint):
+            return SqliteTable(Path(endpoint), rendezvous.table, run_id)
+    raise _bad_form(endpoint)
+
+
+def _open_default(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
+    from azureml_elastic.node.table.azure import AzureTable
+    from azureml_elastic.node.table.credentials import choose_login
+    from azureml_elastic.node.table.workspace import WORKSPACE_VARIABLES, workspace_endpoint
+
+    in_azure_ml = all(environ.get(name) for name in WORKSPACE_VARIABLES)
+    if rendezvous.credential == "auto" and not in_azure_ml:
+        if not environ.get(rendezvous.connection_string_variable):
+            raise UsageError(
+                "The rendezvous names no endpoint, this is no job of Azure ML whose workspace could be asked "
+                f"({', '.join(WORKSPACE_VARIABLES)} are not all set), and {rendezvous.connection_string_variable} "
+                f"holds no connection string. {_ACCEPTED}"
+            )
+        rendezvous = rendezvous.model_copy(update={"credential": "connection_string"})
+    login = choose_login(rendezvous, environ)
+    endpoint = None if login.token is None else workspace_endpoint(environ, login.token)
+    return AzureTable(endpoint, rendezvous.table, run_id, login)
+
+
+def _open_azure(endpoint: str, rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
+    from azureml_elastic.node.table.azure import AzureTable
+    from azureml_elastic.node.table.credentials import choose_login
+
+    return AzureTable(endpoint, rendezvous.table, run_id, choose_login(rendezvous, environ))
+
+
+def _open_plain_http(endpoint: str, rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
+    from azureml_elastic.node.table.azure import AzureTable
+    from azureml_elastic.node.table.credentials import Login, choose_login
+
+    given = environ.get(rendezvous.connection_string_variable)
+    if rendezvous.credential == "connection_string" or (rendezvous.credential == "auto" and given):
+        login = choose_login(rendezvous.model_copy(update={"credential": "connection_string"}), environ)
+    elif rendezvous.credential != "auto":
+        raise UsageError(
+            f"credential={rendezvous.credential!r} sends a token, which must not travel over plain HTTP to "
+            f"{endpoint!r}. Use the https:// address, or credential='auto' for an emulator."
+        )
+    elif urlsplit(endpoint).path.strip("/") == EMULATOR_ACCOUNT:
+        login = Login("the emulator's published key", connection_string=emulator_connection_string(endpoint))
+    else:
+        raise _bad_form(endpoint)
+    return AzureTable(endpoint, rendezvous.table, run_id, login)
+
+
+_ACCEPTED = (
+    "Give the rendezvous an endpoint of one of these forms: https://<account>.table.core.windows.net; "
+    f"http://127.0.0.1:<port>/{EMULATOR_ACCOUNT} for the emulator Azurite; the path of an SQLite file, or "
+    "sqlite:///<path>, for nodes on one machine; or none at all, for the storage account of the job's workspace or of "
+    "a connection string in the environment."
+)
+
+
+def _bad_form(endpoint: str) -> UsageError:
+    return UsageError(f"The rendezvous endpoint {endpoint!r} is of no known form. {_ACCEPTED}")
