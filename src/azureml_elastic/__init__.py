@@ -1,0 +1,58 @@
+"""Elastic, preemption-proof distributed PyTorch jobs on Azure Machine Learning.
+
+Names are imported when they are used: a notebook needs the extra ``submit``, a node the extra ``node``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from azureml_elastic import errors, train
+    from azureml_elastic.errors import ElasticError
+    from azureml_elastic.spec import (
+        CheckpointPolicy,
+        ElasticDistribution,
+        ElasticResources,
+        Plan,
+        RendezvousTimings,
+        TableRendezvous,
+    )
+    from azureml_elastic.submit import ElasticCommandJob
+
+__all__ = [
+    "CheckpointPolicy",
+    "ElasticCommandJob",
+    "ElasticDistribution",
+    "ElasticError",
+    "ElasticResources",
+    "Plan",
+    "RendezvousTimings",
+    "TableRendezvous",
+    "errors",
+    "train",
+]
+
+_HOMES = {
+    "CheckpointPolicy": "spec",
+    "ElasticCommandJob": "submit",
+    "ElasticDistribution": "spec",
+    "ElasticError": "errors",
+    "ElasticResources": "spec",
+    "Plan": "spec",
+    "RendezvousTimings": "spec",
+    "TableRendezvous": "spec",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"azureml_elastic.{_HOMES[name]}"), name)
+    if name in __all__:
+        return importlib.import_module(f"azureml_elastic.{name}")
+    raise AttributeError(f"module 'azureml_elastic' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,7 +1,8 @@
 """A small node without torch: the same command line, environment, events and exit codes as the real one.
 
 Nodes know each other by locks that the system releases when their holder dies; the run's state is one file. Each step
-is taken by the first node alive. The program is ``steps <n>``, ``fail <step> <code>``, ``hang`` or ``orphan``.
+is taken by the first node alive. The program is ``steps <n>``, ``grow <n> <nodes>`` (which ends after n steps once that many nodes train), ``fail <step> <code>``,
+``hang`` or ``orphan <n>``.
 """
 
 import fcntl
@@ -30,6 +31,7 @@ class Node:
         (self.folder / "alive").mkdir(exist_ok=True)
         self.round = self.step = 0
         self.leaving = False
+        self.patience = time.monotonic() + 5
         self.worker = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "leaving", True))
 
@@ -87,7 +89,9 @@ class Node:
         living = self.living()
         members = [name for name in state["members"] if name in living]
         members += sorted(set(living) - set(members))
-        if members != state["members"] and len(members) >= self.plan.resources.min_instance_count:
+        limits = self.plan.resources
+        settled = state["round"] or len(members) >= limits.max_instance_count or time.monotonic() > self.patience
+        if members != state["members"] and len(members) >= limits.min_instance_count and settled:
             if state["round"]:
                 lost = tuple(set(state["members"]) - set(members))
                 self.record(events.RoundReopened, round=state["round"], reason="lost" if lost else "new", lost=lost)
@@ -113,7 +117,8 @@ class Node:
             self.record(events.RunEnded, succeeded=False, message="the program failed as asked")
             state["ended"] = int(program[2])
             return
-        if program[0] in ("steps", "orphan") and state["step"] >= int(program[1]):
+        enough = program[0] in ("steps", "orphan", "grow") and state["step"] >= int(program[1])
+        if enough and (program[0] != "grow" or len(state["members"]) == int(program[2])):
             self.record(events.RunEnded, succeeded=True)
             state["ended"] = 0
             return

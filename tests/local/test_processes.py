@@ -143,7 +143,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path, sign):
     argv = [sys.executable, "-c", launcher, str(Path(__file__)), str(tmp_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         pids = [int(word) for word in process.stdout.readline().split()]
-        assert len(pids) == 3
         process.send_signal(sign)
         process.wait(10)
+    assert len(pids) == 3
     wait_for(lambda: not any(alive(pid) for pid in pids))

@@ -78,8 +78,9 @@ def channel(agent):
 
 
 def test_it_introduces_itself_and_asks_and_commits(agent, channel):
-    (_, hello), *_ = agent.wait_for("restored") if channel.restored(3, "d") else agent.wait_for("restored")
-    assert hello == {"op": "restored", "step": 3, "directory": "d"}
+    channel.restored(3, "d")
+    ((_, restored),) = agent.wait_for("restored")
+    assert restored == {"op": "restored", "step": 3, "directory": "d"}
     (connection,) = agent.server.connections
     assert {key: connection.state[key] for key in ("rank", "local_rank", "round")} == {
         "rank": 0,

@@ -22,6 +22,7 @@ from azureml_elastic.train.control import Control
 from azureml_elastic.train.process import Environment
 from azureml_elastic.train.standalone import StandaloneAgent
 from azureml_elastic.train.state import TrackedState
+from azureml_elastic.wire import LineClient
 
 torch.set_num_threads(1)
 
@@ -86,6 +87,11 @@ def train_steps(folder, epochs, *, stop_after=None, every_steps=None, length=50,
         "weights": flat(model.parameters()).tolist(),
         "lr": scheduler.get_last_lr(),
     }
+
+
+def train_each_saved(folder):
+    """Train with a checkpoint every step, until the process dies."""
+    return train_steps(folder, 10_000, every_steps=1)
 
 
 def train_audited(folder, stop_after):
@@ -242,6 +248,18 @@ def failing_saves(folder):
         found.append(str(error))
     dist.destroy_process_group()
     return found
+
+
+def connect_fork_and_die(address, fifo):
+    """Leave a child behind that lives until the other end of the fifo is closed."""
+    client = LineClient(address, lambda *_: None)
+    client.send({"op": "here"})
+    if os.fork() == 0:
+        with open(fifo, "rb") as stream:  # noqa: PTH123
+            stream.read()
+        os._exit(0)
+    client.flush(10)
+    os._exit(9)
 
 
 def agent_session(folder, steps, every_steps):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -131,7 +131,7 @@ def summarise(
     nodes: Sequence[NodeSummary] = (),
     faults: Sequence[FaultRecord] = (),
     audit: SampleAudit | None = None,
-    lost_at: Mapping[str, float] | None = None,
+    losses: Sequence[tuple[str, float]] = (),
     skipped_events: int = 0,
 ) -> Report:
     """Make the report of a run from its events and from what its starter knows.
@@ -146,7 +146,7 @@ def summarise(
         nodes: in the order of their starts.
         faults: in the order of their injection.
         audit: see :class:`Report`.
-        lost_at: see :func:`~azureml_elastic.ledger.timeline.recoveries`.
+        losses: see :func:`~azureml_elastic.ledger.timeline.recoveries`.
         skipped_events: see :class:`Report`.
     """
     rounds = timeline.rounds(events)
@@ -157,7 +157,7 @@ def summarise(
         message=message,
         world_sizes=tuple(timeline.world_sizes(rounds)),
         rounds=tuple(rounds),
-        recoveries=tuple(timeline.recoveries(events, lost_at)),
+        recoveries=tuple(timeline.recoveries(events, losses)),
         nodes=tuple(nodes),
         faults=tuple(faults),
         audit=audit,

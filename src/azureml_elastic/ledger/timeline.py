@@ -5,7 +5,7 @@ The order of the rounds is the order of their numbers. Durations are differences
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -112,14 +112,14 @@ def world_sizes(rounds_: Iterable[Round]) -> list[int]:
     return sizes
 
 
-def recoveries(events: Sequence[Event], lost_at: Mapping[str, float] | None = None) -> list[Recovery]:
+def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()) -> list[Recovery]:
     """Return the recoveries in the order of the rounds that they ended.
 
     Args:
         events: of all nodes.
-        lost_at: when nodes were lost. Only for a caller whose clock is the one that the events were written by.
+        losses: which nodes were lost and when. Only for a caller whose clock all the nodes have written by.
     """
-    lost_at = lost_at or {}
+    losses = list(losses)
     all_rounds = rounds(events)
     failed_in = {event.round for event in events if isinstance(event, WorkerFailed)}
     found: list[Recovery] = []
@@ -128,7 +128,7 @@ def recoveries(events: Sequence[Event], lost_at: Mapping[str, float] | None = No
         resumed = next((later for later in all_rounds[index + 1 :] if later.last_step is not None), None)
         if resumed is None or not (lost or round_.number in failed_in):
             continue
-        measured = _pause(events, round_, resumed, [lost_at[node] for node in lost if node in lost_at])
+        measured = _pause(events, round_, resumed, [time for node, time in losses if node in lost])
         if measured is None:
             continue
         seconds, since = measured
@@ -200,8 +200,10 @@ def _pause(
 ) -> tuple[float, Literal["loss", "notice", "last step"]] | None:
     """Measure from the loss to the first step afterwards, as exactly as the events allow."""
     resumed = _times(events, after.number, Progress)
-    if lost_at:
-        return max(0.0, min(times[0] for times in resumed.values()) - min(lost_at)), "loss"
+    back = min(times[0] for times in resumed.values())
+    within = [time for time in lost_at if before.started <= time <= back]
+    if within:
+        return back - min(within), "loss"
     noticed = _times(events, before.number, WorkerFailed, RoundReopened)
     pauses = [resumed[node][0] - noticed[node][0] for node in resumed if node in noticed]
     if pauses:

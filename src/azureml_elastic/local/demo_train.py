@@ -37,7 +37,7 @@ def _main() -> None:
     run = train.start()
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model = run.wrap(network)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     run.track(model=model, optimizer=optimizer)
     dataset = TensorDataset(images[:-HELD_OUT], labels[:-HELD_OUT])
     loader = run.loader(dataset, global_batch_size=options.global_batch_size)

@@ -34,12 +34,14 @@ class NodeStatus:
         ending: ``running``, or why it is not; a node that is frozen for good is ``frozen``.
         exit_code: of its agent, once it has one.
         log: file with its output.
+        last_line: of that output.
     """
 
     name: str
     ending: NodeEnding = "running"
     exit_code: int | None = None
     log: Path | None = None
+    last_line: str = ""
 
     @property
     def succeeded(self) -> bool:
@@ -97,7 +99,9 @@ def how_it_ended(nodes: Collection[NodeStatus], ended: RunEnded | None, failure:
         return Ending("failed", code, text)
     if failed:
         first = failed[0]
-        return Ending("failed", code, f"{first.name} exited with {first.exit_code}; its output is in {first.log}.")
+        words = f" after {first.last_line!r}" if first.last_line else ""
+        text = f"{first.name} exited with {first.exit_code}{words}; its output is in {first.log}"
+        return Ending("failed", code, text)
     ends = ", ".join(f"{node.name} {node.ending}" for node in nodes)
     return Ending(
         "failed",

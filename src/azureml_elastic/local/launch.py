@@ -41,6 +41,7 @@ class _Node:
     done_to_it: NodeEnding | None = None
     exit_code: int | None = None
     leftovers: int = 0
+    last_line: str = ""
     frozen: bool = False
     frozen_for_good: bool = False
 
@@ -55,7 +56,7 @@ class _Node:
             ending = self.done_to_it or "exited"
         elif self.frozen_for_good:
             ending = "frozen"
-        return NodeStatus(self.name, ending, self.exit_code, self.process.log)
+        return NodeStatus(self.name, ending, self.exit_code, self.process.log, self.last_line)
 
 
 @dataclass(order=True)
@@ -105,7 +106,7 @@ class Launch:
         self._fired: frozenset[int] = frozenset()
         self._sealed_at: float | None = None
         self._faults: list[FaultRecord] = []
-        self._lost_at: dict[str, float] = {}
+        self._losses: list[tuple[str, float]] = []
 
     def watch(self, count: int, timeout_s: float | None, exit_grace_s: float) -> Ending:
         """Start the nodes and return when the run is over; nodes may still run if they did not exit in time."""
@@ -161,7 +162,7 @@ class Launch:
             ],
             faults=self._faults,
             audit=audit_folder(self._paths, self._events) if self._plan.audit else None,
-            lost_at=self._lost_at,
+            losses=self._losses,
             skipped_events=self._reader.skipped,
         )
 
@@ -195,6 +196,7 @@ class Launch:
             self._sealed_at = time.monotonic()
         for node in self._nodes.values():
             lines = [line.decode("utf-8", "replace") for line in node.output.read()]
+            node.last_line = next((line for line in reversed(lines) if line.strip()), node.last_line)
             if self._view is not None and lines:
                 self._view.output(node.name, lines)
         if self._view is not None:
@@ -235,7 +237,7 @@ class Launch:
 
     def _kill(self, node: _Node) -> None:
         node.done_to_it = "killed"
-        self._lost_at[node.name] = time.time()
+        self._losses.append((node.name, time.time()))
         node.process.kill()
 
     def _preempt(self, node: _Node, notice_s: float) -> None:
@@ -245,7 +247,7 @@ class Launch:
 
         def end() -> None:
             if node.exit_code is None:
-                self._lost_at[node.name] = time.time()
+                self._losses.append((node.name, time.time()))
                 node.process.kill()
 
         self._timers.append(_Timer(time.monotonic() + notice_s, end))
@@ -253,7 +255,8 @@ class Launch:
     def _freeze(self, node: _Node, duration_s: float | None) -> None:
         node.frozen = True
         node.frozen_for_good = duration_s is None
-        self._lost_at[node.name] = time.time()
+        loss = (node.name, time.time())
+        self._losses.append(loss)
         self._board.set_state(node.name, "frozen")
         node.process.freeze()
         if duration_s is None:
@@ -261,6 +264,8 @@ class Launch:
 
         def thaw() -> None:
             node.frozen = False
+            if node.name in self._board.members:
+                self._losses.remove(loss)  # it was not long enough for anyone to notice
             self._board.set_state(node.name, "thawed")
             node.process.thaw()
 

@@ -126,8 +126,8 @@ class NodeAgent(LocalElasticAgent):
             )
             for local_rank, rank in enumerate(ranks)
         ]
-        worker_group.store = store
-        worker_group.group_rank = seat.rank  # type: ignore[assignment] # torch leaves these untyped
+        worker_group.store = store  # type: ignore[assignment] # torch leaves these untyped
+        worker_group.group_rank = seat.rank  # type: ignore[assignment]
         worker_group.group_world_size = len(round_.members)  # type: ignore[assignment]
         worker_group.master_addr = first.host  # type: ignore[assignment]
         worker_group.master_port = first.store_port  # type: ignore[assignment]

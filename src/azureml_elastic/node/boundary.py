@@ -48,7 +48,7 @@ class Ballot:
         return {
             "op": "report",
             "boundary": self.boundary,
-            "ok": all(ok for ok, _ in self.votes.values()) and not finished,
+            "ok": bool(self.votes) and all(ok for ok, _ in self.votes.values()) and not finished,
             "step": max((step for _, step in self.votes.values()), default=0),
             "capable": bool(self.voters),
             "finished": finished,

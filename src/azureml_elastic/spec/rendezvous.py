@@ -38,7 +38,7 @@ class RendezvousTimings(Spec):
 
     heartbeat_interval: PositiveDuration = timedelta(seconds=1)
     heartbeat_timeout: PositiveDuration = timedelta(seconds=3)
-    join_timeout: PositiveDuration = timedelta(seconds=10)
+    join_timeout: PositiveDuration = timedelta(seconds=5)
     settle_timeout: Duration = timedelta(seconds=10)
     rejoin_timeout: Duration = timedelta(seconds=5)
     takeover_delay: PositiveDuration = timedelta(seconds=1)

@@ -26,6 +26,7 @@ except ImportError as error:
 
 from azureml_elastic.train.agent import EXIT_AGENT_LOST, EXIT_TERMINATED
 from azureml_elastic.train.loader import ElasticLoader
-from azureml_elastic.train.session import Session, start
+from azureml_elastic.train.opening import start
+from azureml_elastic.train.session import Session
 
 __all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "ElasticLoader", "Session", "start"]

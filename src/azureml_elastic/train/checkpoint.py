@@ -18,7 +18,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,22 +31,20 @@ from azureml_elastic.train.agent import Agent, Identity
 from azureml_elastic.train.control import Control
 from azureml_elastic.train.manifest import (
     MANIFEST,
-    FileSum,
     Manifest,
     Reference,
     checksum,
     directory_name,
     fsync_directory,
     round_of,
-    verify_file,
     write_new,
 )
+from azureml_elastic.train.recovery import COMMITTED, Recovery
 from azureml_elastic.train.state import TrackedState
 
 __all__ = ["Checkpoints", "Restored"]
 
 _LOG = logging.getLogger(__name__)
-_COMMITTED = "committed"
 _RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -87,6 +85,7 @@ class Checkpoints:
         self._agent = agent
         self._sleep = sleep
         self._is_main = identity.rank == 0
+        self._recovery = Recovery(folder, identity, control)
         self._committed: Reference | None = None
 
     def save(
@@ -172,7 +171,7 @@ class Checkpoints:
         self._committed = manifest.reference
         if self._is_main:
             try:
-                write_new(self._folder / manifest.directory / _COMMITTED, b"")
+                write_new(self._folder / manifest.directory / COMMITTED, b"")
                 self._retain(manifest)
             except OSError as error:
                 _LOG.warning("Old checkpoints in %s could not be removed: %s", self._folder, error)
@@ -224,7 +223,7 @@ class Checkpoints:
         pointer = self._pointer()
         if pointer is None:
             return None
-        manifest = self._newest_whole(pointer)
+        manifest = self._recovery.newest_whole(pointer)
         state.require_names(manifest.state)
         _, present = state.collect(is_main=True)
         tensors = shards.load(self._folder / manifest.directory, present, self._control.group)
@@ -242,66 +241,3 @@ class Checkpoints:
         if kind:
             raise CheckpointError(f"Whether there is a checkpoint to start from could not be learnt: {text}")
         return pointer
-
-    def _newest_whole(self, pointer: Reference) -> Manifest:
-        """Return the manifest of the first whole checkpoint from the pointer backwards; the same on all ranks."""
-        candidates = self._candidates(pointer) if self._is_main else iter(())
-        damages: list[str] = []
-        while True:
-            manifest, damage = self._control.from_main(next(candidates, (None, "")))
-            if manifest is not None:
-                problems = [
-                    problem
-                    for part in self._control.together("Checking files", self._checker(manifest))
-                    for problem in part
-                ]
-                if not problems:
-                    if damages and self._is_main:
-                        _LOG.warning("Falling back to the checkpoint %s: %s", manifest.directory, "; ".join(damages))
-                    return manifest
-                damages.extend(problems)
-            elif damage:
-                damages.append(damage)
-            else:
-                raise CheckpointDamaged(
-                    f"The run's newest checkpoint is {pointer.directory} in {self._folder}, but neither it nor an "
-                    f"older one is whole: {'; '.join(damages)}. Check that this is the folder that the run has "
-                    "written to. To start anew, submit with another checkpoint folder and run id."
-                )
-
-    def _candidates(self, pointer: Reference) -> Iterator[tuple[Manifest | None, str]]:
-        """Yield manifests from the pointer backwards, or what is wrong with one. For rank 0."""
-        reference: Reference | None = pointer
-        while reference is not None:
-            try:
-                manifest = Manifest.read(self._folder, reference.directory)
-                if manifest.digest != reference.digest:
-                    raise CheckpointDamaged(f"{reference.directory} has another digest than was committed")  # noqa: TRY301
-            except CheckpointDamaged as error:
-                yield None, str(error)
-                reference = self._committed_before(reference)  # the link to the parent is lost with the manifest
-            else:
-                yield manifest, ""
-                reference = manifest.parent
-
-    def _committed_before(self, reference: Reference) -> Reference | None:
-        found = []
-        for marker in self._folder.glob(f"*/{_COMMITTED}"):
-            try:
-                manifest = Manifest.read(self._folder, marker.parent.name)
-            except CheckpointDamaged:
-                continue
-            if (manifest.step, manifest.directory) < (reference.step, reference.directory):
-                found.append(manifest.reference)
-        return max(found, key=lambda entry: (entry.step, entry.directory), default=None)
-
-    def _checker(self, manifest: Manifest) -> Callable[[], list[str]]:
-        """Return a function that checks this rank's part of the files: every world_size-th by size."""
-        ordered: list[tuple[str, FileSum]] = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
-        mine = ordered[self._identity.rank :: self._identity.world_size]
-        folder = self._folder / manifest.directory
-
-        def check() -> list[str]:
-            return [problem for name, sums in mine if (problem := verify_file(folder / name, sums)) is not None]
-
-        return check

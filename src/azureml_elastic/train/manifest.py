@@ -112,7 +112,7 @@ class Manifest:
         document = {field.name: getattr(self, field.name) for field in fields(self)}
         document["parent"] = None if self.parent is None else self.parent.to_json()
         document["files"] = {name: [sums.size, sums.xxh3] for name, sums in self.files.items()}
-        return json.dumps({"schema": _SCHEMA, **document}, sort_keys=True, allow_nan=False).encode()
+        return json.dumps({"schema": _SCHEMA, **document}, allow_nan=False).encode()
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
@@ -215,8 +215,8 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Replace a file on a local disk: readers see the old or the new content, even after a loss of power."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """Replace a file on a local disk, by one writer: readers see the old or the new content, even after a power cut."""
+    temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as stream:
         stream.write(content)
         stream.flush()

@@ -6,12 +6,8 @@ point of a step: everything that could interrupt training happens there, between
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,46 +21,15 @@ from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train.agent import Agent
 from azureml_elastic.train.audit import Audit
 from azureml_elastic.train.cadence import Cadence
-from azureml_elastic.train.channel import ChannelAgent
 from azureml_elastic.train.checkpoint import Checkpoints
 from azureml_elastic.train.control import Control
+from azureml_elastic.train.ending import Ending
 from azureml_elastic.train.loader import ElasticLoader, Position, SizedDataset
 from azureml_elastic.train.process import Environment, close_group, open_group, pick_device
 from azureml_elastic.train.sampling import Cursor, DataSpec
-from azureml_elastic.train.standalone import StandaloneAgent
 from azureml_elastic.train.state import TrackedState
 
-__all__ = ["Session", "start"]
-
-
-def start(checkpoint: CheckpointPolicy | None = None, *, audit: bool | None = None) -> Session:
-    """Join the run that this process was started for, or make one of a single process.
-
-    Args:
-        checkpoint: when checkpoints are taken and where they go; before the plan's.
-        audit: whether to write down the samples of each step; ``None`` does what the plan says.
-
-    Returns:
-        The session. It ends by ``with``, by :meth:`Session.finish`, or with the interpreter.
-
-    Raises:
-        PlanError: the plan in the environment cannot be read.
-        UsageError: the environment contradicts itself.
-        OSError: the node's agent does not answer.
-    """
-    environment = Environment.read()
-    policy = environment.policy(checkpoint)
-    assert policy.path is not None
-    folder = Path(policy.path)
-    folder.mkdir(parents=True, exist_ok=True)
-    identity = environment.identity
-    agent: Agent
-    if environment.channel is None:
-        agent = StandaloneAgent(folder, identity)
-    else:
-        agent = ChannelAgent(environment.channel, identity)
-    wants_audit = audit if audit is not None else environment.plan is not None and environment.plan.audit
-    return Session(environment, policy, agent, Audit(environment.run_dir, identity) if wants_audit else None)
+__all__ = ["Session"]
 
 
 class Session:
@@ -99,11 +64,7 @@ class Session:
         self._saved_at: tuple[int, Cursor] | None = None
         self.steps = 0
         self._over = False
-        self._failed = False
-        self._pid = os.getpid()
-        self._excepthook: Callable[..., Any] = sys.excepthook
-        sys.excepthook = self._on_uncaught
-        atexit.register(self._on_exit)
+        self._ending = Ending(self.finish, self._close)
 
     @property
     def rank(self) -> int:
@@ -284,7 +245,7 @@ class Session:
         if self._over:
             return
         if self._state is not None:
-            if self._saved_at != (self.steps, self._position.cursor) and self.steps > 0:
+            if self._has_news():
                 self._save(must_commit=True)
             self._agent.finished(self.steps)
         self._over = True
@@ -297,12 +258,21 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Finish, unless the block has failed, and let go of everything."""
-        self._failed = self._failed or kind is not None
+        self._ending.failed = self._ending.failed or kind is not None
         try:
-            if not self._failed:
+            if not self._ending.failed:
                 self.finish()
         finally:
             self._close()
+
+    def _has_news(self) -> bool:
+        """Return whether a checkpoint now would hold more than the last one, beyond the turn of an epoch."""
+        if self._saved_at is None:
+            return self.steps > 0
+        steps, cursor = self._saved_at
+        if self._spec is not None and cursor.consumed >= self._spec.usable:
+            cursor = Cursor(cursor.epoch + 1)
+        return self.steps != steps or self._position.cursor not in {cursor, self._saved_at[1]}
 
     def _save(self, *, must_commit: bool = False) -> None:
         assert self._state is not None
@@ -320,30 +290,10 @@ class Session:
         self._agent.stopped(self.steps)
         raise SystemExit(self._agent.leave_code)
 
-    def _on_uncaught(self, *details: Any) -> None:
-        self._failed = True
-        self._excepthook(*details)
-
-    def _on_exit(self) -> None:
-        """End with the interpreter: finish where nothing has failed, then let go of everything."""
-        if os.getpid() != self._pid:
-            return  # a fork of the user's
-        try:
-            if not self._failed:
-                self.finish()
-        except BaseException:  # noqa: BLE001 - the interpreter would print it, and exit with 0
-            traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-        self._close()
-
     def _close(self) -> None:
-        atexit.unregister(self._on_exit)
-        if sys.excepthook == self._on_uncaught:
-            sys.excepthook = self._excepthook
+        self._ending.cancel()
         self._agent.close()
         if self._audit is not None:
             self._audit.close()
-        if self._owns_group and not self._failed:  # leaving a group of which a peer has died could wait for it
+        if self._owns_group and not self._ending.failed:  # leaving a group of which a peer has died could wait for it
             close_group()

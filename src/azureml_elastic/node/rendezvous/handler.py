@@ -170,7 +170,7 @@ class Rendezvous:
             InterruptedError: ``cancelled`` returned true.
             TableForbidden, TableNotFound: the table cannot be used.
         """
-        self._drop_link()
+        self._leave_seat()
         listener: socket.socket | None = None
         try:
             while True:
@@ -245,7 +245,7 @@ class Rendezvous:
 
     def shutdown(self) -> None:
         """Close the hub and the link."""
-        self._drop_link(politely=True)
+        self._leave_seat(politely=True)
         self._witness.stop()
         self._hub.close()
 
@@ -418,6 +418,11 @@ class Rendezvous:
         if self._link is not None:
             self._link.close(politely=politely)
             self._link = None
+
+    def _leave_seat(self, *, politely: bool = False) -> None:
+        self._drop_link(politely=politely)
+        if self._seat is not None and self._seat.listener is not None:
+            self._seat.listener.close()  # nothing where the store has taken it over
 
     def _sleep(self, seconds: float) -> bool:
         """Wait until woken; return whether it was before the time."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -44,11 +46,10 @@ __all__ = ["AzureTable"]
 
 T = TypeVar("T")
 
-_BUDGET_S = 10.0  # for one call, all its attempts together
 _CONNECT_TIMEOUT_S = 3.0
 _READ_TIMEOUT_S = 4.0
-_DELETION_BUDGET_S = 90.0  # Azure keeps the name of a deleted table for 40 s and more
-_CONNECTIONS = 256  # kept open; the pool makes more when as many threads ask at once
+_DELETION_PATIENCE = timedelta(seconds=90)  # Azure keeps the name of a deleted table for 40 s and more
+_CONNECTIONS = 256  # kept open; threads beyond that make one for each call
 _PAGE = 1000
 
 _NONCE = "nonce"
@@ -63,6 +64,7 @@ class AzureTable:
         table: the table's name.
         partition: the run.
         login: the identity.
+        patience: for one call, all its attempts together.
 
     Raises:
         TableNotFound: the account cannot be reached.
@@ -72,7 +74,16 @@ class AzureTable:
         KeyInvalid: the partition is empty or too long.
     """
 
-    def __init__(self, endpoint: str | None, table: str, partition: str, login: Login) -> None:
+    def __init__(
+        self,
+        endpoint: str | None,
+        table: str,
+        partition: str,
+        login: Login,
+        *,
+        patience: timedelta = timedelta(seconds=10),
+    ) -> None:
+        self._patience = patience
         self._partition = write_key(partition)
         self._client = _client(endpoint, table, login)
         self._place = Place(self._client.url.partition("?")[0], table, login.who)
@@ -111,7 +122,7 @@ class AzureTable:
             return
         unsure = False
 
-        def attempt(**timeouts: float) -> str | None:
+        def attempt(**timeouts: Any) -> str | None:
             nonlocal unsure
             status: list[int] = []  # the SDK takes a row that is gone for one deleted
             try:
@@ -128,7 +139,7 @@ class AzureTable:
                     return str(ours)
                 unsure = unsure or may_have_arrived(error)
                 raise
-            return "It is gone." if 404 in status else None
+            return "It is gone." if HTTPStatus.NOT_FOUND in status else None
 
         conflict = self._call(key, attempt)
         if conflict is not None and unsure:
@@ -142,7 +153,7 @@ class AzureTable:
         parameters = {"partition": self._partition, "low": low, "high": high}
         token: Any = None
 
-        def page(**timeouts: float) -> tuple[list[TableEntity], Any]:
+        def page(**timeouts: Any) -> tuple[list[TableEntity], Any]:
             pages = self._client.query_entities(
                 "PartitionKey eq @partition and RowKey ge @low and RowKey lt @high",
                 parameters=parameters,
@@ -168,7 +179,7 @@ class AzureTable:
         return {"PartitionKey": self._partition, "RowKey": write_key(key), **nonce, **pieces}
 
     def _find(self, key: str, written: str) -> TableEntity | None:
-        def attempt(**timeouts: float) -> TableEntity | None:
+        def attempt(**timeouts: Any) -> TableEntity | None:
             try:
                 return self._client.get_entity(self._partition, written, **timeouts)
             except VENDOR_ERRORS as error:
@@ -181,7 +192,7 @@ class AzureTable:
     def _write(self, key: str, entity: Mapping[str, str], send: Callable[..., Mapping[str, Any]]) -> str:
         unsure = False
 
-        def attempt(**timeouts: float) -> str | Exception:
+        def attempt(**timeouts: Any) -> str | Exception:
             nonlocal unsure
             try:
                 return str(send(**timeouts)["etag"])
@@ -208,7 +219,7 @@ class AzureTable:
         )
 
     def _ensure_table(self) -> None:
-        def exists(**timeouts: float) -> bool:
+        def exists(**timeouts: Any) -> bool:
             try:
                 self._client.get_entity(self._partition, "=", **timeouts)  # no key is written like this
             except VENDOR_ERRORS as error:
@@ -219,7 +230,7 @@ class AzureTable:
                 raise
             return True
 
-        def create(**timeouts: float) -> None:
+        def create(**timeouts: Any) -> None:
             try:
                 self._client.create_table(**timeouts)
             except VENDOR_ERRORS as error:
@@ -228,16 +239,22 @@ class AzureTable:
 
         # Asking first also serves identities that may use the table but not make one.
         if not self._call(None, exists, opening=True):
-            self._call(None, create, opening=True, budget_s=_DELETION_BUDGET_S)
+            self._call(None, create, opening=True, patience=_DELETION_PATIENCE)
 
     def _call(
-        self, key: str | None, send: Callable[..., T], *, opening: bool = False, budget_s: float = _BUDGET_S
+        self,
+        key: str | None,
+        send: Callable[..., T],
+        *,
+        opening: bool = False,
+        patience: timedelta | None = None,
     ) -> T:
         """Call the SDK, repeat what may be repeated, and raise our errors.
 
         The repetition is tenacity's because the SDK's own policy neither repeats an insert (a POST) whose answer was
         lost, nor spreads its delays at random, nor ends after a given time.
         """
+        budget_s = (patience or self._patience).total_seconds()
         deadline = time.monotonic() + budget_s
 
         def attempt() -> T:
@@ -295,4 +312,6 @@ def _address(url: str) -> tuple[str, str]:
 def _row(entity: TableEntity) -> Row:
     key = read_key(entity["RowKey"])
     text = "".join(entity[name] for name in sorted(entity) if name.startswith(_PIECE))
-    return Row(key, read_value(key, text), str(entity.metadata["etag"]), entity.metadata["timestamp"])
+    timestamp = entity.metadata["timestamp"]
+    assert timestamp is not None  # the service gives every row one
+    return Row(key, read_value(key, text), str(entity.metadata["etag"]), timestamp)

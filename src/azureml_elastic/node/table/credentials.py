@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
 from urllib.request import Request
@@ -141,7 +142,7 @@ class NodeIdentity:
                 break
         content = document if isinstance(document, dict) else {}
         text = content.get("access_token") or content.get("token")
-        if status == 200 and isinstance(text, str):
+        if status == HTTPStatus.OK and isinstance(text, str):
             return AccessToken(text, self._expiry(content))
         detail = content.get("error_description") or content.get("error") or content.get("message") or "no token"
         raise TableForbidden(

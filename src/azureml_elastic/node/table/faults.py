@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from azureml_elastic.errors import (
     ElasticError,
@@ -35,8 +36,10 @@ try:
         ResourceNotModifiedError,
         SerializationError,
         ServiceRequestError,
+        ServiceRequestTimeoutError,
         ServiceResponseError,
     )
+    from urllib3.exceptions import NewConnectionError
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 
@@ -103,7 +106,7 @@ def translate(error: Exception, place: Place, key: str | None, *, opening: bool 
     status, code = _status(error), error_code(error)
     if code in _TRANSIENT or (status in _RETRYABLE_STATUS and code not in _TOO_LARGE):
         return TableUnavailable(f"{where}{row} is not available (HTTP {status}): {said}. The call may be repeated.")
-    if code in _TOO_LARGE or status == 413:
+    if code in _TOO_LARGE or status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         return ValueTooLarge(f"{where}{row}: the service refused the row's size: {said}. Nothing was written.")
     if code in _REFUSED or status in (401, 403):
         return TableForbidden(
@@ -113,9 +116,9 @@ def translate(error: Exception, place: Place, key: str | None, *, opening: bool 
         )
     if code in ("TableNotFound", "AccountNotFound"):
         return TableNotFound(f"{where} does not exist: {said}. Was it deleted while the run was on?")
-    if status == 404:
+    if status == HTTPStatus.NOT_FOUND:
         return RowChanged(f"{where}{row} is gone. Nothing was written; read it again.")
-    if status == 409:
+    if status == HTTPStatus.CONFLICT:
         return RowExists(f"{where}{row} exists already. Nothing was written; read it, or replace it by its etag.")
     if status in (304, 412):
         return RowChanged(f"{where}{row} has another version by now. Nothing was written; read it again.")
@@ -126,12 +129,17 @@ def may_have_arrived(error: Exception) -> bool:
     """Whether the service may have carried out the call although it failed."""
     if isinstance(error, HttpResponseError) and not isinstance(error, DecodeError):
         return _status(error) in (408, 500, 502, 503, 504)
-    return not isinstance(error, ServiceRequestError)
+    # The SDK also calls it a failed request when the connection breaks within the answer.
+    never_sent = isinstance(error, ServiceRequestTimeoutError) or (
+        isinstance(error, ServiceRequestError) and isinstance(error.inner_exception, NewConnectionError)
+    )
+    return not never_sent
 
 
 def row_is_missing(error: Exception) -> bool:
     """Whether the service said that the table has no such row."""
-    return isinstance(error, HttpResponseError) and _status(error) == 404 and error_code(error) != "TableNotFound"
+    missing = isinstance(error, HttpResponseError) and _status(error) == HTTPStatus.NOT_FOUND
+    return missing and error_code(error) != "TableNotFound"
 
 
 def cause(error: Exception) -> Exception | None:

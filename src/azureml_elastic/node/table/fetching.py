@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from datetime import timedelta
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -19,20 +20,21 @@ except ImportError as missing:
 
 __all__ = ["fetch"]
 
-_BUDGET_S = 10.0
+_PATIENCE = timedelta(seconds=10)
 _TIMEOUT_S = 4.0
 _TRANSIENT = frozenset({408, 410, 425, 429, 500, 502, 503, 504})
 
 
-def fetch(request: Request, what: str, *, direct: bool = False) -> tuple[int, Any]:
+def fetch(request: Request, what: str, *, direct: bool = False, patience: timedelta = _PATIENCE) -> tuple[int, Any]:
     """Return the HTTP status and the JSON document, ``None`` where the answer is no JSON.
 
-    Throttling, server errors and broken connections are waited out for up to ten seconds.
+    Throttling, server errors and broken connections are waited out while the patience lasts.
 
     Args:
         request: to an ``http`` or ``https`` address.
         what: is fetched, for the messages.
         direct: past the environment's proxies, for addresses on this machine.
+        patience: for all attempts together.
 
     Raises:
         UsageError: the address is not of HTTP.
@@ -43,7 +45,8 @@ def fetch(request: Request, what: str, *, direct: bool = False) -> tuple[int, An
     if place.scheme not in ("http", "https") or not place.netloc:
         raise UsageError(f"The address {address!r} for {what} is no HTTP address. Correct the variable that holds it.")
     opener = build_opener(ProxyHandler({})) if direct else build_opener()
-    deadline = time.monotonic() + _BUDGET_S
+    budget_s = patience.total_seconds()
+    deadline = time.monotonic() + budget_s
 
     def attempt() -> tuple[int, Any]:
         try:
@@ -62,7 +65,7 @@ def fetch(request: Request, what: str, *, direct: bool = False) -> tuple[int, An
     repeat = Retrying(
         retry=retry_if_exception_type(TableUnavailable),
         wait=wait_random_exponential(multiplier=0.1, max=2.0),
-        stop=stop_before_delay(_BUDGET_S),
+        stop=stop_before_delay(budget_s),
         reraise=True,
     )
     return repeat(attempt)

@@ -23,6 +23,13 @@ _EMULATOR_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/
 
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+|[\w-]+\.table\.[\w.-]+/?")
 
+_ACCEPTED = (
+    "Give the rendezvous an endpoint of one of these forms: https://<account>.table.core.windows.net; "
+    f"http://127.0.0.1:<port>/{EMULATOR_ACCOUNT} for the emulator Azurite; the path of an SQLite file, or "
+    "sqlite:///<path>, for nodes on one machine; or none at all, for the storage account of the job's workspace or of "
+    "a connection string in the environment."
+)
+
 
 def emulator_connection_string(endpoint: str) -> str:
     """Return the connection string for an emulator's table URL."""
@@ -108,14 +115,6 @@ def _open_plain_http(endpoint: str, rendezvous: TableRendezvous, run_id: str, en
     else:
         raise _bad_form(endpoint)
     return AzureTable(endpoint, rendezvous.table, run_id, login)
-
-
-_ACCEPTED = (
-    "Give the rendezvous an endpoint of one of these forms: https://<account>.table.core.windows.net; "
-    f"http://127.0.0.1:<port>/{EMULATOR_ACCOUNT} for the emulator Azurite; the path of an SQLite file, or "
-    "sqlite:///<path>, for nodes on one machine; or none at all, for the storage account of the job's workspace or of "
-    "a connection string in the environment."
-)
 
 
 def _bad_form(endpoint: str) -> UsageError:

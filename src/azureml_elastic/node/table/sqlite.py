@@ -1,8 +1,8 @@
 """The table in one SQLite file, for nodes that share a machine.
 
 Any number of processes and threads may have the file open; a process that is killed while it writes leaves nothing
-behind, because every write is one transaction of SQLite's write-ahead log. The log needs shared memory, so the file must
-lie on a local disk and not on a network mount.
+behind, because every write is one transaction of SQLite's write-ahead log. The log needs shared memory, so the
+file must lie on a local disk and not on a network mount.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ CREATE TABLE IF NOT EXISTS rows (
     value TEXT NOT NULL, version INTEGER NOT NULL, time_us INTEGER NOT NULL,
     PRIMARY KEY (name, partition, key)
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 0), version INTEGER NOT NULL, time_us INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS clock (
+    id INTEGER PRIMARY KEY CHECK (id = 0), version INTEGER NOT NULL, time_us INTEGER NOT NULL
+);
 INSERT OR IGNORE INTO clock VALUES (0, 0, 0);
 """
 

@@ -1,6 +1,6 @@
-"""Row values: a JSON object as text, cut into pieces that fit a table's string properties.
+r"""Row values: a JSON object as text, cut into pieces that fit a table's string properties.
 
-The text is pure ASCII (JSON writes everything else as ``\\uXXXX``), so that each character is one UTF-16 unit in the
+The text is pure ASCII (JSON writes everything else as ``\uXXXX``), so that each character is one UTF-16 unit in the
 table, no cut can divide a surrogate pair, and every backend stores the same text under the same limit.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 from urllib.request import Request
@@ -62,7 +63,7 @@ def workspace_endpoint(environ: Mapping[str, str], token: TokenCredential, arm_u
             "endpoint https://<account>.table.core.windows.net."
         )
     match document:
-        case {"properties": {"storageAccount": str(account)}} if status == 200 and account.strip("/"):
+        case {"properties": {"storageAccount": str(account)}} if status == HTTPStatus.OK and account.strip("/"):
             return f"https://{account.rstrip('/').rpartition('/')[2]}.table.core.windows.net"
     raise TableNotFound(
         f"Workspace {workspace!r} of resource group {group!r} in subscription {subscription} names no storage account "

@@ -1,0 +1,81 @@
+"""Every way to set up and check this project. ``python -m nox`` runs what a change must pass; see CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "docs", "tests", "oldest_sdk"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+CONSTRAINTS = Path(__file__).parent / "constraints.txt"
+
+
+def install_wheel(session: nox.Session, *extras: str, groups: tuple[str, ...] = ()) -> None:
+    """Install the built wheel, never the source tree, with pinned dependencies."""
+    folder = Path(session.create_tmp()) / "wheel"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), ".", silent=True)
+    (wheel,) = folder.glob("*.whl")
+    wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
+    dependencies = nox.project.dependency_groups(PYPROJECT, *groups) if groups else ()
+    session.install("--constraint", str(CONSTRAINTS), wanted, *dependencies)
+    # A wheel of the same version may be in a reused environment.
+    session.install("--quiet", "--force-reinstall", "--no-deps", str(wheel))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train on three local nodes, lose rank 0's, get a new one, and prove that each sample was seen exactly once."""
+    install_wheel(session, "node", "demo")
+    session.run("azureml-elastic", "demo", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run all tests against the installed wheel."""
+    install_wheel(session, "all", groups=("test",))
+    session.run("python", "-m", "pytest", *(session.posargs or ("--durations=10",)))
+
+
+@nox.session
+def oldest_sdk(session: nox.Session) -> None:
+    """Run the submission's tests on the oldest supported azure-ai-ml."""
+    install_wheel(session, groups=("test",))
+    session.install("--constraint", "constraints-oldest-sdk.txt", "azure-ai-ml==1.28.1")
+    session.run("python", "-m", "pytest", "tests/submit", "tests/spec", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and the import contracts."""
+    session.install("--constraint", str(CONSTRAINTS), *nox.project.dependency_groups(PYPROJECT, "lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", env={"PYTHONPATH": "src"})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types strictly, against the real dependencies."""
+    install_wheel(session, "all", groups=("types",))
+    session.run("mypy", env={"MYPYPATH": "src"})
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation; a broken link is an error."""
+    session.install("--constraint", str(CONSTRAINTS), *nox.project.dependency_groups(PYPROJECT, "docs"))
+    session.run("mkdocs", "build", "--strict", "--site-dir", os.path.join(session.create_tmp(), "site"))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure this library beside its peers in one run; writes docs/benchmarks.md."""
+    install_wheel(session, "node", groups=("test",))
+    session.run("python", "benchmarks/run.py", *session.posargs)

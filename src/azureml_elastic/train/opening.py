@@ -1,0 +1,45 @@
+"""How a training process joins its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from azureml_elastic.spec import CheckpointPolicy
+from azureml_elastic.train.agent import Agent
+from azureml_elastic.train.audit import Audit
+from azureml_elastic.train.channel import ChannelAgent
+from azureml_elastic.train.process import Environment
+from azureml_elastic.train.session import Session
+from azureml_elastic.train.standalone import StandaloneAgent
+
+__all__ = ["start"]
+
+
+def start(checkpoint: CheckpointPolicy | None = None, *, audit: bool | None = None) -> Session:
+    """Join the run that this process was started for, or make one of a single process.
+
+    Args:
+        checkpoint: when checkpoints are taken and where they go; before the plan's.
+        audit: whether to write down the samples of each step; ``None`` does what the plan says.
+
+    Returns:
+        The session. It ends by ``with``, by :meth:`Session.finish`, or with the interpreter.
+
+    Raises:
+        PlanError: the plan in the environment cannot be read.
+        UsageError: the environment contradicts itself.
+        OSError: the node's agent does not answer.
+    """
+    environment = Environment.read()
+    policy = environment.policy(checkpoint)
+    assert policy.path is not None
+    folder = Path(policy.path)
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = environment.identity
+    agent: Agent
+    if environment.channel is None:
+        agent = StandaloneAgent(folder, identity)
+    else:
+        agent = ChannelAgent(environment.channel, identity)
+    wants_audit = audit if audit is not None else environment.plan is not None and environment.plan.audit
+    return Session(environment, policy, agent, Audit(environment.run_dir, identity) if wants_audit else None)

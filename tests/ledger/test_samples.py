@@ -1,0 +1,125 @@
+"""The proof of "exactly once": it holds for every honest history and fails for every dishonest one."""
+
+import random
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_elastic.ledger.events import Progress, Restored
+from azureml_elastic.ledger.samples import SampleAudit, SampleLine, audit_samples, restored_steps, surviving_steps
+
+
+@st.composite
+def histories(draw):
+    """An elastic run: rounds of any world size, each restored from some step that had been completed before."""
+    size = draw(st.integers(1, 30))
+    batch = draw(st.integers(1, 8))
+    epochs = draw(st.integers(1, 3))
+    per_epoch = -(-size // batch)
+    total = per_epoch * epochs
+    rng = random.Random(draw(st.integers(0, 1000)))
+    orders = [rng.sample(range(size), size) for _ in range(epochs)]
+    lines, restored, number, step, floor = [], {}, 0, 0, 0
+    trained = 0
+    while step < total:
+        number += 1
+        restored[number] = step
+        world = draw(st.integers(1, 4))
+        last = number > 5
+        until = total if last else draw(st.integers(step, total))
+        for at in range(step, until):
+            epoch, window = divmod(at, per_epoch)
+            ids = orders[epoch][window * batch : (window + 1) * batch]
+            trained += len(ids)
+            lines += [SampleLine(number, at + 1, epoch, tuple(ids[rank::world])) for rank in range(world)]
+        if until < total:
+            floor = draw(st.integers(0, until))
+            step = floor
+        else:
+            step = total
+    draw(st.randoms()).shuffle(lines)
+    return size, epochs, total, lines, restored, trained
+
+
+@given(histories())
+def test_an_honest_history_is_exactly_once(history):
+    size, epochs, total, lines, restored, trained = history
+    audit = audit_samples(lines, restored)
+    assert audit.complete
+    assert (audit.dataset_size, audit.epochs, audit.steps, audit.seen) == (size, epochs, total, size * epochs)
+    assert audit.rolled_back_samples == trained - size * epochs
+
+
+@given(histories(), st.data())
+def test_a_lost_sample_is_missed(history, data):
+    size, epochs, _, lines, restored, _ = history
+    surviving = surviving_steps(restored, (line.round for line in lines))
+    counted = [index for index, line in enumerate(lines) if line.ids and line.step <= surviving[line.round]]
+    index = data.draw(st.sampled_from(counted))
+    lost = lines[index]
+    lines[index] = replace(lost, ids=lost.ids[1:])
+    audit = audit_samples(lines, restored, dataset_size=size)
+    assert not audit.complete
+    assert (audit.missing, audit.unfinished) == ((0, 1) if lost.epoch == epochs - 1 else (1, 0))
+    assert audit.repeated == 0
+
+
+@given(histories(), st.data())
+def test_a_sample_seen_twice_is_repeated(history, data):
+    size, _, _, lines, restored, _ = history
+    surviving = surviving_steps(restored, (line.round for line in lines))
+    counted = [index for index, line in enumerate(lines) if line.ids and line.step <= surviving[line.round]]
+    index = data.draw(st.sampled_from(counted))
+    lines[index] = replace(lines[index], ids=(*lines[index].ids, lines[index].ids[0]))
+    audit = audit_samples(lines, restored, dataset_size=size)
+    assert not audit.exactly_once
+    assert (audit.missing, audit.repeated, audit.unfinished) == (0, 1, 0)
+
+
+def test_a_round_that_trains_steps_which_it_restored_is_caught():
+    lines = [SampleLine(1, 1, 0, (0, 1)), SampleLine(1, 2, 0, (2, 3)), SampleLine(2, 2, 0, (2, 3))]
+    audit = audit_samples(lines, {1: 0, 2: 2})
+    assert (audit.repeated, audit.rolled_back_steps) == (2, 0)
+
+
+def test_steps_that_a_restore_skipped_are_missed():
+    lines = [SampleLine(1, 1, 0, (0, 1)), SampleLine(2, 3, 0, (4, 5)), SampleLine(2, 4, 1, (0, 1, 2, 3, 4, 5))]
+    audit = audit_samples(lines, {1: 0, 2: 2})
+    assert (audit.missing, audit.repeated) == (2, 0)
+
+
+def test_a_later_round_may_undo_several_rounds():
+    lines = [SampleLine(1, step, 0, (step - 1,)) for step in range(1, 6)]  # 1 to 5
+    lines += [SampleLine(2, step, 0, (step - 1,)) for step in range(5, 8)]  # restored 4, trained 5 to 7
+    lines += [SampleLine(3, step, 0, (step - 1,)) for step in range(3, 9)]  # restored 2: the newer one was damaged
+    audit = audit_samples(lines, {1: 0, 2: 4, 3: 2})
+    assert audit.complete
+    assert (audit.rolled_back_steps, audit.rolled_back_samples) == (6, 6)
+
+
+def test_a_zombie_of_an_older_round_does_not_count():
+    lines = [SampleLine(1, 1, 0, (0,)), SampleLine(1, 2, 0, (1,)), SampleLine(2, 2, 0, (1,))]
+    assert audit_samples(lines, {1: 0, 2: 1}).complete
+
+
+def test_an_early_stop_is_told_from_a_loss():
+    lines = [SampleLine(1, 1, 0, (0, 1, 2)), SampleLine(1, 2, 1, (2,))]
+    audit = audit_samples(lines, {1: 0}, torn_lines=3)
+    assert audit.exactly_once
+    assert not audit.complete
+    assert (audit.unfinished, audit.torn_lines) == (2, 3)
+
+
+def test_no_lines_are_no_proof():
+    assert audit_samples([], {}) == SampleAudit()
+    assert not SampleAudit().complete
+
+
+def test_the_steps_that_rounds_restored_from():
+    events = [
+        Restored(time=0, node="a", round=1, step=0),
+        Progress(time=1, node="a", round=1, step=5),
+        Restored(time=2, node="b", round=3, step=4),
+    ]
+    assert restored_steps(events) == {1: 0, 3: 4}

@@ -1,0 +1,286 @@
+"""Nodes that find each other through a real table and real sockets, each on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from azureml_elastic.errors import RunFailed, RunSucceeded
+from azureml_elastic.node.rendezvous.handler import Rendezvous, Seat
+from azureml_elastic.node.rendezvous.round import ROUND_KEY, Limits, Member, Round
+from azureml_elastic.node.table import open_table
+from azureml_elastic.spec import RendezvousTimings, TableRendezvous
+
+TIMINGS = RendezvousTimings(
+    heartbeat_interval=timedelta(seconds=0.2),
+    heartbeat_timeout=timedelta(seconds=2),
+    join_timeout=timedelta(seconds=2),
+    settle_timeout=timedelta(seconds=5),
+    rejoin_timeout=timedelta(seconds=2),
+    takeover_delay=timedelta(seconds=0.3),
+    rescale_debounce=timedelta(seconds=0.1),
+    witness_interval=timedelta(seconds=0.3),
+)
+PATIENCE = 30
+
+
+class Counting:
+    """A table that counts what goes through."""
+
+    def __init__(self, table):
+        self._table = table
+        self.calls: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name):
+        call = getattr(self._table, name)
+
+        def counted(*arguments):
+            with self._lock:
+                self.calls[name] = self.calls.get(name, 0) + 1
+            return call(*arguments)
+
+        return counted
+
+
+class Nodes:
+    """Makes nodes, joins them in parallel, and ends them as SIGKILL would: without a word."""
+
+    def __init__(self, path):
+        where = TableRendezvous(endpoint=str(path))
+        self.table = Counting(open_table(where, "run", {}))
+        self.pool = ThreadPoolExecutor(200)
+        self.made: list[Rendezvous] = []
+        self.over = threading.Event()
+
+    def make(self, name: str, minimum: int = 1, maximum: int = 8, slots: int = 1) -> Rendezvous:
+        limits = Limits(minimum, maximum)
+        node = Rendezvous(self.table, name, "127.0.0.1", slots, limits, TIMINGS, cancelled=self.over.is_set)
+        self.made.append(node)
+        return node
+
+    def start(self, *nodes: Rendezvous) -> list[Future[Seat]]:
+        return [self.pool.submit(node.join) for node in nodes]
+
+    def join(self, *nodes: Rendezvous) -> list[Seat]:
+        return [future.result(PATIENCE) for future in self.start(*nodes)]
+
+    def rejoin(self, *nodes: Rendezvous) -> list[Seat]:
+        """What the agent does when its round breaks."""
+
+        def again(node: Rendezvous) -> Seat:
+            until(lambda: node.status().broken)
+            status = node.status()
+            if not status.over or status.lost:
+                node.reopen("lost", lost=status.lost)
+            return node.join()
+
+        return [future.result(PATIENCE) for future in [self.pool.submit(again, node) for node in nodes]]
+
+    @staticmethod
+    def kill(node: Rendezvous) -> None:
+        node._hub.close()
+        node._witness.stop()
+        if node._link is not None:
+            node._link._client.connection.close()
+
+    def close(self) -> None:
+        self.over.set()
+        for node in self.made:
+            node.wake.set()
+        self.pool.shutdown(wait=True)
+        for node in self.made:
+            node.shutdown()
+        self.table.close()
+
+
+def until(condition, patience: float = PATIENCE) -> None:
+    limit = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < limit, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = Nodes(tmp_path / "table.sqlite")
+    yield made
+    made.close()
+
+
+def test_all_nodes_agree_on_one_round(nodes):
+    seats = nodes.join(*(nodes.make(f"node-{k}", 5, 5, slots=2) for k in range(5)))
+    assert {seat.round.number for seat in seats} == {1}
+    assert sorted(seat.rank for seat in seats) == list(range(5))
+    assert len({seat.store_address for seat in seats}) == 1
+    assert seats[0].round.world_size == 10
+    (first,) = [seat for seat in seats if seat.rank == 0]
+    assert first.listener.getsockname()[1] == first.store_address[1]
+    assert all(seat.listener is None for seat in seats if seat.rank > 0)
+
+
+def test_a_join_costs_one_write_a_node_and_one_for_the_seal(nodes):
+    seats = nodes.join(*(nodes.make(f"node-{k:02d}", 40, 40) for k in range(40)))
+    assert {seat.round.number for seat in seats} == {1}
+    calls = nodes.table.calls
+    # 40 members, the round, the witness of rank 0.
+    assert calls["insert"] == 42
+    assert calls.get("replace", 0) <= 1
+
+
+def test_the_minimum_starts_without_waiting_for_more(nodes):
+    started = time.monotonic()
+    nodes.join(nodes.make("node-0", 1, 8))
+    assert time.monotonic() - started < TIMINGS.settle_timeout.total_seconds() / 2
+
+
+def test_announced_nodes_are_waited_for(nodes):
+    early, late = nodes.make("node-0"), nodes.make("node-1")
+    early.announce()
+    late.announce()
+    (pending,) = nodes.start(early)
+    (seat,) = nodes.join(late)
+    assert len(seat.round.members) == 2
+    assert pending.result(PATIENCE).rank == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_survivors_of_any_rank_form_the_next_round(nodes, victim):
+    group = [nodes.make(f"node-{k}", 1, 3) for k in range(3)]
+    for node in group:
+        node.announce()
+    nodes.join(*group)
+    nodes.kill(group[victim])
+    survivors = [node for k, node in enumerate(group) if k != victim]
+    seats = nodes.rejoin(*survivors)
+    assert [seat.round.number for seat in seats] == [2, 2]
+    assert [seat.rank for seat in seats] == [0, 1]
+    assert group[victim].node not in {member.node for member in seats[0].round.members}
+
+
+def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
+    first = nodes.make("node-0")
+    nodes.join(first)
+    newcomer = nodes.make("node-1")
+    (pending,) = nodes.start(newcomer)
+    until(lambda: first.status().waiting)
+    assert first.status().waiting == {"node-1"}
+    assert not first.status().broken
+    first.reopen("joining")
+    (seat,) = nodes.rejoin(first)
+    assert seat.rank == 0
+    assert pending.result(PATIENCE).rank == 1
+
+
+def test_a_spare_beyond_the_maximum_waits_and_replaces_the_lost(nodes):
+    group = [nodes.make(f"node-{k}", 1, 2) for k in range(2)]
+    for node in group:
+        node.announce()
+    nodes.join(*group)
+    spare = nodes.make("node-2", 1, 2)
+    (pending,) = nodes.start(spare)
+    until(lambda: group[0].hub.view().waiting)
+    assert group[0].status().waiting == frozenset()
+    nodes.kill(group[1])
+    (seat,) = nodes.rejoin(group[0])
+    assert [member.node for member in seat.round.members] == ["node-0", "node-2"]
+    assert pending.result(PATIENCE).rank == 1
+
+
+def test_a_node_takes_over_when_all_others_died(nodes):
+    group = [nodes.make(f"node-{k}", 1, 2) for k in range(2)]
+    nodes.join(*group)
+    (pending,) = nodes.start(nodes.make("node-2", 1, 2))
+    until(lambda: group[0].hub.view().waiting or group[1].hub.view().waiting)
+    for node in group:
+        nodes.kill(node)
+    seat = pending.result(PATIENCE)
+    assert (seat.rank, [member.node for member in seat.round.members]) == (0, ["node-2"])
+
+
+def test_rank_0_that_dies_before_its_round_begins_is_left_behind(nodes):
+    dead = Member("node-0", "gone", round=1, host="127.0.0.1", store_port=1, hub_port=1)
+    nodes.table.insert(dead.key, dead.to_value())
+    (seat,) = nodes.join(nodes.make("node-1", 2, 2), nodes.make("node-2", 2, 2))[:1]
+    assert seat.round.number > 1
+    assert {member.node for member in seat.round.members} == {"node-1", "node-2"}
+
+
+def test_a_member_that_dies_before_its_round_begins_is_noticed(nodes):
+    dead = Member("node-9", "gone", round=1, host="127.0.0.1", store_port=1, hub_port=1)
+    nodes.table.insert(dead.key, dead.to_value())
+    first = nodes.make("node-0", 1, 2)
+    (seat,) = nodes.join(first)
+    assert len(seat.round.members) == 2
+    (seat,) = nodes.rejoin(first)
+    assert [member.node for member in seat.round.members] == ["node-0"]
+
+
+def test_a_silent_member_is_lost(nodes):
+    first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
+    nodes.join(first, second)
+    leader, silent = (first, second) if first.leads else (second, first)
+    silent.link._on_tick = lambda: None
+    silent.link._client._loop._on_tick = lambda: None
+    until(lambda: leader.status().lost)
+    assert leader.status().lost == {silent.node}
+
+
+def test_the_run_is_over_for_whoever_comes_late(nodes):
+    first = nodes.make("node-0")
+    nodes.join(first)
+    (waiting,) = nodes.start(nodes.make("node-1", 1, 1))
+    until(lambda: first.hub.view().waiting)
+    assert first.close(succeeded=True)
+    with pytest.raises(RunSucceeded):
+        nodes.make("node-2").join()
+    with pytest.raises(RunSucceeded):
+        waiting.result(PATIENCE)
+
+
+def test_a_failure_reaches_everyone_with_its_message_and_exit_code(nodes):
+    first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
+    nodes.join(first, second)
+    assert second.close(succeeded=False, message="ValueError: no such file", exit_code=7)
+    until(lambda: first.status().over)
+    for node in (first, nodes.make("node-2")):
+        with pytest.raises(RunFailed, match="no such file") as failure:
+            node.join()
+        assert failure.value.exit_code == 7
+
+
+def test_one_incident_is_charged_once(nodes):
+    group = [nodes.make(f"node-{k}", 3, 3) for k in range(3)]
+    nodes.join(*group)
+    charged = [future.result(PATIENCE) for future in [nodes.pool.submit(n.reopen, "crash", failures=1) for n in group]]
+    assert sorted(charged) == [False, False, True]
+    assert Round.from_value(nodes.table.get(ROUND_KEY).value).failures == 1
+    assert {seat.round.failures for seat in nodes.join(*group)} == {1}
+
+
+def test_another_incarnation_of_a_member_is_a_newcomer(nodes):
+    first, second = nodes.make("node-0", 1, 3), nodes.make("node-1", 1, 3)
+    first.announce()
+    second.announce()
+    nodes.join(first, second)
+    reborn = nodes.make("node-1", 1, 3)
+    (pending,) = nodes.start(reborn)
+    nodes.kill(second)
+    nodes.rejoin(first)
+    until(lambda: first.status().waiting or pending.done())
+    if not pending.done():
+        first.reopen("joining")
+        nodes.rejoin(first)
+    assert pending.result(PATIENCE).round.rank_of("node-1", reborn.incarnation) is not None
+
+
+def test_a_wait_can_be_cancelled(nodes):
+    (pending,) = nodes.start(nodes.make("node-0", 2, 2))
+    until(lambda: nodes.table.get("member.node-0") is not None)
+    nodes.over.set()
+    with pytest.raises(InterruptedError):
+        pending.result(PATIENCE)
