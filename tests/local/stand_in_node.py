@@ -1,8 +1,9 @@
 """A small node without torch: the same command line, environment, events and exit codes as the real one.
 
 Nodes know each other by locks that the system releases when their holder dies; the run's state is one file. Each step
-is taken by the first node alive. The program is ``steps <n>``, ``grow <n> <nodes>`` (which ends after n steps once that many nodes train), ``fail <step> <code>``,
-``hang`` or ``orphan <n>``.
+is taken by the first node alive. The program is ``steps <n>``, ``grow <n> <nodes>`` (ends after n steps once that many
+nodes train), ``fail <step> <code>``, ``hang``, ``deaf`` (hangs and ignores SIGTERM) or ``orphan <n>`` (leaves its
+worker behind).
 """
 
 import fcntl
@@ -66,6 +67,8 @@ class Node:
     def run(self, program):
         alive = (self.folder / "alive" / self.name).open("w")
         fcntl.flock(alive, fcntl.LOCK_EX)
+        if program[0] == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.record(events.NodeStarted, host="localhost", pid=os.getpid())
         print(f"{self.name} runs {program} with {os.environ['OMP_NUM_THREADS']} thread", flush=True)
         try:

@@ -89,13 +89,7 @@ def test_a_preempted_node_leaves_by_itself_and_the_run_goes_on(tmp_path):
 
 
 def test_a_preempted_node_that_does_not_leave_in_time_is_killed(tmp_path):
-    deaf = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    deaf += f"sys.argv[0] = {STAND_IN!r}; sys.path.insert(0, {str(Path(STAND_IN).parent)!r}); import stand_in_node\n"
-    deaf += "stand_in_node.signal.signal = lambda *_: None\n"
-    deaf += "sys.exit(stand_in_node.Node().run(sys.argv[sys.argv.index('--') + 1 :]))"
-    chaos = parse_schedule("preempt=any@step:5/0.2s")
-    options = {"run_dir": tmp_path / "run", "timeout_s": 30.0}
-    report = LocalCluster((1, 1), chaos=chaos, node_command=(sys.executable, "-c", deaf), **options).run(["hang"])
+    report = cluster(tmp_path, "preempt=any@step:5/0.2s", nodes=(1, 1)).run(["deaf"])
     assert nodes_of(report) == {"node-0": ("preempted", -signal.SIGKILL)}
     assert "All nodes are gone (node-0 preempted)" in report.message
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from typing_extensions import Self
 
@@ -76,15 +77,15 @@ class Azurite:
     def __enter__(self) -> Self:
         command = list(self._command or azurite_command())
         with contextlib.ExitStack() as resources:
-            folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="azurite-")))
+            log = resources.enter_context(tempfile.TemporaryFile())
             resources.callback(self._stop)
             for _ in range(_PORT_ATTEMPTS):  # somebody may take the free port before the service does
-                if self._start(command, folder):
+                if self._start(command, log):
                     break
             else:
                 raise TableUnavailable(
                     f"Azurite ({' '.join(command[-1:])}) ended {_PORT_ATTEMPTS} times before it answered. It said: "
-                    f"{_tail(folder)}"
+                    f"{_tail(log)}"
                 )
             self._resources = resources.pop_all()
         return self
@@ -97,20 +98,19 @@ class Azurite:
     ) -> None:
         self._resources.close()
 
-    def _start(self, command: list[str], folder: Path) -> bool:
+    def _start(self, command: list[str], log: IO[bytes]) -> bool:
         """Start the service and wait until it answers; return whether it did, and not whether it ended."""
         self._port = _free_port()
         options = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck"]
         where = ["--tableHost", "127.0.0.1", "--tablePort", str(self._port)]
-        with (folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, *options, *where],
-                cwd=folder,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._process = subprocess.Popen(
+            [*command, *options, *where],
+            cwd=tempfile.gettempdir(),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         deadline = time.monotonic() + _START_TIMEOUT_S
         while self._process.poll() is None:
             if self._answers():
@@ -119,7 +119,7 @@ class Azurite:
                 self._stop()
                 raise TableUnavailable(
                     f"Azurite ({' '.join(command[-1:])}) does not answer on port {self._port} after "
-                    f"{_START_TIMEOUT_S:g} s. It said: {_tail(folder)}"
+                    f"{_START_TIMEOUT_S:g} s. It said: {_tail(log)}"
                 )
             time.sleep(0.05)
         self._stop()
@@ -257,6 +257,7 @@ def _free_port() -> int:
         return port
 
 
-def _tail(folder: Path) -> str:
-    text = (folder / "log").read_text(errors="replace").strip()
+def _tail(log: IO[bytes]) -> str:
+    size = os.fstat(log.fileno()).st_size
+    text = os.pread(log.fileno(), 4000, max(size - 4000, 0)).decode(errors="replace")  # the writer's position stays
     return " ".join(text.split())[-800:] or "nothing"

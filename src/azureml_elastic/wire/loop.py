@@ -179,4 +179,4 @@ def _abandon_all() -> None:
         loop.abandon()
 
 
-#os.register_at_fork(after_in_child=_abandon_all)
+os.register_at_fork(after_in_child=_abandon_all)

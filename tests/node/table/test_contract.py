@@ -156,9 +156,9 @@ def test_any_key_and_any_prefix(table, keys, cut):
 
 
 def test_prefixes_of_one_another(table):
-    for key in ("node", "node.", "node.1", "node.10", "node.2", "nodes", "nod", "Node.1", "node/1"):
+    for key in ("node", "node.", "node.1", "node.10", "node.2", "node.zz", "nodes", "nod", "Node.1", "node/1"):
         table.insert(key, {})
-    assert set(by_key(table.query("node."))) == {"node.", "node.1", "node.10", "node.2"}
+    assert set(by_key(table.query("node."))) == {"node.", "node.1", "node.10", "node.2", "node.zz"}
     assert set(by_key(table.query("node.1"))) == {"node.1", "node.10"}
     assert set(by_key(table.query("node.3"))) == set()
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime, timedelta, timezone
+from ipaddress import ip_address
 from urllib.request import Request
 
 import pytest
@@ -20,6 +21,8 @@ from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.credentials import STORAGE_SCOPE, NodeIdentity, choose_login
 from azureml_elastic.node.table.fetching import fetch
 from azureml_elastic.spec.rendezvous import TableRendezvous
+
+PEM = serialization.Encoding.PEM
 
 
 def token(text="t0ken", **fields):
@@ -177,36 +180,33 @@ def test_the_way_to_the_node_passes_no_proxy(serve, monkeypatch):
     assert proxy.calls == []
 
 
-def certificate(folder):
-    """Write a certificate for this machine and its key into one file."""
+def trusted(folder, monkeypatch):
+    """Return the TLS context for servers on this machine that the SDK trusts."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "this machine")])
     now = datetime.now(timezone.utc)
     signed = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
         .sign(key, hashes.SHA256())
     )
-    plain = serialization.NoEncryption(), serialization.PrivateFormat.PKCS8
     path = folder / "certificate.pem"
-    path.write_bytes(
-        signed.public_bytes(serialization.Encoding.PEM)
-        + key.private_bytes(serialization.Encoding.PEM, plain[1], plain[0])
-    )
-    return path
+    private = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path.write_bytes(signed.public_bytes(PEM) + private)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(path))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path)
+    return context
 
 
 def test_the_tables_calls_carry_the_nodes_token(serve, tmp_path, monkeypatch):
-    pem = certificate(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pem)
+    context = trusted(tmp_path, monkeypatch)
     missing = {"odata.error": {"code": "ResourceNotFound", "message": {"value": "no such row"}}}
     account = serve(lambda _call: (404, missing), context)
     node = serve(lambda _call: token())
-    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(pem))
-    rendezvous = TableRendezvous(endpoint=f"https://localhost:{account.port}")
+    rendezvous = TableRendezvous(endpoint=f"https://127.0.0.1:{account.port}")
     table = open_table(rendezvous, "run", {"MSI_ENDPOINT": node.url})
     assert table.get("key") is None
     table.close()
@@ -216,14 +216,11 @@ def test_the_tables_calls_carry_the_nodes_token(serve, tmp_path, monkeypatch):
 
 
 def test_an_identity_without_the_role(serve, tmp_path, monkeypatch):
-    pem = certificate(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pem)
+    context = trusted(tmp_path, monkeypatch)
     refusal = {"odata.error": {"code": "AuthorizationPermissionMismatch", "message": {"value": "not authorized"}}}
     account = serve(lambda _call: (403, refusal), context)
     node = serve(lambda _call: token())
-    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(pem))
-    rendezvous = TableRendezvous(endpoint=f"https://localhost:{account.port}", client_id="me")
+    rendezvous = TableRendezvous(endpoint=f"https://127.0.0.1:{account.port}", client_id="me")
     with pytest.raises(TableForbidden) as caught:
         open_table(rendezvous, "run", {"MSI_ENDPOINT": node.url})
     for part in (rendezvous.endpoint, "managed identity", "client id me", "'Storage Table Data Contributor'", "403"):

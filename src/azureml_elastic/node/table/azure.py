@@ -7,7 +7,6 @@ was lost, the repetition finds the row in its way; the nonce in the row then tel
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from http import HTTPStatus
@@ -25,6 +24,7 @@ from azureml_elastic.node.table.faults import (
     translate,
 )
 from azureml_elastic.node.table.keys import key_range, read_key, write_key
+from azureml_elastic.node.table.patience import PATIENCE, repeat
 from azureml_elastic.node.table.protocol import Row
 from azureml_elastic.node.table.values import cut, read_value, write_value
 
@@ -34,10 +34,6 @@ try:
     from azure.data.tables import TableClient, TableEntity, UpdateMode
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
-try:
-    from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
-except ImportError as missing:
-    raise MissingExtra("tenacity", "node") from missing
 
 if TYPE_CHECKING:
     from azureml_elastic.node.table.credentials import Login
@@ -81,7 +77,7 @@ class AzureTable:
         partition: str,
         login: Login,
         *,
-        patience: timedelta = timedelta(seconds=10),
+        patience: timedelta = PATIENCE,
     ) -> None:
         self._patience = patience
         self._partition = write_key(partition)
@@ -120,32 +116,26 @@ class AzureTable:
         if etag is None:
             self._call(key, lambda **timeouts: self._client.delete_entity(*where, **timeouts))
             return
-        unsure = False
 
-        def attempt(**timeouts: Any) -> str | None:
-            nonlocal unsure
-            status: list[int] = []  # the SDK takes a row that is gone for one deleted
-            try:
-                self._client.delete_entity(
-                    *where,
-                    etag=etag,
-                    match_condition=MatchConditions.IfNotModified,
-                    raw_response_hook=lambda response: status.append(response.http_response.status_code),
-                    **timeouts,
-                )
-            except VENDOR_ERRORS as error:
-                ours = translate(error, self._place, key)
-                if isinstance(ours, RowChanged):
-                    return str(ours)
-                unsure = unsure or may_have_arrived(error)
-                raise
-            return "It is gone." if HTTPStatus.NOT_FOUND in status else None
+        def send(**timeouts: Any) -> bool:
+            status: list[int] = []  # the SDK itself takes a row that is gone for one deleted
+            self._client.delete_entity(
+                *where,
+                etag=etag,
+                match_condition=MatchConditions.IfNotModified,
+                raw_response_hook=lambda response: status.append(response.http_response.status_code),
+                **timeouts,
+            )
+            return HTTPStatus.NOT_FOUND not in status
 
-        conflict = self._call(key, attempt)
-        if conflict is not None and unsure:
+        answer, unsure = self._send(key, send)
+        if answer is True:
+            return
+        if unsure:
             raise self._unsure(key)
-        if conflict is not None:
-            raise RowChanged(f"Row {key!r} could not be deleted at version {etag}: {conflict}")
+        if answer is False:
+            raise RowChanged(f"Row {key!r} is gone; version {etag} was expected. Read it again.")
+        raise translate(answer, self._place, key) from cause(answer)
 
     def query(self, prefix: str) -> Iterator[Row]:
         """Yield all rows whose key starts with ``prefix``, page by page."""
@@ -190,19 +180,7 @@ class AzureTable:
         return self._call(key, attempt)
 
     def _write(self, key: str, entity: Mapping[str, str], send: Callable[..., Mapping[str, Any]]) -> str:
-        unsure = False
-
-        def attempt(**timeouts: Any) -> str | Exception:
-            nonlocal unsure
-            try:
-                return str(send(**timeouts)["etag"])
-            except VENDOR_ERRORS as error:
-                if isinstance(translate(error, self._place, key), (RowExists, RowChanged)):
-                    return error
-                unsure = unsure or may_have_arrived(error)
-                raise
-
-        answer = self._call(key, attempt)
+        answer, unsure = self._send(key, lambda **timeouts: str(send(**timeouts)["etag"]))
         if isinstance(answer, str):
             return answer
         # One of our own attempts, or a proxy that repeats calls, may have written the row and lost the answer.
@@ -210,6 +188,26 @@ class AzureTable:
         if found is not None and found.get(_NONCE) == entity[_NONCE]:
             return str(found.metadata["etag"])
         raise (self._unsure(key) if unsure else translate(answer, self._place, key)) from cause(answer)
+
+    def _send(self, key: str, send: Callable[..., T]) -> tuple[T | Exception, bool]:
+        """Return the answer, or the error that says that the row is not as expected.
+
+        The second value tells whether an earlier attempt, whose answer was lost, may have been carried out.
+        """
+        unsure = False
+
+        def attempt(**timeouts: Any) -> T | Exception:
+            nonlocal unsure
+            try:
+                return send(**timeouts)
+            except VENDOR_ERRORS as error:
+                if isinstance(translate(error, self._place, key), (RowExists, RowChanged)):
+                    return error
+                unsure = unsure or may_have_arrived(error)
+                raise
+
+        answer = self._call(key, attempt)
+        return answer, unsure
 
     def _unsure(self, key: str) -> TableUnavailable:
         return TableUnavailable(
@@ -242,38 +240,18 @@ class AzureTable:
             self._call(None, create, opening=True, patience=_DELETION_PATIENCE)
 
     def _call(
-        self,
-        key: str | None,
-        send: Callable[..., T],
-        *,
-        opening: bool = False,
-        patience: timedelta | None = None,
+        self, key: str | None, send: Callable[..., T], *, opening: bool = False, patience: timedelta | None = None
     ) -> T:
-        """Call the SDK, repeat what may be repeated, and raise our errors.
+        """Call the SDK, repeat what may be repeated, and raise our errors."""
 
-        The repetition is tenacity's because the SDK's own policy neither repeats an insert (a POST) whose answer was
-        lost, nor spreads its delays at random, nor ends after a given time.
-        """
-        budget_s = (patience or self._patience).total_seconds()
-        deadline = time.monotonic() + budget_s
+        def attempt(left_s: float) -> T:
+            return send(connection_timeout=min(_CONNECT_TIMEOUT_S, left_s), read_timeout=min(_READ_TIMEOUT_S, left_s))
 
-        def attempt() -> T:
-            left = max(deadline - time.monotonic(), 0.1)
-            return send(connection_timeout=min(_CONNECT_TIMEOUT_S, left), read_timeout=min(_READ_TIMEOUT_S, left))
+        def passing(error: BaseException) -> bool:
+            return isinstance(error, VENDOR_ERRORS) and isinstance(translate(error, self._place, key), TableUnavailable)
 
-        repeat = Retrying(
-            retry=retry_if_exception(
-                lambda error: (
-                    isinstance(error, VENDOR_ERRORS)
-                    and isinstance(translate(error, self._place, key), TableUnavailable)
-                )
-            ),
-            wait=wait_random_exponential(multiplier=0.1, max=2.0),
-            stop=stop_before_delay(budget_s),
-            reraise=True,
-        )
         try:
-            return repeat(attempt)
+            return repeat(attempt, passing, patience or self._patience)
         except VENDOR_ERRORS as error:
             raise translate(error, self._place, key, opening=opening) from cause(error)
 

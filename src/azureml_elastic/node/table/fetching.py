@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from datetime import timedelta
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 
-from azureml_elastic.errors import MissingExtra, TableUnavailable, UsageError
-
-try:
-    from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_random_exponential
-except ImportError as missing:
-    raise MissingExtra("tenacity", "node") from missing
+from azureml_elastic.errors import TableUnavailable, UsageError
+from azureml_elastic.node.table.patience import PATIENCE, repeat
 
 __all__ = ["fetch"]
 
-_PATIENCE = timedelta(seconds=10)
 _TIMEOUT_S = 4.0
 _TRANSIENT = frozenset({408, 410, 425, 429, 500, 502, 503, 504})
 
 
-def fetch(request: Request, what: str, *, direct: bool = False, patience: timedelta = _PATIENCE) -> tuple[int, Any]:
+def fetch(request: Request, what: str, *, direct: bool = False, patience: timedelta = PATIENCE) -> tuple[int, Any]:
     """Return the HTTP status and the JSON document, ``None`` where the answer is no JSON.
 
     Throttling, server errors and broken connections are waited out while the patience lasts.
@@ -45,12 +39,10 @@ def fetch(request: Request, what: str, *, direct: bool = False, patience: timede
     if place.scheme not in ("http", "https") or not place.netloc:
         raise UsageError(f"The address {address!r} for {what} is no HTTP address. Correct the variable that holds it.")
     opener = build_opener(ProxyHandler({})) if direct else build_opener()
-    budget_s = patience.total_seconds()
-    deadline = time.monotonic() + budget_s
 
-    def attempt() -> tuple[int, Any]:
+    def attempt(left_s: float) -> tuple[int, Any]:
         try:
-            status, body = _send(opener, request, min(_TIMEOUT_S, max(deadline - time.monotonic(), 0.1)))
+            status, body = _send(opener, request, min(_TIMEOUT_S, left_s))
         except (OSError, http.client.HTTPException) as error:
             raise TableUnavailable(
                 f"{address} does not answer the request for {what}: {error}. It may be repeated."
@@ -62,13 +54,7 @@ def fetch(request: Request, what: str, *, direct: bool = False, patience: timede
         except ValueError:
             return status, None
 
-    repeat = Retrying(
-        retry=retry_if_exception_type(TableUnavailable),
-        wait=wait_random_exponential(multiplier=0.1, max=2.0),
-        stop=stop_before_delay(budget_s),
-        reraise=True,
-    )
-    return repeat(attempt)
+    return repeat(attempt, lambda error: isinstance(error, TableUnavailable), patience)
 
 
 def _send(opener: OpenerDirector, request: Request, timeout_s: float) -> tuple[int, bytes]:

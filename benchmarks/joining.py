@@ -1,0 +1,231 @@
+"""A storm of nodes: how long until 64 or 128 nodes that come at once are all in, and how much they write for it.
+
+Each node is a thread with a handler, connections and credentials of its own, and all are in one process, which has the
+store's or the emulator's other end on the same machine. Every handler is opened before the clock starts; the clock
+stops when the last ``next_rendezvous()`` has returned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from systems import C10D, OURS, ROW
+
+from azureml_elastic.local.azurite import Azurite
+from azureml_elastic.node.table import Row, Table
+
+__all__ = ["Storm", "measure_storm"]
+
+_OPENING_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Storm:
+    """What came of one storm.
+
+    Args:
+        seconds: until the last node was in, ``None`` when the limit was exceeded.
+        joined: nodes that were in by then.
+        writes: that were tried, at the table or the store.
+        conflicts: of these, writes in vain because another node had been faster.
+    """
+
+    seconds: float | None
+    joined: int
+    writes: int
+    conflicts: int
+
+
+def measure_storm(system: str, nodes: int, limit_s: float) -> Storm:
+    """Let so many nodes join at once, in a process of their own.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    needs_table: AbstractContextManager[Azurite | None] = nullcontext() if system == C10D else Azurite()
+    with needs_table as azurite:
+        command = [sys.executable, __file__, system, str(nodes), str(limit_s)]
+        environment = {**os.environ, "BENCH_ENDPOINT": azurite.endpoint if azurite else ""}
+        result = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s + 2 * _OPENING_SECONDS,
+            check=False,
+        )
+    if result.returncode:
+        raise RuntimeError(f"The storm of {nodes} nodes ({system}) failed: {result.stderr[-2000:]}")
+    return Storm(**json.loads(result.stdout.splitlines()[-1]))
+
+
+class Counter:
+    """Counts writes over all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.writes = 0
+        self.conflicts = 0
+
+    def count(self, *, conflict: bool) -> None:
+        with self._lock:
+            self.writes += 1
+            self.conflicts += conflict
+
+
+class CountingTable:
+    """Our table, with its writes counted; implements ``Table``."""
+
+    def __init__(self, table: Table, counter: Counter) -> None:
+        self._table = table
+        self._counter = counter
+        self.get, self.query, self.close = table.get, table.query, table.close
+
+    def insert(self, key: str, value: Mapping[str, Any]) -> str:
+        return self._write(self._table.insert, key, value)
+
+    def replace(self, key: str, value: Mapping[str, Any], etag: str) -> str:
+        return self._write(self._table.replace, key, value, etag)
+
+    def delete(self, key: str, etag: str | None = None) -> None:
+        self._write(self._table.delete, key, etag)
+
+    def _write(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        from azureml_elastic.errors import RowChanged, RowExists
+
+        try:
+            result = call(*arguments)
+        except (RowExists, RowChanged):
+            self._counter.count(conflict=True)
+            raise
+        self._counter.count(conflict=False)
+        return result
+
+
+def _our_joins(nodes: int, counter: Counter) -> Iterator[Callable[[], Any]]:
+    from azureml_elastic.node.rendezvous.handler import Rendezvous
+    from azureml_elastic.node.rendezvous.round import Limits
+    from azureml_elastic.node.table import open_table
+    from azureml_elastic.node.torchrun import TableRendezvousHandler
+    from azureml_elastic.spec import RendezvousTimings, TableRendezvous
+
+    where = TableRendezvous(endpoint=os.environ["BENCH_ENDPOINT"])
+    run_id = f"storm-{secrets.token_hex(4)}"
+    for number in range(nodes):
+        table = CountingTable(open_table(where, run_id, {}), counter)
+        rendezvous = Rendezvous(
+            table, f"node-{number:03d}", "127.0.0.1", 1, Limits(nodes, nodes), RendezvousTimings()
+        )
+
+        def join(rendezvous: Rendezvous = rendezvous) -> Any:
+            rendezvous.announce()  # a node's first act, before it imports torch
+            return TableRendezvousHandler(rendezvous, run_id).next_rendezvous()
+
+        yield join
+
+
+def _peer_joins(system: str, nodes: int, counter: Counter) -> Iterator[Callable[[], Any]]:
+    from peers import OneRowBackend
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
+
+    from azureml_elastic.node.table.opening import emulator_connection_string
+
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_id = f"storm-{secrets.token_hex(4)}"
+    for _ in range(nodes):
+        store = TCPStore("127.0.0.1", server.port, is_master=False)
+        backend: RendezvousBackend
+        if system == ROW:
+            backend = OneRowBackend(emulator_connection_string(os.environ["BENCH_ENDPOINT"]), run_id)
+        else:
+            backend = C10dRendezvousBackend(store, run_id)
+        set_state = backend.set_state
+
+        def counted(state: bytes, token: Any = None, set_state: Callable[..., Any] = set_state) -> Any:
+            response = set_state(state, token)
+            counter.count(conflict=response is None or not response[2])
+            return response
+
+        backend.set_state = counted  # type: ignore[method-assign]
+        parameters = RendezvousParameters(system, "", run_id, nodes, nodes, local_addr="127.0.0.1")
+        yield create_handler(store, backend, parameters).next_rendezvous
+
+
+def _storm(joins: list[Callable[[], Any]], counter: Counter, limit_s: float) -> Storm:
+    """Run all joins at once.
+
+    Raises:
+        RuntimeError: the nodes did not agree, or one of them failed.
+    """
+    start = threading.Barrier(len(joins) + 1)
+    arrived: dict[int, Any] = {}
+    failed: list[BaseException] = []
+    changed = threading.Condition()
+
+    def run(number: int) -> None:
+        start.wait()
+        try:
+            information = joins[number]()
+        except Exception as error:
+            with changed:
+                failed.append(error)
+                changed.notify_all()
+            return
+        with changed:
+            arrived[number] = information
+            changed.notify_all()
+
+    for number in range(len(joins)):
+        threading.Thread(target=run, args=(number,), daemon=True).start()
+    start.wait()
+    begun = time.monotonic()
+    with changed:
+        changed.wait_for(lambda: failed or len(arrived) == len(joins), limit_s)
+        seconds = time.monotonic() - begun
+        if failed:
+            raise RuntimeError("a node could not join") from failed[0]
+        if len(arrived) < len(joins):
+            return Storm(None, len(arrived), counter.writes, counter.conflicts)
+        places = {(information.rank, information.world_size) for information in arrived.values()}
+    if places != {(rank, len(joins)) for rank in range(len(joins))}:
+        raise RuntimeError(f"the nodes do not agree on their places: {sorted(places)}")
+    return Storm(seconds, len(arrived), counter.writes, counter.conflicts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("system")
+    parser.add_argument("nodes", type=int)
+    parser.add_argument("limit", type=float)
+    arguments = parser.parse_args()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    counter = Counter()
+    if arguments.system == OURS:
+        joins = list(_our_joins(arguments.nodes, counter))
+    else:
+        joins = list(_peer_joins(arguments.system, arguments.nodes, counter))
+    storm = _storm(joins, counter, arguments.limit)
+    print(json.dumps(asdict(storm)), flush=True)
+    os._exit(0)  # heartbeats and threads that still wait end here
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The peers: torchrun with its c10d backend, and torchrun with its whole state in one table row.
+
+``python benchmarks/peers.py <torchrun's options>`` is torchrun, with two differences. It knows the backend
+``one-row``, and it does not load the plugin that this library registers, whose imports would slow the peers down.
+
+``one-row`` is how the contract of torch's dynamic rendezvous is met on a table in the straightforward way: all of the
+state is one value in one row, which every node replaces if nobody has changed it since. It is given the best of
+everything around it: torch's own state machine, conditional writes by ETag, the vendor's SDK without a layer in
+between, and for the keys that the agents exchange the same store outside the nodes that c10d has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+PLUGIN = "azureml_elastic.node.torchrun"
+
+if __name__ == "__main__":
+    sys.modules[PLUGIN] = None  # type: ignore[assignment]  # torch logs that it cannot be imported, and goes on
+
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
+
+__all__ = ["CONNECTION_VARIABLE", "ONE_ROW", "TABLE", "OneRowBackend"]
+
+ONE_ROW = "one-row"
+TABLE = "onerow"
+CONNECTION_VARIABLE = "BENCH_CONNECTION_STRING"
+
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class OneRowBackend(RendezvousBackend):
+    """The rendezvous' state in one row, moved by compare-and-swap.
+
+    Args:
+        connection_string: of the account.
+        run_id: names the row.
+    """
+
+    def __init__(self, connection_string: str, run_id: str) -> None:
+        from azure.core.exceptions import ResourceExistsError
+        from azure.data.tables import TableClient
+
+        self._run_id = run_id
+        self._client = TableClient.from_connection_string(connection_string, TABLE)
+        try:
+            self._client.create_table()
+        except ResourceExistsError:
+            pass
+
+    @property
+    def name(self) -> str:
+        return ONE_ROW
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        from azure.core.exceptions import AzureError, ResourceNotFoundError
+
+        try:
+            entity = self._client.get_entity("rendezvous", self._run_id)
+        except ResourceNotFoundError:
+            return None
+        except AzureError as error:
+            raise RendezvousConnectionError(f"The row cannot be read: {error}") from error
+        return entity["state"], entity.metadata["etag"]
+
+    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
+        from azure.core import MatchConditions
+        from azure.core.exceptions import (
+            AzureError,
+            ResourceExistsError,
+            ResourceModifiedError,
+            ResourceNotFoundError,
+        )
+        from azure.data.tables import UpdateMode
+
+        entity = {"PartitionKey": "rendezvous", "RowKey": self._run_id, "state": state}
+        try:
+            if token is None:
+                written = self._client.create_entity(entity)
+            else:
+                unchanged = MatchConditions.IfNotModified
+                written = self._client.update_entity(entity, UpdateMode.REPLACE, etag=token, match_condition=unchanged)
+        except (ResourceExistsError, ResourceModifiedError, ResourceNotFoundError):
+            current = self.get_state()
+            return None if current is None else (*current, False)
+        except AzureError as error:
+            raise RendezvousConnectionError(f"The row cannot be written: {error}") from error
+        return state, written["etag"], True
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    host, port = parameters.endpoint.rsplit(":", 1)
+    store = TCPStore(host, int(port), is_master=False, timeout=_STORE_TIMEOUT)
+    return create_handler(store, OneRowBackend(os.environ[CONNECTION_VARIABLE], parameters.run_id), parameters)
+
+
+def main() -> None:
+    from torch.distributed.run import main as torchrun
+
+    rendezvous_handler_registry.register(ONE_ROW, _create)
+    torchrun(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

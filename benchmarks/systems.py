@@ -1,0 +1,118 @@
+"""How a node of each system is started, each with the settings that serve it best on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from peers import CONNECTION_VARIABLE, ONE_ROW
+
+from azureml_elastic.local.azurite import Azurite
+from azureml_elastic.spec import (
+    CheckpointPolicy,
+    ElasticDistribution,
+    ElasticResources,
+    Plan,
+    TableRendezvous,
+    environment,
+)
+
+__all__ = ["OURS", "SYSTEMS", "Nodes"]
+
+HERE = Path(__file__).parent
+MINIMUM, MAXIMUM = 2, 3
+
+OURS = "azureml-elastic"
+C10D = "torchrun, c10d"
+ROW = "torchrun, one table row"
+
+_TORCHRUN_SETTINGS = {
+    "last_call_timeout": "1",  # the smallest that torch takes; 30 by default
+    "keep_alive_interval": "1",  # a dead node is noticed after 3 s as it is by ours; 5 and so 15 s by default
+    "keep_alive_max_attempt": "3",
+}
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What starts a node.
+
+    Args:
+        argv: the command line, the same for all.
+        variables: for a node's name, what its environment has besides this process's own.
+    """
+
+    argv: tuple[str, ...]
+    variables: Callable[[str], Mapping[str, str]]
+
+    def environment(self, node: str, steps: Path) -> dict[str, str]:
+        """Return a node's whole environment.
+
+        Args:
+            node: its name.
+            steps: folder in which the training script notes its steps.
+        """
+        own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BENCH_NODE": node, "BENCH_STEPS": str(steps)}
+        return {**os.environ, **own, **self.variables(node)}
+
+
+@contextlib.contextmanager
+def _ours(folder: Path, azurite: Azurite) -> Iterator[Nodes]:
+    plan = Plan(
+        resources=ElasticResources(min_instance_count=MINIMUM, max_instance_count=MAXIMUM),
+        distribution=ElasticDistribution(
+            process_count_per_instance=1, rendezvous=TableRendezvous(endpoint=azurite.endpoint)
+        ),
+        checkpoint=CheckpointPolicy(path=str(folder / "checkpoints")),
+        run_id=f"bench-{secrets.token_hex(4)}",
+    )
+    shared = {
+        environment.PLAN: plan.to_json(),
+        environment.RUN_DIR: str(folder / "run"),
+        environment.LOCAL_ADDRESS: "127.0.0.1",
+    }
+    argv = (sys.executable, "-m", "azureml_elastic.node", "--", "python", str(HERE / "training.py"))
+    yield Nodes(argv, lambda node: {**shared, environment.NODE_ID: node})
+
+
+def _torchrun(backend: str, settings: Mapping[str, str]) -> Callable[[Path, Azurite], AbstractContextManager[Nodes]]:
+    @contextlib.contextmanager
+    def started(_: Path, azurite: Azurite) -> Iterator[Nodes]:
+        from torch.distributed import TCPStore
+
+        # In this process, which no benchmark kills: in a cluster, a machine of its own that is never lost.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        argv = (
+            *(sys.executable, str(HERE / "peers.py")),
+            *("--rdzv-backend", backend),
+            *("--rdzv-endpoint", f"127.0.0.1:{store.port}"),
+            *("--rdzv-id", f"bench-{secrets.token_hex(4)}"),
+            *("--rdzv-conf", ",".join(f"{name}={value}" for name, value in settings.items())),
+            *("--nnodes", f"{MINIMUM}:{MAXIMUM}"),
+            *("--nproc-per-node", "1"),
+            *("--max-restarts", "100"),
+            *("--monitor-interval", "0.1"),
+            *("--local-addr", "127.0.0.1"),
+            str(HERE / "training.py"),
+        )
+        # With the shared store, torch never finds a new node's place in a running job.
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", CONNECTION_VARIABLE: azurite.connection_string}
+        yield Nodes(argv, lambda _: variables)
+        del store
+
+    return started
+
+
+SYSTEMS: Mapping[str, Callable[[Path, Azurite], AbstractContextManager[Nodes]]] = {
+    OURS: _ours,
+    C10D: _torchrun("c10d", {"is_host": "false", **_TORCHRUN_SETTINGS}),
+    ROW: _torchrun(ONE_ROW, _TORCHRUN_SETTINGS),
+}
+"""By name, ours first: what opens whatever the system's nodes share, and tells how to start one."""

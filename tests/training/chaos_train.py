@@ -1,0 +1,36 @@
+"""A small training run for the chaos tests: 80 steps of a linear model, every one of them audited."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from azureml_elastic import train
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--step-delay", type=float, default=0.05)
+parser.add_argument("--epochs", type=int, default=4)
+arguments = parser.parse_args()
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+with train.start() as run:
+    model = run.wrap(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    run.track(model=model, optimizer=optimizer)
+    inputs = torch.randn(236, 4)
+    loader = run.loader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), global_batch_size=12, seed=7)
+    for _ in run.epochs(arguments.epochs):
+        for x, y in loader:
+            run.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()
+            time.sleep(arguments.step_delay)
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    if run.is_main:
+        print("weights", " ".join(f"{weight:.6f}" for weight in weights), flush=True)
