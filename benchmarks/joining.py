@@ -16,12 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from systems import C10D, OURS, ROW
+from torch.distributed import TCPStore
 
 from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.node.table import Row, Table
@@ -115,7 +116,7 @@ class CountingTable:
         return result
 
 
-def _our_joins(nodes: int, counter: Counter) -> Iterator[Callable[[], Any]]:
+def _our_joins(nodes: int, counter: Counter) -> list[Callable[[], Any]]:
     from azureml_elastic.node.rendezvous.handler import Rendezvous
     from azureml_elastic.node.rendezvous.round import Limits
     from azureml_elastic.node.table import open_table
@@ -124,6 +125,7 @@ def _our_joins(nodes: int, counter: Counter) -> Iterator[Callable[[], Any]]:
 
     where = TableRendezvous(endpoint=os.environ["BENCH_ENDPOINT"])
     run_id = f"storm-{secrets.token_hex(4)}"
+    joins: list[Callable[[], Any]] = []
     for number in range(nodes):
         table = CountingTable(open_table(where, run_id, {}), counter)
         rendezvous = Rendezvous(
@@ -134,12 +136,12 @@ def _our_joins(nodes: int, counter: Counter) -> Iterator[Callable[[], Any]]:
             rendezvous.announce()  # a node's first act, before it imports torch
             return TableRendezvousHandler(rendezvous, run_id).next_rendezvous()
 
-        yield join
+        joins.append(join)
+    return joins
 
 
-def _peer_joins(system: str, nodes: int, counter: Counter) -> Iterator[Callable[[], Any]]:
+def _peer_joins(system: str, nodes: int, counter: Counter, server: TCPStore) -> list[Callable[[], Any]]:
     from peers import OneRowBackend
-    from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
@@ -147,8 +149,8 @@ def _peer_joins(system: str, nodes: int, counter: Counter) -> Iterator[Callable[
     from azureml_elastic.node.table.opening import emulator_connection_string
 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_id = f"storm-{secrets.token_hex(4)}"
+    joins: list[Callable[[], Any]] = []
     for _ in range(nodes):
         store = TCPStore("127.0.0.1", server.port, is_master=False)
         backend: RendezvousBackend
@@ -165,7 +167,8 @@ def _peer_joins(system: str, nodes: int, counter: Counter) -> Iterator[Callable[
 
         backend.set_state = counted  # type: ignore[method-assign]
         parameters = RendezvousParameters(system, "", run_id, nodes, nodes, local_addr="127.0.0.1")
-        yield create_handler(store, backend, parameters).next_rendezvous
+        joins.append(create_handler(store, backend, parameters).next_rendezvous)
+    return joins
 
 
 def _storm(joins: list[Callable[[], Any]], counter: Counter, limit_s: float) -> Storm:
@@ -219,9 +222,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     counter = Counter()
     if arguments.system == OURS:
-        joins = list(_our_joins(arguments.nodes, counter))
+        joins = _our_joins(arguments.nodes, counter)
     else:
-        joins = list(_peer_joins(arguments.system, arguments.nodes, counter))
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        joins = _peer_joins(arguments.system, arguments.nodes, counter, server)
     storm = _storm(joins, counter, arguments.limit)
     print(json.dumps(asdict(storm)), flush=True)
     os._exit(0)  # heartbeats and threads that still wait end here

@@ -13,6 +13,8 @@ import pytest
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.chaos import parse_schedule
 from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.spec import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.spec import environment as variables
 
 TRAINING = Path(__file__).parent / "training"
 PROGRAM = str(TRAINING / "chaos_train.py")
@@ -105,17 +107,21 @@ def test_several_workers_a_node_as_a_module(tmp_path, monkeypatch):
 def test_a_node_that_comes_after_the_end_exits_at_once_with_0(tmp_path):
     report = run(tmp_path, "", PROGRAM, "--epochs", "1", nodes=(1, 1))
     assert_whole(report)
-    from azureml_elastic.local.settings import local_plan
-
-    environ = {
-        **os.environ,
-        "AZUREML_ELASTIC_PLAN": local_plan(report.run_id, report.paths.run_dir, (1, 1)).to_json(),
-        "AZUREML_ELASTIC_NODE_ID": "late",
-        "AZUREML_ELASTIC_RUN_DIR": str(report.paths.run_dir),
-    }
+    plan = Plan(
+        resources=ElasticResources(max_instance_count=1),
+        distribution=ElasticDistribution(
+            rendezvous=TableRendezvous(endpoint=str(report.paths.run_dir / "table.sqlite"))
+        ),
+        run_id=report.run_id,
+    )
+    environ = {**os.environ, variables.PLAN: plan.to_json(), variables.RUN_DIR: str(tmp_path / "late")}
     late = subprocess.run(
         [sys.executable, "-m", "azureml_elastic.node", "--", PROGRAM],
-        env=environ, capture_output=True, text=True, timeout=60, check=False,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert late.returncode == 0, late.stderr
     assert "weights" not in late.stdout

@@ -183,7 +183,8 @@ def describe(event: Event) -> str | None:
     if isinstance(event, WorkerFailed):
         return f"worker {event.rank} on {event.node} exited with {event.exit_code}: {event.message}"
     if isinstance(event, RoundReopened):
-        lost = f" (lost: {', '.join(event.lost)})" if event.lost else ""
+        unnamed = [node for node in event.lost if node not in event.reason]
+        lost = f" (lost: {', '.join(unnamed)})" if unnamed else ""
         return f"round {event.round} ends: {event.reason}{lost}"
     if isinstance(event, NodeLeft):
         return f"{event.node} leaves: {event.reason}"

@@ -11,6 +11,7 @@ torchrun's own agent talks through rank 0's store after the rendezvous and dies 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -21,9 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
-    RendezvousHandlerCreator,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
@@ -37,7 +36,9 @@ from azureml_elastic.node.store import open_store
 from azureml_elastic.node.table import open_table
 from azureml_elastic.spec import RendezvousTimings, TableRendezvous
 
-__all__ = ["BACKEND", "TableRendezvousHandler", "enter", "handler_creator"]
+__all__ = ["BACKEND", "TableRendezvousHandler", "create_handler", "enter"]
+
+_LOG = logging.getLogger(__name__)
 
 BACKEND = "azure-table"
 
@@ -87,7 +88,8 @@ class TableRendezvousHandler(RendezvousHandler):
         """Block until this node is part of a round.
 
         Raises:
-            RendezvousGracefulExitError: the run has ended well; torchrun exits with 0.
+            SystemExit: the run has ended well; torchrun exits with 0. torch has ``RendezvousGracefulExitError`` for
+                this, but its launcher trips over the missing result (``None.is_failed()``) and exits with 1.
             RendezvousClosedError: the run has failed; the message is the failure's.
             RendezvousConnectionError: the table cannot be used.
         """
@@ -95,7 +97,8 @@ class TableRendezvousHandler(RendezvousHandler):
             seat, store = enter(self._rendezvous)
         except RunSucceeded as end:
             self._closed = True
-            raise RendezvousGracefulExitError(str(end)) from end
+            _LOG.info("%s Nothing is left to do for this node.", end)
+            raise SystemExit(0) from end
         except RunFailed as end:
             self._closed = True
             raise RendezvousClosedError(str(end)) from end
@@ -139,8 +142,12 @@ class TableRendezvousHandler(RendezvousHandler):
         return True
 
 
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler from torchrun's options; ``--rdzv-conf`` sets the timings in seconds by name."""
+def create_handler(parameters: RendezvousParameters) -> TableRendezvousHandler:
+    """Make the handler from torchrun's options; ``--rdzv-conf`` sets the timings in seconds by name.
+
+    Args:
+        parameters: ``endpoint`` is the account's table URL or the path of an SQLite file.
+    """
     timings = RendezvousTimings.model_validate(
         {name: float(value) for name, value in parameters.config.items() if name in RendezvousTimings.model_fields}
     )
@@ -155,8 +162,3 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     )
     rendezvous.announce()
     return TableRendezvousHandler(rendezvous, parameters.run_id)
-
-
-def handler_creator() -> RendezvousHandlerCreator:
-    """Return the creator, as the entry-point group ``torchrun.handlers`` wants it."""
-    return _create

@@ -71,7 +71,8 @@ def _rounds_table(report: Report) -> Table:
     for heading in ("round", "workers", "nodes", "steps", "ended because"):
         table.add_column(heading, overflow="fold")
     for round_ in report.rounds:
-        lost = f" (lost: {', '.join(round_.lost)})" if round_.lost else ""
+        unnamed = [node for node in round_.lost if node not in round_.reason]
+        lost = f" (lost: {', '.join(unnamed)})" if unnamed else ""
         reason = Text(round_.reason + lost)
         table.add_row(str(round_.number), str(round_.world_size), ", ".join(round_.members), _steps(round_), reason)
     return table
@@ -102,7 +103,7 @@ def _recoveries_table(report: Report) -> Table:
 
 def _outcome(report: Report) -> Text:
     text = Text.assemble((f"the run {_verb(report.outcome)}", _STYLES[report.outcome]))
-    if report.rounds:
+    if report.last_step:  # a script without a session reports no steps
         text.append(f" at step {report.last_step}")
     if report.message:
         text.append(f": {report.message}")

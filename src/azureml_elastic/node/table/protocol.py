@@ -20,7 +20,8 @@ class Row:
     """One row as it was read.
 
     Args:
-        key: unique within the run; any text of 1 to 250 characters.
+        key: unique within the run; any text of 1 to 250 characters whose encoded form has at most 1,024 bytes, which
+            every ASCII text of that length keeps.
         value: a JSON object.
         etag: the row's version, opaque.
         timestamp: when the row was last written, by the server's clock, timezone-aware.

@@ -1,0 +1,28 @@
+"""A plain data-parallel script for torchrun: counts steps in a file of rank 0's, so that restarts continue."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+steps, progress = int(sys.argv[1]), Path(sys.argv[2])
+if steps < 0:
+    sys.exit("this script was told to fail")
+dist.init_process_group("gloo")
+print("world", dist.get_world_size(), flush=True)
+step = torch.tensor([int(progress.read_text()) if progress.exists() else 0])
+dist.broadcast(step, 0)
+while int(step) < steps:
+    dist.all_reduce(torch.ones(4))
+    step += 1
+    if dist.get_rank() == 0:
+        temporary = progress.with_suffix(".tmp")
+        temporary.write_text(str(int(step)))
+        temporary.replace(progress)
+    time.sleep(0.1)
+dist.destroy_process_group()
