@@ -1,8 +1,9 @@
 """A storm of nodes: how long until 64 or 128 nodes that come at once are all in, and how much they write for it.
 
 Each node is a thread with a handler, connections and credentials of its own, and all are in one process, which has the
-store's or the emulator's other end on the same machine. Every handler is opened before the clock starts; the clock
-stops when the last ``next_rendezvous()`` has returned.
+store's or the emulator's other end on the same machine. Every handler is made before the clock starts, with what its
+creator does at the table or the store (ours announces its node, which is counted as a write); the clock runs from the
+common call of ``next_rendezvous()`` until the last one has returned.
 """
 
 from __future__ import annotations
@@ -128,15 +129,9 @@ def _our_joins(nodes: int, counter: Counter) -> list[Callable[[], Any]]:
     joins: list[Callable[[], Any]] = []
     for number in range(nodes):
         table = CountingTable(open_table(where, run_id, {}), counter)
-        rendezvous = Rendezvous(
-            table, f"node-{number:03d}", "127.0.0.1", 1, Limits(nodes, nodes), RendezvousTimings()
-        )
-
-        def join(rendezvous: Rendezvous = rendezvous) -> Any:
-            rendezvous.announce()  # a node's first act, before it imports torch
-            return TableRendezvousHandler(rendezvous, run_id).next_rendezvous()
-
-        joins.append(join)
+        rendezvous = Rendezvous(table, f"node-{number:03d}", "127.0.0.1", 1, Limits(nodes, nodes), RendezvousTimings())
+        rendezvous.announce()
+        joins.append(TableRendezvousHandler(rendezvous, run_id).next_rendezvous)
     return joins
 
 
