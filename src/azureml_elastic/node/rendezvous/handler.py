@@ -45,6 +45,10 @@ _POLL_SECONDS = (0.1, 2.0)
 """The first and the longest pause between two reads of a row that someone else will change."""
 
 
+_WATCH_SECONDS = 10.0
+"""The same for a node that another one's hub will tell, in case that node is mistaken."""
+
+
 @dataclass(frozen=True)
 class Seat:
     """A node's place in a sealed round.
@@ -306,7 +310,7 @@ class Rendezvous:
                 # Whoever arrives watches this node's hub, which wakes it up.
                 woken = self._sleep(min(pause, patience.next_look))
             elif self._watch(first):
-                woken = self._wait_for_sealer(min(longest, patience.next_look))
+                woken = self._wait_for_sealer(min(_WATCH_SECONDS, patience.next_look))
             else:
                 woken = self._sleep(pause)
             pause = _POLL_SECONDS[0] if woken else min(longest, pause * 1.5)

@@ -80,7 +80,6 @@ class Hub:
             self._round = round_
             self._entered = time.monotonic()
             self._lost, self._done, self._left = set(), set(), set()
-            self._reports = []
             self._members = {
                 name: connection
                 for name, connection in self._members.items()
@@ -90,13 +89,6 @@ class Hub:
             names = {member.node for member in round_.members}
             for name in names & self._watchers.keys():
                 del self._watchers[name]
-
-    def leave(self) -> None:
-        """Stop serving the round; watchers and members are told that it has changed."""
-        with self._lock:
-            self._round = None
-            self._members = {}
-        self.changed()
 
     def changed(self) -> None:
         """Tell everyone to read the round's row again."""
@@ -123,9 +115,11 @@ class Hub:
             )
 
     def take_reports(self) -> list[Mapping[str, Any]]:
-        """Return and forget the members' reports, oldest first."""
+        """Return and forget the members' reports of this round, oldest first."""
         with self._lock:
-            reports, self._reports = self._reports, []
+            number = self._round.number if self._round else 0
+            reports = [report for report in self._reports if report["round"] == number]
+            self._reports = [report for report in self._reports if report["round"] > number]
             return reports
 
     def close(self) -> None:
@@ -148,7 +142,7 @@ class Hub:
         elif op == "changed":
             self.changed()
         elif connection.state.get("role") == "member":
-            self._member_says(connection.state["node"], op, message)
+            self._member_says(connection.state["node"], connection.state["round"], op, message)
         self._wake()
 
     def _hello(self, connection: Connection, message: Mapping[str, Any]) -> None:
@@ -165,16 +159,16 @@ class Hub:
         if stale:
             connection.send({"op": "changed"})
 
-    def _member_says(self, node: str, op: object, message: Mapping[str, Any]) -> None:
+    def _member_says(self, node: str, number: int, op: object, message: Mapping[str, Any]) -> None:
         with self._lock:
-            if op == "done":
-                self._done.add(node)
-            elif op == "bye":
-                self._left.add(node)
-            else:
-                self._reports.append({**message, "node": node})
             current = self._round
-            everyone = current is not None and {m.node for m in current.members} <= self._done
+            if op not in ("done", "bye"):
+                self._reports.append({**message, "node": node, "round": number})
+                return
+            if current is None or number != current.number:
+                return  # an older round's word must not count for this one
+            (self._done if op == "done" else self._left).add(node)
+            everyone = {member.node for member in current.members} <= self._done
         if op == "done" and everyone:
             self.broadcast({"op": "all_done"})
 
