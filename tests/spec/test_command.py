@@ -1,3 +1,5 @@
+import shlex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,13 +136,11 @@ def test_any_text_is_either_cut_in_three_or_refused(parts):
     except CommandError:
         return
     assert "".join(found) == text
-    assert parse_program([found.program]).target
+    assert parse_program(shlex.split(found.program)).target
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), max_size=5))
 def test_the_words_are_those_that_the_shell_makes(arguments):
-    import shlex
-
     text = shlex.join(["python", "train.py", *arguments])
     found = find_program(f"export A=1; {text} | tee log")
     assert found.program == text

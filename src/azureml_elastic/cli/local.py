@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained, require
-from azureml_elastic.errors import CommandError, UsageError
+from azureml_elastic.errors import UsageError
 from azureml_elastic.spec import CheckpointPolicy, ElasticDistribution, ElasticResources
 
 __all__ = ["check_program", "local", "parse_nodes"]
@@ -119,11 +119,6 @@ def check_program(argv: list[str]) -> None:
     Raises:
         CommandError: they do not.
     """
-    from azureml_elastic.spec.command import parse_program
+    from azureml_elastic.spec.command import parse_program, require_script
 
-    program = parse_program(argv)
-    if program.kind == "script" and not Path(program.target).is_file():
-        raise CommandError(
-            f"The script {program.target!r} does not exist in {Path.cwd()}. "
-            "Give its path from there, or an absolute one."
-        )
+    require_script(parse_program(argv))

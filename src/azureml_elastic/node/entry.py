@@ -18,7 +18,7 @@ from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.round import Limits
 from azureml_elastic.node.table import Table, open_table
 from azureml_elastic.spec import environment as variables
-from azureml_elastic.spec.command import Program
+from azureml_elastic.spec.command import Program, require_script
 
 if TYPE_CHECKING:
     from azureml_elastic.node.agent import NodeAgent
@@ -41,6 +41,7 @@ def run_node(identity: NodeIdentity, program: Program) -> int:
     Raises:
         UsageError: the table, the program or the installation is not usable.
     """
+    require_script(program)
     plan = identity.plan
     table = open_table(plan.distribution.rendezvous, identity.run_id, os.environ)
     slots = _slots(plan.distribution.process_count_per_instance)

@@ -12,15 +12,17 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from azureml_elastic.errors import CommandError
 from azureml_elastic.spec.shell import simple_commands
 
-__all__ = ["FoundProgram", "Program", "find_program", "parse_program"]
+__all__ = ["FoundProgram", "Program", "find_program", "parse_program", "require_script"]
 
 _INTERPRETER = re.compile(r"(?:.*[/\\])?python(?:\d+(?:\.\d+)*)?(?:\.exe)?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=", re.ASCII)
+_QUOTES = frozenset("'\"")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
 _LAUNCHERS = frozenset({"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "torchrun"})
@@ -67,7 +69,7 @@ def parse_program(argv: Sequence[str]) -> Program:
         CommandError: the words start no Python program that the elastic agent could run.
     """
     words = list(argv)
-    if len(words) == 1 and any(character.isspace() for character in words[0]):
+    if len(words) == 1 and (words[0][:1] in _QUOTES or any(character.isspace() for character in words[0])):
         words = _split(words[0])
     if not words:
         raise CommandError(f"The command is empty. {_NEXT_STEP}.")
@@ -76,6 +78,19 @@ def parse_program(argv: Sequence[str]) -> Program:
     if words[0].endswith(".py"):
         return Program(None, (), "script", words[0], tuple(words[1:]))
     raise CommandError(_no_python(words))
+
+
+def require_script(program: Program) -> None:
+    """Check that the script is there, so that nothing is started for one that is not.
+
+    Raises:
+        CommandError: it is not. A module is found only by its own interpreter, and not checked.
+    """
+    if program.kind == "script" and not Path(program.target).is_file():
+        raise CommandError(
+            f"The script {program.target!r} does not exist in {Path.cwd()}. "
+            "Give its path from there, or an absolute one."
+        )
 
 
 def find_program(shell_command: str) -> FoundProgram:
