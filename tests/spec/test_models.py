@@ -27,7 +27,7 @@ from azureml_elastic.spec import (
         (lambda: ElasticResources(min_instance_count=4, max_instance_count=3), "min_instance_count=4"),
         (lambda: ElasticResources(min_instance_count=0, max_instance_count=3), "min_instance_count=0 is below"),
         (lambda: ElasticResources(max_instance_count=-1), "max_instance_count=-1 is below"),
-        (lambda: ElasticResources(), "max_instance_count"),
+        (ElasticResources, "max_instance_count"),
         (lambda: ElasticResources(max_instance_count=2, instances=3), "instances"),
         (lambda: ElasticResources(max_instance_count=2, placement="spread"), "placement"),
         (lambda: ElasticDistribution(process_count_per_instance=0), "process_count_per_instance=0"),

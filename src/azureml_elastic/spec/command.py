@@ -22,7 +22,7 @@ __all__ = ["FoundProgram", "Program", "find_program", "parse_program", "require_
 
 _INTERPRETER = re.compile(r"(?:.*[/\\])?python(?:\d+(?:\.\d+)*)?(?:\.exe)?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=", re.ASCII)
-_QUOTES = frozenset("'\"")
+_QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
 _LAUNCHERS = frozenset({"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "torchrun"})
@@ -69,7 +69,7 @@ def parse_program(argv: Sequence[str]) -> Program:
         CommandError: the words start no Python program that the elastic agent could run.
     """
     words = list(argv)
-    if len(words) == 1 and (words[0][:1] in _QUOTES or any(character.isspace() for character in words[0])):
+    if len(words) == 1 and any(character.isspace() or character in _QUOTES for character in words[0]):
         words = _split(words[0])
     if not words:
         raise CommandError(f"The command is empty. {_NEXT_STEP}.")
