@@ -94,7 +94,7 @@ def test_a_repeated_crash_ends_the_run_with_the_users_traceback_and_exit_code(tm
     assert (report.outcome, report.exit_code) == ("failed", 7)
     assert {node.exit_code for node in report.nodes} == {7}
     for node in ("node-0", "node-1"):
-        assert "ValueError: this never works" in log(report, node)
+        assert "ValueError: invalid literal for int() with base 10: 'this never works'" in log(report, node)
 
 
 def test_several_workers_a_node_as_a_module(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -10,6 +11,16 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from azureml_elastic import train
+
+
+def fail() -> None:
+    """End as a program with exit codes of its own does: a traceback, then the code."""
+    try:
+        int("this never works")
+    except ValueError:
+        traceback.print_exc()
+        sys.exit(7)
+
 
 torch.set_num_threads(1)
 mode = sys.argv[1]
@@ -26,8 +37,4 @@ with train.start() as run:
             if run.steps == 5 and run.is_main and (mode == "always" or not Path(sys.argv[2]).exists()):
                 if mode == "once":
                     Path(sys.argv[2]).touch()
-                try:
-                    raise ValueError("this never works")
-                except ValueError:
-                    __import__("traceback").print_exc()
-                    sys.exit(7)
+                fail()
