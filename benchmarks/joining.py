@@ -26,7 +26,7 @@ from systems import C10D, OURS, ROW
 from torch.distributed import TCPStore
 
 from azureml_elastic.local.azurite import Azurite
-from azureml_elastic.node.table import Row, Table
+from azureml_elastic.node.table import Table
 
 __all__ = ["Storm", "measure_storm"]
 

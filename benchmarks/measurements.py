@@ -105,9 +105,9 @@ class Summary:
     def times(self, other: Summary) -> str:
         """Return how many times as long as the other this took."""
         if not math.isfinite(other.median):
-            return "–"
+            return "?"
         at_least, median = ("", self.median) if math.isfinite(self.median) else ("> ", self.limit_s)
-        return f"{at_least}{median / other.median:.1f} ×"
+        return f"{at_least}{median / other.median:.1f} times"
 
 
 def summarise(measurements: Iterable[Measurement]) -> dict[tuple[str, str], Summary]:

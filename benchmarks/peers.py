@@ -11,16 +11,14 @@ between, and for the keys that the agents exchange the same store outside the no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
-PLUGIN = "azureml_elastic.node.torchrun"
-
 if __name__ == "__main__":
-    sys.modules[PLUGIN] = None  # type: ignore[assignment]  # torch logs that it cannot be imported, and goes on
-
-from datetime import timedelta
+    sys.modules["azureml_elastic.node.torchrun"] = None  # type: ignore[assignment]  # torch logs that and goes on
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -54,10 +52,8 @@ class OneRowBackend(RendezvousBackend):
 
         self._run_id = run_id
         self._client = TableClient.from_connection_string(connection_string, TABLE)
-        try:
+        with contextlib.suppress(ResourceExistsError):
             self._client.create_table()
-        except ResourceExistsError:
-            pass
 
     @property
     def name(self) -> str:

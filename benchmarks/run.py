@@ -33,6 +33,10 @@ HERE = Path(__file__).parent
 LINES = HERE / "results" / "latest.jsonl"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 
+# Whoever connects to a torch store looks up the name of its address, even that of 127.0.0.1. Where the name server is
+# slow, each of these connections, of any system, would take 5 s now and then.
+NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0"}
+
 
 def storm_name(nodes: int) -> str:
     return f"{nodes} nodes come at once → all are in"
@@ -98,6 +102,7 @@ def main() -> int:
         help="measure and print a part; the page and the lines stay as they are",
     )
     arguments = parser.parse_args()
+    os.environ.update(NO_NAME_SERVER)  # for all processes that are started from here
     load, begun = os.getloadavg()[0], time.monotonic()
     console = Console()
     measurements: list[Measurement] = []

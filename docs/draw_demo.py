@@ -77,7 +77,7 @@ def draw(report: Report, accuracy: float | None) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _sizes(rounds: list[Round], x, base: float, largest: int) -> list[str]:  # noqa: ANN001 - a scale
+def _sizes(rounds: list[Round], x, base: float, largest: int) -> list[str]:
     parts = []
     for size in range(largest + 1):
         y = base - size * UNIT
@@ -98,7 +98,7 @@ def _sizes(rounds: list[Round], x, base: float, largest: int) -> list[str]:  # n
     return parts
 
 
-def _faults(report: Report, x, lanes: dict[str, float]) -> list[str]:  # noqa: ANN001 - a scale
+def _faults(report: Report, x, lanes: dict[str, float]) -> list[str]:
     parts = []
     for fault in report.faults:
         for node in fault.nodes:

@@ -26,8 +26,9 @@ from azureml_elastic.node.checkpoints import CheckpointPointer
 from azureml_elastic.node.failures import Failure, first_failure
 from azureml_elastic.node.preemption import Preemption
 from azureml_elastic.node.recorder import Recorder
-from azureml_elastic.node.rendezvous.handler import Rendezvous, Status
+from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.round import global_ranks
+from azureml_elastic.node.rendezvous.seat import Status
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.torchrun import enter
 from azureml_elastic.spec import Plan

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from azureml_elastic.node.rendezvous.handler import Seat
+from azureml_elastic.node.rendezvous.seat import Seat
 
 __all__ = ["open_store"]
 

@@ -30,8 +30,9 @@ from torch.distributed.elastic.rendezvous import (
 
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.identity import local_address
-from azureml_elastic.node.rendezvous.handler import Rendezvous, Seat
+from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.round import Limits
+from azureml_elastic.node.rendezvous.seat import Seat
 from azureml_elastic.node.store import open_store
 from azureml_elastic.node.table import open_table
 from azureml_elastic.spec import RendezvousTimings, TableRendezvous

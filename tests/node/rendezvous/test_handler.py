@@ -10,8 +10,9 @@ from datetime import timedelta
 import pytest
 
 from azureml_elastic.errors import RunFailed, RunSucceeded
-from azureml_elastic.node.rendezvous.handler import Rendezvous, Seat
+from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.round import ROUND_KEY, Limits, Member, Round
+from azureml_elastic.node.rendezvous.seat import Seat
 from azureml_elastic.node.table import open_table
 from azureml_elastic.spec import RendezvousTimings, TableRendezvous
 

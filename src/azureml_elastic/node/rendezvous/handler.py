@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
 from azureml_elastic.node.rendezvous.hub import Hub, HubView
@@ -29,12 +29,13 @@ from azureml_elastic.node.rendezvous.round import (
     seal,
 )
 from azureml_elastic.node.rendezvous.rows import Rows
+from azureml_elastic.node.rendezvous.seat import Seat, Status
 from azureml_elastic.node.rendezvous.witness import Witness
 from azureml_elastic.node.table import Table
 from azureml_elastic.spec import RendezvousTimings
 from azureml_elastic.wire import listen
 
-__all__ = ["Rendezvous", "Seat", "Status"]
+__all__ = ["Rendezvous"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,49 +48,6 @@ _POLL_SECONDS = (0.1, 2.0)
 
 _WATCH_SECONDS = 10.0
 """The same for a node that another one's hub will tell, in case that node is mistaken."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A node's place in a sealed round.
-
-    Args:
-        round: the sealed round.
-        rank: of this node within it.
-        listener: rank 0 only: the listening socket on which it must serve the round's store.
-    """
-
-    round: Round
-    rank: int
-    listener: socket.socket | None
-
-    @property
-    def store_address(self) -> tuple[str, int]:
-        """Host and port of the round's store."""
-        first = self.round.members[0]
-        return first.host, first.store_port
-
-
-@dataclass(frozen=True)
-class Status:
-    """What this node knows about the round that it is in.
-
-    Args:
-        lost: members known to be gone.
-        over: the round has ended in the table, or its hub is gone: whoever sees this must join the next one.
-        waiting: on rank 0's node, nodes outside that want in, once they have waited for the debounce.
-        all_done: all members' workers have ended well.
-    """
-
-    lost: frozenset[str] = frozenset()
-    over: bool = False
-    waiting: frozenset[str] = frozenset()
-    all_done: bool = False
-
-    @property
-    def broken(self) -> bool:
-        """Whether the workers of this round cannot go on."""
-        return self.over or bool(self.lost)
 
 
 class Rendezvous:
