@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from string import Template
 
-from joining import measure_storm
+from joining import Storm, StormFailed, measure_storm
 from measurements import (
     Measurement,
     Summary,
@@ -45,7 +46,11 @@ def storm_name(nodes: int) -> str:
 def measure(arguments: argparse.Namespace) -> Iterator[Measurement]:
     """Measure everything, the systems taking turns, so that a change of the machine's load meets all of them."""
     gave_up: set[tuple[str, int]] = set()
+    until = time.monotonic() + arguments.budget
     for run in range(1, arguments.runs + 1):
+        if run > 1 and time.monotonic() > until:
+            print(f"Out of time after {run - 1} of {arguments.runs} runs (--budget).", file=sys.stderr)
+            return
         for system in _in_turn(run):
             if "membership" in arguments.only:
                 for event, seconds in measure_membership(system, arguments.limit):
@@ -54,7 +59,11 @@ def measure(arguments: argparse.Namespace) -> Iterator[Measurement]:
             for system in _in_turn(run):
                 if (system, nodes) in gave_up:
                     continue
-                storm = measure_storm(system, nodes, arguments.limit)
+                try:
+                    storm = measure_storm(system, nodes, arguments.limit)
+                except (StormFailed, subprocess.TimeoutExpired) as error:
+                    print(error, file=sys.stderr)
+                    storm = Storm(None, 0, 0, 0)
                 if storm.seconds is None:
                     gave_up.add((system, nodes))  # one such wait is enough
                 yield Measurement(
@@ -80,7 +89,7 @@ def write_page(summaries: dict[tuple[str, str], Summary], arguments: argparse.Na
         ours=OURS,
         c10d=C10D,
         row=ROW,
-        runs=arguments.runs,
+        runs=max(summary.count for (name, _), summary in summaries.items() if name == EVENTS["start"]),
         limit=f"{arguments.limit:g}",
         membership=markdown_table(summaries, events, list(SYSTEMS)),
         storms=markdown_table(summaries, storms, list(SYSTEMS)),
@@ -93,6 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="of everything")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which one measurement is given up")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no further run begins")
     parser.add_argument("--nodes", type=int, nargs="+", default=[64, 128], help="sizes of the storms")
     parser.add_argument(
         "--only",

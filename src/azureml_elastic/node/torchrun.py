@@ -59,7 +59,7 @@ def enter(rendezvous: Rendezvous) -> tuple[Seat, TCPStore]:
             return seat, store
         status = rendezvous.status()
         if not status.over or status.lost:
-            rendezvous.reopen("the round's store cannot be reached", lost=status.lost)
+            rendezvous.reopen("the round's store cannot be reached", lost=status.lost, fruitless=not status.lost)
 
 
 class TableRendezvousHandler(RendezvousHandler):

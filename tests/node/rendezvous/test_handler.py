@@ -11,7 +11,8 @@ import pytest
 
 from azureml_elastic.errors import RunFailed, RunSucceeded
 from azureml_elastic.node.rendezvous.handler import Rendezvous
-from azureml_elastic.node.rendezvous.round import ROUND_KEY, Limits, Member, Round
+from azureml_elastic.node.rendezvous.link import Link
+from azureml_elastic.node.rendezvous.round import ROUND_KEY, Limits, Member, Round, reopened
 from azureml_elastic.node.rendezvous.seat import Seat
 from azureml_elastic.node.table import open_table
 from azureml_elastic.spec import RendezvousTimings, TableRendezvous
@@ -194,6 +195,8 @@ def test_a_spare_beyond_the_maximum_waits_and_replaces_the_lost(nodes):
 
 def test_a_node_takes_over_when_all_others_died(nodes):
     group = [nodes.make(f"node-{k}", 1, 2) for k in range(2)]
+    for node in group:
+        node.announce()
     nodes.join(*group)
     (pending,) = nodes.start(nodes.make("node-2", 1, 2))
     until(lambda: group[0].hub.view().waiting or group[1].hub.view().waiting)
@@ -229,6 +232,64 @@ def test_a_silent_member_is_lost(nodes):
     silent.link._client._loop._on_tick = lambda: None
     until(lambda: leader.status().lost)
     assert leader.status().lost == {silent.node}
+
+
+def test_a_node_that_ends_without_a_word_is_lost_however_it_ends(nodes):
+    first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
+    nodes.join(first, second)
+    leader, other = (first, second) if first.leads else (second, first)
+    other.shutdown()
+    until(lambda: leader.status().lost)
+    assert leader.status().lost == {other.node}
+
+
+def test_nodes_that_cannot_reach_each_other_fail_the_run_with_the_address(nodes, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.rendezvous.handler._MOST_FRUITLESS", 4)
+    pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
+    for node in pair:
+        node._host = "127.0.0.99"  # where neither of them listens
+    for pending in nodes.start(*pair):
+        with pytest.raises(RunFailed, match=r"cannot reach node-\d at 127\.0\.0\.99"):
+            pending.result(PATIENCE)
+
+
+def test_a_newcomer_that_never_comes_in_is_not_made_room_for_again_and_again(nodes):
+    first = nodes.make("node-0", 1, 2)
+    nodes.join(first)
+    greeting = {"op": "watch", "node": "node-1", "incarnation": "stuck"}
+    stuck = Link(("127.0.0.1", first.hub.port), greeting, TIMINGS, lambda: None)
+    until(lambda: first.status().waiting)
+    first.reopen("joining")
+    (seat,) = nodes.rejoin(first)
+    assert len(seat.round.members) == 1
+    until(lambda: first.hub.view().waiting_since is not None)
+    assert first.status().waiting == frozenset()
+    stuck.close()
+
+
+def test_a_leader_that_was_given_up_hears_of_it(nodes):
+    first = nodes.make("node-0")
+    nodes.join(first)
+    row = nodes.table.get(ROUND_KEY)
+    newer = reopened(Round.from_value(row.value), "no sign of life", lost=["node-0"])
+    nodes.table.replace(ROUND_KEY, newer.to_value(), row.etag)
+    (seat,) = nodes.join(nodes.make("node-1"))
+    assert seat.round.number == 2
+    until(lambda: first.status().over)
+
+
+def test_rounds_leave_no_threads_behind(nodes):
+    group = [nodes.make(f"node-{k}", 3, 3) for k in range(3)]
+    nodes.join(*group)
+
+    def links() -> int:
+        return sum(thread.name.startswith("line-client") for thread in threading.enumerate())
+
+    before = links()
+    for _ in range(4):
+        group[0].reopen("again")
+        nodes.rejoin(*group)
+    until(lambda: links() <= before)
 
 
 def test_the_run_is_over_for_whoever_comes_late(nodes):

@@ -33,6 +33,7 @@ from azureml_elastic.node.rendezvous.seat import Seat, Status
 from azureml_elastic.node.rendezvous.witness import Witness
 from azureml_elastic.node.table import Table
 from azureml_elastic.spec import RendezvousTimings
+from azureml_elastic.spec.environment import LOCAL_ADDRESS
 from azureml_elastic.wire import listen
 
 __all__ = ["Rendezvous"]
@@ -45,6 +46,12 @@ _TURN_SECONDS = 0.05
 _POLL_SECONDS = (0.1, 2.0)
 """The first and the longest pause between two reads of a row that someone else will change."""
 
+
+_MOST_FRUITLESS = 20
+"""How many rounds may break in a row because nodes cannot reach each other, before the run is failed."""
+
+_SNUBBED_SECONDS = 15.0
+"""How long the round runs before a node that was expected, but did not come, is made room for again."""
 
 _WATCH_SECONDS = 10.0
 """The same for a node that another one's hub will tell, in case that node is mistaken."""
@@ -84,10 +91,11 @@ class Rendezvous:
         self._cancelled = cancelled
         self._interface = host if host.startswith("127.") else ("::" if ":" in host else "0.0.0.0")  # noqa: S104
         self._hub = Hub(self._interface, timings, self.wake.set)
-        self._witness = Witness(table, timings)
+        self._witness = Witness(table, timings, self._hub.changed)
         self._link: Link | None = None
         self._seat: Seat | None = None
         self._over = False
+        self._seated_at = 0.0
 
     @property
     def seat(self) -> Seat:
@@ -148,6 +156,8 @@ class Rendezvous:
                     continue
                 if listener is None:
                     listener = listen((self._interface, 0), backlog=2048)
+                if round_.fruitless:
+                    self._sleep(min(_POLL_SECONDS[1], 0.1 * 2**round_.fruitless))
                 self._wait_open(round_, listener)
         finally:
             if listener is not None:
@@ -164,7 +174,7 @@ class Rendezvous:
         if room and view.waiting_since is not None:
             waited = time.monotonic() - view.waiting_since
             if waited >= self._timings.rescale_debounce.total_seconds():
-                waiting = view.waiting
+                waiting = view.waiting - self._snubbed(seat)
         lost = link.lost_nodes | view.lost
         self._over = self._over or link.broken or (link.changed and self._round_has_moved())
         if link.broken:
@@ -173,13 +183,16 @@ class Rendezvous:
             lost=lost - {self.node}, over=self._over or self.node in lost, waiting=waiting, all_done=link.all_done
         )
 
-    def reopen(self, reason: str, *, lost: frozenset[str] = frozenset(), failures: int = 0) -> bool:
+    def reopen(
+        self, reason: str, *, lost: frozenset[str] = frozenset(), failures: int = 0, fruitless: bool = False
+    ) -> bool:
         """End the current round so that another can form.
 
         Args:
             reason: why, for the ledger.
             lost: members that will not be back.
             failures: worker failures to charge to the run.
+            fruitless: whether the round ends because its nodes could not reach each other.
 
         Returns:
             Whether it was this node that ended it; otherwise another one was first, and nothing was charged.
@@ -191,8 +204,23 @@ class Rendezvous:
             if self._another_ends_round(alive.index(self.node) if self.node in alive else 0):
                 return False
         view = self._hub.view()
-        next_ = reopened(seat.round, reason, lost, sorted(view.waiting), failures)
+        waiting = sorted(view.waiting)
+        next_ = reopened(seat.round, reason, lost, waiting, failures=failures, fruitless=fruitless)
+        if next_.fruitless >= _MOST_FRUITLESS:
+            return self.close(
+                succeeded=False,
+                exit_code=1,
+                message=(
+                    f"{next_.fruitless} rounds in a row broke because nodes could not reach each other, the last one "
+                    f"because {reason}. Allow TCP between the nodes, or set {LOCAL_ADDRESS} on each node to an address "
+                    "that the others can reach."
+                ),
+            )
         return self._end_round(next_)
+
+    def drop(self) -> None:
+        """Break the connection to rank 0, which tells everyone in milliseconds that this node is gone."""
+        self._drop_link()
 
     def close(self, *, succeeded: bool, message: str = "", exit_code: int = 0) -> bool:
         """End the run for all nodes, and return whether it was this node that ended it."""
@@ -207,9 +235,15 @@ class Rendezvous:
 
     def shutdown(self) -> None:
         """Close the hub and the link."""
-        self._leave_seat(politely=True)
+        self._leave_seat()
         self._witness.stop()
         self._hub.close()
+
+    def _snubbed(self, seat: Seat) -> set[str]:
+        """Return the nodes for which the round was made but which did not come; for a while they are not asked again."""
+        if time.monotonic() - self._seated_at >= _SNUBBED_SECONDS:
+            return set()
+        return set(seat.round.expected) - {member.node for member in seat.round.members}
 
     def _another_ends_round(self, turn: int) -> bool:
         """Wait for this node's turn; return whether another one was faster."""
@@ -305,7 +339,8 @@ class Rendezvous:
         if rank is None or already or listener is None:
             return None
         seat = Seat(round_, rank, listener if rank == 0 else None)
-        self._seat, self._over = seat, False
+        self._seat, self._over, self._seated_at = seat, False, time.monotonic()
+        self._drop_link()
         if rank == 0:
             self._hub.enter(round_)
             self._witness.start(round_.number)
@@ -317,8 +352,8 @@ class Rendezvous:
             self._link = Link((first.host, first.hub_port), greeting, self._timings, self.wake.set)
         except OSError as error:
             _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
-            self.reopen(f"rank 0's node {first.node} cannot be reached", lost=frozenset({first.node}))
-            self._sleep(_POLL_SECONDS[0])
+            where = f"{first.node} at {first.host}:{first.hub_port}"
+            self.reopen(f"{self.node} cannot reach {where}", lost=frozenset({first.node}), fruitless=True)
             return None
         return seat
 
@@ -376,13 +411,13 @@ class Rendezvous:
         link.changed = False
         return True
 
-    def _drop_link(self, *, politely: bool = False) -> None:
+    def _drop_link(self) -> None:
         if self._link is not None:
-            self._link.close(politely=politely)
+            self._link.close()
             self._link = None
 
-    def _leave_seat(self, *, politely: bool = False) -> None:
-        self._drop_link(politely=politely)
+    def _leave_seat(self) -> None:
+        self._drop_link()
         if self._seat is not None and self._seat.listener is not None:
             self._seat.listener.close()  # nothing where the store has taken it over
 

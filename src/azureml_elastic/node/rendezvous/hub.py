@@ -5,7 +5,7 @@ hold a connection to the hub of rank 0's node and beat once a second in both dir
 node at once, silence after ``heartbeat_timeout``. Nodes that are not members hold a connection too, as *watchers*: they
 are told when the round changes and counted as waiting. Messages are JSON lines::
 
-    member -> hub   {"op": "hello", "node", "incarnation", "round"}   {"op": "beat"}   {"op": "done"}   {"op": "bye"}
+    member -> hub   {"op": "hello", "node", "incarnation", "round"}   {"op": "beat"}   {"op": "done"}
                     {"op": "changed"}   {"op": "report", ...}          (reports go to the agent of rank 0)
     watcher -> hub  {"op": "watch", "node", "incarnation"}             {"op": "beat"}
     hub -> both     {"op": "beat"}   {"op": "changed"}                 (read the round's row again)
@@ -61,7 +61,6 @@ class Hub:
         self._members: dict[str, Connection] = {}
         self._lost: set[str] = set()
         self._done: set[str] = set()
-        self._left: set[str] = set()
         self._watchers: dict[str, tuple[Connection, float]] = {}
         self._reports: list[Mapping[str, Any]] = []
         listener = listen((host, 0), backlog=1024)
@@ -79,16 +78,12 @@ class Hub:
         with self._lock:
             self._round = round_
             self._entered = time.monotonic()
-            self._lost, self._done, self._left = set(), set(), set()
+            self._lost, self._done = set(), set()
             self._members = {
                 name: connection
                 for name, connection in self._members.items()
                 if connection.state.get("round") == round_.number
             }
-            # Members may have waited here while the round was open; they will say hello.
-            names = {member.node for member in round_.members}
-            for name in names & self._watchers.keys():
-                del self._watchers[name]
 
     def changed(self) -> None:
         """Tell everyone to read the round's row again."""
@@ -97,15 +92,16 @@ class Hub:
     def broadcast(self, message: Mapping[str, Any]) -> None:
         """Send to every member of the round."""
         with self._lock:
-            connections = list(self._members.values())
+            number = self._round.number if self._round else 0
+            connections = [link for link in self._members.values() if link.state["round"] == number]
         for connection in connections:
             connection.send(message)
 
     def view(self) -> HubView:
         """Return what is known now."""
         with self._lock:
-            # A member's old connection as a watcher may still be in the queue behind its greeting.
-            watchers = self._watchers.keys() - self._members.keys()
+            # Members may have waited here while the round was open; they are about to say hello.
+            watchers = self._watchers.keys() - self._members.keys() - self._member_names()
             since = [self._watchers[node][1] for node in watchers]
             return HubView(
                 lost=frozenset(self._lost),
@@ -162,14 +158,14 @@ class Hub:
     def _member_says(self, node: str, number: int, op: object, message: Mapping[str, Any]) -> None:
         with self._lock:
             current = self._round
-            if op not in ("done", "bye"):
+            if op != "done":
                 self._reports.append({**message, "node": node, "round": number})
                 return
             if current is None or number != current.number:
                 return  # an older round's word must not count for this one
-            (self._done if op == "done" else self._left).add(node)
-            everyone = {member.node for member in current.members} <= self._done
-        if op == "done" and everyone:
+            self._done.add(node)
+            everyone = self._member_names() <= self._done
+        if everyone:
             self.broadcast({"op": "all_done"})
 
     def _on_close(self, connection: Connection) -> None:
@@ -186,11 +182,14 @@ class Hub:
 
     def _lose(self, nodes: list[str]) -> None:
         with self._lock:
-            fresh = [node for node in nodes if node not in self._lost | self._done | self._left]
+            fresh = [node for node in nodes if node not in self._lost | self._done]
             self._lost.update(fresh)
         if fresh:
             self.broadcast({"op": "lost", "nodes": fresh})
             self._wake()
+
+    def _member_names(self) -> set[str]:
+        return {member.node for member in self._round.members} if self._round else set()
 
     def _on_tick(self) -> None:
         self._server.broadcast({"op": "beat"})
@@ -201,11 +200,9 @@ class Hub:
             if self._round is None:
                 return
             silent = [name for name, link in self._members.items() if now - link.last_heard > silence]
-            absent = [
-                member.node
-                for member in self._round.members
-                if member.node not in self._members and now - self._entered > patience
-            ]
+            # Whoever still watches is alive and only slow to read the table.
+            here = self._members.keys() | self._watchers.keys()
+            absent = sorted(self._member_names() - here) if now - self._entered > patience else []
             broken = [self._members[name] for name in silent]
         self._lose(silent + absent)
         for connection in broken:

@@ -69,10 +69,8 @@ class Link:
             messages, self._messages = self._messages, []
             return messages
 
-    def close(self, *, politely: bool = False) -> None:
-        """Drop the connection; politely means that this node's absence is no loss."""
-        if politely:
-            self._client.send({"op": "bye"})
+    def close(self) -> None:
+        """Drop the connection: a member whose workers are not done is lost to the round."""
         self._client.close()
 
     def _on_message(self, _: Connection, message: Mapping[str, Any]) -> None:

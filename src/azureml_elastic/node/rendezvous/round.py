@@ -103,6 +103,7 @@ class Round:
             was lost and comes back goes behind them.
         expected: names of the nodes that should be back, while open.
         failures: worker failures of the whole run so far.
+        fruitless: how many rounds in a row have ended because their nodes could not reach each other.
         reason: why the round was reopened.
         message: the failure that ended the run.
         exit_code: with which every node of a failed run exits.
@@ -114,6 +115,7 @@ class Round:
     previous: tuple[str, ...] = ()
     expected: tuple[str, ...] = ()
     failures: int = 0
+    fruitless: int = 0
     reason: str = ""
     message: str = ""
     exit_code: int = 0
@@ -232,7 +234,13 @@ def seal(round_: Round, members: Iterable[Member], limits: Limits) -> Round:
 
 
 def reopened(
-    round_: Round, reason: str, lost: Iterable[str] = (), waiting: Iterable[str] = (), failures: int = 0
+    round_: Round,
+    reason: str,
+    lost: Iterable[str] = (),
+    waiting: Iterable[str] = (),
+    *,
+    failures: int = 0,
+    fruitless: bool = False,
 ) -> Round:
     """Return the open round after a sealed one.
 
@@ -242,6 +250,7 @@ def reopened(
         lost: nodes that will not be back.
         waiting: nodes outside that are known to want in.
         failures: worker failures to charge to the run.
+        fruitless: whether the round ends because its nodes could not reach each other.
     """
     gone = set(lost)
     survivors = tuple(member.node for member in round_.members if member.node not in gone)
@@ -250,6 +259,7 @@ def reopened(
         previous=survivors,
         expected=survivors + tuple(node for node in waiting if node not in survivors and node not in gone),
         failures=round_.failures + failures,
+        fruitless=round_.fruitless + 1 if fruitless else 0,
         reason=reason,
     )
 

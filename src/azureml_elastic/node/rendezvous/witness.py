@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists
-from azureml_elastic.node.table import Table
+from azureml_elastic.node.table import Row, Table
 from azureml_elastic.spec import RendezvousTimings
 
 __all__ = ["WITNESS_KEY", "Witness"]
@@ -26,60 +27,60 @@ class Witness:
     Args:
         table: opened for the run.
         timings: ``witness_interval`` between two touches.
+        superseded: called, from the witness's thread, when a newer round has its own witness: this node was given up.
     """
 
-    def __init__(self, table: Table, timings: RendezvousTimings) -> None:
+    def __init__(self, table: Table, timings: RendezvousTimings, superseded: Callable[[], None]) -> None:
         self._table = table
         self._interval = timings.witness_interval.total_seconds()
+        self._superseded = superseded
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._round = 0
 
     def look(self) -> str | None:
         """Return the row's version, ``None`` when there is no row or the table is away."""
-        try:
-            row = self._table.get(WITNESS_KEY)
-        except ElasticError:
-            return None
+        row = self._read()
         return row.etag if row else None
 
     def start(self, number: int) -> None:
         """Touch the row at each interval for as long as this round runs."""
-        self._round = number
-        if self._thread is None:
-            self._stopped.clear()
-            self._thread = threading.Thread(target=self._run, name="witness", daemon=True)
-            self._thread.start()
+        self.stop()
+        self._stopped = threading.Event()  # a thread that is stuck in a call keeps its own, which stays set
+        self._thread = threading.Thread(target=self._run, args=(number, self._stopped), name="witness", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Stop touching."""
+        self._stopped.set()
         if self._thread is not None:
-            self._stopped.set()
             self._thread.join(timeout=1)
             self._thread = None
 
-    def _run(self) -> None:
+    def _run(self, number: int, stopped: threading.Event) -> None:
         etag: str | None = None
         beats = 0
-        stopped = self._stopped
         while not stopped.is_set():
             beats += 1
-            value = {"round": self._round, "beats": beats}
+            value = {"round": number, "beats": beats}
             try:
                 if etag is None:
                     etag = self._table.insert(WITNESS_KEY, value)
                 else:
                     etag = self._table.replace(WITNESS_KEY, value, etag)
             except (RowExists, RowChanged):
-                try:
-                    row = self._table.get(WITNESS_KEY)
-                except ElasticError:
-                    row = None
-                if row is not None and row.value["round"] > self._round:
-                    return  # a newer round has its own witness
-                etag = row.etag if row else None
-                if row is not None:
+                row = self._read()
+                if row is not None and row.value["round"] > number:
+                    self._superseded()
+                    return
+                etag = row.etag if row is not None else None
+                if etag is not None:
                     continue
             except ElasticError as error:
                 _LOG.debug("The sign of life could not be written: %s", error)
             stopped.wait(self._interval)
+
+    def _read(self) -> Row | None:
+        try:
+            return self._table.get(WITNESS_KEY)
+        except ElasticError:
+            return None
