@@ -45,7 +45,6 @@ def storm_name(nodes: int) -> str:
 
 def measure(arguments: argparse.Namespace) -> Iterator[Measurement]:
     """Measure everything, the systems taking turns, so that a change of the machine's load meets all of them."""
-    gave_up: set[tuple[str, int]] = set()
     until = time.monotonic() + arguments.budget
     for run in range(1, arguments.runs + 1):
         if run > 1 and time.monotonic() > until:
@@ -57,15 +56,11 @@ def measure(arguments: argparse.Namespace) -> Iterator[Measurement]:
                     yield Measurement(EVENTS[event], system, run, seconds, arguments.limit, os.getloadavg()[0])
         for nodes in arguments.nodes if "storms" in arguments.only else ():
             for system in _in_turn(run):
-                if (system, nodes) in gave_up:
-                    continue
                 try:
                     storm = measure_storm(system, nodes, arguments.limit)
                 except (StormFailed, subprocess.TimeoutExpired) as error:
                     print(error, file=sys.stderr)
                     storm = Storm(None, 0, 0, 0)
-                if storm.seconds is None:
-                    gave_up.add((system, nodes))  # one such wait is enough
                 yield Measurement(
                     storm_name(nodes),
                     system,

@@ -107,7 +107,7 @@ def test_workers_that_are_still_loading_do_not_push_the_step_away():
         assert coordinator.busy
         clock.now += 1
         assert not coordinator.busy
-    assert [message["step"] for message in sent if message["op"] == "prepare"] == [2] * 19
+    assert [message["step"] for message in sent if message["op"] == "prepare"] == [1] * 19
 
 
 def test_late_answers_to_an_older_proposal_do_not_count():

@@ -96,10 +96,10 @@ def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
     assert reports[0]["step"] == 8
     channel.decide({"op": "decide", "boundary": 1, "go": True})
     until(lambda: all(worker.heard[-1]["op"] == "decide" for worker in workers))
-    assert not channel.all_stopped
+    assert not channel.stopped
     for worker in workers:
         worker.client.send({"op": "stopped", "step": 9})
-    until(lambda: channel.all_stopped)
+    until(lambda: channel.stopped == {0, 1})
 
 
 def test_workers_without_sessions_cannot_promise_anything(channel):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterable
@@ -40,6 +41,12 @@ _LOG = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 0.5
 """How long a failed worker's agent waits for the news that another node is the cause."""
+
+_LAST_WORDS_SECONDS = 5.0
+"""How long the channel has to deliver what workers said before they ended."""
+
+_IMPORT_SECONDS = 10.0
+"""How long workers may take to open their session before newcomers take them for a script without one."""
 
 _CLOSING_SECONDS = 2.0
 """How long rank 0's node has to mark the end of the run before another one does."""
@@ -90,6 +97,7 @@ class NodeAgent(LocalElasticAgent):
         self._leavers: set[str] = set()
         self._announced = False
         self._done = False
+        self._started = 0.0
         self._stopping: threading.Thread | None = None
         self.failure: Failure | None = None
         """Set when this node's worker ended the run."""
@@ -148,7 +156,8 @@ class NodeAgent(LocalElasticAgent):
         os.environ[variables.CHANNEL] = self._channel.path
         os.environ[variables.ROUND] = str(self._rdzv.seat.round.number)
         ids: dict[int, Any] = super()._start_workers(worker_group)
-        self._preemption.listen()  # torch's launcher has just taken the signals
+        self._preemption.listen()  # older launchers of torch have just taken the signals
+        self._started = time.monotonic()
         self._record(WorkersStarted, pids=tuple(ids[local_rank] for local_rank in sorted(ids)))
         return ids
 
@@ -178,14 +187,18 @@ class NodeAgent(LocalElasticAgent):
                 if status.all_done:
                     return self._close_run()
                 continue
+            self._cut_siblings_of_the_dead()
             result = self._monitor_workers(self._worker_group)
-            if result.state == WorkerState.SUCCEEDED:
-                if self._channel.all_stopped:
-                    return self._end_round("rescale at a step boundary", lost=frozenset(self._leavers))
-                self._done = True
-                self._rdzv.link.send({"op": "done"})
-            elif result.state != WorkerState.HEALTHY:
+            if result.state == WorkerState.HEALTHY:
+                continue
+            self._hear_last_words()
+            if self._channel.stopped:
+                # All have saved; how a process ends after that, or who is told to by torch, is of no interest.
+                return self._end_round("rescale at a step boundary", lost=frozenset(self._leavers))
+            if result.state != WorkerState.SUCCEEDED:
                 return self._worker_failed(result)
+            self._done = True
+            self._rdzv.link.send({"op": "done"})
 
     def _talk(self) -> None:
         """Carry proposals and decisions between rank 0's agent and the local workers."""
@@ -212,13 +225,28 @@ class NodeAgent(LocalElasticAgent):
                 self._leavers.add(report["node"])
             else:
                 coordinator.take(report, sorted(self._leavers))
-        if coordinator.busy or coordinator.leaving or coordinator.finished or self._done:
+        ending = coordinator.finished or self._channel.finished or self._done
+        if coordinator.busy or coordinator.leaving or ending or not (self._leavers or status.waiting):
             return None
-        if self._leavers or status.waiting:
-            if coordinator.incapable or not self._channel.in_session:
-                return f"preempted: {_list(self._leavers)}" if self._leavers else f"joining: {_list(status.waiting)}"
+        if not coordinator.incapable and self._channel.in_session:
             coordinator.propose(self._channel.step)
+        elif time.monotonic() - self._started < _IMPORT_SECONDS and not self._leavers:
+            coordinator.incapable = False  # workers may only be importing still: ask again
+        else:
+            return f"preempted: {_list(self._leavers)}" if self._leavers else f"joining: {_list(status.waiting)}"
         return None
+
+    def _cut_siblings_of_the_dead(self) -> None:
+        """End the other local workers when one has failed: a session takes torch's SIGTERM for a preemption."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        if any(handler.proc.poll() for handler in handlers.values()):
+            self._channel.cut()
+
+    def _hear_last_words(self) -> None:
+        """Wait until the sessions' connections have ended: what the workers said last comes before that."""
+        until = time.monotonic() + _LAST_WORDS_SECONDS
+        while self._channel.connected and time.monotonic() < until:
+            self._rdzv.wake.wait(0.01)
 
     def _announce_leaving(self) -> None:
         if not self._announced:
@@ -231,6 +259,8 @@ class NodeAgent(LocalElasticAgent):
         leaving = self._preemption.noticed
         lost |= frozenset({self._rdzv.node}) if leaving else frozenset()
         self._begin_stopping()
+        if leaving:
+            self._rdzv.drop()  # the others hear of it before the table does
         if self._rdzv.reopen(reason, lost=lost, failures=failures):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
         return Ending.LEFT if leaving else None
@@ -245,6 +275,8 @@ class NodeAgent(LocalElasticAgent):
             status = self._rdzv.status()
         if status.broken or self._preemption.noticed:
             return self._end_round(_why(status), lost=status.lost)
+        if self._died_after_training(result):
+            return self._end_round("a worker was aborted after its training had ended", lost=frozenset())
         failure = first_failure(result.failures, self._pcontext.stderrs if self._pcontext else {})
         self._record(WorkerFailed, rank=failure.rank, exit_code=failure.exit_code, message=failure.message)
         round_ = self._rdzv.seat.round
@@ -259,6 +291,19 @@ class NodeAgent(LocalElasticAgent):
         self.failure = Failure(failure.rank, failure.exit_code, message)
         self._record(RunEnded, succeeded=False, message=message)
         return Ending.FAILED
+
+    def _died_after_training(self, result: RunResult) -> bool:
+        """Tell whether torch has aborted a worker that had finished, as its threads sometimes do at interpreter exit.
+
+        Such a round is repeated free of charge, but only if it has trained: the next one has nothing left to train.
+        """
+        aborted = [failure for failure in result.failures.values() if failure.exitcode != -signal.SIGTERM]
+        return (
+            self._channel.trained
+            and bool(aborted)
+            and all(failure.exitcode == -signal.SIGABRT for failure in aborted)
+            and {failure.local_rank for failure in aborted} <= self._channel.finished
+        )
 
     def _close_run(self) -> Ending | None:
         """Mark the run's good end. Rank 0 writes; the others make sure that it has."""
@@ -277,6 +322,7 @@ class NodeAgent(LocalElasticAgent):
     def _begin_stopping(self) -> None:
         """Stop the workers on a thread, so that this node can ask for its next place meanwhile."""
         self._finish_stopping()
+        self._channel.cut()
         self._stopping = threading.Thread(target=self._stop_workers, args=(self._worker_group,), name="stop-workers")
         self._stopping.start()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["Ballot", "Coordinator"]
 
-_FIRST_MARGIN = 2
+_FIRST_MARGIN = 1
 _LARGEST_MARGIN = 64
 _RETRY_SECONDS = 0.05
 
@@ -79,8 +79,9 @@ class Coordinator:
         self._not_before = 0.0
         self._answers: dict[str, Mapping[str, Any]] = {}
         self._step = 0
+        self._seen = 0
         self.incapable = False
-        """Whether some node's workers have no session: a boundary can never be agreed."""
+        """Whether, at the last attempt, some node's workers had no session: perhaps not yet."""
         self.finished = False
         """Whether some worker's training loop has ended: the run is about to end."""
         self.leaving = False
@@ -96,7 +97,7 @@ class Coordinator:
         self._number += 1
         self._pending = True
         self._answers = {}
-        self._step = step + self._margin
+        self._step = max(step, self._seen) + self._margin
         self._broadcast({"op": "prepare", "boundary": self._number, "step": self._step, "action": "leave"})
 
     def take(self, answer: Mapping[str, Any], leavers: Sequence[str] = ()) -> None:
@@ -108,16 +109,17 @@ class Coordinator:
         """
         if not self._pending or answer["boundary"] != self._number:
             return
-        self.incapable = self.incapable or not answer["capable"]
         self.finished = self.finished or answer["finished"]
         self._answers[answer["node"]] = answer
         if not self._members <= self._answers.keys():
             return
         self._pending = False
         replies = self._answers.values()
+        self.incapable = not all(reply["capable"] for reply in replies)
+        self._seen = max(self._seen, *(reply["step"] for reply in replies))
         self.leaving = all(reply["ok"] for reply in replies)
         self._broadcast({"op": "decide", "boundary": self._number, "go": self.leaving, "leavers": list(leavers)})
         if not self.leaving:
             self._not_before = self._clock() + _RETRY_SECONDS
-            if max(reply["step"] for reply in replies) >= self._step:
+            if self._seen >= self._step:
                 self._margin = min(_LARGEST_MARGIN, self._margin * 2)

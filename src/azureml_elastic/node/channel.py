@@ -49,9 +49,12 @@ class Channel:
         self._size = 0
         self._pointer: CheckpointPointer | None = None
         self._workers: dict[int, Connection] = {}
+        self._greeted: set[int] = set()
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
         self._step = 0
+        self.trained = False
+        """Whether a local worker has completed a step in this round."""
         self._recorded = 0.0
         self._ballot: Ballot | None = None
         self._reports: list[dict[str, Any]] = []
@@ -59,22 +62,27 @@ class Channel:
         self._server = LineServer(listen(self.path), self._on_message, self._on_close)
 
     def begin(self, number: int, size: int, pointer: CheckpointPointer | None) -> None:
-        """Serve a new round's workers; whatever is left of older ones is cut off.
+        """Serve a new round's workers; what is left of older ones is cut off.
 
         Args:
             number: of the round.
             size: how many workers this node has.
             pointer: of the checkpoint, on rank 0's node only.
         """
+        self.cut()
         with self._lock:
-            old = list(self._workers.values())
             self._round, self._size, self._pointer = number, size, pointer
-            self._workers, self._stopped, self._finished = {}, set(), set()
-            self._step, self._ballot, self._reports = 0, None, []
-        for connection in old:
-            connection.close("its round is over")
+            self._workers, self._greeted, self._stopped, self._finished = {}, set(), set(), set()
+            self._step, self.restored_step, self._ballot, self._reports = 0, 0, None, []
         if pointer is not None:
             self._table_calls.submit(_quietly, pointer.take_over)
+
+    def cut(self) -> None:
+        """Cut off the workers: a session whose agent is gone ends its process at once."""
+        with self._lock:
+            workers = list(self._workers.values())
+        for connection in workers:
+            connection.close("its round is over")
 
     @property
     def step(self) -> int:
@@ -83,16 +91,28 @@ class Channel:
             return self._step
 
     @property
-    def all_stopped(self) -> bool:
-        """Whether every local worker has saved and left at an agreed boundary."""
+    def stopped(self) -> frozenset[int]:
+        """The local ranks that have saved and left at an agreed boundary."""
         with self._lock:
-            return self._size > 0 and len(self._stopped) == self._size
+            return frozenset(self._stopped)
+
+    @property
+    def finished(self) -> frozenset[int]:
+        """The local ranks whose training has ended."""
+        with self._lock:
+            return frozenset(self._finished)
 
     @property
     def in_session(self) -> bool:
-        """Whether every local worker runs a session."""
+        """Whether every local worker has a session."""
         with self._lock:
-            return len(self._workers) == self._size
+            return len(self._greeted) == self._size
+
+    @property
+    def connected(self) -> bool:
+        """Whether a worker is still connected, so that its last words may be on their way."""
+        with self._lock:
+            return bool(self._workers)
 
     def prepare(self, message: Mapping[str, Any]) -> None:
         """Pass a proposal on to the workers; the node's report follows in :meth:`take_reports`."""
@@ -144,6 +164,8 @@ class Channel:
         elif op == "prepared":
             self._voted(local_rank, message)
         elif op == "restored":
+            with self._lock:
+                self._step = max(self._step, message["step"])
             self._recorder.record(Restored, self._round, step=message["step"], directory=message["directory"])
         elif op in ("stopped", "finished"):
             with self._lock:
@@ -160,11 +182,13 @@ class Channel:
             if current:
                 connection.state.update(local_rank=message["local_rank"], round=self._round, pointer=self._pointer)
                 self._workers[message["local_rank"]] = connection
+                self._greeted.add(message["local_rank"])
         if not current:
             connection.close(f"round {message['round']} is over")
 
     def _completed(self, step: int) -> None:
         with self._lock:
+            self.trained = True
             self._step = max(self._step, step)
             now = time.monotonic()
             due = now - self._recorded >= _PROGRESS_SECONDS
@@ -193,7 +217,7 @@ class Channel:
         reply: dict[str, Any] = {"re": message["id"]}
         try:
             reply["pointer"] = _pointer_of(connection).take_over()
-        except ElasticError as error:
+        except Exception as error:  # noqa: BLE001 - the worker waits for an answer, whatever has happened
             reply.update(_refusal(error))
         connection.send(reply)
 
@@ -203,9 +227,10 @@ class Channel:
         try:
             _pointer_of(connection).commit(pointer)
             reply["ok"] = True
-        except ElasticError as error:
+        except Exception as error:  # noqa: BLE001 - the worker waits for an answer, whatever has happened
             reply.update(_refusal(error))
-        else:
+        connection.send(reply)
+        if "ok" in reply:
             self._recorder.record(
                 CheckpointCommitted,
                 self._round,
@@ -213,7 +238,6 @@ class Channel:
                 directory=message["directory"],
                 seconds=message["seconds"],
             )
-        connection.send(reply)
 
 
 def _pointer_of(connection: Connection) -> CheckpointPointer:
@@ -224,7 +248,9 @@ def _pointer_of(connection: Connection) -> CheckpointPointer:
     return pointer
 
 
-def _refusal(error: ElasticError) -> dict[str, Any]:
+def _refusal(error: Exception) -> dict[str, Any]:
+    if not isinstance(error, ElasticError):
+        _LOG.error("A request of a worker failed.", exc_info=error)
     return {"error": "fenced" if isinstance(error, Fenced) else "unavailable", "message": str(error)}
 
 

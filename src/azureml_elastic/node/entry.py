@@ -62,6 +62,8 @@ def run_node(identity: NodeIdentity, program: Program) -> int:
     recorder = Recorder(identity.folder, identity.node, rendezvous.incarnation, table)
     recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
     channel = Channel(recorder, rendezvous.wake.set)
+    # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
     os.environ[variables.RUN_DIR] = str(identity.folder)
     os.environ[variables.PLAN] = plan.to_json()
     exit_code, reason = 1, "an error of the agent"

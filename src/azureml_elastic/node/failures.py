@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from azureml_elastic.spec.exit_codes import AGENT_LOST
 
 __all__ = ["Failure", "first_failure", "last_error"]
 
@@ -36,7 +39,14 @@ def first_failure(failures: Mapping[int, Any], stderrs: Mapping[int, str]) -> Fa
         failures: torch's ``ProcessFailure`` by global rank, at least one.
         stderrs: the file of each worker's standard error by local rank.
     """
-    rank = min(failures, key=lambda global_rank: (failures[global_rank].timestamp, global_rank))
+
+    def order(global_rank: int) -> tuple[bool, int, bool, int]:
+        # The siblings of a failed worker are ended with it, and torch's time stamps are whole seconds.
+        failure = failures[global_rank]
+        told = "Traceback" in last_error(Path(stderrs.get(failure.local_rank, "")))
+        return failure.exitcode in (-signal.SIGTERM, AGENT_LOST), failure.timestamp, not told, global_rank
+
+    rank = min(failures, key=order)
     failure = failures[rank]
     code = failure.exitcode
     path = stderrs.get(failure.local_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 import time
@@ -21,12 +22,14 @@ class Preemption:
 
     Args:
         grace: how long the workers have to reach a step boundary and save.
-        wake: called, from the signal handler, when the notice comes.
+        wake: called, from a thread, when the notice comes.
     """
 
     def __init__(self, grace: timedelta, wake: Callable[[], None]) -> None:
         self._grace = grace.total_seconds()
-        self._wake = wake
+        # A signal handler may interrupt anything, also a holder of the lock that it would need: it only puts.
+        self._notices: queue.SimpleQueue[None] = queue.SimpleQueue()
+        threading.Thread(target=self._tell, args=(wake,), name="preemption", daemon=True).start()
         self._noticed_at: float | None = None
         self.signal: signal.Signals | None = None
 
@@ -60,4 +63,8 @@ class Preemption:
         if self._noticed_at is None:
             self._noticed_at = time.monotonic()
             self.signal = signal.Signals(signum)
-            self._wake()
+            self._notices.put(None)
+
+    def _tell(self, wake: Callable[[], None]) -> None:
+        self._notices.get()
+        wake()

@@ -6,6 +6,7 @@ gives up on a row that the table refuses.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -42,6 +43,7 @@ class Recorder:
         self._node = node
         self._incarnation = incarnation
         self._lock = threading.Lock()
+        self._told = False
         self._numbers = itertools.count()
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -59,8 +61,13 @@ class Recorder:
         """
         event: Event = kind(time=time.time(), node=self._node, round=round_number, **fields)
         with self._lock:
-            self._file.write(event.model_dump_json() + "\n")
-            self._file.flush()
+            try:
+                self._file.write(event.model_dump_json() + "\n")
+                self._file.flush()
+            except (OSError, ValueError) as error:  # a full disk, a stale mount, or closed
+                if not self._told:
+                    _LOG.warning("The ledger cannot be written (%s); the run goes on without it.", error)
+                self._told = True
         if self._thread is not None and event.rare:
             self._queue.put(event)
 
@@ -69,7 +76,7 @@ class Recorder:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_FLUSH_SECONDS)
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._file.close()
 
     def _write_rows(self, table: Table) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from azureml_elastic.spec.exit_codes import AGENT_LOST, PREEMPTED
 from azureml_elastic.train.manifest import Reference
 
 __all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "Identity"]
 
-EXIT_AGENT_LOST = 75
+EXIT_AGENT_LOST = AGENT_LOST
 """Exit code of a worker whose agent is gone: it must not go on, and may be started again (``EX_TEMPFAIL``)."""
 
-EXIT_TERMINATED = 143
+EXIT_TERMINATED = PREEMPTED
 """Exit code of a process without an agent that has saved and left after SIGTERM."""
 
 Action = Literal["save", "leave"]

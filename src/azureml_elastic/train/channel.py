@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class ChannelAgent:
         self._completed: int | None = None  # until the start is known no step can be promised
         self._ended = False
         self._client = LineClient(path, self._on_message, self._on_close)
+        _leave_sigterm_to_the_agent()
         self._client.send(
             {
                 "op": "hello",
@@ -177,3 +179,12 @@ class ChannelAgent:
             flush=True,
         )
         os._exit(EXIT_AGENT_LOST)
+
+
+def _leave_sigterm_to_the_agent() -> None:
+    """Survive a SIGTERM that reaches all processes of a container: the agent, which has it too, knows when to leave.
+
+    A handler of the script's own stays. Programs that the script starts get the default back, as after any handler.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: None)

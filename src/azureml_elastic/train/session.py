@@ -6,6 +6,7 @@ point of a step: everything that could interrupt training happens there, between
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from azureml_elastic.errors import UsageError
+from azureml_elastic.errors import CheckpointError, UsageError
 from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train.agent import Agent
 from azureml_elastic.train.audit import Audit
@@ -30,6 +31,8 @@ from azureml_elastic.train.sampling import Cursor, DataSpec
 from azureml_elastic.train.state import TrackedState
 
 __all__ = ["Session"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Session:
@@ -64,7 +67,9 @@ class Session:
         self._saved_at: tuple[int, Cursor] | None = None
         self.steps = 0
         self._over = False
-        self._ending = Ending(self.finish, self._close)
+        self._trained_out = False
+        self._half_step = False
+        self._ending = Ending(self._finish_at_exit, self._close)
 
     @property
     def rank(self) -> int:
@@ -126,7 +131,7 @@ class Session:
         """
         if self._state is not None:
             raise UsageError(f"run.track() was called before, with {self._state.names}. Give all objects in one call.")
-        state = TrackedState(objects)
+        state = TrackedState(objects, self._on_optimizer_step)
         restored = self._checkpoints.restore(state)
         self._state = state
         if restored is not None:
@@ -139,6 +144,7 @@ class Session:
             self._saved_at = (self.steps, self._position.cursor)
         self._agent.restored(self.steps, None if restored is None else restored.reference.directory)
         self._cadence.begin(self.steps)
+        self._half_step = False  # restoring an optimizer makes it step, by nothing
 
     def loader(
         self,
@@ -189,6 +195,7 @@ class Session:
                 yield epoch
                 self._position.open = None
                 self._position.cursor = Cursor(epoch + 1)
+            self._trained_out = True
         finally:
             self._position.in_epochs = False
 
@@ -230,6 +237,7 @@ class Session:
         if self._spec is not None and self._position.open is None:
             raise UsageError("run.step() was called without a batch: call it once in each iteration over the loader.")
         self.steps += 1
+        self._half_step = False
         window = self._position.commit()
         if self._audit is not None and window is not None:
             self._audit.write(self.steps, window)
@@ -241,14 +249,31 @@ class Session:
             self._save()
 
     def finish(self) -> None:
-        """Take the last checkpoint, so that the same script started again trains nothing again. Only once."""
+        """Take the last checkpoint, so that the same script started again trains nothing again. Only once.
+
+        Called by ``with``, and at the interpreter's exit where ``run.epochs()`` has come to its end. A script that
+        stops earlier on its own calls it itself, on all ranks.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be committed; started again, the script resumes before it.
+        """
         if self._over:
             return
         if self._state is not None:
-            if self._has_news():
-                self._save(must_commit=True)
+            if self._half_step:
+                _LOG.warning("The optimizer has stepped after the last run.step(); that step is not saved.")
+            elif self._has_news() and not self._save(must_commit=True):
+                raise CheckpointError(
+                    f"The last checkpoint, of step {self.steps}, was written but could not be committed: the run's "
+                    "table stayed away. Started again, the script resumes from the checkpoint before it."
+                )
             self._agent.finished(self.steps)
         self._over = True
+
+    def _finish_at_exit(self) -> None:
+        """Finish a script that has trained all its epochs; one that ends earlier may be failing, on one rank alone."""
+        if self._trained_out:
+            self.finish()
 
     def __enter__(self) -> Self:
         """Return the session."""
@@ -265,6 +290,9 @@ class Session:
         finally:
             self._close()
 
+    def _on_optimizer_step(self) -> None:
+        self._half_step = True
+
     def _has_news(self) -> bool:
         """Return whether a checkpoint now would hold more than the last one, beyond the turn of an epoch."""
         if self._saved_at is None:
@@ -274,16 +302,20 @@ class Session:
             cursor = Cursor(cursor.epoch + 1)
         return self.steps != steps or self._position.cursor not in {cursor, self._saved_at[1]}
 
-    def _save(self, *, must_commit: bool = False) -> None:
+    def _save(self, *, must_commit: bool = False) -> bool:
+        """Take a checkpoint and return whether it is committed."""
         assert self._state is not None
         cursor = self._position.cursor
         data = None
         spec = self._spec or self._saved_spec
         if spec is not None:
             data = {"spec": spec.to_json(), "epoch": cursor.epoch, "consumed": cursor.consumed}
-        if self._checkpoints.save(self.steps, self._state, data, must_commit=must_commit):
+        committed = self._checkpoints.save(self.steps, self._state, data, must_commit=must_commit)
+        if committed:
             self._saved_at = (self.steps, cursor)
+        self._half_step = False  # the first look at an optimizer's state makes it step, by nothing
         self._cadence.saved()
+        return committed
 
     def _leave(self) -> None:
         self._over = True

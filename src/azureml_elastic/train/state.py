@@ -7,7 +7,7 @@ canonical name: the wrapper of data parallelism leaves no trace, and FSDP2's sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,12 +44,13 @@ class TrackedState:
 
     Args:
         objects: by the name under which a checkpoint holds them.
+        on_step: called after each step of a tracked optimizer.
 
     Raises:
         UsageError: an object has no state, or an optimizer's parameters are in no tracked module.
     """
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
+    def __init__(self, objects: Mapping[str, Any], on_step: Callable[[], None] = lambda: None) -> None:
         self.names = sorted(objects)
         self._objects = dict(objects)
         self._modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
@@ -58,6 +59,7 @@ class TrackedState:
             if "/" in name:
                 raise UsageError(f"The name {name!r} holds a '/', which separates the parts of tensors' names.")
             if isinstance(value, Optimizer):
+                value.register_step_post_hook(lambda *_: on_step())
                 self._owners[name] = self._owner(name, value)
             elif not isinstance(value, Stateful):
                 raise UsageError(

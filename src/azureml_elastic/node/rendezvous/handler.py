@@ -240,7 +240,7 @@ class Rendezvous:
         self._hub.close()
 
     def _snubbed(self, seat: Seat) -> set[str]:
-        """Return the nodes for which the round was made but which did not come; for a while they are not asked again."""
+        """Return the nodes that the round was made for but that did not come; for a while nobody waits for them."""
         if time.monotonic() - self._seated_at >= _SNUBBED_SECONDS:
             return set()
         return set(seat.round.expected) - {member.node for member in seat.round.members}
