@@ -1,11 +1,15 @@
 """What tests of several packages need."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
 
 from azureml_elastic.local.azurite import Azurite
+
+# Whoever starts the tests in the background has told them to ignore Ctrl-C, which they are about.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Explore at home, repeat in CI: a failure there must be the change's own.
 settings.register_profile("ci", derandomize=True, deadline=None)

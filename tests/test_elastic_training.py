@@ -49,7 +49,7 @@ def test_rank_0_is_lost_and_replaced(tmp_path, table, request, monkeypatch):
     if table == "azurite":
         emulator = request.getfixturevalue("azurite")
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", emulator.connection_string)
-    report = run(tmp_path, "kill=rank0@step:20,add@step:40", PROGRAM, "--epochs", "6", table=table)
+    report = run(tmp_path, "kill=rank0@step:25,add@step:40", PROGRAM, "--epochs", "5", "--full", "3", table=table)
     assert_whole(report)
     assert report.world_sizes == (3, 2, 3)
     assert json.loads(report.paths.report.read_text())["world_sizes"] == [3, 2, 3]
@@ -76,7 +76,7 @@ def test_a_preempted_node_leaves_without_a_lost_step(tmp_path):
 
 
 def test_a_frozen_node_is_fenced_off_and_comes_back_as_new(tmp_path):
-    report = run(tmp_path, "freeze=rank0@step:25/8s", PROGRAM, "--epochs", "10", nodes=(1, 2))
+    report = run(tmp_path, "freeze=rank0@step:25/8s", PROGRAM, "--epochs", "5", "--full", "2", nodes=(1, 2))
     assert_whole(report)
     assert report.world_sizes == (2, 1, 2)
     assert {node.exit_code for node in report.nodes} == {0}

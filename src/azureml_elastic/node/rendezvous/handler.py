@@ -143,8 +143,8 @@ class Rendezvous:
         self._leave_seat()
         listener: socket.socket | None = None
         try:
+            round_ = self._rows.read_round()
             while True:
-                round_ = self._rows.read_round()
                 if round_.closed:
                     raise _ended(round_)
                 if round_.state == "sealed":
@@ -153,12 +153,13 @@ class Rendezvous:
                         listener = None if seat.listener is not None else listener
                         return seat
                     self._watch_sealed(round_)
+                    round_ = self._rows.read_round()
                     continue
                 if listener is None:
                     listener = listen((self._interface, 0), backlog=2048)
                 if round_.fruitless:
                     self._sleep(min(_POLL_SECONDS[1], 0.1 * 2**round_.fruitless))
-                self._wait_open(round_, listener)
+                round_ = self._wait_open(round_, listener)
         finally:
             if listener is not None:
                 listener.close()
@@ -278,8 +279,8 @@ class Rendezvous:
 
     # --- an open round -----------------------------------------------------------------------------------------------
 
-    def _wait_open(self, round_: Round, listener: socket.socket) -> None:
-        """Ask for a place in the open round and wait until someone, perhaps this node, has sealed it."""
+    def _wait_open(self, round_: Round, listener: socket.socket) -> Round:
+        """Ask for a place in the open round, wait until someone, perhaps this node, has moved it, and return it."""
         me = Member(
             node=self.node,
             incarnation=self.incarnation,
@@ -295,19 +296,20 @@ class Rendezvous:
         while True:
             members = self._rows.members()
             if patience.time_to_seal(members, self.node):
-                self._seal(round_, members)
-                return
+                return self._seal(round_, members)
             first = (candidates(round_, members) or [me])[0]
             if first.node == self.node:
                 # Whoever arrives watches this node's hub, which wakes it up.
                 woken = self._sleep(min(pause, patience.next_look))
-            elif self._watch(first):
+            elif self._watch(first, round_.number):
                 woken = self._wait_for_sealer(min(_WATCH_SECONDS, patience.next_look))
             else:
                 woken = self._sleep(pause)
             pause = _POLL_SECONDS[0] if woken else min(longest, pause * 1.5)
-            if self._moved_on(round_):
-                return
+            current = self._rows.read_round()
+            if current.number != round_.number or current.state != "open":
+                self._hub.changed(current.number)
+                return current
 
     def _wait_for_sealer(self, seconds: float) -> bool:
         """Wait until the node that should seal says that it has, is gone, or takes too long."""
@@ -318,17 +320,13 @@ class Rendezvous:
             self._sleep(left)
         return False
 
-    def _seal(self, round_: Round, members: list[Member]) -> None:
-        if not self._rows.replace_round(seal(round_, members, self._limits)):
+    def _seal(self, round_: Round, members: list[Member]) -> Round:
+        sealed = seal(round_, members, self._limits)
+        if not self._rows.replace_round(sealed):
             _LOG.info("Another node was first to move round %d.", round_.number)
-        self._hub.changed()
-
-    def _moved_on(self, round_: Round) -> bool:
-        current = self._rows.read_round()
-        moved = current.number != round_.number or current.state != "open"
-        if moved:
-            self._hub.changed()
-        return moved
+            sealed = self._rows.read_round()
+        self._hub.changed(round_.number)
+        return sealed
 
     # --- a sealed round ----------------------------------------------------------------------------------------------
 
@@ -387,12 +385,17 @@ class Rendezvous:
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _watch(self, member: Member) -> bool:
-        """Be told by this member's hub when something changes; false when it cannot be reached."""
+    def _watch(self, member: Member, number: int = 0) -> bool:
+        """Be told by this member's hub when something changes; false when it cannot be reached.
+
+        Args:
+            member: whose hub.
+            number: the open round that this node waits for; 0 to be told to read the row now.
+        """
         if self._watches(member):
             return True
         self._drop_link()
-        greeting = {"op": "watch", "node": self.node, "incarnation": self.incarnation}
+        greeting = {"op": "watch", "node": self.node, "incarnation": self.incarnation, "round": number}
         try:
             self._link = Link((member.host, member.hub_port), greeting, self._timings, self.wake.set)
         except OSError as error:

@@ -7,7 +7,7 @@ are told when the round changes and counted as waiting. Messages are JSON lines:
 
     member -> hub   {"op": "hello", "node", "incarnation", "round"}   {"op": "beat"}   {"op": "done"}
                     {"op": "changed"}   {"op": "report", ...}          (reports go to the agent of rank 0)
-    watcher -> hub  {"op": "watch", "node", "incarnation"}             {"op": "beat"}
+    watcher -> hub  {"op": "watch", "node", "incarnation", "round"}    {"op": "beat"}
     hub -> both     {"op": "beat"}   {"op": "changed"}                 (read the round's row again)
     hub -> member   {"op": "lost", "nodes"}   {"op": "all_done"}   and what rank 0's agent broadcasts
 """
@@ -56,6 +56,7 @@ class Hub:
         self._timings = timings
         self._wake = wake
         self._lock = threading.Lock()
+        self._told = 0
         self._round: Round | None = None
         self._entered = 0.0
         self._members: dict[str, Connection] = {}
@@ -85,8 +86,14 @@ class Hub:
                 if connection.state.get("round") == round_.number
             }
 
-    def changed(self) -> None:
-        """Tell everyone to read the round's row again."""
+    def changed(self, number: int = 0) -> None:
+        """Tell everyone to read the round's row again.
+
+        Args:
+            number: of a round that is known to have been sealed.
+        """
+        with self._lock:
+            self._told = max(self._told, number)
         self._server.broadcast({"op": "changed"})
 
     def broadcast(self, message: Mapping[str, Any]) -> None:
@@ -133,8 +140,10 @@ class Hub:
             with self._lock:
                 previous = self._watchers.get(message["node"])
                 self._watchers[message["node"]] = (connection, previous[1] if previous else time.monotonic())
-            # From here on the watcher is told; what changed before, it sees when it reads now.
-            connection.send({"op": "changed"})
+                told = self._told
+            # From here on the watcher is told of every change; what changed before, it sees when it reads now.
+            if message.get("round", 0) <= told:
+                connection.send({"op": "changed"})
         elif op == "changed":
             self.changed()
         elif connection.state.get("role") == "member":
