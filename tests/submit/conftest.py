@@ -256,6 +256,8 @@ def folder(tmp_path, monkeypatch):
     (project / "src" / "train.py").write_text("print('training')\n")
     monkeypatch.chdir(project)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # The SDK adds the properties of the git checkout that the folder is in: here none, wherever temporary files go.
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     return project
 
 

@@ -45,8 +45,8 @@ _SETTLE_SECONDS = 0.5
 _LAST_WORDS_SECONDS = 5.0
 """How long the channel has to deliver what workers said before they ended."""
 
-_IMPORT_SECONDS = 10.0
-"""How long workers may take to open their session before newcomers take them for a script without one."""
+_IMPORT_SECONDS = 30.0
+"""How long workers may take to open the session that their program speaks of, before newcomers stop them."""
 
 _CLOSING_SECONDS = 2.0
 """How long rank 0's node has to mark the end of the run before another one does."""
@@ -72,6 +72,7 @@ class NodeAgent(LocalElasticAgent):
         table: for the checkpoint's row.
         plan: of the run.
         preemption: tells when this node must go.
+        opens_session: whether the program's own text says that it opens a session, for which newcomers then wait.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class NodeAgent(LocalElasticAgent):
         table: Table,
         plan: Plan,
         preemption: Preemption,
+        opens_session: bool,
     ) -> None:
         super().__init__(spec, logs_specs=logs_specs, log_line_prefix_template="[rank${rank}]: ")
         self._rdzv = rendezvous
@@ -93,6 +95,7 @@ class NodeAgent(LocalElasticAgent):
         self._table = table
         self._plan = plan
         self._preemption = preemption
+        self._opens_session = opens_session
         self._coordinator: Coordinator | None = None
         self._leavers: set[str] = set()
         self._announced = False
@@ -230,7 +233,7 @@ class NodeAgent(LocalElasticAgent):
             return None
         if not coordinator.incapable and self._channel.in_session:
             coordinator.propose(self._channel.step)
-        elif time.monotonic() - self._started < _IMPORT_SECONDS and not self._leavers:
+        elif self._opens_session and time.monotonic() - self._started < _IMPORT_SECONDS and not self._leavers:
             coordinator.incapable = False  # workers may only be importing still: ask again
         else:
             return f"preempted: {_list(self._leavers)}" if self._leavers else f"joining: {_list(status.waiting)}"

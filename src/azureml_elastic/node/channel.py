@@ -8,6 +8,7 @@ each change as under torchrun. The messages are listed in ``docs/channel.md``.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -29,6 +30,7 @@ __all__ = ["Channel"]
 _LOG = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.05
+_LONGEST_FOLDER_BYTES = 70
 
 
 class Channel:
@@ -43,7 +45,7 @@ class Channel:
         self._recorder = recorder
         self._wake = wake
         self._lock = threading.Lock()
-        self._folder = tempfile.mkdtemp(prefix="elastic-")
+        self._folder = tempfile.mkdtemp(prefix="elastic-", dir=_folder_for_sockets())
         self.path = str(Path(self._folder) / "agent.sock")
         self._round = 0
         self._size = 0
@@ -246,6 +248,13 @@ def _pointer_of(connection: Connection) -> CheckpointPointer:
     if pointer is None:
         raise Fenced("This node is not rank 0 of its round; only rank 0's workers commit checkpoints.")
     return pointer
+
+
+def _folder_for_sockets() -> str | None:
+    """Return where to put a socket: the path of one has at most 107 bytes, and temporary folders may lie deep."""
+    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER_BYTES:
+        return None
+    return "/tmp"  # noqa: S108 - mkdtemp makes a private folder in it
 
 
 def _refusal(error: Exception) -> dict[str, Any]:

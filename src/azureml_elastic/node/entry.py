@@ -143,7 +143,17 @@ def _agent(
         table=table,
         plan=identity.plan,
         preemption=preemption,
+        opens_session=_opens_session(program),
     )
+
+
+def _opens_session(program: Program) -> bool:
+    """Tell by its text whether a script uses this library; of a module that is not found here, assume it."""
+    path = Path(program.target) if program.kind == "script" else Path(*program.target.split(".")).with_suffix(".py")
+    try:
+        return b"azureml_elastic" in path.read_bytes()
+    except OSError:
+        return True
 
 
 def _worker_command(program: Program) -> tuple[str, tuple[str, ...]]:
