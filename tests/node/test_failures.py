@@ -38,3 +38,17 @@ def test_the_first_failure_wins_and_signals_become_exit_codes(tmp_path):
     first = first_failure(failures, {0: str(path), 1: str(tmp_path / "none")})
     assert (first.rank, first.exit_code, first.message) == (5, 137, "It ended with signal 9.")
     assert first_failure({4: failures[4]}, {0: str(path)}).message == TRACEBACK
+
+
+def test_siblings_that_were_ended_with_it_are_not_blamed(tmp_path):
+    path = tmp_path / "stderr.log"
+    path.write_text(TRACEBACK)
+    failures = {0: failure(0, -15, 10), 1: failure(1, 75, 10), 2: failure(2, 1, 10)}
+    first = first_failure(failures, {2: str(path)})
+    assert (first.rank, first.exit_code, first.message) == (2, 1, TRACEBACK)
+
+
+def test_of_two_at_once_the_one_that_says_why_is_told(tmp_path):
+    path = tmp_path / "stderr.log"
+    path.write_text(TRACEBACK)
+    assert first_failure({0: failure(0, 1, 10), 1: failure(1, 1, 10)}, {1: str(path)}).rank == 1

@@ -259,6 +259,59 @@ def test_old_checkpoints_are_removed_and_the_chain_is_kept(tmp_path):
         assert (tmp_path / name / "manifest.json").exists()
 
 
+def test_half_a_step_is_never_saved(tmp_path, caplog):
+    with Loop(tmp_path, every_steps=1) as loop:
+        for _ in loop.run.epochs(1):
+            for batch in loop.loader:
+                if loop.run.steps == 2:
+                    loop.run.backward(loop.model(batch[0]).square().mean())
+                    loop.optimizer.step()
+                    break
+                loop.one(batch)
+            break
+    assert "that step is not saved" in caplog.text
+    whole = [parameter.clone() for parameter in loop.model.parameters()]
+    with Loop(tmp_path) as again:
+        assert again.run.steps == 2
+        for before, after in zip(whole, again.model.parameters(), strict=True):
+            assert not torch.equal(before, after)
+        again.steps(1)
+    assert [len(ids) for ids in again.seen] == [6, 2]
+
+
+def test_a_script_that_stops_early_saves_only_when_it_says_so(tmp_path):
+    code = """
+import sys, torch
+from torch.utils.data import TensorDataset
+from azureml_elastic import train
+from azureml_elastic.spec import CheckpointPolicy
+run = train.start(CheckpointPolicy(path=sys.argv[1], every=None))
+model = run.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.track(model=model, optimizer=optimizer)
+print("resumed at", run.steps, flush=True)
+for _ in run.epochs(1):
+    for (x,) in run.loader(TensorDataset(torch.ones(8, 1)), global_batch_size=2):
+        run.backward(model(x).mean())
+        optimizer.step()
+        run.step()
+        if run.steps == int(sys.argv[2]):
+            if sys.argv[3] == "finish":
+                run.finish()
+            sys.exit(0)
+"""
+
+    def resumed(stop: int, how: str) -> str:
+        command = [sys.executable, "-c", code, str(tmp_path), str(stop), how]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return result.stdout.strip()
+
+    assert resumed(2, "exit") == "resumed at 0"
+    assert resumed(3, "finish") == "resumed at 0"
+    assert resumed(99, "exit") == "resumed at 3"
+    assert resumed(99, "exit") == "resumed at 4"
+
+
 def test_exports_are_sorted_and_there():
     assert train.__all__ == sorted(train.__all__, key=lambda name: (not name.isupper(), name))
     for name in train.__all__:

@@ -35,7 +35,7 @@ def local(
         str, typer.Option(help="Where the nodes find each other.", metavar="sqlite|azurite|URL")
     ] = "sqlite",
     checkpoint_steps: Annotated[
-        int | None, typer.Option(help="Steps between two checkpoints; by default one every 5 minutes.")
+        int | None, typer.Option(help="Steps between two checkpoints, besides the one every 10 seconds.")
     ] = None,
     audit: Annotated[
         bool, typer.Option("--audit", help="Write down each sample and prove that it was seen exactly once.")

@@ -24,9 +24,10 @@ def report(
         from azureml_elastic.report.terminal import summary
 
         loaded = load_report(run_dir)
-        Console().print(summary(loaded))
         if html is not None:
             from azureml_elastic.report.html import write_html
 
             write_html(loaded, html)
+        Console().print(summary(loaded))
+        if html is not None:
             typer.echo(f"Wrote {html}")

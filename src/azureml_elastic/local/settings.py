@@ -57,6 +57,10 @@ def check_table(table: str) -> None:
         )
 
 
+_CHECKPOINT_EVERY = timedelta(seconds=10)
+"""Local runs are short; the default of a job would never come."""
+
+
 @contextlib.contextmanager
 def open_table_choice(table: str, paths: Paths) -> Iterator[TableChoice]:
     """Yield the table for a run; an emulator that has to be started for it runs as long as the context.
@@ -123,7 +127,7 @@ def local_plan(
         nodes: the fewest and the most that train.
         processes_per_node: workers a node.
         max_restarts: worker failures that the run may have.
-        checkpoint_steps: steps between two checkpoints, ``None`` for the default by time.
+        checkpoint_steps: steps between two checkpoints, ``None`` for those by time alone.
         audit: whether workers write down the samples of each step.
         table: where the nodes find each other.
         paths: the run's files.
@@ -141,7 +145,9 @@ def local_plan(
                 timings=RendezvousTimings(witness_interval=timedelta(seconds=1)),
             ),
         ),
-        checkpoint=CheckpointPolicy(path=str(paths.checkpoints), every_steps=checkpoint_steps),
+        checkpoint=CheckpointPolicy(
+            path=str(paths.checkpoints), every=_CHECKPOINT_EVERY, every_steps=checkpoint_steps
+        ),
         run_id=run_id,
         audit=audit,
     )

@@ -100,7 +100,7 @@ class PlainView:
             self._print(f"{node} | {line}")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class LiveView:

@@ -82,6 +82,8 @@ def _steps(round_: Round) -> str:
     if round_.last_step is None:
         return "none" if round_.ran else "did not start"
     first = round_.first_step if round_.restored_step is None else round_.restored_step + 1
+    if first is not None and first > round_.last_step:
+        return "none"
     return f"{first} to {round_.last_step}"
 
 
