@@ -145,9 +145,7 @@ def local_plan(
                 timings=RendezvousTimings(witness_interval=timedelta(seconds=1)),
             ),
         ),
-        checkpoint=CheckpointPolicy(
-            path=str(paths.checkpoints), every=_CHECKPOINT_EVERY, every_steps=checkpoint_steps
-        ),
+        checkpoint=CheckpointPolicy(path=str(paths.checkpoints), every=_CHECKPOINT_EVERY, every_steps=checkpoint_steps),
         run_id=run_id,
         audit=audit,
     )
