@@ -14,7 +14,7 @@ from azureml_elastic import train
 parser = argparse.ArgumentParser()
 parser.add_argument("--step-delay", type=float, default=0.05)
 parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--full", type=int, default=0, help="take ten times as long a step while there are fewer workers")
+parser.add_argument("--full", type=int, default=0, help="take five times as long a step while there are fewer workers")
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ with train.start() as run:
             optimizer.step()
             optimizer.zero_grad()
             run.step()
-            time.sleep(arguments.step_delay * (10 if run.world_size < arguments.full else 1))
+            time.sleep(arguments.step_delay * (5 if run.world_size < arguments.full else 1))
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     if run.is_main:
         print("weights", " ".join(f"{weight:.6f}" for weight in weights), flush=True)
