@@ -18,15 +18,13 @@ from dataclasses import replace
 from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
 from azureml_elastic.node.rendezvous.hub import Hub, HubView
 from azureml_elastic.node.rendezvous.link import Link
+from azureml_elastic.node.rendezvous.lobby import Lobby
 from azureml_elastic.node.rendezvous.round import (
     Limits,
     Member,
-    Patience,
     Round,
     RoundState,
-    candidates,
     reopened,
-    seal,
 )
 from azureml_elastic.node.rendezvous.rows import Rows
 from azureml_elastic.node.rendezvous.seat import Seat, Status
@@ -43,18 +41,14 @@ _LOG = logging.getLogger(__name__)
 _TURN_SECONDS = 0.05
 """How long each survivor gives the one before it to end a broken round."""
 
-_POLL_SECONDS = (0.1, 2.0)
-"""The first and the longest pause between two reads of a row that someone else will change."""
-
-
 _MOST_FRUITLESS = 20
 """How many rounds may break in a row because nodes cannot reach each other, before the run is failed."""
 
 _SNUBBED_SECONDS = 15.0
 """How long the round runs before a node that was expected, but did not come, is made room for again."""
 
-_WATCH_SECONDS = 10.0
-"""The same for a node that another one's hub will tell, in case that node is mistaken."""
+_LONGEST_PAUSE_SECONDS = 2.0
+"""The longest pause before another attempt of nodes that could not reach each other."""
 
 
 class Rendezvous:
@@ -92,6 +86,7 @@ class Rendezvous:
         self._interface = host if host.startswith("127.") else ("::" if ":" in host else "0.0.0.0")  # noqa: S104
         self._hub = Hub(self._interface, timings, self.wake.set)
         self._witness = Witness(table, timings, self._hub.changed)
+        self._lobby = Lobby(self._rows, self._hub, self._witness, limits, timings, self._sleep, self.wake.set)
         self._link: Link | None = None
         self._seat: Seat | None = None
         self._over = False
@@ -152,15 +147,20 @@ class Rendezvous:
                     if seat is not None:
                         listener = None if seat.listener is not None else listener
                         return seat
-                    self._watch_sealed(round_)
+                    if self.last_round == round_.number:
+                        # This node has left its own round; whoever should end it may be dead.
+                        self.reopen(f"{self.node} has left the round")
+                    else:
+                        self._lobby.wait_beside(round_, Member(self.node, self.incarnation))
                     round_ = self._rows.read_round()
                     continue
                 if listener is None:
                     listener = listen((self._interface, 0), backlog=2048)
                 if round_.fruitless:
-                    self._sleep(min(_POLL_SECONDS[1], 0.1 * 2**round_.fruitless))
-                round_ = self._wait_open(round_, listener)
+                    self._sleep(min(_LONGEST_PAUSE_SECONDS, 0.1 * 2**round_.fruitless))
+                round_ = self._lobby.wait_for_seal(round_, self._candidacy(round_, listener))
         finally:
+            self._lobby.leave()
             if listener is not None:
                 listener.close()
 
@@ -277,11 +277,8 @@ class Rendezvous:
             return False
         return current.number != seat.round.number or current.state != "sealed"
 
-    # --- an open round -----------------------------------------------------------------------------------------------
-
-    def _wait_open(self, round_: Round, listener: socket.socket) -> Round:
-        """Ask for a place in the open round, wait until someone, perhaps this node, has moved it, and return it."""
-        me = Member(
+    def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
+        return Member(
             node=self.node,
             incarnation=self.incarnation,
             round=round_.number,
@@ -290,45 +287,6 @@ class Rendezvous:
             hub_port=self._hub.port,
             slots=self._slots,
         )
-        self._rows.write_member(me)
-        patience = Patience(round_, self._limits, self._timings)
-        pause, longest = _POLL_SECONDS
-        while True:
-            members = self._rows.members()
-            if patience.time_to_seal(members, self.node):
-                return self._seal(round_, members)
-            first = (candidates(round_, members) or [me])[0]
-            if first.node == self.node:
-                # Whoever arrives watches this node's hub, which wakes it up.
-                woken = self._sleep(min(pause, patience.next_look))
-            elif self._watch(first, round_.number):
-                woken = self._wait_for_sealer(min(_WATCH_SECONDS, patience.next_look))
-            else:
-                woken = self._sleep(pause)
-            pause = _POLL_SECONDS[0] if woken else min(longest, pause * 1.5)
-            current = self._rows.read_round()
-            if current.number != round_.number or current.state != "open":
-                self._hub.changed(current.number)
-                return current
-
-    def _wait_for_sealer(self, seconds: float) -> bool:
-        """Wait until the node that should seal says that it has, is gone, or takes too long."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            if self._link_says_changed() or self._link is None or self._link.broken:
-                return True
-            self._sleep(left)
-        return False
-
-    def _seal(self, round_: Round, members: list[Member]) -> Round:
-        sealed = seal(round_, members, self._limits)
-        if not self._rows.replace_round(sealed):
-            _LOG.info("Another node was first to move round %d.", round_.number)
-            sealed = self._rows.read_round()
-        self._hub.changed(round_.number)
-        return sealed
-
-    # --- a sealed round ----------------------------------------------------------------------------------------------
 
     def _take_seat(self, round_: Round, listener: socket.socket | None) -> Seat | None:
         """Enter the sealed round if this incarnation is in it and has not been in it before."""
@@ -338,7 +296,7 @@ class Rendezvous:
             return None
         seat = Seat(round_, rank, listener if rank == 0 else None)
         self._seat, self._over, self._seated_at = seat, False, time.monotonic()
-        self._drop_link()
+        self._lobby.leave()
         if rank == 0:
             self._hub.enter(round_)
             self._witness.start(round_.number)
@@ -354,65 +312,6 @@ class Rendezvous:
             self.reopen(f"{self.node} cannot reach {where}", lost=frozenset({first.node}), fruitless=True)
             return None
         return seat
-
-    def _watch_sealed(self, round_: Round) -> None:
-        """Wait as a spare beside a running round, until its row may have changed."""
-        if self._seat is not None and self._seat.round.number == round_.number:
-            # Our own round, which we have left: whoever should reopen it may be dead.
-            self.reopen(f"{self.node} has left the round")
-            return
-        first = round_.members[0]
-        patience = 2 * self._timings.witness_interval.total_seconds()
-        sign, since = self._witness.look(), time.monotonic()
-        watching = self._watch(first)
-        while not self._link_says_changed():
-            self._sleep(self._timings.witness_interval.total_seconds() if watching else _POLL_SECONDS[0] * 3)
-            if self._rows.read_round() != round_:
-                return
-            watching = self._watch(first)
-            if watching or (seen := self._witness.look()) != sign:
-                sign, since = (sign if watching else seen), time.monotonic()
-            elif time.monotonic() - since > patience:
-                _LOG.warning("Round %d gives no sign of life; it is given up.", round_.number)
-                self._give_up(round_, first)
-                return
-
-    def _give_up(self, round_: Round, first: Member) -> None:
-        everyone = [member.node for member in round_.members]
-        self._rows.replace_round(
-            reopened(round_, f"no sign of life from {first.node}", lost=everyone, waiting=[self.node])
-        )
-
-    # --- waiting -----------------------------------------------------------------------------------------------------
-
-    def _watch(self, member: Member, number: int = 0) -> bool:
-        """Be told by this member's hub when something changes; false when it cannot be reached.
-
-        Args:
-            member: whose hub.
-            number: the open round that this node waits for; 0 to be told to read the row now.
-        """
-        if self._watches(member):
-            return True
-        self._drop_link()
-        greeting = {"op": "watch", "node": self.node, "incarnation": self.incarnation, "round": number}
-        try:
-            self._link = Link((member.host, member.hub_port), greeting, self._timings, self.wake.set)
-        except OSError as error:
-            _LOG.info("The hub of %s cannot be reached: %s", member.node, error)
-            return False
-        return True
-
-    def _watches(self, member: Member) -> bool:
-        address = (member.host, member.hub_port)
-        return self._link is not None and self._link.address == address and not self._link.broken
-
-    def _link_says_changed(self) -> bool:
-        link = self._link
-        if link is None or not link.changed:
-            return False
-        link.changed = False
-        return True
 
     def _drop_link(self) -> None:
         if self._link is not None:
