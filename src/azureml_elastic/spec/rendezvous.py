@@ -34,6 +34,8 @@ class RendezvousTimings(Spec):
         rescale_debounce: how long newcomers are collected before the running round makes room for them.
         witness_interval: between two signs of life of rank 0's node in the table; a round whose rank 0
             cannot be reached and gave no sign for twice as long is given up.
+        fruitless_rounds: how many rounds in a row may break because nodes cannot reach each other, before the
+            run is failed.
     """
 
     heartbeat_interval: PositiveDuration = timedelta(seconds=1)
@@ -44,6 +46,7 @@ class RendezvousTimings(Spec):
     takeover_delay: PositiveDuration = timedelta(seconds=1)
     rescale_debounce: Duration = timedelta(seconds=0.5)
     witness_interval: PositiveDuration = timedelta(seconds=5)
+    fruitless_rounds: int = Field(default=20, ge=1)
 
     @model_validator(mode="after")
     def _timeout_covers_interval(self) -> Self:

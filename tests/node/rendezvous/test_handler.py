@@ -26,6 +26,7 @@ TIMINGS = RendezvousTimings(
     takeover_delay=timedelta(seconds=0.3),
     rescale_debounce=timedelta(seconds=0.1),
     witness_interval=timedelta(seconds=0.3),
+    fruitless_rounds=4,
 )
 PATIENCE = 30
 
@@ -243,8 +244,7 @@ def test_a_node_that_ends_without_a_word_is_lost_however_it_ends(nodes):
     assert leader.status().lost == {other.node}
 
 
-def test_nodes_that_cannot_reach_each_other_fail_the_run_with_the_address(nodes, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.rendezvous.handler._MOST_FRUITLESS", 4)
+def test_nodes_that_cannot_reach_each_other_fail_the_run_with_the_address(nodes):
     pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
     for node in pair:
         node._host = "127.0.0.99"  # where neither of them listens

@@ -41,9 +41,6 @@ _LOG = logging.getLogger(__name__)
 _TURN_SECONDS = 0.05
 """How long each survivor gives the one before it to end a broken round."""
 
-_MOST_FRUITLESS = 20
-"""How many rounds may break in a row because nodes cannot reach each other, before the run is failed."""
-
 _SNUBBED_SECONDS = 15.0
 """How long the round runs before a node that was expected, but did not come, is made room for again."""
 
@@ -207,7 +204,7 @@ class Rendezvous:
         view = self._hub.view()
         waiting = sorted(view.waiting)
         next_ = reopened(seat.round, reason, lost, waiting, failures=failures, fruitless=fruitless)
-        if next_.fruitless >= _MOST_FRUITLESS:
+        if next_.fruitless >= self._timings.fruitless_rounds:
             return self.close(
                 succeeded=False,
                 exit_code=1,
