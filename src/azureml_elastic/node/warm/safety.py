@@ -1,0 +1,75 @@
+"""Whether the warm process may be forked.
+
+A fork copies one thread: locks that others hold stay locked in the child. And a process that has opened a GPU driver
+leaves its children a broken one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+__all__ = ["leftover_threads", "open_devices", "trial_fork", "why_unsafe"]
+
+_DEVICES = ("/dev/nvidia", "/dev/kfd")
+_SETTLE_SECONDS = 0.2
+"""A joined thread stays in ``/proc`` for a moment."""
+
+
+def why_unsafe() -> str | None:
+    """Return why this process must not be forked; native threads are judged after a fork, see below."""
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if threads:
+        return f"the script's imports started {_count(len(threads), 'thread')} ({', '.join(threads)})"
+    if devices := open_devices(_DEVICES):
+        return f"the script's imports opened {', '.join(devices)}"
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is not None and cuda.is_initialized():
+        return "the script's imports initialised CUDA"
+    return None
+
+
+def leftover_threads() -> str | None:
+    """Return, just after a fork, which threads did not stop for it.
+
+    Thread pools that are made for it, OpenBLAS's for one, stop before a fork and start again when they are needed.
+    """
+    until = time.monotonic() + _SETTLE_SECONDS
+    while (number := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < until:  # noqa: PTH208
+        time.sleep(0.002)
+    return f"the script's imports started {_count(number, 'native thread')}" if number else None
+
+
+def trial_fork() -> str | None:
+    """Fork a process that does nothing, and return why that was not safe."""
+    reason = why_unsafe()
+    if reason is not None:
+        return reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python's own about threads, which are counted below
+        child = os.fork()
+    if child == 0:
+        os._exit(0)
+    reason = leftover_threads()
+    os.waitpid(child, 0)
+    return reason
+
+
+def open_devices(prefixes: tuple[str, ...]) -> list[str]:
+    """Return the paths that begin with one of these and that this process has open."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            path = str(descriptor.readlink())
+            if path.startswith(prefixes):
+                found.add(path)
+    return sorted(found)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,15 @@
+"""Stands in for an agent that is about to be killed: holds a warm process and one worker of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from starting import ENVIRON, warm_process
+
+process = warm_process(sys.argv[1])
+assert process.wait_ready(120), process.refusal
+worker = process.start({**ENVIRON, "RANK": "wait"}, Path(sys.argv[2]), Path(sys.argv[2] + ".err"))
+print(process.pid, worker.pid, flush=True)
+time.sleep(600)
