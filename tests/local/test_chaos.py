@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.errors import ChaosError
 from azureml_elastic.local.chaos import ChaosState, Due, due, load_schedule, may_add, parse_schedule, random_schedule
-from azureml_elastic.local.faults import Add, AfterSeconds, AtStep, Freeze, Kill, Preempt, Schedule
+from azureml_elastic.local.faults import Add, AfterSeconds, AtStep, Freeze, Kill, Preempt, Schedule, TableTrouble
 
 ALL = frozenset({"node-0", "node-1", "node-2"})
 
@@ -74,12 +74,19 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         ("preempt=any@step:3/soon", "'soon'"),
         ("freeze=any@step:3/", "''"),
         ("=any@step:3", "VERB=TARGET@WHEN"),
+        ("table@step:3", "''"),
+        ("table=fire@step:3", "'fire'"),
+        ("table=slow:0%@step:3", "0 %"),
+        ("table=slow:101%@step:3", "101 %"),
+        ("table=outage:50%@step:3", "50 %"),
+        ("table=slow:5@step:3", "'slow:5'"),
+        ("table=slow@step:3/soon", "'soon'"),
     ],
 )
 def test_what_is_not_understood_is_named_with_what_is_accepted(text, named):
     with pytest.raises(ChaosError, match=re.escape(named)) as caught:
         parse_schedule(text)
-    for verb in ("kill=", "preempt=", "freeze=", "add"):
+    for verb in ("kill=", "preempt=", "freeze=", "add", "table=outage"):
         assert verb in str(caught.value)
 
 
@@ -171,6 +178,48 @@ def test_random_schedules_never_take_the_last_node(seed, nodes, faults):
     for fault in schedule.faults:
         living += fault.count if isinstance(fault, Add) else -1
         assert 1 <= living <= nodes
+
+
+def test_trouble_with_the_table_is_due_with_or_without_nodes():
+    schedule = parse_schedule("table=slow:20%@10s/5s,table=outage@step:3,table=any@0s")
+    assert str(schedule) == "table=slow:20%@10s/5s,table=outage@step:3,table=any@0s"
+    assert schedule.disturbs_table
+    assert not parse_schedule("kill=any@step:1,add@step:2").disturbs_table
+    decisions = due(schedule, ChaosState(step=3, seconds=9.0))
+    assert [(decision.index, decision.victim) for decision in decisions] == [(1, None), (2, None)]
+    slow, outage, _ = (fault.disturbance for fault in schedule.faults)
+    assert (slow.kind, slow.share, outage.kind, outage.share) == ("slow", 0.2, "outage", 1.0)
+
+
+@given(st.integers(), st.integers(2, 5), st.integers(2, 12))
+def test_random_schedules_of_all_kinds_end_by_themselves(seed, nodes, faults):
+    kinds = ("kill", "preempt", "add", "freeze", "table")
+    schedule = random_schedule(seed, nodes=nodes, faults=faults, last_step=40, kinds=kinds)
+    assert schedule == random_schedule(seed, nodes=nodes, faults=faults, last_step=40, kinds=kinds)
+    assert parse_schedule(str(schedule), seed) == schedule
+    assert len({fault.when.step for fault in schedule.faults}) == faults
+    living = nodes
+    for fault in schedule.faults:
+        if isinstance(fault, (Freeze, TableTrouble)):
+            assert 1 <= fault.duration_s <= 8
+        else:
+            living += fault.count if isinstance(fault, Add) else -1
+        assert 1 <= living <= nodes
+    losses = [fault for fault in schedule.faults if isinstance(fault, (Kill, Preempt))]
+    assert not losses or losses[0].target == "rank0"
+
+
+def test_random_schedules_have_the_kinds_that_were_asked_for():
+    def drawn(*kinds):
+        return {type(fault) for seed in range(40) for fault in random_schedule(seed, kinds=kinds).faults}
+
+    assert drawn("table") == {TableTrouble}
+    assert drawn("freeze", "table") == {Freeze, TableTrouble}
+    assert drawn("kill", "add", "table") == {Kill, Add, TableTrouble}
+    assert drawn("kill", "preempt", "add", "freeze", "table") == {Kill, Preempt, Add, Freeze, TableTrouble}
+    for kinds in ((), ("add",), ("kill", "freeze"), ("table", "fire")):
+        with pytest.raises(ChaosError, match="kill, preempt, add"):
+            random_schedule(0, kinds=kinds)
 
 
 def test_random_schedules_vary():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from azureml_elastic.errors import Fenced, TableUnavailable
@@ -75,3 +78,101 @@ def test_a_commit_whose_answer_was_lost_can_be_repeated(table):
         pointer.commit(SECOND)
     pointer.commit(SECOND)
     assert table.get(CHECKPOINT_KEY).value["pointer"] == SECOND
+
+
+class Gate:
+    """A table whose replacements wait until the gate is open; it counts them."""
+
+    def __init__(self, table):
+        self._table = table
+        self.open = threading.Event()
+        self.open.set()
+        self.replaced = 0
+
+    def __getattr__(self, name):
+        return getattr(self._table, name)
+
+    def replace(self, *arguments):
+        assert self.open.wait(30)
+        self.replaced += 1
+        return self._table.replace(*arguments)
+
+
+@pytest.fixture
+def gate(table):
+    made = Gate(table)
+    yield made
+    made.open.set()
+
+
+def committed(table):
+    return table.get(CHECKPOINT_KEY).value["pointer"]
+
+
+def test_a_table_that_does_not_answer_holds_up_training_once_and_briefly(gate, table):
+    pointer = CheckpointPointer(gate, 1, "x")
+    pointer.take_over()
+    gate.open.clear()
+    began = time.monotonic()
+    with pytest.raises(TableUnavailable, match=r"commit of step 1 for 1\.\d s"):
+        pointer.commit(FIRST)
+    assert 0.9 < time.monotonic() - began < 3
+    began = time.monotonic()
+    with pytest.raises(TableUnavailable, match="step 2 was not begun"):
+        pointer.commit(SECOND)
+    assert time.monotonic() - began < 0.5
+    gate.open.set()
+    pointer.commit(SECOND)  # asked again, it waits for the first one
+    assert committed(table) == SECOND
+    assert gate.replaced == 2
+
+
+def test_who_asks_again_for_the_same_checkpoint_waits_for_it_and_nothing_is_written_twice(gate, table):
+    pointer = CheckpointPointer(gate, 1, "x")
+    pointer.take_over()
+    gate.open.clear()
+    with pytest.raises(TableUnavailable):
+        pointer.commit(FIRST)
+    threading.Timer(2.0, gate.open.set).start()
+    pointer.commit(FIRST)
+    pointer.commit(FIRST)
+    assert committed(table) == FIRST
+    assert gate.replaced == 1
+
+
+def test_the_last_commit_waits_for_one_that_is_still_under_way(gate, table):
+    pointer = CheckpointPointer(gate, 1, "x")
+    pointer.take_over()
+    gate.open.clear()
+    for wanted in (FIRST, SECOND):
+        with pytest.raises(TableUnavailable):
+            pointer.commit(wanted)
+    threading.Timer(2.0, gate.open.set).start()
+    pointer.commit(SECOND)
+    assert committed(table) == SECOND
+
+
+def test_a_commit_that_comes_late_is_fenced_like_any_other(gate, table):
+    old = CheckpointPointer(gate, 1, "x")
+    old.take_over()
+    gate.open.clear()
+    with pytest.raises(TableUnavailable):
+        old.commit(FIRST)
+    new = CheckpointPointer(table, 2, "y")
+    assert new.take_over() is None
+    gate.open.set()
+    with pytest.raises(Fenced, match="Round 2"):
+        old.commit(FIRST)
+    assert committed(table) is None
+
+
+def test_a_lost_answer_of_the_table_is_found_out_and_not_written_again(table):
+    flaky = Flaky(table)
+    pointer = CheckpointPointer(flaky, 1, "x")
+    pointer.take_over()
+    flaky.lose_answer = True
+    with pytest.raises(TableUnavailable):
+        pointer.commit(FIRST)
+    etag = table.get(CHECKPOINT_KEY).etag
+    pointer.commit(FIRST)
+    assert (table.get(CHECKPOINT_KEY).etag, committed(table)) == (etag, FIRST)

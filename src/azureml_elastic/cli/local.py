@@ -10,7 +10,7 @@ import typer
 
 from azureml_elastic.cli.failures import explained, require
 from azureml_elastic.errors import UsageError
-from azureml_elastic.spec import CheckpointPolicy, ElasticDistribution, ElasticResources
+from azureml_elastic.spec import CheckpointPolicy, ElasticDistribution, ElasticResources, Recovery
 
 __all__ = ["check_program", "local", "parse_nodes"]
 
@@ -25,7 +25,10 @@ def local(
     nproc_per_node: Annotated[int, typer.Option(help="Workers a node.")] = 1,
     chaos: Annotated[
         str | None,
-        typer.Option(help="Faults to inject, or a file of them: kill=rank0@step:30,add@step:60", metavar="SPEC|FILE"),
+        typer.Option(
+            help="Faults to inject, or a file of them: kill=rank0@step:30,add@step:60,table=outage@20s/5s",
+            metavar="SPEC|FILE",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Draws the victims of faults whose target is 'any'.")] = 0,
     run_dir: Annotated[
@@ -41,6 +44,9 @@ def local(
         bool, typer.Option("--audit", help="Write down each sample and prove that it was seen exactly once.")
     ] = False,
     max_restarts: Annotated[int, typer.Option(help="Worker failures that the run may have.")] = 3,
+    recovery: Annotated[
+        Recovery, typer.Option(help="Whether workers are started anew when another one is lost, or stay.")
+    ] = "restart",
     timeout: Annotated[float | None, typer.Option(help="Stop the run after this many seconds.")] = None,
     live: Annotated[
         bool | None, typer.Option("--live/--plain", help="A live table, or plain lines; by default what fits.")
@@ -56,7 +62,9 @@ def local(
             raise UsageError(f"--timeout {timeout:g} is no time to run; give seconds above 0, or leave it out.")
         # What the models refuse is better refused before a folder is made.
         ElasticResources(min_instance_count=counts[0], max_instance_count=counts[1])
-        ElasticDistribution(process_count_per_instance=nproc_per_node, max_restarts=max_restarts)
+        distribution = ElasticDistribution(
+            process_count_per_instance=nproc_per_node, max_restarts=max_restarts, recovery=recovery
+        )
         CheckpointPolicy(every_steps=checkpoint_steps)
         check_program(program)
         require(("torch", "torch", "node"), ("psutil", "psutil", "node"))
@@ -69,17 +77,19 @@ def local(
         from azureml_elastic.local.view import choose_view
         from azureml_elastic.report.terminal import summary
 
-        check_table(table)
+        schedule = load_schedule(chaos, seed) if chaos is not None else None
+        check_table(table, schedule)
         console = Console()
         cluster = LocalCluster(
             counts,
             processes_per_node=nproc_per_node,
-            chaos=load_schedule(chaos, seed) if chaos is not None else None,
+            chaos=schedule,
             run_dir=run_dir,
             table=table,
             checkpoint_steps=checkpoint_steps,
             audit=audit,
             max_restarts=max_restarts,
+            distribution=distribution,
             timeout_s=timeout,
             view=choose_view(console, live=live),
         )

@@ -14,8 +14,9 @@ from azureml_elastic.ledger.summary import Paths, Report
 from azureml_elastic.local.faults import Schedule
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.processes import NodeProcesses
-from azureml_elastic.local.settings import local_plan, open_table_choice
+from azureml_elastic.local.settings import check_table, local_plan, open_table_choice
 from azureml_elastic.local.view import View
+from azureml_elastic.spec import ElasticDistribution
 
 __all__ = ["NODE_COMMAND", "LocalCluster", "new_run_dir"]
 
@@ -31,10 +32,12 @@ class LocalCluster:
         processes_per_node: workers a node.
         chaos: the faults to inject.
         run_dir: a new folder for the run's files; ``None`` makes one below ``./runs``.
-        table: ``sqlite``, ``azurite`` or the table URL of a storage account.
+        table: ``sqlite``, ``azurite`` or the table URL of a storage account; faults of the table need one that is
+            reached over plain HTTP, as the emulator is.
         checkpoint_steps: steps between two checkpoints; ``None`` takes the default by time.
         audit: whether to prove that each sample was seen exactly once.
         max_restarts: worker failures that the run may have.
+        distribution: everything else about the processes; the arguments above come before it.
         timeout_s: after which the run is stopped and has failed.
         exit_grace_s: for the other nodes to exit once the run has ended.
         view: shows the run; ``None`` shows nothing.
@@ -52,6 +55,7 @@ class LocalCluster:
         checkpoint_steps: int | None = None,
         audit: bool = False,
         max_restarts: int = 3,
+        distribution: ElasticDistribution | None = None,
         timeout_s: float | None = None,
         exit_grace_s: float = 20.0,
         view: View | None = None,
@@ -65,6 +69,7 @@ class LocalCluster:
         self._checkpoint_steps = checkpoint_steps
         self._audit = audit
         self._max_restarts = max_restarts
+        self._distribution = distribution or ElasticDistribution()
         self._timeout_s = timeout_s
         self._exit_grace_s = exit_grace_s
         self._view = view
@@ -77,16 +82,18 @@ class LocalCluster:
             argv: the program and its arguments.
 
         Raises:
-            UsageError: the run's folder has been used, or the table is of no known form.
+            UsageError: the run's folder has been used, the table is of no known form, or the faults do not apply to it.
         """
+        check_table(self._table, self._chaos)  # before a folder is made
         paths = _prepare(self._run_dir or new_run_dir())
         run_id = f"local-{secrets.token_hex(4)}"
         with contextlib.ExitStack() as stack:
-            table = stack.enter_context(open_table_choice(self._table, paths))
+            table = stack.enter_context(open_table_choice(self._table, paths, self._chaos))
             plan = local_plan(
                 nodes=self._nodes,
                 processes_per_node=self._processes_per_node,
                 max_restarts=self._max_restarts,
+                distribution=self._distribution,
                 checkpoint_steps=self._checkpoint_steps,
                 audit=self._audit,
                 table=table,

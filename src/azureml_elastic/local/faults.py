@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Add", "AfterSeconds", "AtStep", "Fault", "Freeze", "Kill", "Preempt", "Schedule", "When"]
+from azureml_elastic.local.disturbance import Disturbance, Trouble
+
+__all__ = [
+    "Add",
+    "AfterSeconds",
+    "AtStep",
+    "Fault",
+    "Freeze",
+    "Kill",
+    "Preempt",
+    "Schedule",
+    "TableTrouble",
+    "When",
+]
 
 DEFAULT_NOTICE_S = 30.0
 
@@ -78,7 +91,34 @@ class Add:
         return f"add@{self.when}" if self.count == 1 else f"add={self.count}@{self.when}"
 
 
-Fault = Kill | Preempt | Freeze | Add
+@dataclass(frozen=True)
+class TableTrouble:
+    """Trouble between all nodes and the table, see :class:`~azureml_elastic.local.disturbance.Disturbance`.
+
+    Args:
+        trouble: its kind.
+        when: it begins.
+        duration_s: after which it ends, ``None`` for the rest of the run.
+        percent: of the calls that are hit, 1 to 100.
+    """
+
+    trouble: Trouble
+    when: When
+    duration_s: float | None = None
+    percent: int = 100
+
+    @property
+    def disturbance(self) -> Disturbance:
+        """What the proxy is told."""
+        return Disturbance(self.trouble, share=self.percent / 100)
+
+    def __str__(self) -> str:
+        share = "" if self.percent == 100 else f":{self.percent}%"  # noqa: PLR2004
+        lasts = "" if self.duration_s is None else f"/{self.duration_s:g}s"
+        return f"table={self.trouble}{share}@{self.when}{lasts}"
+
+
+Fault = Kill | Preempt | Freeze | Add | TableTrouble
 
 
 @dataclass(frozen=True)
@@ -87,11 +127,16 @@ class Schedule:
 
     Args:
         faults: each happens once.
-        seed: draws the victims of ``any``.
+        seed: draws the victims of ``any``, and the calls to the table that are hit.
     """
 
     faults: tuple[Fault, ...] = ()
     seed: int = 0
+
+    @property
+    def disturbs_table(self) -> bool:
+        """Whether the nodes must reach their table through a proxy."""
+        return any(isinstance(fault, TableTrouble) for fault in self.faults)
 
     def __str__(self) -> str:
         return ",".join(str(fault) for fault in self.faults)

@@ -21,7 +21,7 @@ from azureml_elastic.ledger.summary import (
 from azureml_elastic.local.board import Board
 from azureml_elastic.local.chaos import ChaosState, Due, due, may_add
 from azureml_elastic.local.ending import TIMED_OUT, Ending, NodeStatus, how_it_ended, phase
-from azureml_elastic.local.faults import Add, Kill, Preempt, Schedule
+from azureml_elastic.local.faults import Add, Freeze, Kill, Preempt, Schedule, TableTrouble
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 from azureml_elastic.local.settings import TableChoice, node_environment
 from azureml_elastic.local.view import View
@@ -222,6 +222,8 @@ class Launch:
         hit: tuple[str, ...] = ()
         if isinstance(fault, Add):
             hit = self._start(fault.count)
+        elif isinstance(fault, TableTrouble):
+            self._disturb(fault)
         elif decision.victim is not None:
             hit = (decision.victim,)
             node = self._nodes[decision.victim]
@@ -229,11 +231,19 @@ class Launch:
                 self._kill(node)
             elif isinstance(fault, Preempt):
                 self._preempt(node, fault.notice_s)
-            else:
+            elif isinstance(fault, Freeze):
                 self._freeze(node, fault.duration_s)
         self._faults.append(FaultRecord(fault=str(fault), nodes=hit, step=self._board.step, time=time.time()))
         if self._view is not None:
-            self._view.note(f"fault {fault}: {', '.join(hit) if hit else 'its target has gone already'}")
+            gone = "all nodes" if isinstance(fault, TableTrouble) else "its target has gone already"
+            self._view.note(f"fault {fault}: {', '.join(hit) or gone}")
+
+    def _disturb(self, fault: TableTrouble) -> None:
+        proxy = self._table.proxy
+        assert proxy is not None, "a schedule with trouble with the table has a proxy"
+        disturbance = proxy.add(fault.disturbance)
+        if fault.duration_s is not None:
+            self._timers.append(_Timer(time.monotonic() + fault.duration_s, lambda: proxy.remove(disturbance)))
 
     def _kill(self, node: _Node) -> None:
         node.done_to_it = "killed"

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths
+from azureml_elastic.local.faults import Schedule
+from azureml_elastic.local.table_proxy import TableProxy
+from azureml_elastic.node.table.opening import emulator_connection_string
 from azureml_elastic.spec import (
     CheckpointPolicy,
     Credential,
     ElasticDistribution,
     ElasticResources,
     Plan,
-    RendezvousTimings,
     TableRendezvous,
     environment,
 )
@@ -36,24 +38,40 @@ class TableChoice:
         endpoint: see :class:`~azureml_elastic.spec.TableRendezvous`.
         credential: which identity opens it.
         environment: what the nodes need in their environment to do so.
+        proxy: through which the nodes reach it, where trouble with it is to be injected.
     """
 
     endpoint: str
     credential: Credential = "auto"
     environment: Mapping[str, str] = field(default_factory=dict)
+    proxy: TableProxy | None = None
 
 
-def check_table(table: str) -> None:
-    """Check the form of the choice.
+def check_table(table: str, schedule: Schedule | None = None) -> None:
+    """Check the form of the choice, and that the faults apply to it.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is none, or trouble with the table is to be injected where none can be.
     """
     if table not in ("sqlite", "azurite") and not table.startswith(("https://", "http://")):
         raise UsageError(
             f"The table {table!r} is of no known form. Give 'sqlite' (a file in the run's folder), 'azurite' (the "
             "emulator of Azure Storage) or the table URL of a storage account, such as "
             "https://<account>.table.core.windows.net."
+        )
+    if schedule is None or not schedule.disturbs_table:
+        return
+    connection = os.environ.get(CONNECTION_STRING)
+    address = connection_endpoint(connection) if table == "azurite" and connection is not None else table
+    if table == "sqlite" or address.startswith("https://"):
+        reason = (
+            "a file on this machine never has any"
+            if table == "sqlite"
+            else f"{address} is reached over TLS, which no proxy can enter"
+        )
+        raise UsageError(
+            f"The fault schedule has trouble with the table ({schedule}), but {reason}. Use the table 'azurite' "
+            "(--table azurite), or leave these faults out."
         )
 
 
@@ -62,17 +80,44 @@ _CHECKPOINT_EVERY = timedelta(seconds=10)
 
 
 @contextlib.contextmanager
-def open_table_choice(table: str, paths: Paths) -> Iterator[TableChoice]:
-    """Yield the table for a run; an emulator that has to be started for it runs as long as the context.
+def open_table_choice(table: str, paths: Paths, schedule: Schedule | None = None) -> Iterator[TableChoice]:
+    """Yield the table for a run; what has to be started for it runs as long as the context: an emulator, a proxy.
 
     Args:
         table: ``sqlite``, ``azurite`` or the URL of an account.
         paths: the run's files.
+        schedule: of the faults; with trouble with the table among them, the nodes reach it through a proxy.
 
     Raises:
-        UsageError: the choice is of no known form, or the connection string in the environment names no table.
+        UsageError: the choice is of no known form, the faults do not apply to it, or the connection string in the
+            environment names no table.
     """
-    check_table(table)
+    check_table(table, schedule)
+    with contextlib.ExitStack() as stack:
+        choice = stack.enter_context(_table_itself(table, paths))
+        if schedule is not None and schedule.disturbs_table:
+            log = paths.run_dir / "table.jsonl"
+            proxy = stack.enter_context(TableProxy(choice.endpoint, seed=schedule.seed, log=log))
+            choice = _through(proxy, choice)
+        yield choice
+
+
+def _through(proxy: TableProxy, choice: TableChoice) -> TableChoice:
+    """Return the same table as the nodes reach it through the proxy."""
+    connection = choice.environment.get(CONNECTION_STRING) or os.environ.get(CONNECTION_STRING)
+    secret = {}
+    if choice.credential == "connection_string" and connection is not None:
+        parts = dict(part.split("=", 1) for part in connection.split(";") if "=" in part)
+        if "AccountName" in parts:
+            parts |= {"DefaultEndpointsProtocol": "http", "TableEndpoint": proxy.endpoint}
+            secret = {CONNECTION_STRING: "".join(f"{name}={value};" for name, value in parts.items())}
+        else:
+            secret = {CONNECTION_STRING: emulator_connection_string(proxy.endpoint)}
+    return replace(choice, endpoint=proxy.endpoint, environment={**choice.environment, **secret}, proxy=proxy)
+
+
+@contextlib.contextmanager
+def _table_itself(table: str, paths: Paths) -> Iterator[TableChoice]:
     connection = os.environ.get(CONNECTION_STRING)
     if table == "sqlite":
         yield TableChoice(str(paths.run_dir / "table.sqlite"))
@@ -115,6 +160,7 @@ def local_plan(
     nodes: tuple[int, int],
     processes_per_node: int,
     max_restarts: int,
+    distribution: ElasticDistribution,
     checkpoint_steps: int | None,
     audit: bool,
     table: TableChoice,
@@ -127,6 +173,7 @@ def local_plan(
         nodes: the fewest and the most that train.
         processes_per_node: workers a node.
         max_restarts: worker failures that the run may have.
+        distribution: everything else about the processes.
         checkpoint_steps: steps between two checkpoints, ``None`` for those by time alone.
         audit: whether workers write down the samples of each step.
         table: where the nodes find each other.
@@ -136,14 +183,20 @@ def local_plan(
     minimum, maximum = nodes
     return Plan(
         resources=ElasticResources(min_instance_count=minimum, max_instance_count=maximum),
-        distribution=ElasticDistribution(
-            process_count_per_instance=processes_per_node,
-            max_restarts=max_restarts,
-            rendezvous=TableRendezvous(
-                endpoint=table.endpoint,
-                credential=table.credential,
-                timings=RendezvousTimings(witness_interval=timedelta(seconds=1)),
-            ),
+        distribution=distribution.model_copy(
+            update={
+                "process_count_per_instance": processes_per_node,
+                "max_restarts": max_restarts,
+                # Events of this machine concern none of its nodes.
+                "preemption": distribution.preemption.model_copy(update={"scheduled_events": None}),
+                "rendezvous": TableRendezvous(
+                    endpoint=table.endpoint,
+                    credential=table.credential,
+                    timings=distribution.rendezvous.timings.model_copy(
+                        update={"witness_interval": timedelta(seconds=1)}
+                    ),
+                ),
+            }
         ),
         checkpoint=CheckpointPolicy(path=str(paths.checkpoints), every=_CHECKPOINT_EVERY, every_steps=checkpoint_steps),
         run_id=run_id,

@@ -1,12 +1,15 @@
 """The table in Azure Tables, or in its emulator Azurite.
 
 The only importer of ``azure.data``. Each write carries a random nonce. When the service did write a row but its answer
-was lost, the repetition finds the row in its way; the nonce in the row then tells that it is ours.
+was lost, the repetition finds the row in its way; the nonce in the row then tells that it is ours. A write that failed
+as ``TableUnavailable`` keeps its nonce: the same call, made again, goes on with the same write.
 """
 
 from __future__ import annotations
 
 import secrets
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from http import HTTPStatus
@@ -20,17 +23,18 @@ from azureml_elastic.node.table.faults import (
     cause,
     error_code,
     may_have_arrived,
+    retry_after,
     row_is_missing,
     translate,
 )
 from azureml_elastic.node.table.keys import key_range, read_key, write_key
 from azureml_elastic.node.table.patience import PATIENCE, repeat
 from azureml_elastic.node.table.protocol import Row
+from azureml_elastic.node.table.transport import Transport
 from azureml_elastic.node.table.values import cut, read_value, write_value
 
 try:
     from azure.core import MatchConditions
-    from azure.core.pipeline.transport import RequestsTransport
     from azure.data.tables import TableClient, TableEntity, UpdateMode
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
@@ -47,6 +51,7 @@ _READ_TIMEOUT_S = 4.0
 _DELETION_PATIENCE = timedelta(seconds=90)  # Azure keeps the name of a deleted table for 40 s and more
 _CONNECTIONS = 256  # kept open; threads beyond that make one for each call
 _PAGE = 1000
+_UNSETTLED = 256  # writes whose outcome is unknown; beyond that the oldest are forgotten
 
 _NONCE = "nonce"
 _PIECE = "value"
@@ -82,6 +87,8 @@ class AzureTable:
         self._patience = patience
         self._partition = write_key(partition)
         self._client = _client(endpoint, table, login)
+        self._unsettled: OrderedDict[tuple[str, str, str | None], str] = OrderedDict()
+        self._lock = threading.Lock()
         self._place = Place(self._client.url.partition("?")[0], table, login.who)
         try:
             self._ensure_table()
@@ -96,19 +103,16 @@ class AzureTable:
 
     def insert(self, key: str, value: Mapping[str, Any]) -> str:
         """Write a row that does not exist yet and return its etag."""
-        entity = self._entity(key, value)
-        return self._write(key, entity, lambda **timeouts: self._client.create_entity(entity, **timeouts))
+        return self._write(key, value, None, self._client.create_entity)
 
     def replace(self, key: str, value: Mapping[str, Any], etag: str) -> str:
         """Overwrite the row if it still has this version, and return the new etag."""
-        entity = self._entity(key, value)
-        return self._write(
-            key,
-            entity,
-            lambda **timeouts: self._client.update_entity(
-                entity, UpdateMode.REPLACE, etag=etag, match_condition=MatchConditions.IfNotModified, **timeouts
-            ),
-        )
+        same = MatchConditions.IfNotModified
+
+        def send(entity: Mapping[str, str], **timeouts: Any) -> Mapping[str, Any]:
+            return self._client.update_entity(entity, UpdateMode.REPLACE, etag=etag, match_condition=same, **timeouts)
+
+        return self._write(key, value, etag, send)
 
     def delete(self, key: str, etag: str | None = None) -> None:
         """Remove the row; a row that is not there is no error unless an etag was given."""
@@ -163,11 +167,6 @@ class AzureTable:
         """Close all connections."""
         self._client.close()
 
-    def _entity(self, key: str, value: Mapping[str, Any]) -> dict[str, str]:
-        pieces = {f"{_PIECE}{index:02d}": piece for index, piece in enumerate(cut(write_value(key, value)))}
-        nonce = {_NONCE: secrets.token_hex(8)}
-        return {"PartitionKey": self._partition, "RowKey": write_key(key), **nonce, **pieces}
-
     def _find(self, key: str, written: str) -> TableEntity | None:
         def attempt(**timeouts: Any) -> TableEntity | None:
             try:
@@ -179,15 +178,39 @@ class AzureTable:
 
         return self._call(key, attempt)
 
-    def _write(self, key: str, entity: Mapping[str, str], send: Callable[..., Mapping[str, Any]]) -> str:
-        answer, unsure = self._send(key, lambda **timeouts: str(send(**timeouts)["etag"]))
-        if isinstance(answer, str):
-            return answer
-        # One of our own attempts, or a proxy that repeats calls, may have written the row and lost the answer.
-        found = self._find(key, entity["RowKey"])
-        if found is not None and found.get(_NONCE) == entity[_NONCE]:
+    def _write(
+        self, key: str, value: Mapping[str, Any], etag: str | None, send: Callable[..., Mapping[str, Any]]
+    ) -> str:
+        """Write the row and return its new etag.
+
+        Args:
+            key: of the row.
+            value: of the row.
+            etag: that the row must have, ``None`` where there must be no row.
+            send: takes the entity and time-outs.
+        """
+        written, text = write_key(key), write_value(key, value)
+        call = (written, text, etag)
+        with self._lock:
+            earlier = self._unsettled.pop(call, None)
+        nonce = earlier or secrets.token_hex(8)
+        pieces = {f"{_PIECE}{index:02d}": piece for index, piece in enumerate(cut(text))}
+        entity = {"PartitionKey": self._partition, "RowKey": written, _NONCE: nonce, **pieces}
+        try:
+            answer, unsure = self._send(key, lambda **timeouts: str(send(entity, **timeouts)["etag"]))
+            if isinstance(answer, str):
+                return answer
+            # One of our own attempts, or a proxy that repeats calls, may have written the row and lost the answer.
+            found = self._find(key, written)
+        except TableUnavailable:
+            with self._lock:
+                self._unsettled[call] = nonce
+                while len(self._unsettled) > _UNSETTLED:
+                    self._unsettled.popitem(last=False)
+            raise
+        if found is not None and found.get(_NONCE) == nonce:
             return str(found.metadata["etag"])
-        raise (self._unsure(key) if unsure else translate(answer, self._place, key)) from cause(answer)
+        raise (self._unsure(key) if unsure or earlier else translate(answer, self._place, key)) from cause(answer)
 
     def _send(self, key: str, send: Callable[..., T]) -> tuple[T | Exception, bool]:
         """Return the answer, or the error that says that the row is not as expected.
@@ -251,18 +274,14 @@ class AzureTable:
             return isinstance(error, VENDOR_ERRORS) and isinstance(translate(error, self._place, key), TableUnavailable)
 
         try:
-            return repeat(attempt, passing, patience or self._patience)
+            return repeat(attempt, passing, patience or self._patience, retry_after)
         except VENDOR_ERRORS as error:
             raise translate(error, self._place, key, opening=opening) from cause(error)
 
 
 def _client(endpoint: str | None, table: str, login: Login) -> TableClient:
-    transport = RequestsTransport()
-    transport.open()
-    for scheme in ("https://", "http://"):
-        transport.session.get_adapter(scheme).init_poolmanager(connections=2, maxsize=_CONNECTIONS)
     # No retries of the SDK's own beneath ours.
-    options: dict[str, Any] = {"transport": transport, "retry_total": 0}
+    options: dict[str, Any] = {"transport": Transport(_CONNECTIONS), "retry_total": 0}
     if login.connection_string is None:
         assert endpoint is not None
         return TableClient(endpoint, table, credential=login.token, **options)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -43,7 +45,17 @@ try:
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 
-__all__ = ["VENDOR_ERRORS", "Place", "cause", "error_code", "may_have_arrived", "row_is_missing", "translate"]
+__all__ = [
+    "VENDOR_ERRORS",
+    "Place",
+    "cause",
+    "error_code",
+    "may_have_arrived",
+    "may_pass",
+    "retry_after",
+    "row_is_missing",
+    "translate",
+]
 
 VENDOR_ERRORS = (AzureError, SerializationError, DeserializationError)
 """All that a call to the SDK may raise."""
@@ -136,6 +148,27 @@ def may_have_arrived(error: Exception) -> bool:
     return not never_sent
 
 
+def may_pass(error: ElasticError) -> bool:
+    """Whether opening the table may succeed later on, which it will not where no such host or account exists.
+
+    Args:
+        error: that opening it has raised.
+    """
+    if isinstance(error, TableUnavailable):
+        return True
+    links = list(_chain(error))
+    return any(isinstance(link, ServiceRequestError) for link in links) and not any(
+        isinstance(link, socket.gaierror) and link.errno == socket.EAI_NONAME for link in links
+    )
+
+
+def retry_after(error: BaseException) -> float:
+    """Return for how many seconds the service wishes to be left alone, 0 where it does not say."""
+    response = getattr(error, "response", None)
+    wish = "" if response is None else str(response.headers.get("Retry-After") or "")
+    return float(wish) if wish.isascii() and wish.isdecimal() else 0.0
+
+
 def row_is_missing(error: Exception) -> bool:
     """Whether the service said that the table has no such row."""
     missing = isinstance(error, HttpResponseError) and _status(error) == HTTPStatus.NOT_FOUND
@@ -144,12 +177,7 @@ def row_is_missing(error: Exception) -> bool:
 
 def cause(error: Exception) -> Exception | None:
     """Return the error for ``raise … from``, or ``None`` where its text would show a secret in the traceback."""
-    link: BaseException | None = error
-    while link is not None:
-        if _SECRET.search(f"{link} {link.args}"):
-            return None
-        link = link.__cause__ or link.__context__
-    return error
+    return None if any(_SECRET.search(f"{link} {link.args}") for link in _chain(error)) else error
 
 
 def error_code(error: Exception) -> str:
@@ -167,6 +195,15 @@ def error_code(error: Exception) -> str:
         return str(json.loads(response.text())["odata.error"]["code"])
     except (ValueError, KeyError, TypeError, AzureError):
         return ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error and those that have led to it."""
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        inner: BaseException | None = getattr(link, "inner_exception", None)  # how the SDK keeps its causes
+        link = link.__cause__ or inner or link.__context__
 
 
 def _status(error: HttpResponseError) -> int | None:

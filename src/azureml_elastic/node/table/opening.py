@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import random
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from azureml_elastic.errors import UsageError
+from azureml_elastic.errors import TableNotFound, TableUnavailable, UsageError
 from azureml_elastic.node.table.protocol import Table
 from azureml_elastic.node.table.sqlite import SqliteTable
 from azureml_elastic.spec.rendezvous import TableRendezvous
 
-__all__ = ["EMULATOR_ACCOUNT", "emulator_connection_string", "open_table"]
+__all__ = ["EMULATOR_ACCOUNT", "OPENING_PATIENCE", "emulator_connection_string", "open_table"]
+
+_LOG = logging.getLogger(__name__)
+
+OPENING_PATIENCE = timedelta(minutes=5)
+"""With a table that is away when a node starts."""
+
+_PAUSE_S = (0.1, 1.0)
+"""Between two attempts, each of which has had patience of its own; at random, as nodes often start together."""
 
 EMULATOR_ACCOUNT = "devstoreaccount1"
 """The one account of every emulator."""
@@ -40,13 +52,23 @@ def emulator_connection_string(endpoint: str) -> str:
     )
 
 
-def open_table(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str] = os.environ) -> Table:
+def open_table(
+    rendezvous: TableRendezvous,
+    run_id: str,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    patience: timedelta = OPENING_PATIENCE,
+) -> Table:
     """Open the table of a run, which is made when missing.
+
+    A node that comes while the table is away waits for it, and says so in its log. A host that has no address is not
+    waited for: its name is wrong.
 
     Args:
         rendezvous: says where, and with which identity.
         run_id: names the run; its rows are apart from those of all other runs.
         environ: of the node.
+        patience: with a table that is away.
 
     Raises:
         UsageError: the endpoint is of no known form, or the identity asked for is not there.
@@ -58,18 +80,34 @@ def open_table(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, s
     """
     endpoint = rendezvous.endpoint
     if endpoint is None:
-        return _open_default(rendezvous, run_id, environ)
+        return _patiently(lambda: _open_default(rendezvous, run_id, environ), patience)
     scheme, separator, rest = endpoint.partition("://")
     match scheme.lower() if separator else "":
         case "https" if urlsplit(endpoint).netloc:
-            return _open_azure(endpoint, rendezvous, run_id, environ)
+            return _patiently(lambda: _open_azure(endpoint, rendezvous, run_id, environ), patience)
         case "http" if urlsplit(endpoint).netloc:
-            return _open_plain_http(endpoint, rendezvous, run_id, environ)
+            return _patiently(lambda: _open_plain_http(endpoint, rendezvous, run_id, environ), patience)
         case "sqlite" if rest.startswith("/") and rest != "/":
             return SqliteTable(Path(rest[1:]), rendezvous.table, run_id)
         case "" if endpoint.strip() and not _HOST_AND_PORT.fullmatch(endpoint):
             return SqliteTable(Path(endpoint), rendezvous.table, run_id)
     raise _bad_form(endpoint)
+
+
+def _patiently(opened: Callable[[], Table], patience: timedelta) -> Table:
+    """Open the table, again and again while it may only be away."""
+    from azureml_elastic.node.table.faults import may_pass
+
+    until = time.monotonic() + patience.total_seconds()
+    while True:
+        try:
+            return opened()
+        except (TableUnavailable, TableNotFound) as error:
+            left = until - time.monotonic()
+            if left <= 0 or not may_pass(error):
+                raise
+            _LOG.warning("%s Trying for %.0f s more.", error, left)
+            time.sleep(random.uniform(*_PAUSE_S))
 
 
 def _open_default(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
