@@ -123,3 +123,13 @@ def test_the_steps_that_rounds_restored_from():
         Restored(time=2, node="b", round=3, step=4),
     ]
     assert restored_steps(events) == {1: 0, 3: 4}
+
+
+def test_a_step_counts_when_any_rank_has_completed_it():
+    died = [SampleLine(1, 1, 0, (0,), done=False), SampleLine(1, 2, 0, (2,), done=False)]
+    survived = [SampleLine(1, 1, 0, (1,)), SampleLine(1, 2, 0, (3,))]
+    given_up = [SampleLine(1, 3, 0, (4,), done=False)]
+    again = [SampleLine(2, 3, 0, (4, 5))]
+    audit = audit_samples([*died, *survived, *given_up, *again], {1: 0, 2: 2}, dataset_size=6)
+    assert audit.complete
+    assert (audit.steps, audit.seen, audit.rolled_back_steps) == (3, 6, 0)

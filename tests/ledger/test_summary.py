@@ -42,7 +42,8 @@ def test_a_report_is_made_from_the_events_where_the_launcher_was_killed(tmp_path
     write_events(tmp_path / "events", loss_and_newcomer())
     (tmp_path / "samples").mkdir()
     sample = {"round": 1, "step": 1, "epoch": 0, "ids": [0]}
-    (tmp_path / "samples" / "round-1.rank-0.jsonl").write_text(json.dumps(sample) + "\n")
+    done = {"round": 1, "step": 1, "done": True}
+    (tmp_path / "samples" / "round-1.rank-0.jsonl").write_text(f"{json.dumps(sample)}\n{json.dumps(done)}\n")
     report = load_report(tmp_path)
     assert (report.outcome, report.world_sizes) == ("succeeded", (3, 2, 3))
     assert {node.name: node.ending for node in report.nodes} == {

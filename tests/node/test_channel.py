@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,8 @@ from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restore
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.channel import Channel
 from azureml_elastic.node.checkpoints import CHECKPOINT_KEY, CheckpointPointer
+from azureml_elastic.node.hang import HangPolicy
+from azureml_elastic.node.hang_watch import HangWatch
 from azureml_elastic.node.recorder import Recorder
 from azureml_elastic.node.table import open_table
 from azureml_elastic.spec import TableRendezvous
@@ -56,7 +60,7 @@ def recorder(tmp_path, table):
 
 @pytest.fixture
 def channel(recorder, table):
-    made = Channel(recorder, lambda: None)
+    made = Channel(recorder, lambda: None, HangWatch(HangPolicy()))
     made.begin(1, 2, CheckpointPointer(table, 1, "x"))
     workers: list[Worker] = []
     made.connect = lambda *arguments: workers.append(Worker(made, *arguments)) or workers[-1]
@@ -125,3 +129,63 @@ def test_only_rank_0_commits(channel):
     worker = channel.connect(0, 3)
     reply = worker.client.request({"op": "commit", **POINTER, "seconds": 0.1}, 10)
     assert reply["error"] == "fenced"
+
+
+def test_a_state_is_kept_until_the_next_round_has_it(channel, table):
+    worker = channel.connect(0)
+    descriptor = os.memfd_create("state")
+    os.write(descriptor, b"weights")
+    answer = worker.client.request({"op": "handover", "pid": os.getpid(), "fd": descriptor, "step": 7}, 10)
+    assert answer["ok"]
+    os.close(descriptor)
+    channel.begin(2, 1, CheckpointPointer(table, 2, "x"))
+    heir = channel.connect(0, 2)
+    kept = heir.client.request({"op": "memory"}, 10)["memory"]
+    assert (kept["step"], kept["round"], kept["rank"]) == (7, 1, 0)
+    assert Path(kept["path"]).read_bytes() == b"weights"
+    heir.client.send({"op": "restored", "step": 7, "directory": "memory"})
+    assert heir.client.request({"op": "memory"}, 10)["memory"] == kept
+    heir.client.send({"op": "step", "step": 8})
+    assert heir.client.request({"op": "memory"}, 10)["memory"] is None
+
+
+def test_a_descriptor_that_is_gone_is_refused(channel):
+    worker = channel.connect(0)
+    answer = worker.client.request({"op": "handover", "pid": os.getpid(), "fd": 1_000_000, "step": 7}, 10)
+    assert answer["error"] == "unavailable"
+
+
+def test_parked_workers_are_told_their_places_and_others_are_interrupted(channel, table):
+    parked, other = channel.connect(0, 0), channel.connect(1, 0)
+    parked.client.send({"op": "parked"})
+    until(lambda: channel.parked == {0})
+    assert channel.leaving
+    channel.interrupt()
+    until(lambda: other.heard)
+    other.client.send({"op": "parked"})
+    until(lambda: channel.parked == {0, 1})
+    assert not channel.leaving
+    channel.begin(5, 2, CheckpointPointer(table, 5, "x"), keep=True)
+    channel.assign({rank: {"rank": rank + 4, "world_size": 6, "environment": {}} for rank in range(2)})
+    until(lambda: parked.heard and len(other.heard) == 2)
+    assert [message["op"] for message in other.heard] == ["interrupt", "assign"]
+    (place,) = parked.heard
+    assert (place["round"], place["rank"], place["world_size"]) == (5, 4, 6)
+    assert not channel.parked
+    parked.client.send({"op": "step", "step": 3})
+    until(lambda: channel.step == 3)
+
+
+def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):
+    worker = channel.connect(0)
+    assert channel.seconds_left is None
+    worker.client.send({"op": "restored", "step": 10, "directory": None})
+    worker.client.send({"op": "expects", "steps": 20})
+    worker.client.send({"op": "step", "step": 15})
+    until(lambda: channel.step == 15)
+    left = channel.seconds_left
+    assert left is not None
+    assert 0 < left < 60
+    worker.client.send({"op": "step", "step": 20})
+    until(lambda: channel.step == 20)
+    assert channel.seconds_left == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 from contextlib import closing
@@ -26,6 +27,8 @@ class FakeAgent:
     def __init__(self, path):
         self.path = str(path)
         self.pointer = None
+        self.memory = None
+        self.kept = []
         self.refusals = []  # answers to the next commits instead of ok
         self.commits = []
         self.heard = queue.Queue()
@@ -38,6 +41,15 @@ class FakeAgent:
             connection.state.update(message)
         if kind == "pointer":
             connection.send({"re": message["id"], "pointer": self.pointer})
+        elif kind == "memory":
+            connection.send({"re": message["id"], "memory": self.memory})
+        elif kind == "handover":
+            descriptor = os.open(f"/proc/{message['pid']}/fd/{message['fd']}", os.O_RDONLY)
+            self.kept.append(descriptor)
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            state = connection.state
+            self.memory = {"path": path, "step": message["step"], "round": state["round"], "rank": state["rank"]}
+            connection.send({"re": message["id"], "ok": True})
         elif kind == "commit":
             if self.refusals:
                 connection.send({"re": message["id"], **self.refusals.pop(0)})

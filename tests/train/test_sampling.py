@@ -34,10 +34,9 @@ LIVES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 25), st.integers(0,
 
 
 def rank_loader(spec, cursor, rank, world_size):
-    position = Position()
+    position = Position(Identity(rank=rank, local_rank=0, world_size=world_size, round=0))
     position.cursor = cursor
-    identity = Identity(rank=rank, local_rank=0, world_size=world_size, round=0)
-    return ElasticLoader(range(spec.length), spec, identity, position=position, device=torch.device("cpu"), options={})
+    return ElasticLoader(range(spec.length), spec, position=position, device=torch.device("cpu"), options={})
 
 
 def undisturbed(spec, epoch):

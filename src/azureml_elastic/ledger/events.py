@@ -14,6 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 __all__ = [
     "CheckpointCommitted",
     "Event",
+    "HangDetected",
+    "HealthChecked",
+    "HostQuarantined",
+    "HostStruck",
     "NodeLeft",
     "NodeStarted",
     "Progress",
@@ -49,6 +53,39 @@ class NodeStarted(_Event):
     kind: Literal["node_started"] = "node_started"
     host: str
     pid: int
+
+
+class HealthChecked(_Event):
+    """The node has checked itself before it asks for a place. In the table only where something was found."""
+
+    kind: Literal["health_checked"] = "health_checked"
+    status: Literal["ok", "warn", "fail"]
+    """``fail``: the node does not join until its check passes."""
+    seconds: float
+    """How long the check took."""
+    problems: tuple[str, ...] = ()
+    """One line for each finding that is not ``ok``."""
+
+    @property
+    def rare(self) -> bool:
+        """A node that is well is not worth a row."""
+        return self.status != "ok"
+
+
+class HostStruck(_Event):
+    """This node holds something against a host."""
+
+    kind: Literal["host_struck"] = "host_struck"
+    host: str
+    reason: str
+
+
+class HostQuarantined(_Event):
+    """The node's own host has so many live strikes that it trains only where it must."""
+
+    kind: Literal["host_quarantined"] = "host_quarantined"
+    host: str
+    strikes: int
 
 
 class RoundEntered(_Event):
@@ -108,6 +145,25 @@ class WorkerFailed(_Event):
     """Global rank of the worker."""
     exit_code: int
     message: str
+    failure_kind: str = ""
+    """What ended it, for example ``out_of_memory``; ``docs/failures.md`` lists the kinds."""
+    signature: str = ""
+    """The same for the same error on any rank, node or process."""
+    step: int | None = None
+    """The furthest step of the node's workers; ``None`` where they have no session."""
+
+
+class HangDetected(_Event):
+    """Workers that live have completed no step for too long; the round is about to end. Written by who decided it."""
+
+    kind: Literal["hang_detected"] = "hang_detected"
+    step: int
+    """The last one that a worker of this node has completed in the round, 0 before the first."""
+    seconds: float
+    """Since then."""
+    limit_seconds: float
+    phase: str = "step"
+    """What the workers were doing: ``start``, ``step`` or ``pause``."""
 
 
 class RoundReopened(_Event):
@@ -137,12 +193,16 @@ class RunEnded(_Event):
 
 Event = Annotated[
     NodeStarted
+    | HealthChecked
+    | HostStruck
+    | HostQuarantined
     | RoundEntered
     | WorkersStarted
     | Restored
     | Progress
     | CheckpointCommitted
     | WorkerFailed
+    | HangDetected
     | RoundReopened
     | NodeLeft
     | RunEnded,

@@ -94,11 +94,10 @@ def _parse(line: bytes) -> Event | None:
 def _parse_samples(text: bytes) -> SampleLine | None:
     try:
         value = json.loads(text)
-        return SampleLine(
-            round=int(value["round"]),
-            step=int(value["step"]),
-            epoch=int(value["epoch"]),
-            ids=tuple(int(sample) for sample in value["ids"]),
-        )
+        number, step = int(value["round"]), int(value["step"])
+        if value.get("done") is True:
+            return SampleLine(number, step, epoch=-1, ids=())
+        ids = tuple(int(sample) for sample in value["ids"])
+        return SampleLine(number, step, epoch=int(value["epoch"]), ids=ids, done=False)
     except (ValueError, KeyError, TypeError):
         return None

@@ -1,7 +1,9 @@
 """The proof that a run saw each sample of each epoch exactly once, whatever happened to its nodes.
 
-Workers write down the samples of every step that they complete. A step *counts* when no later round restored from an
-earlier one: the model that comes out of the run then contains it. With ``restored[r]`` for the number of steps that
+Workers write down the samples of every step before they take part in it, and that it is completed afterwards. A step is
+*completed* in a round when one of its ranks says so: the gradients of all ranks were reduced then, also those of one
+that died in that moment. A completed step *counts* when no later round started from an earlier one: the model that
+comes out of the run then contains it. With ``restored[r]`` for the number of steps that
 round ``r`` started after, step ``s`` of round ``r`` counts if and only if::
 
     s <= min(restored[q] for q > r)          # always, for the last round
@@ -29,14 +31,16 @@ class SampleLine:
     Args:
         round: in which the step was taken.
         step: counts from 1 over the whole run.
-        epoch: counts from 0.
+        epoch: counts from 0; negative in a line that names no samples.
         ids: indices into the data set.
+        done: whether the line says that the step is completed.
     """
 
     round: int
     step: int
     epoch: int
     ids: tuple[int, ...]
+    done: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,9 @@ def audit_samples(
     Returns:
         The counts; all zero when there are no lines.
     """
-    lines = list(lines)
+    everything = list(lines)
+    completed = {(line.round, line.step) for line in everything if line.done}
+    lines = [line for line in everything if line.epoch >= 0 and (line.round, line.step) in completed]
     surviving = surviving_steps(restored, (line.round for line in lines))
     counted = [line for line in lines if line.step <= surviving[line.round]]
     undone = [line for line in lines if line.step > surviving[line.round]]

@@ -12,6 +12,7 @@ from typing import Literal
 
 from azureml_elastic.ledger.events import (
     Event,
+    HangDetected,
     NodeLeft,
     Progress,
     Restored,
@@ -69,7 +70,7 @@ class Recovery:
         seconds: from ``since`` to that step.
         since: what the time was measured from: the loss itself (when the caller knows it), the moment at which a
             survivor noticed, or the last step that a survivor reported.
-        lost: the nodes that were lost; none when a worker failed.
+        lost: the nodes that were lost; none when a worker failed or hung.
         reason: what the survivors noticed.
     """
 
@@ -121,7 +122,7 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
     """
     losses = list(losses)
     all_rounds = rounds(events)
-    failed_in = {event.round for event in events if isinstance(event, WorkerFailed)}
+    failed_in = {event.round for event in events if isinstance(event, WorkerFailed | HangDetected)}
     found: list[Recovery] = []
     for index, (round_, following) in enumerate(pairwise(all_rounds)):
         lost = round_.lost or tuple(node for node in round_.members if node not in following.members)
@@ -204,7 +205,9 @@ def _pause(
     within = [time for time in lost_at if before.started <= time <= back]
     if within:
         return back - min(within), "loss"
-    noticed = _times(events, before.number, WorkerFailed, RoundReopened)
+    # A hang is noticed long after training has stopped: what counts is the last step.
+    hung = _times(events, before.number, HangDetected)
+    noticed = {} if hung else _times(events, before.number, WorkerFailed, RoundReopened)
     pauses = [resumed[node][0] - noticed[node][0] for node in resumed if node in noticed]
     if pauses:
         return max(0.0, min(pauses)), "notice"

@@ -1,8 +1,8 @@
-"""The agent of one node: torch's local agent, driven so that no other node's death can take it along.
+"""The agent of one node: it takes its workers through all rounds of the run, and no other node's death takes it along.
 
-torch's ``LocalElasticAgent`` starts, watches and stops the workers. Everything that it does through rank 0's store
-between rendezvous and exit (rank assignment, exit barrier) is replaced: ranks follow from the sealed round, the end of
-the run from the hub and the table.
+torch's launcher starts the workers and collects their output. Everything that torch's own agent does through rank 0's
+store between rendezvous and exit (rank assignment, exit barrier) is replaced: ranks follow from the sealed round, the
+end of the run from the hub and the table.
 """
 
 from __future__ import annotations
@@ -10,30 +10,44 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from azureml_elastic.ledger.events import RoundEntered, RoundReopened, RunEnded, WorkerFailed, WorkersStarted
+from azureml_elastic.errors import RunFailed
+from azureml_elastic.ledger.events import (
+    HostStruck,
+    RoundEntered,
+    RoundReopened,
+    RunEnded,
+    WorkersStarted,
+)
+from azureml_elastic.node.blame import blamed, incident, strike_reason
 from azureml_elastic.node.boundary import Coordinator
 from azureml_elastic.node.channel import Channel
+from azureml_elastic.node.charging import charge
 from azureml_elastic.node.checkpoints import CheckpointPointer
-from azureml_elastic.node.failures import Failure, first_failure
+from azureml_elastic.node.failures import Failure, first_failure, hung
+from azureml_elastic.node.hang import Hang
+from azureml_elastic.node.hang_response import HangResponse
+from azureml_elastic.node.hang_watch import HangWatch
+from azureml_elastic.node.identity import NodeIdentity
 from azureml_elastic.node.preemption import Preemption
 from azureml_elastic.node.recorder import Recorder
 from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.round import global_ranks
-from azureml_elastic.node.rendezvous.seat import Status
+from azureml_elastic.node.rendezvous.seat import Seat, Status
+from azureml_elastic.node.stack_report import StackDumper
+from azureml_elastic.node.stacks import Worker
+from azureml_elastic.node.strikes import Strikes
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.torchrun import enter
-from azureml_elastic.spec import Plan
+from azureml_elastic.node.workers import Workers
 from azureml_elastic.spec import environment as variables
+from azureml_elastic.spec.exit_codes import AGENT_LOST, FAILED
 
 __all__ = ["Ending", "NodeAgent"]
 
@@ -51,6 +65,9 @@ _IMPORT_SECONDS = 30.0
 _CLOSING_SECONDS = 2.0
 """How long rank 0's node has to mark the end of the run before another one does."""
 
+_REMAINING_SECONDS = 1.0
+"""A newcomer is not let in any more when the run will end sooner than this: it would only hold it up."""
+
 
 class Ending(Enum):
     """How this node's part ended."""
@@ -60,122 +77,176 @@ class Ending(Enum):
     LEFT = "left"
 
 
-class NodeAgent(LocalElasticAgent):
+class NodeAgent:
     """Runs this node's workers through all rounds of the run.
 
     Args:
-        spec: of the workers.
-        logs_specs: where their output goes.
+        workers: the processes.
+        slots: how many there are.
+        identity: of the node, with the plan of the run.
         rendezvous: this node's part in the run.
         channel: to the workers' sessions.
         recorder: of the ledger.
         table: for the checkpoint's row.
-        plan: of the run.
         preemption: tells when this node must go.
+        strikes: against the hosts of lost nodes.
+        watch: notices that workers hang.
         opens_session: whether the program's own text says that it opens a session, for which newcomers then wait.
     """
 
     def __init__(
         self,
-        spec: WorkerSpec,
-        logs_specs: LogsSpecs,
+        workers: Workers,
+        slots: int,
+        identity: NodeIdentity,
         *,
         rendezvous: Rendezvous,
         channel: Channel,
         recorder: Recorder,
         table: Table,
-        plan: Plan,
         preemption: Preemption,
+        strikes: Strikes,
+        watch: HangWatch,
         opens_session: bool,
     ) -> None:
-        super().__init__(spec, logs_specs=logs_specs, log_line_prefix_template="[rank${rank}]: ")
+        self._workers = workers
+        self._slots = slots
+        self._run_id = identity.run_id
         self._rdzv = rendezvous
         self._channel = channel
         self._recorder = recorder
         self._table = table
-        self._plan = plan
+        self._plan = plan = identity.plan
         self._preemption = preemption
+        self._strikes = strikes
         self._opens_session = opens_session
+        self._stays = opens_session and plan.distribution.recovery == "in_process"
+        dumper = StackDumper(
+            channel.folder, identity.folder / "stacks", identity.node, self._processes, rendezvous.wake.set
+        )
+        self._hangs = HangResponse(
+            watch,
+            dumper,
+            recorder,
+            identity.node,
+            broadcast=rendezvous.hub.broadcast,
+            send=lambda message: rendezvous.link.send(message),  # noqa: PLW0108 - another one in each round
+        )
+        self._store: Any = None
         self._coordinator: Coordinator | None = None
         self._leavers: set[str] = set()
         self._announced = False
         self._done = False
         self._started = 0.0
-        self._stopping: threading.Thread | None = None
         self.failure: Failure | None = None
         """Set when this node's worker ended the run."""
-
-    # --- torch's hooks -----------------------------------------------------------------------------------------------
 
     def take_part(self) -> Ending:
         """Take part in the run until it ends or this node has to leave.
 
         Raises:
-            RunSucceeded, RunFailed: another node has ended the run.
+            RunSucceeded, RunFailed: another node has ended the run, or the workers cannot be started.
             InterruptedError: this node was told to leave while it waited for a place.
         """
         try:
             while True:
-                self._initialize_workers(self._worker_group)
+                if self._stays:
+                    self._ready_workers()
+                self._enter_round()
                 ending = self._watch_round()
                 if ending is not None:
                     return ending
         finally:
-            self._begin_stopping()
-            self._finish_stopping()
+            self._workers.begin_stopping()
+            self._workers.finish_stopping()
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        seat, store = enter(self._rdzv)
-        round_, first = seat.round, seat.round.members[0]
+    # --- into a round ------------------------------------------------------------------------------------------------
+
+    def _ready_workers(self) -> None:
+        """Have workers that wait for a place: those of the round before, or new ones that have run up to their session.
+
+        A node asks for a place only when they do, so that nobody waits for its imports and its data.
+        """
+        until = time.monotonic() + self._plan.distribution.handover_timeout.total_seconds()
+        while self._workers.alive and not self._all(self._channel.parked) and time.monotonic() < until:
+            self._wait()
+        # What a node knows that was given up is old: its workers would be at another place in the script.
+        if not self._rdzv.given_up() and self._workers.alive and self._all(self._channel.parked):
+            return
+        self._workers.begin_stopping()
+        self._workers.finish_stopping()
+        self._channel.begin(0, self._slots, None)
+        self._start({local_rank: {variables.ROUND: "0"} for local_rank in range(self._slots)})
+        while not self._all(self._channel.parked):
+            self._wait()
+            if self._preemption.noticed:
+                raise InterruptedError("the node was told to leave")
+            if self._workers.exit_codes:
+                failures = self._workers.failures()
+                if not failures:
+                    raise RunFailed(
+                        'A worker ended without train.start(), which recovery="in_process" needs. Call it, or submit '
+                        'with recovery="restart".',
+                        1,
+                    )
+                failure = first_failure(failures, self._workers.stderrs)
+                raise RunFailed(f"{failure.message}\nA worker failed before it could take part.", failure.exit_code)
+
+    def _enter_round(self) -> None:
+        """Take a place in the next round, and give the workers theirs."""
+        seat, self._store = enter(self._rdzv)
+        self._workers.finish_stopping()  # whatever they hand over is for the next ones
+        round_ = seat.round
         ranks = global_ranks(round_, seat.rank)
-        worker_group.workers = [
-            Worker(
-                local_rank=local_rank,
-                global_rank=rank,
-                role_rank=rank,
-                world_size=round_.world_size,
-                role_world_size=round_.world_size,
-            )
-            for local_rank, rank in enumerate(ranks)
-        ]
-        worker_group.store = store  # type: ignore[assignment] # torch leaves these untyped
-        worker_group.group_rank = seat.rank  # type: ignore[assignment]
-        worker_group.group_world_size = len(round_.members)  # type: ignore[assignment]
-        worker_group.master_addr = first.host  # type: ignore[assignment]
-        worker_group.master_port = first.store_port  # type: ignore[assignment]
-        # Workers share keys by the restart count, which must therefore be the same on old nodes and new ones.
-        self._remaining_restarts = worker_group.spec.max_restarts - (round_.number - 1)
         leads = seat.rank == 0
         pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
-        self._channel.begin(round_.number, len(ranks), pointer)
+        self._channel.begin(round_.number, len(ranks), pointer, keep=self._stays)
         names = tuple(member.node for member in round_.members)
         self._coordinator = Coordinator(names, self._rdzv.hub.broadcast) if leads else None
         self._leavers, self._announced, self._done = set(), False, False
+        self._hangs.begin(round_.number, names)
         self._record(RoundEntered, rank=seat.rank, members=names, world_size=round_.world_size)
         _LOG.info("Round %d: rank %d of %d nodes, %d workers.", round_.number, seat.rank, len(names), round_.world_size)
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._finish_stopping()
-        os.environ[variables.CHANNEL] = self._channel.path
-        os.environ[variables.ROUND] = str(self._rdzv.seat.round.number)
-        ids: dict[int, Any] = super()._start_workers(worker_group)
-        self._preemption.listen()  # older launchers of torch have just taken the signals
+        environments = worker_environments(seat, self._run_id, self._plan.distribution.max_restarts)
+        if self._stays:
+            self._channel.assign(
+                {
+                    local_rank: {"rank": rank, "world_size": round_.world_size, "environment": environments[local_rank]}
+                    for local_rank, rank in enumerate(ranks)
+                }
+            )
+        else:
+            self._start(environments)
         self._started = time.monotonic()
-        self._record(WorkersStarted, pids=tuple(ids[local_rank] for local_rank in sorted(ids)))
-        return ids
+        self._record(WorkersStarted, pids=self._workers.pids)
 
-    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:  # noqa: ARG002 - torch's
-        if self._pcontext is not None:
-            self._pcontext.close(timeout=round(self._plan.distribution.stop_timeout.total_seconds()))
+    def _start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
+        own = {variables.CHANNEL: self._channel.path}
+        if self._stays:
+            prefixes = {local_rank: f"[{self._rdzv.node} worker {local_rank}]: " for local_rank in environments}
+        else:
+            prefixes = {local_rank: f"[rank{each['RANK']}]: " for local_rank, each in environments.items()}
+        self._workers.start({local_rank: {**own, **each} for local_rank, each in environments.items()}, prefixes)
+        self._preemption.listen()  # older launchers of torch have just taken the signals
+
+    def _processes(self) -> list[Worker]:
+        """Return the workers, for their stacks."""
+        ranks = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)
+        return [Worker(local_rank, ranks[local_rank], pid) for local_rank, pid in enumerate(self._workers.pids)]
+
+    def _wait(self) -> None:
+        self._rdzv.wake.wait(self._plan.distribution.monitor_interval.total_seconds())
+        self._rdzv.wake.clear()
+
+    def _all(self, local_ranks: frozenset[int]) -> bool:
+        return len(local_ranks) == self._slots
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def _watch_round(self) -> Ending | None:
         """Watch the workers until the round is over; ``None`` means that another round follows."""
-        interval = self._plan.distribution.monitor_interval.total_seconds()
         while True:
-            self._rdzv.wake.wait(interval)
-            self._rdzv.wake.clear()
+            self._wait()
             status = self._rdzv.status()
             if status.broken:
                 return self._end_round(_why(status), lost=status.lost)
@@ -184,24 +255,46 @@ class NodeAgent(LocalElasticAgent):
                 return self._end_round(reason, lost=frozenset(self._leavers))
             if self._preemption.noticed:
                 self._announce_leaving()
-                if self._preemption.overdue:
+                if self._announced and self._preemption.overdue:
                     return self._end_round(f"{self._rdzv.node} was preempted", lost=frozenset({self._rdzv.node}))
+            if (hang := self._hangs.look()) is not None:
+                return self._workers_hang(hang)
             if self._done:
                 if status.all_done:
                     return self._close_run()
                 continue
-            self._cut_siblings_of_the_dead()
-            result = self._monitor_workers(self._worker_group)
-            if result.state == WorkerState.HEALTHY:
-                continue
-            self._hear_last_words()
-            if self._channel.stopped:
+            if self._all(self._channel.stopped):
                 # All have saved; how a process ends after that, or who is told to by torch, is of no interest.
                 return self._end_round("rescale at a step boundary", lost=frozenset(self._leavers))
-            if result.state != WorkerState.SUCCEEDED:
-                return self._worker_failed(result)
-            self._done = True
-            self._rdzv.link.send({"op": "done"})
+            codes = self._workers.exit_codes
+            if any(codes.values()):
+                return self._some_failed()
+            if len(codes) == self._slots:
+                self._hear_last_words()
+                if self._all(self._channel.stopped):
+                    continue
+                self._done = True
+                self._rdzv.link.send({"op": "done"})
+
+    def _some_failed(self) -> Ending | None:
+        self._workers.wait_for_siblings()
+        self._hear_last_words()
+        ranks = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)
+        failures = {ranks[local_rank]: failure for local_rank, failure in self._workers.failures().items()}
+        if all(failure.exitcode == AGENT_LOST for failure in failures.values()):
+            return self._workers_gave_way()
+        return self._worker_failed(RunResult(state=WorkerState.FAILED, failures=failures))
+
+    def _workers_gave_way(self) -> Ending | None:
+        """Start anew: a session has seen the end of the round, or cannot go on with this one."""
+        until = time.monotonic() + _SETTLE_SECONDS
+        while not self._rdzv.status().broken and time.monotonic() < until:
+            self._wait()
+        status = self._rdzv.status()
+        if status.broken:
+            return self._end_round(_why(status), lost=status.lost)
+        reason = f"a worker on {self._rdzv.node} could not go on with the round"
+        return self._end_round(reason, lost=frozenset(), fruitless=True)
 
     def _talk(self) -> None:
         """Carry proposals and decisions between rank 0's agent and the local workers."""
@@ -209,9 +302,11 @@ class NodeAgent(LocalElasticAgent):
         for message in link.take_messages():
             if message["op"] == "prepare":
                 self._channel.prepare(message)
+            elif message["op"] in ("dump", "lesson"):
+                self._hangs.take(message)
             elif message["op"] == "decide":
                 self._leavers.update(message["leavers"])
-                self._channel.decide(message)
+                self._channel.decide({**message, "stay": self._rdzv.node not in self._leavers})
         for report in self._channel.take_reports():
             link.send(report)
 
@@ -226,24 +321,23 @@ class NodeAgent(LocalElasticAgent):
         for report in self._rdzv.hub.take_reports():
             if report.get("what") == "leaving":
                 self._leavers.add(report["node"])
+            elif report.get("what") == "dumped":
+                self._hangs.answered(report["node"])
             else:
                 coordinator.take(report, sorted(self._leavers))
         ending = coordinator.finished or self._channel.finished or self._done
         if coordinator.busy or coordinator.leaving or ending or not (self._leavers or status.waiting):
             return None
+        left = self._channel.seconds_left
+        if left is not None and left < _REMAINING_SECONDS and not self._leavers:
+            return None
         if not coordinator.incapable and self._channel.in_session:
-            coordinator.propose(self._channel.step)
+            coordinator.propose(self._channel.step, "leave" if self._leavers else "rejoin")
         elif self._opens_session and time.monotonic() - self._started < _IMPORT_SECONDS and not self._leavers:
             coordinator.incapable = False  # workers may only be importing still: ask again
         else:
             return f"preempted: {_list(self._leavers)}" if self._leavers else f"joining: {_list(status.waiting)}"
         return None
-
-    def _cut_siblings_of_the_dead(self) -> None:
-        """End the other local workers when one has failed: a session takes torch's SIGTERM for a preemption."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        if any(handler.proc.poll() for handler in handlers.values()):
-            self._channel.cut()
 
     def _hear_last_words(self) -> None:
         """Wait until the sessions' connections have ended: what the workers said last comes before that."""
@@ -252,25 +346,49 @@ class NodeAgent(LocalElasticAgent):
             self._rdzv.wake.wait(0.01)
 
     def _announce_leaving(self) -> None:
-        if not self._announced:
+        if not self._announced and self._preemption.commit_to_leave():
             self._announced = True
             _LOG.warning("This node is being preempted (%s); leaving at the next step.", self._preemption.reason)
             self._rdzv.link.send({"op": "report", "what": "leaving"})
 
-    def _end_round(self, reason: str, *, lost: frozenset[str], failures: int = 0) -> Ending | None:
-        """Stop the workers while the next round forms, or leave if this node is one of those that go."""
-        leaving = self._preemption.noticed
+    def _end_round(self, reason: str, *, lost: frozenset[str], fruitless: bool = False) -> Ending | None:
+        """Interrupt the workers and end the round, so that the next one forms; or leave, where this node has to.
+
+        Args:
+            reason: why.
+            lost: members that will not be back.
+            fruitless: whether nobody is to blame but the network.
+        """
+        leaving = self._preemption.noticed and self._preemption.commit_to_leave()
         lost |= frozenset({self._rdzv.node}) if leaving else frozenset()
-        self._begin_stopping()
+        if leaving or not self._stays:
+            self._workers.begin_stopping()
+        else:
+            self._channel.interrupt()
         if leaving:
             self._rdzv.drop()  # the others hear of it before the table does
-        if self._rdzv.reopen(reason, lost=lost, failures=failures):
+        round_ = self._rdzv.seat.round
+        if self._rdzv.reopen(reason, lost=lost, fruitless=fruitless):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
+            for member in blamed(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
+                self._strike(member.host_id, strike_reason("lost"))
         return Ending.LEFT if leaving else None
+
+    def _strike(self, host: str, reason: str | None) -> None:
+        """Hold something against a host."""
+        if reason is not None and host:
+            self._strikes.strike(host, reason, incident(self._rdzv.seat.round))
+            self._record(HostStruck, host=host, reason=reason)
 
     def _worker_failed(self, result: RunResult) -> Ending | None:
         """Find out whose fault it is: a lost node's, this node's preemption, or the worker's own."""
-        until = time.monotonic() + _SETTLE_SECONDS
+        failure = first_failure(result.failures, self._workers.stderrs)
+        distribution = self._plan.distribution
+        # SIGKILL is nobody's consequence. SIGTERM may be: a preempted container's processes all get it.
+        killed = failure.exit_code == 128 + signal.SIGKILL
+        until = time.monotonic() + (0.0 if killed else _SETTLE_SECONDS)
+        if failure.kind == "peer":  # silence is noticed no sooner, and another node's agent may have the cause
+            until += distribution.rendezvous.timings.heartbeat_timeout.total_seconds()
         status = self._rdzv.status()
         while not status.broken and not self._preemption.noticed and time.monotonic() < until:
             self._rdzv.wake.wait(until - time.monotonic())
@@ -280,20 +398,28 @@ class NodeAgent(LocalElasticAgent):
             return self._end_round(_why(status), lost=status.lost)
         if self._died_after_training(result):
             return self._end_round("a worker was aborted after its training had ended", lost=frozenset())
-        failure = first_failure(result.failures, self._pcontext.stderrs if self._pcontext else {})
-        self._record(WorkerFailed, rank=failure.rank, exit_code=failure.exit_code, message=failure.message)
-        round_ = self._rdzv.seat.round
+        self._strike(self._strikes.host, strike_reason("worker", failure.exit_code, failure.message))
         reason = f"worker {failure.rank} on {self._rdzv.node} failed with exit code {failure.exit_code}"
-        if round_.failures < self._plan.distribution.max_restarts:
-            _LOG.warning("%s; restart %d of %d.", reason, round_.failures + 1, self._plan.distribution.max_restarts)
-            return self._end_round(reason, lost=frozenset(), failures=1)
-        message = f"{reason} after {round_.failures} restarts of the run (max_restarts).\n{failure.message}"
-        self._begin_stopping()
-        if not self._rdzv.close(succeeded=False, message=message, exit_code=failure.exit_code):
-            return None  # another node was first: join to hear how the run goes on
-        self.failure = Failure(failure.rank, failure.exit_code, message)
-        self._record(RunEnded, succeeded=False, message=message)
-        return Ending.FAILED
+        # Where processes stay, the others do not wait for this node's new ones.
+        return self._charge(failure, reason, lost=frozenset({self._rdzv.node}) if self._stays else frozenset())
+
+    def _workers_hang(self, hang: Hang) -> Ending | None:
+        """Start anew, which costs as much as a failure: a program may hang at the same place each time."""
+        rank = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)[0]
+        return self._charge(hung(rank, FAILED, hang.reason), hang.reason, lost=frozenset(self._leavers))
+
+    def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> Ending | None:
+        self._workers.begin_stopping()
+        self.failure = charge(
+            failure,
+            step=self._channel.step if self._opens_session or self._channel.in_session else None,
+            reason=reason,
+            lost=lost,
+            rendezvous=self._rdzv,
+            recorder=self._recorder,
+            distribution=self._plan.distribution,
+        )
+        return Ending.FAILED if self.failure is not None else None
 
     def _died_after_training(self, result: RunResult) -> bool:
         """Tell whether torch has aborted a worker that had finished, as its threads sometimes do at interpreter exit.
@@ -320,22 +446,36 @@ class NodeAgent(LocalElasticAgent):
             return Ending.SUCCEEDED
         return None  # closed by another node, which joining tells, or reopened
 
-    # --- stopping ----------------------------------------------------------------------------------------------------
-
-    def _begin_stopping(self) -> None:
-        """Stop the workers on a thread, so that this node can ask for its next place meanwhile."""
-        self._finish_stopping()
-        self._channel.cut()
-        self._stopping = threading.Thread(target=self._stop_workers, args=(self._worker_group,), name="stop-workers")
-        self._stopping.start()
-
-    def _finish_stopping(self) -> None:
-        if self._stopping is not None:
-            self._stopping.join()
-            self._stopping = None
-
     def _record(self, kind: type[Any], **fields: Any) -> None:
         self._recorder.record(kind, self._rdzv.seat.round.number, **fields)
+
+
+def worker_environments(seat: Seat, run_id: str, max_restarts: int) -> dict[int, dict[str, str]]:
+    """Return, by local rank, what torchrun would set for the workers of this node."""
+    round_ = seat.round
+    ranks = global_ranks(round_, seat.rank)
+    host, port = seat.store_address
+    shared = {
+        "LOCAL_WORLD_SIZE": str(len(ranks)),
+        "WORLD_SIZE": str(round_.world_size),
+        "GROUP_RANK": str(seat.rank),
+        "GROUP_WORLD_SIZE": str(len(round_.members)),
+        "ROLE_NAME": "worker",
+        "ROLE_WORLD_SIZE": str(round_.world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        # Workers share keys by the restart count, which must therefore be the same on old nodes and new ones.
+        "TORCHELASTIC_RESTART_COUNT": str(round_.number - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        variables.ROUND: str(round_.number),
+    }
+    return {
+        local_rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
+        for local_rank, rank in enumerate(ranks)
+    }
 
 
 def _why(status: Status) -> str:

@@ -92,13 +92,18 @@ class Coordinator:
         """Whether a proposal is under way, or the next one has to wait."""
         return self._pending or self._clock() < self._not_before
 
-    def propose(self, step: int) -> None:
-        """Propose to leave soon after ``step``, the last one that a local worker has completed."""
+    def propose(self, step: int, action: str = "leave") -> None:
+        """Propose that all workers do something soon after ``step``, the last one that a local worker has completed.
+
+        Args:
+            step: see above.
+            action: ``leave`` after a checkpoint, or ``rejoin`` with the state in memory.
+        """
         self._number += 1
         self._pending = True
         self._answers = {}
         self._step = max(step, self._seen) + self._margin
-        self._broadcast({"op": "prepare", "boundary": self._number, "step": self._step, "action": "leave"})
+        self._broadcast({"op": "prepare", "boundary": self._number, "step": self._step, "action": action})
 
     def take(self, answer: Mapping[str, Any], leavers: Sequence[str] = ()) -> None:
         """Take one node's report, and decide when it was the last.

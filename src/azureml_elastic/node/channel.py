@@ -22,6 +22,8 @@ from azureml_elastic.errors import ElasticError, Fenced
 from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
 from azureml_elastic.node.boundary import Ballot
 from azureml_elastic.node.checkpoints import CheckpointPointer
+from azureml_elastic.node.hang_watch import HangWatch
+from azureml_elastic.node.memory import KeptState
 from azureml_elastic.node.recorder import Recorder
 from azureml_elastic.wire import Connection, LineServer, listen
 
@@ -39,22 +41,30 @@ class Channel:
     Args:
         recorder: for progress, restores and commits.
         wake: called, from the channel's thread, when something has changed.
+        watch: is told what the workers do.
     """
 
-    def __init__(self, recorder: Recorder, wake: Callable[[], None]) -> None:
+    def __init__(self, recorder: Recorder, wake: Callable[[], None], watch: HangWatch) -> None:
         self._recorder = recorder
+        self._watch = watch
         self._wake = wake
         self._lock = threading.Lock()
         self._folder = tempfile.mkdtemp(prefix="elastic-", dir=_folder_for_sockets())
-        self.path = str(Path(self._folder) / "agent.sock")
+        self.folder = Path(self._folder)
+        """On a local disk; the workers may put files there."""
+        self.path = str(self.folder / "agent.sock")
         self._round = 0
         self._size = 0
         self._pointer: CheckpointPointer | None = None
         self._workers: dict[int, Connection] = {}
         self._greeted: set[int] = set()
+        self._parked: set[int] = set()
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
         self._step = 0
+        self._expected: int | None = None
+        self._began: tuple[float, int] | None = None
+        self._kept = KeptState()
         self.trained = False
         """Whether a local worker has completed a step in this round."""
         self._recorded = 0.0
@@ -63,21 +73,47 @@ class Channel:
         self._table_calls = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-row")
         self._server = LineServer(listen(self.path), self._on_message, self._on_close)
 
-    def begin(self, number: int, size: int, pointer: CheckpointPointer | None) -> None:
+    def begin(self, number: int, size: int, pointer: CheckpointPointer | None, *, keep: bool = False) -> None:
         """Serve a new round's workers; what is left of older ones is cut off.
 
         Args:
             number: of the round.
             size: how many workers this node has.
             pointer: of the checkpoint, on rank 0's node only.
+            keep: whether the workers that have parked stay, to be assigned to this round.
         """
-        self.cut()
+        if not keep:
+            self.cut()
         with self._lock:
             self._round, self._size, self._pointer = number, size, pointer
-            self._workers, self._greeted, self._stopped, self._finished = {}, set(), set(), set()
-            self._step, self.restored_step, self._ballot, self._reports = 0, 0, None, []
+            if not keep:
+                self._workers, self._greeted, self._parked = {}, set(), set()
+            self._stopped, self._finished = set(), set()
+            self._step, self._began, self._ballot, self._reports = 0, None, None, []
+            self.trained = False
         if pointer is not None:
             self._table_calls.submit(_quietly, pointer.take_over)
+
+    def assign(self, places: Mapping[int, Mapping[str, Any]]) -> None:
+        """Tell the parked workers their places in the round.
+
+        Args:
+            places: by local rank: ``rank``, ``world_size`` and ``environment``.
+        """
+        with self._lock:
+            number, pointer = self._round, self._pointer
+            targets = [(self._workers[local_rank], place) for local_rank, place in places.items()]
+            self._parked.clear()
+        for connection, place in targets:
+            connection.state.update(round=number, pointer=pointer, rank=place["rank"])
+            connection.send({"op": "assign", "round": number, **place})
+
+    def interrupt(self) -> None:
+        """Tell the workers that their round is over: they hand their state over, or park."""
+        with self._lock:
+            targets = [link for rank, link in self._workers.items() if rank not in self._stopped | self._parked]
+        for connection in targets:
+            connection.send({"op": "interrupt"})
 
     def cut(self) -> None:
         """Cut off the workers: a session whose agent is gone ends its process at once."""
@@ -99,6 +135,23 @@ class Channel:
             return frozenset(self._stopped)
 
     @property
+    def parked(self) -> frozenset[int]:
+        """The local ranks that wait for a place in a round."""
+        with self._lock:
+            return frozenset(self._parked)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """For how long training will go on at its pace, ``None`` where that is not known."""
+        with self._lock:
+            if self._expected is None or self._began is None:
+                return None
+            began, first = self._began
+            steps = self._step - first
+            pace = (time.monotonic() - began) / steps if steps else 0.0
+            return max(0, self._expected - self._step) * pace if steps else None
+
+    @property
     def finished(self) -> frozenset[int]:
         """The local ranks whose training has ended."""
         with self._lock:
@@ -116,6 +169,12 @@ class Channel:
         with self._lock:
             return bool(self._workers)
 
+    @property
+    def leaving(self) -> bool:
+        """Whether a worker is connected that ends by itself once it is interrupted; those that wait do not."""
+        with self._lock:
+            return bool(self._workers.keys() - self._parked)
+
     def prepare(self, message: Mapping[str, Any]) -> None:
         """Pass a proposal on to the workers; the node's report follows in :meth:`take_reports`."""
         with self._lock:
@@ -130,7 +189,11 @@ class Channel:
         self._wake()
 
     def decide(self, message: Mapping[str, Any]) -> None:
-        """Pass a decision on to the workers."""
+        """Pass a decision on to the workers.
+
+        Args:
+            message: with ``stay``, whether this node will be in the next round.
+        """
         with self._lock:
             targets = list(self._workers.values())
         for connection in targets:
@@ -147,6 +210,7 @@ class Channel:
         self._server.close()
         self._table_calls.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._kept.drop()
 
     def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
         op = message["op"]
@@ -154,25 +218,44 @@ class Channel:
             self._hello(connection, message)
             return
         local_rank = connection.state.get("local_rank")
-        if local_rank is None or connection.state["round"] != self._round:
+        if local_rank is None or self._workers.get(local_rank) is not connection:
             connection.close("it did not say hello first, or its round is over")
             return
-        if op == "step":
-            self._completed(message["step"])
+        if op == "parked":
+            with self._lock:
+                self._parked.add(local_rank)
+            self._wake()
+        elif op == "handover":
+            connection.send(self._take_over(connection, message))
+        elif op == "memory":
+            connection.send({"re": message["id"], "memory": self._kept.describe()})
+        elif op == "expects":
+            self._expected = message["steps"]
+        elif connection.state["round"] != self._round:
+            connection.close("its round is over")
+        elif op == "step":
+            self._completed(local_rank, message["step"])
         elif op == "pointer":
             self._table_calls.submit(self._answer_pointer, connection, message)
         elif op == "commit":
             self._table_calls.submit(self._answer_commit, connection, message)
         elif op == "prepared":
             self._voted(local_rank, message)
+        elif op == "busy":
+            self._watch.busy(local_rank, bounded=message["bounded"])
+        elif op == "free":
+            self._watch.free(local_rank)
         elif op == "restored":
+            self._watch.opened()
             with self._lock:
                 self._step = max(self._step, message["step"])
+                self._began = time.monotonic(), message["step"]
             self._recorder.record(Restored, self._round, step=message["step"], directory=message["directory"])
         elif op in ("stopped", "finished"):
             with self._lock:
                 (self._stopped if op == "stopped" else self._finished).add(local_rank)
                 self._step = max(self._step, message["step"])
+            self._watch.finished()
             self._recorder.record(Progress, self._round, step=message["step"])
             self._wake()
         else:
@@ -180,17 +263,39 @@ class Channel:
 
     def _hello(self, connection: Connection, message: Mapping[str, Any]) -> None:
         with self._lock:
-            current = message["round"] == self._round
+            # A worker of round 0 is told its place later.
+            current = message["round"] in (self._round, 0)
             if current:
-                connection.state.update(local_rank=message["local_rank"], round=self._round, pointer=self._pointer)
+                connection.state.update(
+                    local_rank=message["local_rank"],
+                    rank=message["rank"],
+                    round=message["round"],
+                    pointer=self._pointer,
+                )
                 self._workers[message["local_rank"]] = connection
                 self._greeted.add(message["local_rank"])
         if not current:
             connection.close(f"round {message['round']} is over")
+        elif message["round"]:
+            self._watch.opened()
 
-    def _completed(self, step: int) -> None:
+    def _take_over(self, connection: Connection, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Hold on to a worker's state."""
+        number, rank = connection.state["round"], connection.state["rank"]
+        try:
+            self._kept.keep(message["pid"], message["fd"], step=message["step"], number=number, rank=rank)
+        except OSError as error:
+            return {"re": message["id"], "error": "unavailable", "message": f"The memory cannot be opened: {error}"}
+        _LOG.info("The state of step %d stays in memory for the next round.", message["step"])
+        return {"re": message["id"], "ok": True}
+
+    def _completed(self, local_rank: int, step: int) -> None:
+        self._watch.completed(step, local_rank)
+        self._kept.drop(before=self._round)  # whoever needed it has it
         with self._lock:
             self.trained = True
+            if self._began is None:
+                self._began = time.monotonic(), step
             self._step = max(self._step, step)
             now = time.monotonic()
             due = now - self._recorded >= _PROGRESS_SECONDS
@@ -214,6 +319,8 @@ class Channel:
         with self._lock:
             if local_rank is not None and self._workers.get(local_rank) is connection:
                 del self._workers[local_rank]
+                self._parked.discard(local_rank)
+        self._wake()
 
     def _answer_pointer(self, connection: Connection, message: Mapping[str, Any]) -> None:
         reply: dict[str, Any] = {"re": message["id"]}

@@ -1,7 +1,8 @@
-"""Puts a node together: identity, table, rendezvous, channel, agent; and takes it apart again."""
+"""Puts a node together: identity, table, rendezvous, channel, workers, agent; and takes it apart again."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -9,21 +10,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
-from azureml_elastic.ledger.events import NodeLeft, NodeStarted
+from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, NodeLeft, NodeStarted
 from azureml_elastic.node.channel import Channel
+from azureml_elastic.node.hang import HangPolicy
+from azureml_elastic.node.hang_watch import HangWatch
+from azureml_elastic.node.health import Admission, HealthCheck, Probe, check_folders, node_probes
 from azureml_elastic.node.identity import NodeIdentity
 from azureml_elastic.node.preemption import Preemption
 from azureml_elastic.node.recorder import Recorder
 from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.round import Limits
-from azureml_elastic.node.table import Table, open_table
+from azureml_elastic.node.server_time import ServerClock
+from azureml_elastic.node.strikes import Strikes
+from azureml_elastic.node.table import open_table
+from azureml_elastic.node.warm.process import WarmProcess
 from azureml_elastic.spec import environment as variables
 from azureml_elastic.spec.command import Program, require_script
+from azureml_elastic.spec.exit_codes import UNHEALTHY
 
 if TYPE_CHECKING:
     from azureml_elastic.node.agent import NodeAgent
 
-__all__ = ["run_node"]
+__all__ = ["run_node", "worker_command"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,109 +50,191 @@ def run_node(identity: NodeIdentity, program: Program) -> int:
         UsageError: the table, the program or the installation is not usable.
     """
     require_script(program)
-    plan = identity.plan
-    table = open_table(plan.distribution.rendezvous, identity.run_id, os.environ)
-    slots = _slots(plan.distribution.process_count_per_instance)
-    noticed: list[Preemption] = []
-    rendezvous = Rendezvous(
-        table=table,
-        node=identity.node,
-        host=identity.host,
-        slots=slots,
-        limits=Limits(plan.resources.min_instance_count, plan.resources.max_instance_count),
-        timings=plan.distribution.rendezvous.timings,
-        cancelled=lambda: bool(noticed) and noticed[0].noticed,
-    )
-    preemption = Preemption(plan.distribution.preemption_grace, rendezvous.wake.set)
-    noticed.append(preemption)
-    preemption.listen()
-    rendezvous.announce()
-    recorder = Recorder(identity.folder, identity.node, rendezvous.incarnation, table)
-    recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
-    channel = Channel(recorder, rendezvous.wake.set)
-    # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
-    os.environ[variables.RUN_DIR] = str(identity.folder)
-    os.environ[variables.PLAN] = plan.to_json()
-    exit_code, reason = 1, "an error of the agent"
-    try:
-        agent = _agent(identity, program, slots, rendezvous, channel, recorder, table, preemption)
-        exit_code, reason = _run(agent, rendezvous, preemption)
-    finally:
-        number = rendezvous.last_round
-        recorder.record(NodeLeft, number, reason=reason, exit_code=exit_code)
-        channel.close()
-        rendezvous.shutdown()
-        recorder.close()
-        table.close()
-    return exit_code
+    with contextlib.ExitStack() as stack:
+        return _Node(identity, program, stack).run()
 
 
-def _run(agent: NodeAgent, rendezvous: Rendezvous, preemption: Preemption) -> tuple[int, str]:
-    """Return the exit code and why the node ends."""
-    from azureml_elastic.node.agent import Ending
+class _Node:
+    """The parts of one node, made in the order in which time is best used: whatever is slow begins early.
 
-    try:
-        ending = agent.take_part()
-    except RunSucceeded as end:
-        return 0, str(end)
-    except RunFailed as end:
-        print(f"error: {end}", file=sys.stderr)
-        return end.exit_code, str(end)
-    except InterruptedError:
-        ending = Ending.LEFT
-    if ending is Ending.SUCCEEDED:
-        return 0, "the run ended well"
-    if ending is Ending.FAILED:
-        assert agent.failure is not None
-        print(f"error: {agent.failure.message}", file=sys.stderr)
-        return agent.failure.exit_code, agent.failure.message
-    reason = f"preempted ({preemption.reason})"
-    rendezvous.leave(reason)
-    return preemption.exit_code, reason
+    Args:
+        identity: of the node.
+        program: the user's training program.
+        stack: takes the node apart at its end.
+    """
+
+    def __init__(self, identity: NodeIdentity, program: Program, stack: contextlib.ExitStack) -> None:
+        self._identity = identity
+        self._program = program
+        self._plan = plan = identity.plan
+        distribution = plan.distribution
+        self._slots = _slots(distribution.process_count_per_instance)
+        self._table = table = open_table(distribution.rendezvous, identity.run_id, os.environ)
+        stack.callback(table.close)
+        clock = ServerClock(table, identity.node)
+        self._strikes = strikes = Strikes(table, identity.host_id, identity.node, distribution.health, clock)
+        stack.callback(strikes.close)
+        self._rendezvous = Rendezvous(
+            table=table,
+            node=identity.node,
+            host=identity.host,
+            slots=self._slots,
+            limits=Limits(
+                plan.resources.min_instance_count,
+                plan.resources.max_instance_count,
+                distribution.health.quarantine_strikes,
+            ),
+            timings=distribution.rendezvous.timings,
+            cancelled=lambda: self._preemption.commit_to_leave(),  # noqa: PLW0108 - it is made below
+            host_id=identity.host_id,
+            strikes=self._live_strikes,
+        )
+        self._preemption = Preemption(distribution.preemption, self._rendezvous.wake.set, identity.node)
+        stack.callback(self._preemption.close)
+        self._preemption.listen()
+        self._preemption.watch()
+        self._rendezvous.announce()
+        self._recorder = Recorder(identity.folder, identity.node, self._rendezvous.incarnation, table)
+        stack.callback(self._recorder.close)
+        stack.callback(self._rendezvous.shutdown)
+        self._recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
+        self._watch = HangWatch(HangPolicy.of(distribution))
+        self._channel = Channel(self._recorder, self._rendezvous.wake.set, self._watch)
+        stack.callback(self._channel.close)
+        os.environ[variables.RUN_DIR] = str(identity.folder)
+        os.environ[variables.PLAN] = plan.to_json()
+        os.environ[variables.CHANNEL] = self._channel.path
+        # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
+        interpreter, options = _interpreter(program)
+        self._warm = WarmProcess(interpreter, options, program, os.environ) if distribution.warm_workers else None
+        if self._warm is not None:
+            stack.callback(self._warm.close)
+        self._admission = Admission(
+            distribution.health,
+            lambda: HealthCheck(self._probes(clock)),
+            table=table,
+            strikes=strikes,
+            incarnation=self._rendezvous.incarnation,
+            record=lambda report: self._recorder.record(
+                HealthChecked,
+                0,
+                status=report.status,
+                seconds=report.seconds,
+                problems=report.lines("warn", "fail"),
+            ),
+            away=self._rendezvous.leave,
+            pause=self._pause,
+            stay=plan.resources.effective_placement == "gang" and plan.resources.max_instance_count > 1,
+        )
+
+    def run(self) -> int:
+        """Take part in the run and return the exit code."""
+        exit_code, reason = 1, "an error of the agent"
+        try:
+            exit_code, reason = self._take_part(self._agent())
+        finally:
+            number = self._rendezvous.last_round
+            self._recorder.record(NodeLeft, number, reason=reason, exit_code=exit_code)
+        return exit_code
+
+    def _take_part(self, agent: NodeAgent) -> tuple[int, str]:
+        """Return the exit code and why the node ends."""
+        from azureml_elastic.node.agent import Ending
+
+        try:
+            if not self._admission.wait():
+                return UNHEALTHY, self._admission.report.lines("fail")[0]
+            ending = agent.take_part()
+        except RunSucceeded as end:
+            return 0, str(end)
+        except RunFailed as end:
+            _tell(str(end))
+            return end.exit_code, str(end)
+        except InterruptedError:
+            ending = Ending.LEFT
+        if ending is Ending.SUCCEEDED:
+            return 0, "the run ended well"
+        if ending is Ending.FAILED:
+            assert agent.failure is not None
+            _tell(agent.failure.message)
+            return agent.failure.exit_code, agent.failure.message
+        reason = f"preempted ({self._preemption.reason})"
+        self._rendezvous.leave(reason)
+        self._preemption.acknowledge()
+        return self._preemption.exit_code, reason
+
+    def _agent(self) -> NodeAgent:
+        try:
+            from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+        except ImportError as error:
+            raise MissingExtra("torch", "node") from error
+        from azureml_elastic.node.agent import NodeAgent
+        from azureml_elastic.node.workers import Workers
+
+        distribution = self._plan.distribution
+        logs = self._identity.folder / "workers" / self._identity.node
+        logs.mkdir(parents=True, exist_ok=True)
+        workers = Workers(
+            worker_command(self._program),
+            DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL, tee=Std.ALL),
+            self._channel,
+            self._warm,
+            handover_seconds=distribution.handover_timeout.total_seconds(),
+            stop_seconds=distribution.stop_timeout.total_seconds(),
+        )
+        return NodeAgent(
+            workers,
+            self._slots,
+            self._identity,
+            rendezvous=self._rendezvous,
+            channel=self._channel,
+            recorder=self._recorder,
+            table=self._table,
+            preemption=self._preemption,
+            strikes=self._strikes,
+            watch=self._watch,
+            opens_session=_opens_session(self._program),
+        )
+
+    def _probes(self, clock: ServerClock) -> list[Probe]:
+        return node_probes(
+            self._plan.distribution.health,
+            node=self._identity.node,
+            folders=check_folders(self._identity.folder, self._plan.checkpoint.path),
+            gpus=_gpus(),
+            table=self._table,
+            clock=clock,
+            witness_interval=self._plan.distribution.rendezvous.timings.witness_interval,
+            hub=(self._identity.host, self._rendezvous.hub.port),
+            strikes=self._strikes,
+        )
+
+    def _live_strikes(self, fresh: bool) -> int:
+        live = self._strikes.mine(fresh=fresh)
+        limit = self._plan.distribution.health.quarantine_strikes
+        if limit is not None and live >= limit:
+            self._recorder.record(
+                HostQuarantined, self._rendezvous.last_round, host=self._identity.host_id, strikes=live
+            )
+        return live
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before another health check.
+
+        Raises:
+            InterruptedError: this node was told to leave.
+        """
+        self._rendezvous.wake.wait(seconds)
+        self._rendezvous.wake.clear()
+        if self._preemption.commit_to_leave():
+            raise InterruptedError("the node was told to leave")
 
 
-def _agent(
-    identity: NodeIdentity,
-    program: Program,
-    slots: int,
-    rendezvous: Rendezvous,
-    channel: Channel,
-    recorder: Recorder,
-    table: Table,
-    preemption: Preemption,
-) -> NodeAgent:
-    try:
-        from torch.distributed.elastic.agent.server.api import WorkerSpec
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    except ImportError as error:
-        raise MissingExtra("torch", "node") from error
-    from azureml_elastic.node.agent import NodeAgent
-    from azureml_elastic.node.torchrun import TableRendezvousHandler
-
-    distribution = identity.plan.distribution
-    logs = identity.folder / "workers" / identity.node
-    logs.mkdir(parents=True, exist_ok=True)
-    entrypoint, arguments = _worker_command(program)
-    return NodeAgent(
-        WorkerSpec(
-            role="worker",
-            local_world_size=slots,
-            entrypoint=entrypoint,
-            args=arguments,
-            rdzv_handler=TableRendezvousHandler(rendezvous, identity.run_id),
-            max_restarts=distribution.max_restarts,
-            monitor_interval=distribution.monitor_interval.total_seconds(),
-        ),
-        DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL, tee=Std.ALL),
-        rendezvous=rendezvous,
-        channel=channel,
-        recorder=recorder,
-        table=table,
-        plan=identity.plan,
-        preemption=preemption,
-        opens_session=_opens_session(program),
-    )
+def _tell(failure: str) -> None:
+    """Print why the run failed: a traceback begins on a line of its own, as the program printed it."""
+    separator = "\n" if "\n" in failure else " "
+    print(f"error:{separator}{failure}", file=sys.stderr)
 
 
 def _opens_session(program: Program) -> bool:
@@ -156,12 +246,18 @@ def _opens_session(program: Program) -> bool:
         return True
 
 
-def _worker_command(program: Program) -> tuple[str, tuple[str, ...]]:
-    """Return the executable and its arguments: this interpreter, unless the user named another by path."""
+def worker_command(program: Program) -> tuple[str, ...]:
+    """Return what starts a worker."""
+    interpreter, options = _interpreter(program)
+    target = ("-m", program.target) if program.kind == "module" else (program.target,)
+    return interpreter, *options, *target, *program.arguments
+
+
+def _interpreter(program: Program) -> tuple[str, tuple[str, ...]]:
+    """Return the executable and its options: this interpreter, unless the user named another by path."""
     interpreter = program.interpreter if program.interpreter and os.sep in program.interpreter else sys.executable
     options = program.interpreter_options
-    target = ("-m", program.target) if program.kind == "module" else (program.target,)
-    return interpreter, (*(() if "-u" in options else ("-u",)), *options, *target, *program.arguments)
+    return interpreter, (*(() if "-u" in options else ("-u",)), *options)
 
 
 def _slots(count: int | str) -> int:

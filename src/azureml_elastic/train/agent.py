@@ -6,13 +6,14 @@ Two implementations: :class:`~azureml_elastic.train.channel.ChannelAgent` speaks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from azureml_elastic.spec.exit_codes import AGENT_LOST, PREEMPTED
 from azureml_elastic.train.manifest import Reference
 
-__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "Identity"]
+__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "Identity", "Memory"]
 
 EXIT_AGENT_LOST = AGENT_LOST
 """Exit code of a worker whose agent is gone: it must not go on, and may be started again (``EX_TEMPFAIL``)."""
@@ -20,8 +21,9 @@ EXIT_AGENT_LOST = AGENT_LOST
 EXIT_TERMINATED = PREEMPTED
 """Exit code of a process without an agent that has saved and left after SIGTERM."""
 
-Action = Literal["save", "leave"]
-"""What is to be done at a step boundary: take a checkpoint, or take one and exit."""
+Action = Literal["save", "leave", "rejoin"]
+"""What is to be done at a step boundary: take a checkpoint; take one and give up this place in the round; or give up
+this place, while the state stays in memory. Who has given up its place exits, or waits for another one where it may."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,31 @@ class Identity:
     round: int
 
 
+@dataclass(frozen=True)
+class Memory:
+    """A state that the agent holds for the workers of the next round.
+
+    Args:
+        path: to be opened and mapped.
+        step: optimizer steps completed.
+        round: in which they were.
+        rank: of the worker that handed it over.
+    """
+
+    path: str
+    step: int
+    round: int
+    rank: int
+
+
 class Agent(Protocol):
     """The agent as the session sees it. ``pointer`` and ``commit`` are for rank 0 alone."""
 
     leave_code: int
     """With which the process exits after the action ``leave``."""
+
+    stays: bool
+    """Whether this process may outlive its round and take a place in the next one."""
 
     def pointer(self) -> Reference | None:
         """Return the committed checkpoint to start from.
@@ -79,6 +101,38 @@ class Agent(Protocol):
         Raises:
             ElasticError: the announced decision did not come.
         """
+
+    def busy(self, *, bounded: bool = True) -> None:
+        """Report that the next step will take its time: a checkpoint is written, say.
+
+        Args:
+            bounded: whether there is a limit, beyond that of a step; without one the wait has its own.
+        """
+
+    def free(self) -> None:
+        """Report that what was announced as busy is over."""
+
+    def expects(self, steps: int) -> None:
+        """Report how many steps the run will have, as far as the script tells."""
+
+    def when_interrupted(self, callback: Callable[[], None]) -> None:
+        """Have this called, from a thread, when the round is over and its collectives will never complete."""
+
+    def wait_interrupted(self, timeout: float) -> bool:
+        """Wait until the round is over, at most for these seconds, and return whether it is."""
+
+    def hand_over(self, step: int, descriptor: int) -> None:
+        """Have the agent hold on to the memory behind a descriptor.
+
+        Raises:
+            ElasticError: it does not.
+        """
+
+    def memory(self) -> Memory | None:
+        """Return what a worker of this node has handed over, if anything."""
+
+    def park(self) -> Identity:
+        """Wait for a place in the next round, and return it. The process ends where there will be none."""
 
     def stopped(self, step: int) -> None:
         """Report that the process saved and is about to exit; returns when the report is out."""

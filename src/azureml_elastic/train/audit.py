@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from azureml_elastic.train.agent import Identity
 from azureml_elastic.train.loader import Window
@@ -13,35 +14,48 @@ __all__ = ["Audit"]
 
 
 class Audit:
-    """Appends one JSON line a step to ``samples/round-<round>.rank-<rank>.jsonl``.
+    """Appends JSON lines to ``samples/round-<round>.rank-<rank>.jsonl``.
 
-    A line is handed to the kernel before ``run.step()`` returns, so it survives the death of the process.
+    A rank says what a step will train before it takes part in it, and that the step is completed afterwards. A rank
+    that dies in between may have given its share of the gradients: the step counts if any other rank has completed it.
+    Lines are handed to the kernel at once, so they survive the death of the process.
 
     Args:
         run_dir: the run's folder, ``None`` for the working directory.
-        identity: of this process.
     """
 
-    def __init__(self, run_dir: str | None, identity: Identity) -> None:
-        folder = Path(run_dir or ".") / "samples"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"round-{identity.round}.rank-{identity.rank}.jsonl"
-        self._round = identity.round
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    def __init__(self, run_dir: str | None) -> None:
+        self._folder = Path(run_dir or ".") / "samples"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._descriptor = -1
+        self._round = 0
 
-    def write(self, step: int, window: Window) -> None:
-        """Write down what a step has trained.
+    def enter(self, identity: Identity) -> None:
+        """Write to the file of this round from now on."""
+        self.close()
+        self._round = identity.round
+        path = self._folder / f"round-{identity.round}.rank-{identity.rank}.jsonl"
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def begin(self, step: int, window: Window) -> None:
+        """Write down what a step is about to train.
 
         Args:
             step: steps completed with it.
             window: of this rank; a stand-in counts for nothing.
         """
         ids = list(window.ids[: window.own])
-        line = json.dumps({"round": self._round, "step": step, "epoch": window.after.epoch, "ids": ids})
-        os.write(self._descriptor, line.encode() + b"\n")
+        self._write({"round": self._round, "step": step, "epoch": window.after.epoch, "ids": ids})
+
+    def done(self, step: int) -> None:
+        """Write down that a step is completed."""
+        self._write({"round": self._round, "step": step, "done": True})
 
     def close(self) -> None:
         """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _write(self, line: dict[str, Any]) -> None:
+        os.write(self._descriptor, json.dumps(line).encode() + b"\n")

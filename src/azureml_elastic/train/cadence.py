@@ -74,11 +74,26 @@ class Cadence:
         self._next_decision = 1
         self._began = self._saved_time = clock()
 
-    def begin(self, step: int) -> None:
-        """Count from here: training starts after this step."""
+    def begin(self, step: int, unsaved_seconds: float = 0.0) -> None:
+        """Count from here: training starts after this step.
+
+        Args:
+            step: completed so far.
+            unsaved_seconds: since the last checkpoint, where it is older than this.
+        """
         self._first_step = step
         self._next_decision = step + 1
-        self._began = self._saved_time = self._clock()
+        self._began = self._clock()
+        self._saved_time = self._began - unsaved_seconds
+
+    def enter(self, control: Control) -> None:
+        """Agree with other ranks from now on."""
+        self._control = control
+
+    @property
+    def unsaved_seconds(self) -> float:
+        """Seconds since the last checkpoint, or since the start."""
+        return self._clock() - self._saved_time
 
     def saved(self) -> None:
         """A checkpoint has just been taken."""

@@ -46,6 +46,8 @@ __all__ = ["Checkpoints", "Restored"]
 
 _LOG = logging.getLogger(__name__)
 _RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0)
+_PATIENT_SECONDS = (*_RETRY_SECONDS, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
+"""Without the committed checkpoint training cannot start; with a new one that has to wait, it goes on."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,17 @@ class Checkpoints:
     ) -> None:
         self._folder = folder
         self._keep = keep
-        self._identity = identity
-        self._control = control
         self._agent = agent
         self._sleep = sleep
-        self._is_main = identity.rank == 0
-        self._recovery = Recovery(folder, identity, control)
         self._committed: Reference | None = None
+        self.enter(identity, control)
+
+    def enter(self, identity: Identity, control: Control) -> None:
+        """Save and restore with the ranks of another round from now on."""
+        self._identity = identity
+        self._control = control
+        self._is_main = identity.rank == 0
+        self._recovery = Recovery(self._folder, identity, control)
 
     def save(
         self, step: int, state: TrackedState, data: Mapping[str, Any] | None, *, must_commit: bool = False
@@ -208,8 +214,18 @@ class Checkpoints:
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
 
+    def committed(self) -> Reference | None:
+        """Return the run's newest committed checkpoint. A collective.
+
+        Raises:
+            CheckpointError: it could not be learnt.
+            Fenced: a newer round has taken over.
+        """
+        self._committed = self._pointer()
+        return self._committed
+
     def restore(self, state: TrackedState) -> Restored | None:
-        """Put the newest undamaged checkpoint into ``state``.
+        """Put the newest undamaged checkpoint, from the committed one backwards, into ``state``. A collective.
 
         Returns:
             What was restored, ``None`` where the run has no committed checkpoint yet.
@@ -220,7 +236,7 @@ class Checkpoints:
             Fenced: a newer round has taken over.
             UsageError: the checkpoint does not fit what is tracked.
         """
-        pointer = self._pointer()
+        pointer = self._committed or self.committed()
         if pointer is None:
             return None
         manifest = self._recovery.newest_whole(pointer)
@@ -234,7 +250,7 @@ class Checkpoints:
     def _pointer(self) -> Reference | None:
         asked: tuple[Reference | None, tuple[str, str]] = (None, ("", ""))
         if self._is_main:
-            asked = self._patiently(self._agent.pointer, _RETRY_SECONDS)
+            asked = self._patiently(self._agent.pointer, _PATIENT_SECONDS)
         pointer, (kind, text) = self._control.from_main(asked)
         if kind == "fenced":
             raise Fenced(f"Training does not start: {text}")

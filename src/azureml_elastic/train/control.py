@@ -30,10 +30,24 @@ class Control:
 
     def from_main(self, value: T | None) -> T:
         """Return rank 0's value on every rank."""
+        return self.from_rank(0, value)
+
+    def from_rank(self, source: int, value: T | None) -> T:
+        """Return one rank's value on every rank."""
         values: list[Any] = [value]
-        dist.broadcast_object_list(values, src=0, group=self.group)
+        dist.broadcast_object_list(values, src=source, group=self.group)
         result: T = values[0]
         return result
+
+    def gather(self, value: T) -> list[T]:
+        """Return all ranks' values on every rank, in rank order."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite a CPU tensor by one rank's."""
+        dist.broadcast(tensor, src=source, group=self.group)
 
     def all_true(self, value: bool) -> bool:
         """Return whether every rank says so."""
@@ -58,8 +72,7 @@ class Control:
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
             failure = error
             outcome = (f"{type(error).__name__}: {error}", None)
-        outcomes: list[Any] = [None] * self.world_size
-        dist.all_gather_object(outcomes, outcome, group=self.group)
+        outcomes: list[Any] = self.gather(outcome)
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]
         if failed:
             raise CheckpointError(

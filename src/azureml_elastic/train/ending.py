@@ -21,15 +21,19 @@ class Ending:
     Args:
         finish: called at the end of a script that has not failed.
         close: called at the end of every script.
+        failing: called with an uncaught exception before it is printed; may end the process instead.
 
     Attributes:
         failed: whether the script has failed.
     """
 
-    def __init__(self, finish: Callable[[], None], close: Callable[[], None]) -> None:
+    def __init__(
+        self, finish: Callable[[], None], close: Callable[[], None], failing: Callable[[BaseException], None]
+    ) -> None:
         self.failed = False
         self._finish = finish
         self._close = close
+        self._failing = failing
         self._process = os.getpid()
         self._hook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._on_uncaught
@@ -43,6 +47,8 @@ class Ending:
 
     def _on_uncaught(self, *details: Any) -> None:
         self.failed = True
+        if os.getpid() == self._process:
+            self._failing(details[1])
         self._hook(*details)
 
     def _on_exit(self) -> None:

@@ -6,7 +6,7 @@ commits, so batches that worker processes have prefetched do not count until the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,12 +55,30 @@ class Window:
 
 
 class Position:
-    """Where the data stand: the cursor, and the window that is being trained."""
+    """Where the data stand: the cursor, and the window that is being trained.
 
-    def __init__(self) -> None:
+    Args:
+        identity: of this process.
+
+    Attributes:
+        cursor: how far the data are trained.
+        open: the window at hand.
+        in_epochs: whether ``run.epochs()`` counts the epochs.
+        when_opened: called with each window before it is trained.
+    """
+
+    def __init__(self, identity: Identity) -> None:
         self.cursor = Cursor()
         self.open: Window | None = None
         self.in_epochs = False
+        self.when_opened: Callable[[Window], None] = lambda _: None
+        self.identity = identity
+        self.generation = 0
+
+    def enter(self, identity: Identity) -> None:
+        """Go on with the ranks of another round, whose shares are others: what was fetched is of no use any more."""
+        self.identity = identity
+        self.generation += 1
 
     def take(self, window: Window) -> None:
         """Open a window.
@@ -70,6 +88,7 @@ class Position:
         """
         self.require_committed()
         self.open = window
+        self.when_opened(window)
 
     def require_committed(self) -> None:
         """Check that no window is open.
@@ -112,8 +131,7 @@ class ElasticLoader:
     Args:
         dataset: map-style.
         spec: what must stay the same over restarts.
-        identity: of this process.
-        position: of the run.
+        position: of the run, and of this process in it.
         device: to which the tensors of a batch are moved.
         options: further arguments of ``torch.utils.data.DataLoader``.
 
@@ -125,7 +143,6 @@ class ElasticLoader:
         self,
         dataset: SizedDataset,
         spec: DataSpec,
-        identity: Identity,
         *,
         position: Position,
         device: torch.device,
@@ -138,7 +155,6 @@ class ElasticLoader:
                 "what DataLoader calls so."
             )
         self.spec = spec
-        self._identity = identity
         self._position = position
         self._device = device
         self._order: tuple[int, torch.Tensor] | None = None
@@ -156,7 +172,7 @@ class ElasticLoader:
         """Yield the windows of this rank from the cursor to the end of the epoch."""
         cursor = self._position.cursor
         epoch, consumed = cursor.epoch, cursor.consumed
-        rank, world_size = self._identity.rank, self._identity.world_size
+        rank, world_size = self._position.identity.rank, self._position.identity.world_size
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, order(self.spec, epoch))
         indices = self._order[1]
@@ -182,9 +198,15 @@ class ElasticLoader:
         position.open = None  # an epoch that was left in the middle of a step
         if not position.in_epochs and position.cursor.consumed >= self.spec.usable:
             position.cursor = Cursor(position.cursor.epoch + 1)
-        for window, batch in zip(self.windows(), self._batches, strict=True):
-            position.take(window)
-            yield _to_device(batch, self._device)
+        epoch, generation = position.cursor.epoch, -1
+        while generation != position.generation and position.cursor.epoch == epoch:
+            generation = position.generation
+            for window, batch in zip(self.windows(), self._batches, strict=True):
+                position.take(window)
+                yield _to_device(batch, self._device)
+                if generation != position.generation:
+                    position.require_committed()
+                    break
         position.require_committed()
 
 

@@ -10,6 +10,7 @@ from azureml_elastic.train.audit import Audit
 from azureml_elastic.train.channel import ChannelAgent
 from azureml_elastic.train.process import Environment
 from azureml_elastic.train.session import Session
+from azureml_elastic.train.stacks import register_stack_dump
 from azureml_elastic.train.standalone import StandaloneAgent
 
 __all__ = ["start"]
@@ -40,6 +41,7 @@ def start(checkpoint: CheckpointPolicy | None = None, *, audit: bool | None = No
     if environment.channel is None:
         agent = StandaloneAgent(folder, identity)
     else:
-        agent = ChannelAgent(environment.channel, identity)
+        register_stack_dump(Path(environment.channel).parent, identity)
+        agent = ChannelAgent(environment.channel, identity, stays=environment.stays)
     wants_audit = audit if audit is not None else environment.plan is not None and environment.plan.audit
-    return Session(environment, policy, agent, Audit(environment.run_dir, identity) if wants_audit else None)
+    return Session(identity, policy, agent, Audit(environment.run_dir) if wants_audit else None)

@@ -33,6 +33,11 @@ class Environment:
     run_dir: str | None
     plan: Plan | None
 
+    @property
+    def stays(self) -> bool:
+        """Whether the agent wants this process to outlive its round: it is told its place later."""
+        return self.channel is not None and self.identity.round == 0
+
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
         """Read it.

@@ -7,9 +7,7 @@ point of a step: everything that could interrupt training happens there, between
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,14 +17,12 @@ from typing_extensions import Self
 
 from azureml_elastic.errors import CheckpointError, UsageError
 from azureml_elastic.spec import CheckpointPolicy
-from azureml_elastic.train.agent import Agent
+from azureml_elastic.train.agent import Action, Agent, Identity
 from azureml_elastic.train.audit import Audit
-from azureml_elastic.train.cadence import Cadence
-from azureml_elastic.train.checkpoint import Checkpoints
-from azureml_elastic.train.control import Control
 from azureml_elastic.train.ending import Ending
-from azureml_elastic.train.loader import ElasticLoader, Position, SizedDataset
-from azureml_elastic.train.process import Environment, close_group, open_group, pick_device
+from azureml_elastic.train.keeper import Keeper
+from azureml_elastic.train.loader import ElasticLoader, SizedDataset, Window
+from azureml_elastic.train.place import Place
 from azureml_elastic.train.sampling import Cursor, DataSpec
 from azureml_elastic.train.state import TrackedState
 
@@ -39,62 +35,58 @@ class Session:
     """One process of an elastic run.
 
     Args:
-        environment: of the process.
+        identity: of this process; one that is to wait for its place in a round is of round 0.
         policy: of the checkpoints, with a path.
         agent: that started the process.
-        audit: where the samples of each step are written down, if at all.
-
-    Attributes:
-        device: of this process.
-        steps: optimizer steps that the run has completed, over all its rounds.
+        audit: writes down the samples of each step, if at all.
     """
 
-    def __init__(self, environment: Environment, policy: CheckpointPolicy, agent: Agent, audit: Audit | None) -> None:
-        assert policy.path is not None
-        self._identity = environment.identity
-        self._policy = policy
+    def __init__(self, identity: Identity, policy: CheckpointPolicy, agent: Agent, audit: Audit | None) -> None:
         self._agent = agent
         self._audit = audit
-        self.device = pick_device(self._identity)
-        self._owns_group = open_group(self._identity, self.device)
-        self._control = Control()
-        self._checkpoints = Checkpoints(Path(policy.path), policy.keep, self._identity, self._control, agent)
-        self._cadence = Cadence(policy, self._control, clock=time.monotonic)
-        self._state: TrackedState | None = None
-        self._position = Position()
-        self._spec: DataSpec | None = None
-        self._saved_spec: DataSpec | None = None
-        self._saved_at: tuple[int, Cursor] | None = None
-        self.steps = 0
-        self._over = False
         self._trained_out = False
-        self._half_step = False
-        self._ending = Ending(self._finish_at_exit, self._close)
+        self._place = Place(agent, identity, audit)
+        world, self._position = self._place.world, self._place.position
+        self._keeper = Keeper(policy, agent, world.identity, world.control, self._position)
+        self._place.keep(self._keeper)
+        if audit is not None:
+            self._position.when_opened = self._write_down
+        self._ending = Ending(self._finish_at_exit, self._close, self._place.on_uncaught)
+
+    @property
+    def device(self) -> torch.device:
+        """Of this process."""
+        return self._place.device
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that the run has completed, over all its rounds."""
+        return self._keeper.steps
 
     @property
     def rank(self) -> int:
         """Among all processes of the round."""
-        return self._identity.rank
+        return self._place.world.identity.rank
 
     @property
     def local_rank(self) -> int:
         """Among the processes of this node."""
-        return self._identity.local_rank
+        return self._place.world.identity.local_rank
 
     @property
     def world_size(self) -> int:
         """Processes of the round; another round may have another number."""
-        return self._identity.world_size
+        return self._place.world.identity.world_size
 
     @property
     def round(self) -> int:
         """The round's number, 0 without an agent."""
-        return self._identity.round
+        return self._place.world.identity.round
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
-        return self._identity.rank == 0
+        return self._place.world.identity.rank == 0
 
     @property
     def epoch(self) -> int:
@@ -111,8 +103,8 @@ class Session:
         model = model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        devices = [self.device] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=devices, **options)
+        options = {"device_ids": [self.device] if self.device.type == "cuda" else None, **options}
+        return self._place.parallel(model, **options)
 
     def track(self, **objects: Any) -> None:
         """Say what a checkpoint holds, and restore it where the run has one.
@@ -129,22 +121,12 @@ class Session:
             CheckpointError: whether there is one could not be learnt.
             Fenced: a newer round has taken over.
         """
-        if self._state is not None:
-            raise UsageError(f"run.track() was called before, with {self._state.names}. Give all objects in one call.")
+        if self._keeper.state is not None:
+            names = self._keeper.state.names
+            raise UsageError(f"run.track() was called before, with {names}. Give all objects in one call.")
         state = TrackedState(objects, self._on_optimizer_step)
-        restored = self._checkpoints.restore(state)
-        self._state = state
-        if restored is not None:
-            self.steps = restored.reference.step
-            if restored.data is not None:
-                self._saved_spec = DataSpec.from_json(restored.data["spec"])
-                if self._spec is not None:
-                    self._spec.require_same(self._saved_spec)
-                self._position.cursor = Cursor(int(restored.data["epoch"]), int(restored.data["consumed"]))
-            self._saved_at = (self.steps, self._position.cursor)
-        self._agent.restored(self.steps, None if restored is None else restored.reference.directory)
-        self._cadence.begin(self.steps)
-        self._half_step = False  # restoring an optimizer makes it step, by nothing
+        with self._place.guard(stay=False):
+            self._keeper.track(state)
 
     def loader(
         self,
@@ -169,18 +151,14 @@ class Session:
         Raises:
             UsageError: there is one already, or the data differ from those of the checkpoint.
         """
-        if self._spec is not None:
+        if self._keeper.spec is not None:
             raise UsageError(
                 "run.loader() was called before; a run has one position in its data. Use torch's DataLoader for "
                 "evaluation."
             )
         spec = DataSpec(len(dataset), global_batch_size, seed, shuffle, drop_last)
-        if self._saved_spec is not None:
-            spec.require_same(self._saved_spec)
-        self._spec = spec
-        return ElasticLoader(
-            dataset, spec, self._identity, position=self._position, device=self.device, options=options
-        )
+        self._keeper.use(spec)
+        return ElasticLoader(dataset, spec, position=self._position, device=self._place.device, options=options)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that remain of ``count``, the interrupted one first.
@@ -189,6 +167,10 @@ class Session:
         is empty and what follows the loop over it (an evaluation, say) runs.
         """
         self._position.in_epochs = True
+        if self._keeper.spec is not None:
+            spec, cursor = self._keeper.spec, self._position.cursor
+            remaining = (count - cursor.epoch) * spec.windows - -(-cursor.consumed // spec.global_batch_size)
+            self._agent.expects(self.steps + max(0, remaining))
         try:
             while self._position.cursor.epoch < count:
                 epoch = self._position.cursor.epoch
@@ -216,7 +198,10 @@ class Session:
                 f"The loss has {loss.numel()} values; run.backward() takes the mean over the batch. Give the loss "
                 'function reduction="mean", or call .mean().'
             )
-        (loss * window.weight).backward()  # type: ignore[no-untyped-call]
+        if self._place.void:
+            return  # the step was given up in the forward pass
+        with self._place.guard():
+            (loss * window.weight).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """Commit an optimizer step: its samples are trained, and a checkpoint or a change of nodes may follow.
@@ -230,23 +215,22 @@ class Session:
             Fenced: a newer round has taken over.
             SystemExit: the agent wants this process to leave; all is saved.
         """
-        if self._state is None:
+        if self._keeper.state is None:
             raise UsageError("run.step() was called before run.track(): a restart would begin from scratch.")
-        if self._over:
+        if self._place.over:
             raise UsageError("run.step() was called after run.finish().")
-        if self._spec is not None and self._position.open is None:
+        if self._keeper.spec is not None and self._position.open is None:
             raise UsageError("run.step() was called without a batch: call it once in each iteration over the loader.")
-        self.steps += 1
-        self._half_step = False
-        window = self._position.commit()
-        if self._audit is not None and window is not None:
-            self._audit.write(self.steps, window)
-        action = self._agent.completed(self.steps)
-        if action == "leave":
-            self._save(must_commit=True)
-            self._leave()
-        elif self._cadence.due(self.steps) or action == "save":
-            self._save()
+        if self._place.void:
+            self._place.end_void_step()
+            return
+        self._keeper.steps += 1
+        self._keeper.half_step = False
+        self._position.commit()
+        if self._audit is not None:
+            self._audit.done(self.steps)
+        with self._place.guard():
+            self._between_steps(self._agent.completed(self.steps))
 
     def finish(self) -> None:
         """Take the last checkpoint, so that the same script started again trains nothing again. Only once.
@@ -257,18 +241,20 @@ class Session:
         Raises:
             CheckpointError: the last checkpoint could not be committed; started again, the script resumes before it.
         """
-        if self._over:
+        if self._place.over:
             return
-        if self._state is not None:
-            if self._half_step:
+        if self._keeper.state is not None:
+            if self._keeper.half_step:
                 _LOG.warning("The optimizer has stepped after the last run.step(); that step is not saved.")
-            elif self._has_news() and not self._save(must_commit=True):
-                raise CheckpointError(
-                    f"The last checkpoint, of step {self.steps}, was written but could not be committed: the run's "
-                    "table stayed away. Started again, the script resumes from the checkpoint before it."
-                )
+            else:
+                with self._place.guard(stay=False):
+                    if self._keeper.has_news() and not self._keeper.save(must_commit=True):
+                        raise CheckpointError(
+                            f"The last checkpoint, of step {self.steps}, was written but could not be committed: the "
+                            "run's table stayed away. Started again, the script resumes from the checkpoint before it."
+                        )
             self._agent.finished(self.steps)
-        self._over = True
+        self._place.over = True
 
     def _finish_at_exit(self) -> None:
         """Finish a script that has trained all its epochs; one that ends earlier may be failing, on one rank alone."""
@@ -291,41 +277,26 @@ class Session:
             self._close()
 
     def _on_optimizer_step(self) -> None:
-        self._half_step = True
+        if not self._place.void:
+            self._keeper.half_step = True
 
-    def _has_news(self) -> bool:
-        """Return whether a checkpoint now would hold more than the last one, beyond the turn of an epoch."""
-        if self._saved_at is None:
-            return self.steps > 0
-        steps, cursor = self._saved_at
-        if self._spec is not None and cursor.consumed >= self._spec.usable:
-            cursor = Cursor(cursor.epoch + 1)
-        return self.steps != steps or self._position.cursor not in {cursor, self._saved_at[1]}
+    def _write_down(self, window: Window) -> None:
+        assert self._audit is not None
+        self._audit.begin(self.steps + 1, window)
 
-    def _save(self, *, must_commit: bool = False) -> bool:
-        """Take a checkpoint and return whether it is committed."""
-        assert self._state is not None
-        cursor = self._position.cursor
-        data = None
-        spec = self._spec or self._saved_spec
-        if spec is not None:
-            data = {"spec": spec.to_json(), "epoch": cursor.epoch, "consumed": cursor.consumed}
-        committed = self._checkpoints.save(self.steps, self._state, data, must_commit=must_commit)
-        if committed:
-            self._saved_at = (self.steps, cursor)
-        self._half_step = False  # the first look at an optimizer's state makes it step, by nothing
-        self._cadence.saved()
-        return committed
-
-    def _leave(self) -> None:
-        self._over = True
-        self._agent.stopped(self.steps)
-        raise SystemExit(self._agent.leave_code)
+    def _between_steps(self, action: Action | None) -> None:
+        if action == "leave" or (action == "rejoin" and not self._place.hand_over()):
+            self._keeper.save(must_commit=True)
+        if action in ("leave", "rejoin"):
+            self._place.give_up()
+        elif self._keeper.due() or action == "save":
+            self._keeper.save()
 
     def _close(self) -> None:
         self._ending.cancel()
         self._agent.close()
         if self._audit is not None:
             self._audit.close()
-        if self._owns_group and not self._ending.failed:  # leaving a group of which a peer has died could wait for it
-            close_group()
+        world = self._place.world
+        if world.owns_group and not self._ending.failed:  # leaving a group of which a peer has died could wait for it
+            world.close()

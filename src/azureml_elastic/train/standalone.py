@@ -14,11 +14,12 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from azureml_elastic.errors import CheckpointDamaged
+from azureml_elastic.errors import CheckpointDamaged, ElasticError
 from azureml_elastic.train.agent import EXIT_TERMINATED, Action, Identity
 from azureml_elastic.train.manifest import Reference, replace_durably
 
@@ -36,6 +37,7 @@ class StandaloneAgent:
     """
 
     leave_code = EXIT_TERMINATED
+    stays = False
 
     def __init__(self, folder: Path, identity: Identity) -> None:
         self._path = folder / POINTER
@@ -72,6 +74,42 @@ class StandaloneAgent:
         """See :class:`~azureml_elastic.train.agent.Agent`."""
         del step
         return "leave" if self._terminated else None
+
+    def busy(self, *, bounded: bool = True) -> None:
+        """Nobody to tell."""
+
+    def free(self) -> None:
+        """Nobody to tell."""
+
+    def expects(self, steps: int) -> None:
+        """Nobody to tell."""
+
+    def when_interrupted(self, callback: Callable[[], None]) -> None:
+        """Nobody interrupts."""
+
+    def wait_interrupted(self, timeout: float) -> bool:
+        """Nobody interrupts."""
+        del timeout
+        return False
+
+    def hand_over(self, step: int, descriptor: int) -> None:
+        """Nobody to take it.
+
+        Raises:
+            ElasticError: always.
+        """
+        raise ElasticError(f"There is no agent to hold on to the state of step {step} (descriptor {descriptor}).")
+
+    def memory(self) -> None:
+        """Nobody has kept anything."""
+
+    def park(self) -> Identity:
+        """There is no other round.
+
+        Raises:
+            ElasticError: always.
+        """
+        raise ElasticError("There is no agent to wait for.")
 
     def stopped(self, step: int) -> None:
         """Nobody to tell."""

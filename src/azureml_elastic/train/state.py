@@ -7,6 +7,7 @@ canonical name: the wrapper of data parallelism leaves no trace, and FSDP2's sha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -77,6 +78,42 @@ class TrackedState:
             f"they have no names; tracked are {sorted(self._modules)}. Track the module that the optimizer was "
             "made for, in the same call; put several into one nn.ModuleDict."
         )
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all of the state."""
+        sharding = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer")
+        if any(type(value).__name__ in sharding for value in self._objects.values()):
+            return False
+        modules = [module for value in self._modules.values() for module in value.modules()]
+        tensors = [tensor for value in self._modules.values() for tensor in value.parameters()]
+        return not any(type(module).__name__ in sharding for module in modules) and not any(
+            isinstance(tensor, DTensor) for tensor in tensors
+        )
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether a ``GradScaler`` is tracked, which does not bear an optimizer step without gradients."""
+        return any(type(value).__name__ == "GradScaler" for value in self._objects.values())
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients: an optimizer step then changes nothing."""
+        for module in self._modules.values():
+            for parameter in module.parameters():
+                parameter.grad = None
+
+    def others(self) -> dict[str, Any]:
+        """Return a copy of the states of what is neither module nor optimizer, such as schedulers."""
+        return {
+            name: copy.deepcopy(value.state_dict())
+            for name, value in self._objects.items()
+            if not isinstance(value, nn.Module | Optimizer)
+        }
+
+    def restore_others(self, states: Mapping[str, Any]) -> None:
+        """Put back what :meth:`others` returned."""
+        for name, state in states.items():
+            self._objects[name].load_state_dict(state)
 
     def collect(self, *, is_main: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the state as JSON and as tensors that alias the live ones.

@@ -1,0 +1,251 @@
+"""What a run has learnt so far: where it is restored from, when it is saved, and how it is handed on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken
+from azureml_elastic.spec import CheckpointPolicy
+from azureml_elastic.train.agent import Agent, Identity
+from azureml_elastic.train.cadence import Cadence
+from azureml_elastic.train.checkpoint import Checkpoints
+from azureml_elastic.train.control import Control
+from azureml_elastic.train.loader import Position
+from azureml_elastic.train.sampling import Cursor, DataSpec
+from azureml_elastic.train.snapshot import Offer, Snapshot, choose
+from azureml_elastic.train.state import TrackedState
+
+__all__ = ["Keeper"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Keeper:
+    """The state of the run on this rank, and its copies on storage and in memory.
+
+    Args:
+        policy: of the checkpoints, with a path.
+        agent: that keeps the pointer to the committed checkpoint, and states in memory.
+        identity: of this process.
+        control: the ranks' agreement.
+        position: in the data.
+
+    Attributes:
+        steps: optimizer steps that the run has completed, over all its rounds.
+        spec: of the data, once there is a loader.
+        half_step: whether the optimizer has stepped since the last completed step.
+    """
+
+    def __init__(
+        self, policy: CheckpointPolicy, agent: Agent, identity: Identity, control: Control, position: Position
+    ) -> None:
+        assert policy.path is not None
+        self._agent = agent
+        self._identity = identity
+        self._control = control
+        self._position = position
+        self._checkpoints = Checkpoints(Path(policy.path), policy.keep, identity, control, agent)
+        self._cadence = Cadence(policy, control, clock=time.monotonic)
+        self._state: TrackedState | None = None
+        self._saved_spec: DataSpec | None = None
+        self._saved_at: tuple[int, Cursor] | None = None
+        self._owed = False
+        self._torn = False
+        self.steps = 0
+        self.spec: DataSpec | None = None
+        self.half_step = False
+
+    @property
+    def state(self) -> TrackedState | None:
+        """What is tracked, ``None`` before ``run.track()``."""
+        return self._state
+
+    @property
+    def movable(self) -> bool:
+        """Whether this process alone holds the whole state, as it was after a completed step."""
+        return self._state is not None and self._state.replicated and not self.half_step and not self._torn
+
+    def track(self, state: TrackedState) -> None:
+        """Take charge of a state, and restore it where the run has one. A collective."""
+        self._state = state
+        try:
+            self._restore(state, self._inherited(state))
+        except BaseException:
+            self._state = None
+            raise
+
+    def enter(self, identity: Identity, control: Control) -> None:
+        """Go on with the ranks of another round, from the furthest state among them. A collective.
+
+        Raises:
+            RoundBroken: this process cannot go on from there; a new one can.
+        """
+        offer = None
+        if self._state is not None and self.movable:
+            cursor = self._position.cursor
+            position = (cursor.epoch, cursor.consumed)
+            offer = Offer(self.steps, self._identity.round, self._identity.rank, position, self._owed)
+        self._identity, self._control = identity, control
+        self._checkpoints.enter(identity, control)
+        self._cadence.enter(control)
+        if self._state is not None:
+            self._restore(self._state, (offer, None))
+
+    def use(self, spec: DataSpec) -> None:
+        """Take note of the data.
+
+        Raises:
+            UsageError: they differ from those of the checkpoint.
+        """
+        if self._saved_spec is not None:
+            spec.require_same(self._saved_spec)
+        self.spec = spec
+
+    def due(self) -> bool:
+        """Return whether a checkpoint is due now. A collective at decision steps."""
+        return self._cadence.due(self.steps)
+
+    def has_news(self) -> bool:
+        """Return whether a checkpoint now would hold more than the last one, beyond the turn of an epoch."""
+        if self._saved_at is None:
+            return self.steps > 0
+        steps, cursor = self._saved_at
+        if self.spec is not None and cursor.consumed >= self.spec.usable:
+            cursor = Cursor(cursor.epoch + 1)
+        return self.steps != steps or self._position.cursor not in {cursor, self._saved_at[1]}
+
+    def save(self, *, must_commit: bool = False) -> bool:
+        """Take a checkpoint and return whether it is committed. A collective."""
+        assert self._state is not None
+        self._owed = True
+        self._agent.busy()
+        cursor = self._position.cursor
+        committed = self._checkpoints.save(self.steps, self._state, self._data(), must_commit=must_commit)
+        if committed:
+            self._saved_at = (self.steps, cursor)
+        self._owed = False
+        self.half_step = False  # the first look at an optimizer's state makes it step, by nothing
+        self._cadence.saved()
+        self._agent.free()
+        return committed
+
+    def hand_over(self) -> bool:
+        """Give the state to the agent, for this node's next worker, and return whether that worked."""
+        if not self.movable:
+            return False
+        if self._identity.local_rank != 0:
+            return True  # its neighbour holds the same
+        try:
+            descriptor = self._snapshot().to_memory()
+            try:
+                self._agent.hand_over(self.steps, descriptor)
+            finally:
+                os.close(descriptor)
+        except (OSError, ElasticError, RuntimeError) as error:
+            _LOG.warning("The state of step %d could not be kept in memory: %s", self.steps, error)
+            return False
+        return True
+
+    def _data(self) -> dict[str, Any] | None:
+        spec = self.spec or self._saved_spec
+        if spec is None:
+            return None
+        cursor = self._position.cursor
+        return {"spec": spec.to_json(), "epoch": cursor.epoch, "consumed": cursor.consumed}
+
+    def _snapshot(self) -> Snapshot:
+        assert self._state is not None
+        self._state.drop_gradients()  # what an interrupted step has left
+        plain, tensors = self._state.collect(is_main=True)
+        self.half_step = False
+        return Snapshot(self.steps, plain, self._data(), self._cadence.unsaved_seconds, self._owed, tensors)
+
+    def _inherited(self, state: TrackedState) -> tuple[Offer | None, Snapshot | None]:
+        """Return what the worker before this one, on the same node, has left in memory."""
+        kept = self._agent.memory()
+        if kept is None or not state.replicated:
+            return None, None
+        try:
+            snapshot = Snapshot.from_memory(kept.path)
+        except (OSError, CheckpointDamaged, ValueError) as error:
+            _LOG.warning("The state in memory cannot be read: %s", error)
+            return None, None
+        return Offer(kept.step, kept.round, kept.rank, snapshot.position, snapshot.owed), snapshot
+
+    def _restore(self, state: TrackedState, own: tuple[Offer | None, Snapshot | None]) -> None:
+        """Bring all ranks to the furthest state that one of them, or the storage, has. A collective."""
+        offer, inherited = own
+        live = offer is not None and inherited is None
+        offers = self._control.gather(offer)
+        reference = self._checkpoints.committed()
+        source = choose(offers, None if reference is None else reference.step)
+        if source is None:
+            where = self._restore_from_storage(state, live=live)
+        else:
+            chosen = offers[source]
+            assert chosen is not None
+            same = [chosen.same(each) for each in offers]
+            snapshot = inherited
+            if not all(same):
+                mine = self._snapshot() if live and self._control.rank == source else inherited
+                snapshot = Snapshot.broadcast(mine, source, self._control)
+            if not (live and same[self._control.rank]):
+                assert snapshot is not None
+                self._apply(state, snapshot, live=live)
+            else:
+                # All ranks must ask each other about checkpoints after the same steps from here on.
+                self._cadence.begin(self.steps, self._cadence.unsaved_seconds)
+            where = "memory"
+            if reference is not None and reference.step == self.steps:
+                self._saved_at = (self.steps, self._position.cursor)
+            if any(each is not None and each.owed and each.step == chosen.step for each in offers):
+                self._agent.restored(self.steps, where)
+                self.save()
+                return
+        self._agent.restored(self.steps, where)
+
+    def _restore_from_storage(self, state: TrackedState, *, live: bool) -> str | None:
+        self._torn = True  # until all of it is restored
+        restored = self._checkpoints.restore(state)
+        self.steps, self._saved_at, unsaved = 0, None, 0.0
+        data = None
+        if restored is not None:
+            self.steps, data = restored.reference.step, restored.data
+        self._go_to(data, live=live)
+        if restored is not None:
+            self._saved_at = (self.steps, self._position.cursor)
+        self._cadence.begin(self.steps, unsaved)
+        self.half_step = self._torn = False  # restoring an optimizer makes it step, by nothing
+        return None if restored is None else restored.reference.directory
+
+    def _apply(self, state: TrackedState, snapshot: Snapshot, *, live: bool) -> None:
+        state.require_names(snapshot.state)
+        self._torn = True
+        with torch.no_grad():
+            state.restore(snapshot.state, snapshot.tensors)
+        self.steps = snapshot.step
+        self._go_to(snapshot.data, live=live)
+        self._cadence.begin(self.steps, snapshot.unsaved_seconds)
+        self._saved_at = None
+        self.half_step = self._torn = False
+
+    def _go_to(self, data: Any, *, live: bool) -> None:
+        """Take over a position in the data; what the script does between two epochs cannot be repeated or left out."""
+        cursor = Cursor()
+        if data is not None:
+            self._saved_spec = DataSpec.from_json(data["spec"])
+            if self.spec is not None:
+                self.spec.require_same(self._saved_spec)
+            cursor = Cursor(int(data["epoch"]), int(data["consumed"]))
+        if live and cursor.epoch != self._position.cursor.epoch:
+            raise RoundBroken(
+                f"The state of step {self.steps} is in epoch {cursor.epoch}, but this process's loop is in epoch "
+                f"{self._position.cursor.epoch}."
+            )
+        self._position.cursor = cursor

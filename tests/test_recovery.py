@@ -1,0 +1,107 @@
+"""Losses cost no completed step, whether workers are started anew or stay: whole runs of real nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from azureml_elastic.ledger.events import Progress, WorkerFailed, WorkersStarted
+from azureml_elastic.ledger.reading import EventReader
+from azureml_elastic.local.chaos import parse_schedule
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.spec import ElasticDistribution
+
+PROGRAM = str(Path(__file__).parent / "training" / "chaos_train.py")
+
+both = pytest.mark.parametrize("recovery", ["restart", "in_process"])
+
+
+def cluster(tmp_path, recovery, chaos="", nodes=(1, 3), **options):
+    return LocalCluster(
+        nodes,
+        chaos=parse_schedule(chaos) if chaos else None,
+        run_dir=tmp_path / "run",
+        audit=True,
+        timeout_s=150,
+        distribution=ElasticDistribution(recovery=recovery),
+        **options,
+    )
+
+
+def assert_nothing_lost(report):
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit.complete, report.audit
+    assert report.audit.rolled_back_steps == 0, report.audit
+    assert all(node.leftovers == 0 for node in report.nodes)
+    for before, after in zip(report.rounds, report.rounds[1:], strict=False):
+        if after.restored_step is not None:
+            assert after.restored_step >= (before.last_step or 0)  # progress is not written down at every step
+
+
+@both
+def test_a_killed_node_costs_no_step(tmp_path, recovery):
+    report = cluster(tmp_path, recovery, "kill=rank0@step:25").run([PROGRAM])
+    assert_nothing_lost(report)
+    assert report.world_sizes == (3, 2)
+    assert report.recoveries[0].lost == ("node-0",)
+
+
+@both
+def test_a_frozen_node_costs_no_step_and_comes_back(tmp_path, recovery):
+    arguments = [PROGRAM, "--epochs", "8", "--full", "2"]
+    report = cluster(tmp_path, recovery, "freeze=rank0@step:25/8s", nodes=(1, 2)).run(arguments)
+    assert_nothing_lost(report)
+    assert report.world_sizes == (2, 1, 2)
+
+
+@both
+def test_a_newcomer_costs_no_step(tmp_path, recovery):
+    arguments = [PROGRAM, "--epochs", "8", "--full", "3"]
+    report = cluster(tmp_path, recovery, "kill=any@step:10,add@step:20").run(arguments)
+    assert_nothing_lost(report)
+    assert report.world_sizes == (3, 2, 3)
+
+
+@both
+def test_a_killed_worker_costs_no_step(tmp_path, recovery):
+    running = cluster(tmp_path, recovery, nodes=(1, 2))
+    killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 25))
+    killer.start()
+    report = running.run([PROGRAM, "--epochs", "8", "--full", "2"])
+    killer.join()
+    assert_nothing_lost(report)
+    failures = [event for event in EventReader(report.paths.events).read() if isinstance(event, WorkerFailed)]
+    assert [(event.exit_code, event.failure_kind) for event in failures] == [(128 + signal.SIGKILL, "killed")]
+    assert report.world_sizes == ((2,) if recovery == "restart" else (2, 1, 2))
+
+
+def test_survivors_keep_their_processes(tmp_path):
+    report = cluster(tmp_path, "in_process", "kill=rank0@step:25").run([PROGRAM])
+    assert_nothing_lost(report)
+    pids: dict[str, set[int]] = {}
+    for event in EventReader(report.paths.events).read():
+        if isinstance(event, WorkersStarted):
+            pids.setdefault(event.node, set()).update(event.pids)
+    assert all(len(found) == 1 for found in pids.values()), pids
+
+
+def kill_a_worker(events: Path, step: int) -> None:
+    """Kill the worker of the node with the higher rank once a step is reached."""
+    until = time.monotonic() + 120
+    seen: list = []
+    reader = None
+    while time.monotonic() < until:
+        if reader is None and events.exists():
+            reader = EventReader(events)
+        seen += reader.read() if reader is not None else []
+        if any(isinstance(event, Progress) and event.step >= step for event in seen):
+            started = [event for event in seen if isinstance(event, WorkersStarted) and event.node == "node-1"]
+            os.kill(started[-1].pids[0], signal.SIGKILL)
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"Step {step} was not reached.")

@@ -1,0 +1,88 @@
+"""What the processes of the tests of recovery do."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+import workers
+from torch import nn
+
+from azureml_elastic import train
+from azureml_elastic.train.agent import Identity
+from azureml_elastic.train.control import Control
+from azureml_elastic.train.keeper import Keeper
+from azureml_elastic.train.loader import Position
+from azureml_elastic.train.sampling import Cursor
+from azureml_elastic.train.standalone import StandaloneAgent
+from azureml_elastic.train.state import TrackedState
+
+
+def train_on(folder, epochs, fault=None, at=0, normalised=False):
+    """Train; at a step, let a signal hit this process in the middle of the backward pass, or before the forward one."""
+    run = train.start(workers.policy(folder))
+    victim = fault is not None and int(os.environ["LOCAL_RANK"]) == int(os.environ["VICTIM"])
+    model = workers.network()
+    if normalised:
+        model = nn.Sequential(nn.BatchNorm1d(6).double(), model)
+    if victim:
+        first = next(model.parameters())
+        first.register_hook(lambda _: os.kill(os.getpid(), fault) if run.steps + 1 == at else None)
+    model = run.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.9)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    first_step, pid = run.steps, os.getpid()
+    loader = run.loader(workers.dataset(48), global_batch_size=12, num_workers=1 if normalised else 0)
+    for _ in run.epochs(epochs):
+        for x, y in loader:
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            run.step()
+    run.finish()
+    weights = workers.flat(model.parameters())
+    return [first_step, run.steps, run.world_size, pid, scheduler.last_epoch, weights.tolist()]
+
+
+def user_collective(folder, at):
+    """Train until, at a step, one rank dies before a collective that the script itself calls."""
+    run = train.start(workers.policy(folder))
+    model = run.wrap(workers.network())
+    run.track(model=model)
+    loader = run.loader(workers.dataset(48), global_batch_size=12)
+    for _ in run.epochs(100):
+        for x, y in loader:
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            run.step()
+            if run.steps == at:
+                if os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                dist.all_reduce(torch.zeros(3))
+
+
+def different_steps(folder):
+    """Two ranks of which one is a step ahead: the other one catches up."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3 + rank):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    identity = Identity(rank, 0, 2, 4)
+    agent = StandaloneAgent(folder, identity)
+    position = Position(identity)
+    keeper = Keeper(workers.policy(folder), agent, identity, Control(), position)
+    keeper.track(TrackedState({"model": model, "optimizer": optimizer}))
+    for _ in range(rank):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    keeper.steps, position.cursor = 3 + rank, Cursor(0, 12 * (3 + rank))
+    keeper.enter(Identity(1 - rank, 0, 2, 5), Control())
+    steps = [int(state["step"]) for state in optimizer.state.values()]
+    return [keeper.steps, position.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]

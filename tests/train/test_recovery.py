@@ -1,0 +1,129 @@
+"""A lost peer costs no completed step: the survivors hand their state over, or stay and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+import recovering
+from test_agent import FakeAgent
+from worlds import World
+
+from azureml_elastic.train.agent import EXIT_AGENT_LOST
+
+EPOCHS = 5
+STEPS = EPOCHS * 4
+
+
+class Rounds(FakeAgent):
+    """Gives parked workers their places, as soon as as many as expected wait."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.places = threading.Semaphore(0)
+        self.waiting = {}
+        self.size = 0
+        self.number = 0
+
+    def _on_message(self, connection, message):
+        super()._on_message(connection, message)
+        if message["op"] == "parked":
+            self.waiting[connection.state["local_rank"]] = connection
+            self._assign()
+
+    def expect(self, size):
+        """Begin a round of this size once so many wait."""
+        self.size = size
+        self._assign()
+
+    def interrupt(self):
+        self.server.broadcast({"op": "interrupt"})
+
+    def _assign(self):
+        if self.size == 0 or len(self.waiting) < self.size:
+            return
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.number += 1
+        chosen, self.waiting, size = dict(sorted(self.waiting.items())), {}, self.size
+        self.size = 0
+        for rank, connection in enumerate(chosen.values()):
+            connection.state.update(round=self.number, rank=rank)
+            environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
+            place = {"op": "assign", "round": self.number, "rank": rank, "world_size": size}
+            connection.send({**place, "environment": environment})
+
+
+@pytest.fixture
+def agent(tmp_path):
+    with closing(Rounds(tmp_path / "agent")) as fake:
+        yield fake
+        for descriptor in fake.kept:
+            os.close(descriptor)
+
+
+def environment(agent, number, victim):
+    return {"AZUREML_ELASTIC_CHANNEL": agent.path, "AZUREML_ELASTIC_ROUND": number, "VICTIM": victim}
+
+
+def undisturbed(tmp_path):
+    return World(2, recovering.train_on, tmp_path / "alone", EPOCHS).values()[0][-1]
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_survivors_hand_over_and_new_processes_go_on(agent, tmp_path, fault):
+    arguments = (tmp_path / "c", EPOCHS, fault, 9)
+    world = World(3, recovering.train_on, *arguments, **environment(agent, 1, victim=2))
+    agent.wait_for("step", 3 * 8)
+    agent.interrupt()
+    agent.wait_for("gone", 2)
+    world.processes[2].kill()
+    codes = [outcome.code for outcome in world.outcomes()]
+    assert codes == [EXIT_AGENT_LOST, EXIT_AGENT_LOST, -signal.SIGKILL]
+    assert agent.memory["step"] == 8
+    values = World(2, recovering.train_on, tmp_path / "c", EPOCHS, **environment(agent, 2, victim=-1)).values()
+    assert [value[:3] for value in values] == [[8, STEPS, 2]] * 2
+    assert values[0][-2] == STEPS
+    assert values[0][-1] == pytest.approx(undisturbed(tmp_path), abs=1e-9)
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["plain", "buffers and data workers"])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_survivors_stay_and_a_new_process_joins_them(agent, tmp_path, fault, normalised):
+    arguments = (tmp_path / "c", EPOCHS, fault, 9, normalised)
+    agent.expect(3)
+    world = World(3, recovering.train_on, *arguments, **environment(agent, 0, victim=2))
+    agent.wait_for("step", 3 * 8)
+    agent.interrupt()
+    agent.expect(2)
+    ((_, restored),) = agent.wait_for("restored")
+    assert restored["step"] == 8
+    world.processes[2].kill()
+    outcomes = world.outcomes()
+    assert [outcome.code for outcome in outcomes] == [0, 0, -signal.SIGKILL], outcomes
+    values = [outcome.value for outcome in outcomes[:2]]
+    assert [value[1:3] for value in values] == [[STEPS, 2]] * 2
+    assert {value[3] for value in values} == {process.pid for process in world.processes[:2]}
+    assert {value[4] for value in values} == {STEPS}
+    assert values[0][-1] == values[1][-1]
+    if not normalised:
+        assert values[0][-1] == pytest.approx(undisturbed(tmp_path), abs=1e-9)
+
+
+def test_a_lost_peer_met_by_the_scripts_own_collective_costs_nothing_either(agent, tmp_path):
+    world = World(2, recovering.user_collective, tmp_path / "c", 5, **environment(agent, 1, victim=1))
+    agent.wait_for("gone")
+    agent.interrupt()
+    assert [outcome.code for outcome in world.outcomes()] == [EXIT_AGENT_LOST, -signal.SIGKILL]
+    assert agent.memory["step"] == 5
+
+
+def test_a_rank_that_is_a_step_behind_catches_up(tmp_path):
+    first, second = World(2, recovering.different_steps, tmp_path).values()
+    assert first == second
+    assert first[:2] == [4, 48]
