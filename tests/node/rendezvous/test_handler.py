@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,9 @@ from datetime import timedelta
 import pytest
 
 from azureml_elastic.errors import RunFailed, RunSucceeded
+from azureml_elastic.node.budget import FailureRecord
 from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.keys import member_key
 from azureml_elastic.node.rendezvous.link import Link
 from azureml_elastic.node.rendezvous.round import ROUND_KEY, Limits, Member, Round, reopened
 from azureml_elastic.node.rendezvous.seat import Seat
@@ -207,22 +210,54 @@ def test_a_node_takes_over_when_all_others_died(nodes):
     assert (seat.rank, [member.node for member in seat.round.members]) == (0, ["node-2"])
 
 
-def test_rank_0_that_dies_before_its_round_begins_is_left_behind(nodes):
-    dead = Member("node-0", "gone", round=1, host="127.0.0.1", store_port=1, hub_port=1)
-    nodes.table.insert(dead.key, dead.to_value())
-    (seat,) = nodes.join(nodes.make("node-1", 2, 2), nodes.make("node-2", 2, 2))[:1]
-    assert seat.round.number > 1
-    assert {member.node for member in seat.round.members} == {"node-1", "node-2"}
+@pytest.mark.parametrize(("dead", "alive"), [("node-0", ["node-1", "node-2"]), ("node-9", ["node-1"])])
+def test_a_candidate_that_has_died_is_left_out(nodes, dead, alive):
+    """Its row says that it waits, and its machine says that nobody listens there any more."""
+    ghost = Member(dead, "gone", round=1, host="127.0.0.1", store_port=1, hub_port=1)
+    nodes.table.insert(ghost.key, ghost.to_value())
+    seats = nodes.join(*(nodes.make(name, len(alive), 3) for name in alive))
+    assert {seat.round.number for seat in seats} == {1}
+    assert [member.node for member in seats[0].round.members] == alive
 
 
-def test_a_member_that_dies_before_its_round_begins_is_noticed(nodes):
-    dead = Member("node-9", "gone", round=1, host="127.0.0.1", store_port=1, hub_port=1)
-    nodes.table.insert(dead.key, dead.to_value())
-    first = nodes.make("node-0", 1, 2)
+class Deaf:
+    """Listens and takes connections, but never says a word, as a machine whose processes are frozen."""
+
+    def __init__(self):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+
+    def close(self):
+        self._listener.close()
+
+
+@pytest.fixture
+def frozen(nodes):
+    """Return a function that has a candidate of the first round be frozen."""
+    deaf = Deaf()
+
+    def freeze(name: str) -> None:
+        ghost = Member(name, "frozen", round=1, host="127.0.0.1", store_port=1, hub_port=deaf.port)
+        nodes.table.insert(ghost.key, ghost.to_value())
+
+    yield freeze
+    deaf.close()
+
+
+def test_a_candidate_that_is_frozen_and_should_seal_is_left_out(nodes, frozen):
+    frozen("node-0")
+    seats = nodes.join(nodes.make("node-1", 2, 3), nodes.make("node-2", 2, 3))
+    assert {seat.round.number for seat in seats} == {1}
+    assert [member.node for member in seats[0].round.members] == ["node-1", "node-2"]
+
+
+def test_a_member_that_never_comes_to_its_round_is_noticed(nodes, frozen):
+    frozen("node-9")
+    first = nodes.make("node-1", 1, 2)
     (seat,) = nodes.join(first)
-    assert len(seat.round.members) == 2
+    assert [member.node for member in seat.round.members] == ["node-1", "node-9"]
     (seat,) = nodes.rejoin(first)
-    assert [member.node for member in seat.round.members] == ["node-0"]
+    assert [member.node for member in seat.round.members] == ["node-1"]
 
 
 def test_a_silent_member_is_lost(nodes):
@@ -253,18 +288,20 @@ def test_nodes_that_cannot_reach_each_other_fail_the_run_with_the_address(nodes)
             pending.result(PATIENCE)
 
 
-def test_a_newcomer_that_never_comes_in_is_not_made_room_for_again_and_again(nodes):
+def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_says_that_it_waits(nodes):
     first = nodes.make("node-0", 1, 2)
     nodes.join(first)
-    greeting = {"op": "watch", "node": "node-1", "incarnation": "stuck"}
-    stuck = Link(("127.0.0.1", first.hub.port), greeting, TIMINGS, lambda: None)
+    greeting = {"op": "watch", "node": "node-1", "incarnation": "slow", "round": 1}
+    slow = Link(("127.0.0.1", first.hub.port), greeting, TIMINGS, lambda: None)
     until(lambda: first.status().waiting)
     first.reopen("joining")
     (seat,) = nodes.rejoin(first)
-    assert len(seat.round.members) == 1
-    until(lambda: first.hub.view().waiting_since is not None)
-    assert first.status().waiting == frozenset()
-    stuck.close()
+    assert [member.node for member in seat.round.members] == ["node-0"]
+    until(lambda: slow.news is not None and slow.news.state == "sealed")
+    assert first.hub.view().waiting == frozenset()  # its connection alone shows nothing
+    slow.send({**greeting, "round": 2})
+    until(lambda: first.status().waiting == {"node-1"}, patience=5)
+    slow.close()
 
 
 def test_a_leader_that_was_given_up_hears_of_it(nodes):
@@ -318,10 +355,29 @@ def test_a_failure_reaches_everyone_with_its_message_and_exit_code(nodes):
 def test_one_incident_is_charged_once(nodes):
     group = [nodes.make(f"node-{k}", 3, 3) for k in range(3)]
     nodes.join(*group)
-    charged = [future.result(PATIENCE) for future in [nodes.pool.submit(n.reopen, "crash", failures=1) for n in group]]
+    failures = {node: (FailureRecord("same", "user", 5, node.node, rank, 1),) for rank, node in enumerate(group)}
+    reopening = [nodes.pool.submit(node.reopen, "crash", failures=failures[node]) for node in group]
+    charged = [future.result(PATIENCE) for future in reopening]
     assert sorted(charged) == [False, False, True]
-    assert Round.from_value(nodes.table.get(ROUND_KEY).value).failures == 1
-    assert {seat.round.failures for seat in nodes.join(*group)} == {1}
+    written = failures[group[charged.index(True)]]
+    assert Round.from_value(nodes.table.get(ROUND_KEY).value).failures == written
+    assert {seat.round.failures for seat in nodes.join(*group)} == {written}
+
+
+def test_failures_grow_older_by_the_rounds_that_their_witness_was_in(nodes):
+    pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
+    nodes.join(*pair)
+    known = FailureRecord("same", "user", 5, "node-0", 0, 1)
+    assert pair[0].reopen("crash", failures=(known,))
+    nodes.rejoin(*pair)
+    started = time.monotonic()
+    until(lambda: pair[0].failures[0].age_seconds > 0.2)
+    assert pair[0].reopen("joining")
+    (first, _) = nodes.rejoin(*pair)
+    assert 0.2 < first.round.failures[0].age_seconds < time.monotonic() - started + 1
+    assert pair[1].close(succeeded=False, message="x", exit_code=1)
+    (last,) = Round.from_value(nodes.table.get(ROUND_KEY).value).failures
+    assert last.age_seconds >= first.round.failures[0].age_seconds
 
 
 def test_another_incarnation_of_a_member_is_a_newcomer(nodes):
@@ -342,7 +398,7 @@ def test_another_incarnation_of_a_member_is_a_newcomer(nodes):
 
 def test_a_wait_can_be_cancelled(nodes):
     (pending,) = nodes.start(nodes.make("node-0", 2, 2))
-    until(lambda: nodes.table.get("member.node-0") is not None)
+    until(lambda: nodes.table.get(member_key("node-0")) is not None)
     nodes.over.set()
     with pytest.raises(InterruptedError):
         pending.result(PATIENCE)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from azureml_elastic.node.budget import FailureRecord
 from azureml_elastic.node.rendezvous.round import (
     Limits,
     Member,
@@ -22,6 +23,7 @@ from azureml_elastic.node.rendezvous.round import (
 )
 from azureml_elastic.spec import RendezvousTimings
 
+FAILURE = FailureRecord("1234abcd ValueError: no (train.py:3 f)", "user", 5, "node-1", 1, 7, 2.5)
 TIMINGS = RendezvousTimings(settle_timeout=10, rejoin_timeout=5, takeover_delay=1)
 
 
@@ -64,16 +66,27 @@ def test_a_sealed_round_has_at_most_the_maximum_and_consecutive_ranks(present, m
 
 @given(members=names, lost=names, spare=names)
 def test_a_reopened_round_expects_survivors_and_spares_but_not_the_lost(members, lost, spare):
-    sealed = replace(Round(number=4, failures=1), state="sealed", members=tuple(waiting(node, 4) for node in members))
-    next_ = reopened(sealed, "because", lost, spare, failures=1)
-    assert (next_.number, next_.state, next_.failures) == (5, "open", 2)
+    sealed = replace(Round(number=4), state="sealed", members=tuple(waiting(node, 4) for node in members))
+    next_ = reopened(sealed, "because", lost, spare)
+    assert (next_.number, next_.state) == (5, "open")
     assert set(next_.expected) == (set(members) | set(spare)) - set(lost)
     assert next_.previous == tuple(node for node in members if node not in lost)
+
+
+def test_a_reopened_round_carries_the_runs_failures_and_their_ages_on():
+    sealed = Round(number=4, state="sealed", failures=(FAILURE,))
+    (older,) = reopened(sealed, "lost", ["b"], seconds=10).failures
+    assert older == replace(FAILURE, age_seconds=12.5)
+    # Whoever gives up a round that it was not in knows no length.
+    assert reopened(sealed, "no sign of life").failures == (FAILURE,)
+    both = (older, replace(FAILURE, node="node-2"))
+    assert reopened(sealed, "a worker failed", failures=both, seconds=10).failures == both
 
 
 @given(members=names, expected=names)
 def test_rows_survive_json(members, expected):
     round_ = Round(2, "sealed", tuple(waiting(node, 2) for node in members), expected=tuple(expected), message="é\n")
+    round_ = replace(round_, failures=(FAILURE, replace(FAILURE, step=None)))
     assert Round.from_value(json.loads(json.dumps(round_.to_value()))) == round_
 
 

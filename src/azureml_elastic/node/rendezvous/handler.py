@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import threading
-import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
+from azureml_elastic.node.budget import FailureRecord, aged
 from azureml_elastic.node.rendezvous.hub import Hub, HubView
 from azureml_elastic.node.rendezvous.link import Link
 from azureml_elastic.node.rendezvous.lobby import Lobby
+from azureml_elastic.node.rendezvous.machine import Machine
+from azureml_elastic.node.rendezvous.news import newer, pack
 from azureml_elastic.node.rendezvous.round import (
     Limits,
     Member,
@@ -26,13 +27,12 @@ from azureml_elastic.node.rendezvous.round import (
     RoundState,
     reopened,
 )
-from azureml_elastic.node.rendezvous.rows import Rows
+from azureml_elastic.node.rendezvous.rows import Roster, Rows
 from azureml_elastic.node.rendezvous.seat import Seat, Status
 from azureml_elastic.node.rendezvous.witness import Witness
 from azureml_elastic.node.table import Table
 from azureml_elastic.spec import RendezvousTimings
 from azureml_elastic.spec.environment import LOCAL_ADDRESS
-from azureml_elastic.wire import listen
 
 __all__ = ["Rendezvous"]
 
@@ -41,8 +41,11 @@ _LOG = logging.getLogger(__name__)
 _TURN_SECONDS = 0.05
 """How long each survivor gives the one before it to end a broken round."""
 
-_SNUBBED_SECONDS = 15.0
-"""How long the round runs before a node that was expected, but did not come, is made room for again."""
+_LONGEST_TURN_SECONDS = 1.0
+"""The longest that a survivor waits for all those before it."""
+
+_LONGEST_DEBOUNCE = 4
+"""For how many times the debounce newcomers are collected while more and more of them come."""
 
 _LONGEST_PAUSE_SECONDS = 2.0
 """The longest pause before another attempt of nodes that could not reach each other."""
@@ -59,6 +62,9 @@ class Rendezvous:
         limits: node counts.
         timings: the patience.
         cancelled: asked while waiting; true ends the wait with ``InterruptedError``.
+        host_id: names the machine that strikes are held against.
+        strikes: returns how many are live against it; is told whether others may have struck it meanwhile.
+        machine: that the node runs on.
     """
 
     def __init__(
@@ -70,20 +76,29 @@ class Rendezvous:
         limits: Limits,
         timings: RendezvousTimings,
         cancelled: Callable[[], bool] = lambda: False,
+        host_id: str = "",
+        strikes: Callable[[bool], int] = lambda _: 0,
+        machine: Machine | None = None,
     ) -> None:
         self.node = node
         self.incarnation = uuid.uuid4().hex[:12]
-        self.wake = threading.Event()
-        self._rows = Rows(table, self._sleep)
+        self._machine = machine or Machine()
+        self._clock = self._machine.clock
+        self.wake = self._machine.event()
+        self._rows = Rows(table, self._rest)
         self._host = host
         self._slots = slots
         self._limits = limits
         self._timings = timings
         self._cancelled = cancelled
+        self._host_id = host_id
+        self._strikes = strikes
         self._interface = host if host.startswith("127.") else ("::" if ":" in host else "0.0.0.0")  # noqa: S104
-        self._hub = Hub(self._interface, timings, self.wake.set)
-        self._witness = Witness(table, timings, self._hub.changed)
-        self._lobby = Lobby(self._rows, self._hub, self._witness, limits, timings, self._sleep, self.wake.set)
+        self._hub = Hub(self._interface, timings, self.wake.set, self.incarnation, self._machine)
+        self._witness = Witness(table, timings, self._hub.changed, self._machine)
+        self._lobby = Lobby(
+            self._rows, self._hub, self._witness, limits, timings, self._sleep, self.wake.set, self._machine
+        )
         self._link: Link | None = None
         self._seat: Seat | None = None
         self._over = False
@@ -106,6 +121,16 @@ class Rendezvous:
         return self._seat is not None and self._seat.rank == 0
 
     @property
+    def seconds_in_round(self) -> float:
+        """How long this node has had its place in the round, by its own monotonic clock."""
+        return self._clock() - self._seated_at
+
+    @property
+    def failures(self) -> tuple[FailureRecord, ...]:
+        """The run's worker failures that still count, as old as they would be if the round ended now."""
+        return aged(self.seat.round.failures, self.seconds_in_round)
+
+    @property
     def hub(self) -> Hub:
         """This node's hub."""
         return self._hub
@@ -118,7 +143,7 @@ class Rendezvous:
 
     def announce(self) -> None:
         """Write this node's row before its slow imports, so that the first round can wait for it."""
-        self._rows.write_member(Member(self.node, self.incarnation, state="starting", slots=self._slots))
+        self._rows.write_member(replace(self._whoami(), state="starting"))
 
     def join(self) -> Seat:
         """Wait for the next round that has a place for this node, and take it.
@@ -135,11 +160,12 @@ class Rendezvous:
         self._leave_seat()
         listener: socket.socket | None = None
         try:
-            round_ = self._rows.read_round()
+            round_, known = self._first_look()
             while True:
                 if round_.closed:
                     raise _ended(round_)
                 if round_.state == "sealed":
+                    known = round_.members
                     seat = self._take_seat(round_, listener)
                     if seat is not None:
                         listener = None if seat.listener is not None else listener
@@ -147,19 +173,30 @@ class Rendezvous:
                     if self.last_round == round_.number:
                         # This node has left its own round; whoever should end it may be dead.
                         self.reopen(f"{self.node} has left the round")
+                        round_ = self._newest(round_)
                     else:
-                        self._lobby.wait_beside(round_, Member(self.node, self.incarnation))
-                    round_ = self._rows.read_round()
+                        round_ = self._lobby.wait_beside(round_, self._whoami())
                     continue
                 if listener is None:
-                    listener = listen((self._interface, 0), backlog=2048)
+                    listener = self._machine.listen(self._interface, 2048)
                 if round_.fruitless:
-                    self._sleep(min(_LONGEST_PAUSE_SECONDS, 0.1 * 2**round_.fruitless))
-                round_ = self._lobby.wait_for_seal(round_, self._candidacy(round_, listener))
+                    self._rest(min(_LONGEST_PAUSE_SECONDS, 0.1 * 2**round_.fruitless))
+                round_ = self._lobby.wait_for_seal(round_, self._candidacy(round_, listener), known)
         finally:
             self._lobby.leave()
             if listener is not None:
                 listener.close()
+
+    def given_up(self) -> bool:
+        """Read whether the others have gone on without this node, so that it comes back as a new one.
+
+        Raises:
+            RunSucceeded, RunFailed: the run has ended.
+        """
+        round_ = self._rows.read_round()
+        if round_.closed:
+            raise _ended(round_)
+        return round_.number > self.last_round > 0 and self.node not in round_.previous
 
     def status(self) -> Status:
         """Return what is known about the current round; reads the table only after a hint that it has moved."""
@@ -169,12 +206,13 @@ class Rendezvous:
         view = self._hub.view() if seat.rank == 0 else HubView()
         waiting: frozenset[str] = frozenset()
         room = len(seat.round.members) < self._limits.maximum
-        if room and view.waiting_since is not None:
-            waited = time.monotonic() - view.waiting_since
-            if waited >= self._timings.rescale_debounce.total_seconds():
-                waiting = view.waiting - self._snubbed(seat)
+        if room and view.waiting_since is not None and view.waiting_latest is not None:
+            debounce = self._timings.rescale_debounce.total_seconds()
+            quiet = self._clock() - view.waiting_latest >= debounce
+            if quiet or self._clock() - view.waiting_since >= _LONGEST_DEBOUNCE * debounce:
+                waiting = view.waiting
         lost = link.lost_nodes | view.lost
-        self._over = self._over or link.broken or (link.changed and self._round_has_moved())
+        self._over = self._over or link.broken or self._round_has_moved()
         if link.broken:
             lost |= {seat.round.members[0].node} - {self.node}
         return Status(
@@ -182,28 +220,37 @@ class Rendezvous:
         )
 
     def reopen(
-        self, reason: str, *, lost: frozenset[str] = frozenset(), failures: int = 0, fruitless: bool = False
+        self,
+        reason: str,
+        *,
+        lost: frozenset[str] = frozenset(),
+        failures: tuple[FailureRecord, ...] = (),
+        fruitless: bool = False,
     ) -> bool:
         """End the current round so that another can form.
 
         Args:
             reason: why, for the ledger.
             lost: members that will not be back.
-            failures: worker failures to charge to the run.
+            failures: the run's failures with the one that ends the round; none when no worker has failed.
             fruitless: whether the round ends because its nodes could not reach each other.
 
         Returns:
             Whether it was this node that ended it; otherwise another one was first, and nothing was charged.
         """
         seat = self.seat
+        if self._has_heard_of_the_next():
+            return False
         if not failures and self.node not in lost:
             # Rank 0, or the first survivor after it, writes; the others make sure that someone does.
-            alive = [member.node for member in seat.round.members if member.node not in lost]
-            if self._another_ends_round(alive.index(self.node) if self.node in alive else 0):
+            alive = [member for member in seat.round.members if member.node not in lost]
+            if self._another_ends_round(alive):
                 return False
         view = self._hub.view()
         waiting = sorted(view.waiting)
-        next_ = reopened(seat.round, reason, lost, waiting, failures=failures, fruitless=fruitless)
+        next_ = reopened(
+            seat.round, reason, lost, waiting, failures=failures, seconds=self.seconds_in_round, fruitless=fruitless
+        )
         if next_.fruitless >= self._timings.fruitless_rounds:
             return self.close(
                 succeeded=False,
@@ -220,16 +267,29 @@ class Rendezvous:
         """Break the connection to rank 0, which tells everyone in milliseconds that this node is gone."""
         self._drop_link()
 
-    def close(self, *, succeeded: bool, message: str = "", exit_code: int = 0) -> bool:
+    def close(
+        self,
+        *,
+        succeeded: bool,
+        message: str = "",
+        exit_code: int = 0,
+        failures: tuple[FailureRecord, ...] = (),
+    ) -> bool:
         """End the run for all nodes, and return whether it was this node that ended it."""
         state: RoundState = "succeeded" if succeeded else "failed"
-        closed = replace(self.seat.round, state=state, message=message[:30_000], exit_code=exit_code)
+        closed = replace(
+            self.seat.round,
+            state=state,
+            message=message[:30_000],
+            exit_code=exit_code,
+            failures=failures or self.failures,
+        )
         return self._end_round(closed)
 
     def leave(self, reason: str) -> None:
         """Tell that this node is gone for good. Never raises: whoever leaves has no time for errors."""
         with contextlib.suppress(Exception):
-            self._rows.write_member(Member(self.node, self.incarnation, state="left", slots=self._slots, reason=reason))
+            self._rows.write_member(replace(self._whoami(), state="left", reason=reason))
 
     def shutdown(self) -> None:
         """Close the hub and the link."""
@@ -237,35 +297,41 @@ class Rendezvous:
         self._witness.stop()
         self._hub.close()
 
-    def _snubbed(self, seat: Seat) -> set[str]:
-        """Return the nodes that the round was made for but that did not come; for a while nobody waits for them."""
-        if time.monotonic() - self._seated_at >= _SNUBBED_SECONDS:
-            return set()
-        return set(seat.round.expected) - {member.node for member in seat.round.members}
-
-    def _another_ends_round(self, turn: int) -> bool:
-        """Wait for this node's turn; return whether another one was faster."""
-        until = time.monotonic() + min(1.0, _TURN_SECONDS * turn)
-        pause = _TURN_SECONDS / 2
-        while (left := until - time.monotonic()) > 0:
-            self.wake.wait(min(pause, left))
+    def _another_ends_round(self, alive: list[Member]) -> bool:
+        """Wait for this node's turn among those that are left; return whether another one was faster."""
+        turn = next((turn for turn, member in enumerate(alive) if member.node == self.node), 0)
+        if turn == 0:
+            return False
+        patience = min(_LONGEST_TURN_SECONDS, _TURN_SECONDS * turn)
+        until = self._clock() + patience
+        if alive[0] != self.seat.round.members[0] or self._link is None:
+            self._lobby.listen_to(alive[0], self.seat.round, self._whoami(), patience)
+        while (left := until - self._clock()) > 0 and not self._has_heard_of_the_next():
+            self.wake.wait(left)
             self.wake.clear()
-            current = self._rows.read_round()
-            if current.number != self.seat.round.number or current.state != "sealed":
-                return True
-            pause *= 2
-        return False
+        return self._has_heard_of_the_next()
+
+    def _has_heard_of_the_next(self) -> bool:
+        """Return whether somebody has told this node that its round is over."""
+        if self._link is not None and self._link.news is not None:
+            self._rows.heard(self._link.news)
+        return self._lobby.heard(self.seat.round)
 
     def _end_round(self, to: Round) -> bool:
         if not self._rows.end_round(self.seat.round.number, to):
             return False
+        self._hub.changed(to)
         if self._link is not None:
-            self._link.send({"op": "changed"})
+            self._link.send({"op": "changed", "row": pack(to)})
         return True
 
     def _round_has_moved(self) -> bool:
-        """Read the row after a hint that it has changed."""
+        """Return whether this node was told so; read the row where that was only a hint."""
         seat = self.seat
+        if self._has_heard_of_the_next():
+            return True
+        if not self.link.changed:
+            return False
         self.link.changed = False
         try:
             current = self._rows.read_round_now()
@@ -274,15 +340,34 @@ class Rendezvous:
             return False
         return current.number != seat.round.number or current.state != "sealed"
 
-    def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
+    def _first_look(self) -> tuple[Round, Iterable[Member] | Roster]:
+        """Return the round as it is, with the other nodes that this one knows of; without a read where it was told."""
+        if self._seat is None:
+            return self._rows.read_some(self.node)
+        return self._newest(self._seat.round), self._seat.round.members
+
+    def _newest(self, after: Round) -> Round:
+        """Return the version of the row that this node was told, if it is newer than this one, or read it."""
+        newest = self._rows.newest if self._has_heard_of_the_next() else None
+        return newest if newest is not None and newer(newest, after) else self._rows.read_round()
+
+    def _whoami(self) -> Member:
         return Member(
             node=self.node,
             incarnation=self.incarnation,
-            round=round_.number,
             host=self._host,
-            store_port=listener.getsockname()[1],
             hub_port=self._hub.port,
             slots=self._slots,
+            host_id=self._host_id,
+        )
+
+    def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
+        return replace(
+            self._whoami(),
+            round=round_.number,
+            store_port=listener.getsockname()[1],
+            # A node that was in the run and is no survivor was lost to the others, who may hold that against it.
+            strikes=self._strikes(self._seat is not None and self.node not in round_.previous),
         )
 
     def _take_seat(self, round_: Round, listener: socket.socket | None) -> Seat | None:
@@ -292,22 +377,28 @@ class Rendezvous:
         if rank is None or already or listener is None:
             return None
         seat = Seat(round_, rank, listener if rank == 0 else None)
-        self._seat, self._over, self._seated_at = seat, False, time.monotonic()
-        self._lobby.leave()
+        self._seat, self._over, self._seated_at = seat, False, self._clock()
         if rank == 0:
             self._hub.enter(round_)
             self._witness.start(round_.number)
         else:
             self._witness.stop()
         first = round_.members[0]
-        greeting = {"op": "hello", "node": self.node, "incarnation": self.incarnation, "round": round_.number}
+        greeting = {
+            "op": "hello",
+            "to": first.incarnation,
+            "round": round_.number,
+            "node": self.node,
+            "incarnation": self.incarnation,
+        }
         try:
-            self._link = Link((first.host, first.hub_port), greeting, self._timings, self.wake.set)
+            self._link = Link((first.host, first.hub_port), greeting, self._timings, self.wake.set, self._machine)
         except OSError as error:
             _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
             where = f"{first.node} at {first.host}:{first.hub_port}"
             self.reopen(f"{self.node} cannot reach {where}", lost=frozenset({first.node}), fruitless=True)
             return None
+        self._lobby.leave()  # only now, so that what was said there last has arrived
         return seat
 
     def _drop_link(self) -> None:
@@ -319,6 +410,12 @@ class Rendezvous:
         self._drop_link()
         if self._seat is not None and self._seat.listener is not None:
             self._seat.listener.close()  # nothing where the store has taken it over
+
+    def _rest(self, seconds: float) -> None:
+        """Wait for so long, whatever wakes the node up meanwhile."""
+        until = self._clock() + seconds
+        while (left := until - self._clock()) > 0:
+            self._sleep(left)
 
     def _sleep(self, seconds: float) -> bool:
         """Wait until woken; return whether it was before the time."""

@@ -1,46 +1,42 @@
-"""The hub: where the members of a round beat, and how a loss is noticed in milliseconds.
+"""The hub: where the members of a round beat, and where nodes outside learn what becomes of it.
 
 Every node listens on one port for as long as it lives. During a round all members (rank 0 included, through loopback)
 hold a connection to the hub of rank 0's node and beat once a second in both directions. A broken connection is a lost
-node at once, silence after ``heartbeat_timeout``. Nodes that are not members hold a connection too, as *watchers*: they
-are told when the round changes and counted as waiting. Messages are JSON lines::
+node at once, silence after ``heartbeat_timeout``. Nodes that are not members hold a connection too, as *watchers*:
+those that wait beside the round are made room for, those that wait for an open round are told who of them should seal
+it, and all of them are told of every move of the round. Messages are JSON lines::
 
-    member -> hub   {"op": "hello", "node", "incarnation", "round"}   {"op": "beat"}   {"op": "done"}
-                    {"op": "changed"}   {"op": "report", ...}          (reports go to the agent of rank 0)
-    watcher -> hub  {"op": "watch", "node", "incarnation", "round"}    {"op": "beat"}
-    hub -> both     {"op": "beat"}   {"op": "changed"}                 (read the round's row again)
+    member -> hub   {"op": "hello", "to", "node", "incarnation", "round"}   {"op": "beat"}   {"op": "done"}
+                    {"op": "changed", "row"}   {"op": "report", ...}       (reports go to the agent of rank 0)
+    watcher -> hub  {"op": "watch", "to", "node", "incarnation", "round", "open", "candidacy"}   {"op": "beat"}
+    hub -> both     {"op": "beat"}   {"op": "changed", "row"}              (without a row: read it in the table)
+    hub -> watcher  {"op": "line", "place"}        (0: it should seal; 1 and more: it should be ready to; null: neither)
     hub -> member   {"op": "lost", "nodes"}   {"op": "all_done"}   and what rank 0's agent broadcasts
+
+``to`` is the incarnation that the sender means: the port of a node that has died may serve another run by now.
+``round`` and ``open`` say which version of the row a watcher has seen, and ``row`` is a packed one, see
+:mod:`~azureml_elastic.node.rendezvous.news`.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from azureml_elastic.node.rendezvous.round import Round
+from azureml_elastic.node.rendezvous.machine import Machine
+from azureml_elastic.node.rendezvous.news import pack, unpack
+from azureml_elastic.node.rendezvous.reception import Reception
+from azureml_elastic.node.rendezvous.round import Member, Round
+from azureml_elastic.node.rendezvous.waiting import HubView, Watcher
 from azureml_elastic.spec import RendezvousTimings
-from azureml_elastic.wire import Connection, LineServer, listen
+from azureml_elastic.wire import Connection
 
 __all__ = ["Hub", "HubView"]
 
 
-@dataclass(frozen=True)
-class HubView:
-    """What the hub knows about its round.
-
-    Args:
-        lost: members that are gone.
-        done: members whose workers have all ended well.
-        waiting: watchers with a live connection, and since when the first of them waits (monotonic seconds).
-    """
-
-    lost: frozenset[str] = frozenset()
-    done: frozenset[str] = frozenset()
-    waiting: frozenset[str] = frozenset()
-    waiting_since: float | None = None
+_WATCHERS_PATIENCE = 3
+"""How many times longer than a member a watcher may be silent: nobody waits for its answers."""
 
 
 class Hub:
@@ -50,51 +46,91 @@ class Hub:
         host: the interface to listen on.
         timings: beats and patience.
         wake: called, from the hub's thread, when the view or the reports have changed.
+        incarnation: of this node; greetings that are meant for another one are refused. Empty to take all.
+        machine: to listen on.
     """
 
-    def __init__(self, host: str, timings: RendezvousTimings, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        timings: RendezvousTimings,
+        wake: Callable[[], None],
+        incarnation: str = "",
+        machine: Machine | None = None,
+    ) -> None:
+        machine = machine or Machine()
         self._timings = timings
         self._wake = wake
+        self._incarnation = incarnation
+        self._clock = machine.clock
         self._lock = threading.Lock()
-        self._told = 0
+        self._reception = Reception(machine.clock)
+        self._hint = False
         self._round: Round | None = None
         self._entered = 0.0
         self._members: dict[str, Connection] = {}
         self._lost: set[str] = set()
         self._done: set[str] = set()
-        self._watchers: dict[str, tuple[Connection, float]] = {}
         self._reports: list[Mapping[str, Any]] = []
-        listener = listen((host, 0), backlog=1024)
+        listener = machine.listen(host, 4096)
         self.port: int = listener.getsockname()[1]
-        self._server = LineServer(
-            listener,
-            on_message=self._on_message,
-            on_close=self._on_close,
-            on_tick=self._on_tick,
-            tick=timings.heartbeat_interval.total_seconds() / 2,
-        )
+        tick = timings.heartbeat_interval.total_seconds() / 2
+        with self._lock:  # on a busy machine it may tick before it is known here
+            self._server = machine.serve(listener, self._on_message, self._on_close, self._on_tick, tick)
 
     def enter(self, round_: Round) -> None:
         """Serve a sealed round in which this node is rank 0; forgets the one before."""
         with self._lock:
             self._round = round_
-            self._entered = time.monotonic()
+            self._entered = self._clock()
             self._lost, self._done = set(), set()
+            self._reception.watchers.enter(round_)
             self._members = {
                 name: connection
                 for name, connection in self._members.items()
                 if connection.state.get("round") == round_.number
             }
+        self.changed(round_)
 
-    def changed(self, number: int = 0) -> None:
-        """Tell everyone to read the round's row again.
+    def stand(self, round_: Round, me: Member) -> None:
+        """Take note that this node is itself a candidate of an open round."""
+        with self._lock:
+            self._reception.stand(round_, me)
+        self._call()
+
+    @property
+    def newest(self) -> Round | None:
+        """The newest version of the round's row that this hub has told or was told, ``None`` before the first."""
+        return self._reception.newest
+
+    def stands_first(self) -> bool:
+        """Return whether this node is one of those that should look after the open round, as far as this hub knows."""
+        with self._lock:
+            return self._reception.stands_first()
+
+    def take_hint(self) -> bool:
+        """Return, once, whether a member knows of a sealed round that this hub was never told: read the row."""
+        with self._lock:
+            hint, self._hint = self._hint, False
+            return hint
+
+    def candidates(self) -> list[Member]:
+        """Return what watchers have said that they are, each of which had written its row before."""
+        with self._lock:
+            return self._reception.watchers.candidates()
+
+    def changed(self, round_: Round | None = None) -> None:
+        """Tell everyone that the round has moved.
 
         Args:
-            number: of a round that is known to have been sealed.
+            round_: to what; ``None`` where everyone must read that in the table.
         """
-        with self._lock:
-            self._told = max(self._told, number)
-        self._server.broadcast({"op": "changed"})
+        if round_ is not None:
+            with self._lock:
+                if not self._reception.learn(round_):
+                    return
+        if self._server.connections:
+            self._server.broadcast(_changed(round_))
 
     def broadcast(self, message: Mapping[str, Any]) -> None:
         """Send to every member of the round."""
@@ -108,13 +144,14 @@ class Hub:
         """Return what is known now."""
         with self._lock:
             # Members may have waited here while the round was open; they are about to say hello.
-            watchers = self._watchers.keys() - self._members.keys() - self._member_names()
-            since = [self._watchers[node][1] for node in watchers]
+            waiting = self._reception.watchers.waiting(self._members.keys() | self._member_names())
+            since = waiting.values()
             return HubView(
                 lost=frozenset(self._lost),
                 done=frozenset(self._done),
-                waiting=frozenset(watchers),
-                waiting_since=min(since) if since else None,
+                waiting=frozenset(waiting),
+                waiting_since=min(since, default=None),
+                waiting_latest=max(since, default=None),
             )
 
     def take_reports(self) -> list[Mapping[str, Any]]:
@@ -133,19 +170,15 @@ class Hub:
         op = message.get("op")
         if op == "beat":
             return
+        if op in ("hello", "watch") and message.get("to", self._incarnation) != self._incarnation:
+            connection.close("it is meant for another process, whose port this was")
+            return
         if op == "hello":
             self._hello(connection, message)
         elif op == "watch":
-            connection.state.update(role="watcher", node=message["node"])
-            with self._lock:
-                previous = self._watchers.get(message["node"])
-                self._watchers[message["node"]] = (connection, previous[1] if previous else time.monotonic())
-                told = self._told
-            # From here on the watcher is told of every change; what changed before, it sees when it reads now.
-            if message.get("round", 0) <= told:
-                connection.send({"op": "changed"})
+            self._watch(connection, message)
         elif op == "changed":
-            self.changed()
+            self.changed(unpack(message["row"]) if "row" in message else None)
         elif connection.state.get("role") == "member":
             self._member_says(connection.state["node"], connection.state["round"], op, message)
         self._wake()
@@ -154,15 +187,38 @@ class Hub:
         node, number = message["node"], message["round"]
         connection.state.update(role="member", node=node, round=number)
         with self._lock:
-            current = self._round
-            if current is not None and number < current.number:
-                stale = True
-            else:
-                stale = False
+            if self._round is None or number >= self._round.number:
                 self._members[node] = connection
-                self._watchers.pop(node, None)
-        if stale:
-            connection.send({"op": "changed"})
+                self._reception.watchers.remove(node)
+            seen = Round(number, "sealed")
+            missed, unheard = self._reception.missed(seen), self._reception.hint(seen)
+            self._hint = self._hint or unheard
+        # From here on the member is told of every change; this is what it may have missed.
+        if missed is not None:
+            connection.send(_changed(missed))
+        if unheard:
+            self.changed()  # whoever has sealed that round has not told this hub, or its word was lost
+
+    def _watch(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        node = message["node"]
+        candidacy = Member.from_value(message["candidacy"]) if message.get("candidacy") else None
+        number, is_open = message.get("round", 0), message.get("open", False)
+        connection.state.update(role="watcher", node=node, place=None)
+        watcher = Watcher(connection, self._clock(), beside=0 if is_open else number, candidacy=candidacy)
+        with self._lock:
+            self._reception.watch(node, watcher)
+            missed = self._reception.missed(Round(number, "open" if is_open else "sealed"))
+        if missed is not None:
+            connection.send(_changed(missed))
+        connection.send({"op": "line", "place": None})  # whatever it is answered, it knows that it was heard
+        self._call()
+
+    def _call(self) -> None:
+        """Tell those that should look after the open round that they should."""
+        with self._lock:
+            calls = self._reception.calls()
+        for connection, place in calls:
+            connection.send({"op": "line", "place": place})
 
     def _member_says(self, node: str, number: int, op: object, message: Mapping[str, Any]) -> None:
         with self._lock:
@@ -180,8 +236,11 @@ class Hub:
     def _on_close(self, connection: Connection) -> None:
         node = connection.state.get("node", "")
         with self._lock:
-            if node in self._watchers and self._watchers[node][0] is connection:
-                del self._watchers[node]
+            first_left = self._reception.leave(node, connection)
+        if first_left:
+            self._call()
+            self._wake()
+        with self._lock:
             if self._members.get(node) is not connection:
                 return
             del self._members[node]
@@ -189,7 +248,7 @@ class Hub:
                 return
         self._lose([node])
 
-    def _lose(self, nodes: list[str]) -> None:
+    def _lose(self, nodes: Iterable[str]) -> None:
         with self._lock:
             fresh = [node for node in nodes if node not in self._lost | self._done]
             self._lost.update(fresh)
@@ -201,18 +260,27 @@ class Hub:
         return {member.node for member in self._round.members} if self._round else set()
 
     def _on_tick(self) -> None:
-        self._server.broadcast({"op": "beat"})
-        now = time.monotonic()
+        now = self._clock()
         silence = self._timings.heartbeat_timeout.total_seconds()
         patience = self._timings.join_timeout.total_seconds()
+        with self._lock:
+            server, watchers = self._server, self._reception.watchers.connections()
+            gone = [link for link in watchers if now - link.last_heard > _WATCHERS_PATIENCE * silence]
+        server.broadcast({"op": "beat"})
+        for connection in gone:
+            connection.close("silent")
         with self._lock:
             if self._round is None:
                 return
             silent = [name for name, link in self._members.items() if now - link.last_heard > silence]
             # Whoever still watches is alive and only slow to read the table.
-            here = self._members.keys() | self._watchers.keys()
+            here = self._members.keys() | self._reception.watchers.names()
             absent = sorted(self._member_names() - here) if now - self._entered > patience else []
             broken = [self._members[name] for name in silent]
         self._lose(silent + absent)
         for connection in broken:
             connection.close()
+
+
+def _changed(round_: Round | None) -> dict[str, Any]:
+    return {"op": "changed"} if round_ is None else {"op": "changed", "row": pack(round_)}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from azureml_elastic.node.rendezvous.machine import Machine
+from azureml_elastic.node.rendezvous.news import newer, unpack
+from azureml_elastic.node.rendezvous.round import Round
 from azureml_elastic.spec import RendezvousTimings
 from azureml_elastic.wire import Connection, LineClient
 
@@ -21,6 +23,17 @@ class Link:
         greeting: the first message, ``hello`` or ``watch``.
         timings: beats and patience.
         wake: called, from the link's thread, when something has changed.
+        machine: to dial from.
+        patience: seconds to connect in; ``None`` for as long as silence is borne.
+
+    Attributes:
+        heard: whether the hub has said anything yet.
+        broken: whether the connection has ended, but not by :meth:`close`.
+        changed: whether the round has moved and the hub did not say to what; for the owner to reset.
+        news: the newest version of the round's row that the hub has told, ``None`` before the first.
+        place: in the line of those that should look after an open round; see the hub's messages.
+        called: whether the hub has told the place once more; for the owner to reset.
+        all_done: whether all members' workers have ended well.
 
     Raises:
         OSError: the hub cannot be reached.
@@ -32,26 +45,35 @@ class Link:
         greeting: Mapping[str, Any],
         timings: RendezvousTimings,
         wake: Callable[[], None],
+        machine: Machine | None = None,
+        patience: float | None = None,
     ) -> None:
+        machine = machine or Machine()
         self.address = address
         self._timings = timings
         self._wake = wake
+        self._clock = machine.clock
         self._lock = threading.Lock()
-        self._last_heard = time.monotonic()
+        self._last_heard = self._clock()
         self._lost_nodes: set[str] = set()
         self._messages: list[Mapping[str, Any]] = []
+        self.heard = False
         self.broken = False
         self.changed = False
+        self.news: Round | None = None
+        self.place: int | None = None
+        self.called = False
         self.all_done = False
-        self._client = LineClient(
+        self._client: LineClient | None = None
+        self._client = machine.dial(
             address,
-            on_message=self._on_message,
-            on_close=self._on_close,
-            on_tick=self._on_tick,
-            tick=timings.heartbeat_interval.total_seconds() / 2,
-            timeout=timings.heartbeat_timeout.total_seconds(),
+            self._on_message,
+            self._on_close,
+            self._on_tick,
+            timings.heartbeat_interval.total_seconds() / 2,
+            timings.heartbeat_timeout.total_seconds() if patience is None else patience,
         )
-        self._client.send(greeting)
+        self.send(greeting)
 
     @property
     def lost_nodes(self) -> frozenset[str]:
@@ -61,7 +83,8 @@ class Link:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send to the hub; silently nothing when the connection is broken, which ``broken`` tells."""
-        self._client.send(message)
+        if self._client is not None:
+            self._client.send(message)
 
     def take_messages(self) -> list[Mapping[str, Any]]:
         """Return and forget what rank 0's agent has broadcast, oldest first."""
@@ -71,10 +94,12 @@ class Link:
 
     def close(self) -> None:
         """Drop the connection: a member whose workers are not done is lost to the round."""
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
 
     def _on_message(self, _: Connection, message: Mapping[str, Any]) -> None:
-        self._last_heard = time.monotonic()
+        self._last_heard = self._clock()
+        self.heard = True
         op = message.get("op")
         if op == "beat":
             return
@@ -82,18 +107,31 @@ class Link:
             if op == "lost":
                 self._lost_nodes.update(message["nodes"])
             elif op == "changed":
-                self.changed = True
+                self._take_news(message)
+            elif op == "line":
+                self.place = message["place"]
+                self.called = self.place is not None
             elif op == "all_done":
                 self.all_done = True
             else:
                 self._messages.append(message)
         self._wake()
 
+    def _take_news(self, message: Mapping[str, Any]) -> None:
+        if "row" not in message:
+            self.changed = True
+            return
+        round_ = unpack(message["row"])
+        if newer(round_, self.news):
+            self.news = round_
+
     def _on_close(self, _: Connection) -> None:
         self.broken = True
         self._wake()
 
     def _on_tick(self) -> None:
+        if self._client is None:
+            return  # on a busy machine it may tick before it is known here
         self._client.send({"op": "beat"})
-        if time.monotonic() - self._last_heard > self._timings.heartbeat_timeout.total_seconds():
+        if self._clock() - self._last_heard > self._timings.heartbeat_timeout.total_seconds():
             self._client.connection.close("the hub is silent")

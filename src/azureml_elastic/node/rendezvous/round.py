@@ -5,7 +5,7 @@ by compare-and-swap::
 
     (no row) ≡ open 1 ──seal──> sealed 1 ──reopen──> open 2 ──seal──> sealed 2 ── ... ──close──> succeeded | failed
 
-While a round is open, each node that wants to be in it writes its own row ``member.<node>`` once. The node that will be
+While a round is open, each node that wants to be in it writes its own member row once. The node that will be
 rank 0 seals: one write that carries all members and the address of rank 0's store, so that nothing else need be
 exchanged. The next in line takes over when it does not. No clock of one machine is compared with another's: every
 duration below was measured by the caller on its own monotonic clock.
@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from azureml_elastic.node.budget import FailureRecord, aged, read_records
+from azureml_elastic.node.rendezvous.keys import MEMBER_PREFIX, ROUND_KEY, member_key
+from azureml_elastic.node.rendezvous.standing import chosen, quarantined
 from azureml_elastic.spec import RendezvousTimings
 
 __all__ = [
@@ -35,19 +38,21 @@ __all__ = [
     "seal",
 ]
 
-ROUND_KEY = "round"
-MEMBER_PREFIX = "member."
-
 RoundState = Literal["open", "sealed", "succeeded", "failed"]
 MemberState = Literal["starting", "waiting", "left"]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The smallest and the largest number of nodes of a round."""
+    """The smallest and the largest number of nodes of a round.
+
+    ``quarantine`` is the number of strikes from which on a node gets a place only where the minimum cannot be reached
+    without it; ``None`` for never.
+    """
 
     minimum: int
     maximum: int
+    quarantine: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Member:
         hub_port: where it serves heartbeats.
         slots: how many workers it runs.
         reason: why it left.
+        host_id: names the machine that strikes are held against.
+        strikes: that were live when the row was written.
     """
 
     node: str
@@ -75,15 +82,17 @@ class Member:
     hub_port: int = 0
     slots: int = 1
     reason: str = ""
+    host_id: str = ""
+    strikes: int = 0
 
     @property
     def key(self) -> str:
         """The key of this member's row."""
-        return MEMBER_PREFIX + self.node
+        return member_key(self.node)
 
     def to_value(self) -> dict[str, Any]:
         """Return the row's value."""
-        return asdict(self)
+        return dict(vars(self))  # all fields are plain; ``asdict`` would take 80 ms for a thousand members
 
     @classmethod
     def from_value(cls, value: Mapping[str, Any]) -> Member:
@@ -102,7 +111,7 @@ class Round:
         previous: names of the survivors of the round before, in rank order: they keep that order, and whoever
             was lost and comes back goes behind them.
         expected: names of the nodes that should be back, while open.
-        failures: worker failures of the whole run so far.
+        failures: worker failures of the whole run that still count, oldest first.
         fruitless: how many rounds in a row have ended because their nodes could not reach each other.
         reason: why the round was reopened.
         message: the failure that ended the run.
@@ -114,7 +123,7 @@ class Round:
     members: tuple[Member, ...] = ()
     previous: tuple[str, ...] = ()
     expected: tuple[str, ...] = ()
-    failures: int = 0
+    failures: tuple[FailureRecord, ...] = ()
     fruitless: int = 0
     reason: str = ""
     message: str = ""
@@ -122,7 +131,8 @@ class Round:
 
     def to_value(self) -> dict[str, Any]:
         """Return the row's value."""
-        return {"version": 1, **asdict(self), "members": [member.to_value() for member in self.members]}
+        members = [member.to_value() for member in self.members]
+        return {"version": 1, **vars(self), "members": members, "failures": [asdict(each) for each in self.failures]}
 
     @classmethod
     def from_value(cls, value: Mapping[str, Any]) -> Round:
@@ -131,6 +141,7 @@ class Round:
         fields["members"] = tuple(Member.from_value(member) for member in value.get("members", ()))
         for name in ("previous", "expected"):
             fields[name] = tuple(value.get(name, ()))
+        fields["failures"] = read_records(value.get("failures"))
         return cls(**fields)
 
     @property
@@ -151,31 +162,39 @@ class Round:
         return None
 
 
-def candidates(round_: Round, members: Iterable[Member]) -> list[Member]:
+def candidates(round_: Round, members: Iterable[Member], limits: Limits | None = None) -> list[Member]:
     """Return the members that want to be in the open round, in the order of the ranks that they would get.
 
     Nodes of the round before keep their order, so that rank 0 and its memory stay where they are; others follow by
     name.
+
+    Args:
+        round_: the open round.
+        members: all rows.
+        limits: leave out those that get no place; see :func:`~azureml_elastic.node.rendezvous.standing.chosen`.
     """
     ranks = {node: rank for rank, node in enumerate(round_.previous)}
     waiting = [member for member in members if member.state == "waiting" and member.round == round_.number]
-    return sorted(waiting, key=lambda member: (ranks.get(member.node, len(ranks)), member.node))
+    ranked = sorted(waiting, key=lambda member: (ranks.get(member.node, len(ranks)), member.node))
+    return ranked if limits is None else chosen(ranked, round_.previous, limits)
 
 
 def complete(round_: Round, members: Sequence[Member], limits: Limits) -> bool:
     """Return whether waiting any longer would gain nothing, once the minimum is present.
 
     Nothing is gained when the maximum is there, or nobody is known to be about to come: in the first round a node that
-    announced itself and still imports, later a survivor of the round before.
+    announced itself and still imports, later a survivor of the round before. A quarantined node is not waited for, and
+    one that is there does not make up for another that is about to come.
     """
     present = {member.node for member in candidates(round_, members)}
-    if len(present) >= limits.maximum:
+    barred = {member.node for member in members if quarantined(member, limits)}
+    if len(present - barred) >= limits.maximum:
         return True
     if round_.number == 1:
         coming = {member.node for member in members if member.state == "starting"}
     else:
         coming = set(round_.expected) - {member.node for member in members if member.state == "left"}
-    return coming <= present
+    return coming - barred <= present
 
 
 class Patience:
@@ -208,9 +227,13 @@ class Patience:
     def time_to_seal(self, members: Sequence[Member], me: str) -> bool:
         """Decide by the member rows just read whether the node ``me`` seals now."""
         now = self._clock()
-        names = [member.node for member in candidates(self._round, members)]
+        ranked = candidates(self._round, members)
+        inside = [member.node for member in chosen(ranked, self._round.previous, self._limits)]
+        # Who gets no place takes over last, in case that all the others have died.
+        outside = {member.node for member in ranked}.difference(inside)
+        names = inside + [member.node for member in ranked if member.node in outside]
         self.next_look = float("inf")
-        if len(names) < self._limits.minimum or me not in names:
+        if len(inside) < self._limits.minimum or me not in names:
             self._minimum_since = self._ready_since = None
             return False
         if self._minimum_since is None:
@@ -228,9 +251,8 @@ class Patience:
 
 
 def seal(round_: Round, members: Iterable[Member], limits: Limits) -> Round:
-    """Return the sealed round: the first ``maximum`` candidates in rank order."""
-    chosen = tuple(candidates(round_, members)[: limits.maximum])
-    return replace(round_, state="sealed", members=chosen)
+    """Return the sealed round: those candidates that get a place, in rank order."""
+    return replace(round_, state="sealed", members=tuple(candidates(round_, members, limits)))
 
 
 def reopened(
@@ -239,7 +261,8 @@ def reopened(
     lost: Iterable[str] = (),
     waiting: Iterable[str] = (),
     *,
-    failures: int = 0,
+    failures: tuple[FailureRecord, ...] = (),
+    seconds: float = 0.0,
     fruitless: bool = False,
 ) -> Round:
     """Return the open round after a sealed one.
@@ -249,7 +272,8 @@ def reopened(
         reason: why.
         lost: nodes that will not be back.
         waiting: nodes outside that are known to want in.
-        failures: worker failures to charge to the run.
+        failures: the run's failures with a new one; by default those of the round go on, older by its length.
+        seconds: how long the round lasted by the clock of whoever ends it; 0 for one that was not in it.
         fruitless: whether the round ends because its nodes could not reach each other.
     """
     gone = set(lost)
@@ -258,7 +282,7 @@ def reopened(
         number=round_.number + 1,
         previous=survivors,
         expected=survivors + tuple(node for node in waiting if node not in survivors and node not in gone),
-        failures=round_.failures + failures,
+        failures=failures or aged(round_.failures, seconds),
         fruitless=round_.fruitless + 1 if fruitless else 0,
         reason=reason,
     )

@@ -6,20 +6,29 @@ A table that is away is waited for: a node without a table can only wait. What t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from azureml_elastic.errors import RowChanged, RowExists, TableUnavailable
-from azureml_elastic.node.rendezvous.round import MEMBER_PREFIX, ROUND_KEY, Member, Round
+from azureml_elastic.node.rendezvous.keys import ALL_PREFIX, LANDMARK_PREFIX, ROUND_KEY, node_of
+from azureml_elastic.node.rendezvous.news import newer
+from azureml_elastic.node.rendezvous.round import Member, Round
 from azureml_elastic.node.table import Table
 
-__all__ = ["Rows"]
+__all__ = ["Roster", "Rows"]
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _RETRY_SECONDS = (0.2, 5.0)
 """The first and the longest pause while the table is away."""
+
+_NONCE = "written_by"
+"""A field that every write has for itself alone, so that a node knows its own again."""
+
+Roster = Mapping[str, Mapping[str, Any]]
+"""The members' rows by node, not yet read: of a thousand, most nodes need to look at one or two."""
 
 
 class Rows:
@@ -35,6 +44,13 @@ class Rows:
         self._pause = pause
         self._round_etag: str | None = None
         self._member_etag: str | None = None
+        self.newest: Round | None = None
+        """Read, written or heard of; ``None`` before the first."""
+
+    def heard(self, round_: Round) -> None:
+        """Take note of a version that another node has told."""
+        if newer(round_, self.newest):
+            self.newest = round_
 
     def read_round(self) -> Round:
         """Return the newest round; no row is round 1, open."""
@@ -47,18 +63,38 @@ class Rows:
             TableUnavailable: the table is away.
         """
         row = self._table.get(ROUND_KEY)
-        self._round_etag = row.etag if row else None
-        return Round.from_value(row.value) if row else Round()
+        return self._read(row.value if row else None, row.etag if row else None)
+
+    def read_some(self, me: str) -> tuple[Round, Roster]:
+        """Return the newest round and the rows of a few other nodes; of all others where there are few.
+
+        Args:
+            me: this node.
+        """
+        round_, roster = self._patiently(self._read_now, LANDMARK_PREFIX)
+        if round_.state == "open" and not roster.keys() - {me}:
+            return self._patiently(self.read_all_now)
+        return round_, roster
+
+    def read_all_now(self) -> tuple[Round, Roster]:
+        """Return the newest round and every node's row.
+
+        Raises:
+            TableUnavailable: the table is away.
+        """
+        return self._read_now(ALL_PREFIX)
 
     def replace_round(self, to: Round) -> bool:
-        """Write the round's row unless it has changed since this node read it last; return whether it was written."""
-        try:
-            if self._round_etag is None:
-                self._round_etag = self._patiently(self._table.insert, ROUND_KEY, to.to_value())
-            else:
-                self._round_etag = self._patiently(self._table.replace, ROUND_KEY, to.to_value(), self._round_etag)
-        except (RowExists, RowChanged):
+        """Write the round's row unless it has changed since this node read it last; return whether it was written.
+
+        Raises:
+            ValueTooLarge: the round has too many members for one row.
+        """
+        etag = self._write(ROUND_KEY, to.to_value(), self._round_etag)
+        if etag is None:
             return False
+        self._round_etag = etag
+        self.heard(to)
         return True
 
     def end_round(self, number: int, to: Round) -> bool:
@@ -70,27 +106,52 @@ class Rows:
             if self.replace_round(to):
                 return True
 
-    def members(self) -> list[Member]:
-        """Return every node's row."""
-        return self._patiently(self._query_members)
-
     def write_member(self, member: Member) -> None:
         """Write this node's row: one call, unless an earlier incarnation left one behind."""
-        while True:
-            try:
-                if self._member_etag is None:
-                    self._member_etag = self._patiently(self._table.insert, member.key, member.to_value())
-                else:
-                    value, etag = member.to_value(), self._member_etag
-                    self._member_etag = self._patiently(self._table.replace, member.key, value, etag)
-            except (RowExists, RowChanged):
-                row = self._patiently(self._table.get, member.key)
-                self._member_etag = row.etag if row else None
-            else:
-                return
+        while (etag := self._write(member.key, member.to_value(), self._member_etag)) is None:
+            row = self._patiently(self._table.get, member.key)
+            self._member_etag = row.etag if row else None
+        self._member_etag = etag
 
-    def _query_members(self) -> list[Member]:
-        return [Member.from_value(row.value) for row in self._table.query(MEMBER_PREFIX)]
+    def _read_now(self, prefix: str) -> tuple[Round, Roster]:
+        round_row, roster = None, {}
+        for row in self._table.query(prefix):
+            if row.key == ROUND_KEY:
+                round_row = row
+            elif (node := node_of(row.key)) is not None:
+                roster[node] = row.value
+        return self._read(round_row.value if round_row else None, round_row.etag if round_row else None), roster
+
+    def _read(self, value: Mapping[str, Any] | None, etag: str | None) -> Round:
+        self._round_etag = etag
+        round_ = Round.from_value(value) if value is not None else Round()
+        self.heard(round_)
+        return round_
+
+    def _write(self, key: str, value: Mapping[str, Any], etag: str | None) -> str | None:
+        """Write a row that has this version, or that does not exist where ``etag`` is ``None``.
+
+        A call whose answer was lost is repeated. The first of the two to arrive then stands in the way of the second,
+        which must not pass for somebody else's write.
+
+        Returns:
+            The new version, ``None`` if the row is not as expected and somebody else has made it so.
+        """
+        stamped = {**value, _NONCE: secrets.token_hex(8)}
+        lost_answers = 0
+
+        def write() -> str | None:
+            nonlocal lost_answers
+            try:
+                return self._table.insert(key, stamped) if etag is None else self._table.replace(key, stamped, etag)
+            except (RowExists, RowChanged):
+                row = self._table.get(key) if lost_answers else None
+                return row.etag if row is not None and row.value.get(_NONCE) == stamped[_NONCE] else None
+            except TableUnavailable:
+                lost_answers += 1
+                raise
+
+        return self._patiently(write)
 
     def _patiently(self, call: Callable[..., _T], *arguments: Any) -> _T:
         pause, longest = _RETRY_SECONDS

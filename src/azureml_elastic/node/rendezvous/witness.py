@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists
+from azureml_elastic.node.rendezvous.machine import Machine
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.spec import RendezvousTimings
 
@@ -28,13 +30,21 @@ class Witness:
         table: opened for the run.
         timings: ``witness_interval`` between two touches.
         superseded: called, from the witness's thread, when a newer round has its own witness: this node was given up.
+        machine: to run on.
     """
 
-    def __init__(self, table: Table, timings: RendezvousTimings, superseded: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        table: Table,
+        timings: RendezvousTimings,
+        superseded: Callable[[], None],
+        machine: Machine | None = None,
+    ) -> None:
+        self._machine = machine or Machine()
         self._table = table
         self._interval = timings.witness_interval.total_seconds()
         self._superseded = superseded
-        self._stopped = threading.Event()
+        self._stopped = self._machine.event()
         self._thread: threading.Thread | None = None
 
     def look(self) -> str | None:
@@ -45,8 +55,8 @@ class Witness:
     def start(self, number: int) -> None:
         """Touch the row at each interval for as long as this round runs."""
         self.stop()
-        self._stopped = threading.Event()  # a thread that is stuck in a call keeps its own, which stays set
-        self._thread = threading.Thread(target=self._run, args=(number, self._stopped), name="witness", daemon=True)
+        self._stopped = self._machine.event()  # a thread that is stuck in a call keeps its own, which stays set
+        self._thread = self._machine.thread(partial(self._run, number, self._stopped), "witness")
         self._thread.start()
 
     def stop(self) -> None:
@@ -57,7 +67,9 @@ class Witness:
             self._thread = None
 
     def _run(self, number: int, stopped: threading.Event) -> None:
-        etag: str | None = None
+        # A later round finds the row of an earlier one.
+        row = self._read() if number > 1 else None
+        etag = row.etag if row is not None and row.value["round"] <= number else None
         beats = 0
         while not stopped.is_set():
             beats += 1
