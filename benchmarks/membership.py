@@ -1,8 +1,9 @@
-"""Nodes that die and nodes that come: how long until all that are there train together again.
+"""Nodes and workers that die, freeze and come: how long until those that are there train again.
 
-Two nodes start, a third one comes, one that is not rank 0's is killed, another one comes, rank 0's is killed. A node is
-killed with everything that it has started, as a machine that loses its power; the clock runs from the first SIGKILL, or
-from the start of the new node's process, until every node has noted a step at the new world size.
+Two nodes start, a third one comes; a worker of it is killed; a node that is not rank 0's is killed, and replaced; one is
+frozen, and replaced; rank 0's is killed. A node is killed with everything that it has started, as a machine that loses
+its power, and frozen likewise. The clock runs from the signal, or from the start of the new node's process, until every
+node that was not hit has taken a step in a process group made since.
 """
 
 from __future__ import annotations
@@ -21,28 +22,53 @@ from systems import MINIMUM, SYSTEMS, Nodes
 from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 
-__all__ = ["EVENTS", "Event", "measure_membership"]
+__all__ = ["EVENTS", "Event", "Observation", "measure_membership"]
 
-Event = Literal["start", "join", "lose_follower", "lose_leader"]
+Event = Literal["start", "join", "gap", "kill_worker", "lose_follower", "freeze", "lose_leader"]
 
 EVENTS: dict[Event, str] = {
+    "kill_worker": "a worker is killed → next step",
     "lose_follower": "a node is killed → next step of the others",
     "lose_leader": "rank 0's node is killed → next step of the others",
+    "freeze": "a node is frozen → next step of the others",
     "join": "a third node is started → first step with it",
+    "gap": "a third node joins: training stands still",
     "start": "the minimum of two nodes is started → first step",
 }
 
-_SEQUENCE: tuple[Event, ...] = ("join", "lose_follower", "join", "lose_leader")
+_SEQUENCE: tuple[Event, ...] = ("join", "kill_worker", "lose_follower", "join", "freeze", "join", "lose_leader")
 _STEADY_STEPS = 20
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.02
 
 
 class Step(NamedTuple):
     """One line of the training script's notes."""
 
     time: float
+    pid: int
+    generation: int
     world: int
     rank: int
+    step: int
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Names the process group that the step was taken in."""
+        return self.pid, self.generation
+
+
+class Observation(NamedTuple):
+    """What came of an event.
+
+    Args:
+        event: that happened.
+        seconds: see the module; ``None`` when the limit was exceeded.
+        lost_steps: of those that were completed before it and taken again, where the script counts them.
+    """
+
+    event: Event
+    seconds: float | None
+    lost_steps: int | None = None
 
 
 class Cluster:
@@ -60,9 +86,11 @@ class Cluster:
         self._steps = steps
         self._names = (f"node-{number}" for number in itertools.count())
         self._alive: dict[str, NodeProcess] = {}
+        self._groups: dict[str, tuple[int, int]] = {}
 
     def add(self) -> float:
         """Start a node and return when."""
+        self._remember()
         name = next(self._names)
         environment = self._nodes.environment(name, self._steps)
         now = time.time()
@@ -71,9 +99,7 @@ class Cluster:
 
     def kill(self, *, leader: bool) -> float:
         """Kill the whole process tree of rank 0's node, or of the node with the highest rank, and return when."""
-        ranks = {name: self._read(name)[-1].rank for name in self._alive}
-        name = (min if leader else max)(ranks, key=lambda node: ranks[node])
-        node = self._alive.pop(name)
+        node = self._take(leader=leader)
         tree = node.tree()
         now = time.time()
         for process in tree:
@@ -82,22 +108,53 @@ class Cluster:
         node.kill()  # what may have been started meanwhile
         return now
 
-    def wait_for_step(self, after: float, limit_s: float) -> float | None:
-        """Wait until all living nodes have noted a step together.
+    def freeze(self) -> float:
+        """Stop the whole process tree of the node with the highest rank, and return when; it never comes back."""
+        node = self._take(leader=False)
+        now = time.time()
+        node.freeze()
+        return now
+
+    def kill_worker(self) -> float:
+        """Kill the worker of the node with the highest rank, and return when; the node is expected back."""
+        name = self._ranked()[-1]
+        self._remember()
+        pid = self._read(name)[-1].pid
+        now = time.time()
+        psutil.Process(pid).kill()
+        del self._groups[name]  # its own next step is not waited for
+        return now
+
+    def wait_for_step(self, after: float, limit_s: float, *, together: bool) -> float | None:
+        """Wait until every node has noted a step in a new process group.
+
+        Args:
+            after: the moment from which on.
+            limit_s: seconds from then.
+            together: whether all living nodes have to be in that group, or only those that were not hit.
 
         Returns:
             Seconds from ``after`` until the last of them did, ``None`` when they did not within the limit.
         """
-        world = len(self._alive)
+        names = list(self._alive) if together else list(self._groups)
         while time.time() < after + limit_s:
-            first = [
-                next((step.time for step in self._read(name) if step.time > after and step.world == world), None)
-                for name in self._alive
-            ]
-            if None not in first:
-                return max(moment for moment in first if moment is not None) - after
+            found = [self._first_new(name, after, len(self._alive) if together else None) for name in names]
+            if all(found):
+                return max(step.time for step in found if step is not None) - after
             time.sleep(_POLL_SECONDS)
         return None
+
+    def gap(self, after: float) -> tuple[float, int]:
+        """Return for how long the old nodes stood still at the change, and how many completed steps they took again."""
+        pauses, lost = [], []
+        for name, group in self._groups.items():
+            steps = self._read(name)
+            last = [step for step in steps if step.group == group][-1]
+            new = self._first_new(name, after, len(self._alive))
+            assert new is not None
+            pauses.append(new.time - last.time)
+            lost.append(last.step + 1 - new.step)
+        return max(pauses), max(lost)
 
     def wait_until_steady(self, limit_s: float) -> bool:
         """Wait until all living nodes have taken some steps in a row; return whether they did."""
@@ -114,19 +171,45 @@ class Cluster:
             time.sleep(_POLL_SECONDS)
         return False
 
+    def _first_new(self, name: str, after: float, world: int | None) -> Step | None:
+        old = self._groups.get(name)
+        return next(
+            (
+                step
+                for step in self._read(name)
+                if step.time > after and step.group != old and world in (None, step.world)
+            ),
+            None,
+        )
+
+    def _remember(self) -> None:
+        """Note in which group each node trains."""
+        self._groups = {name: steps[-1].group for name in self._alive if (steps := self._read(name))}
+
+    def _ranked(self) -> list[str]:
+        ranks = {name: self._read(name)[-1].rank for name in self._alive}
+        return sorted(ranks, key=lambda name: ranks[name])
+
+    def _take(self, *, leader: bool) -> NodeProcess:
+        name = self._ranked()[0 if leader else -1]
+        node = self._alive.pop(name)
+        self._remember()
+        return node
+
     def _read(self, node: str) -> list[Step]:
         """Return a node's steps in the order in which they were taken."""
         steps = []
         for path in self._steps.glob(f"{node}.*"):
             text = path.read_text("ascii")
+            pid = int(path.suffix[1:])
             for line in text[: text.rfind("\n") + 1].splitlines():
-                moment, world, rank, _ = line.split()
-                steps.append(Step(float(moment), int(world), int(rank)))
+                moment, world, rank, generation, step = line.split()
+                steps.append(Step(float(moment), pid, int(generation), int(world), int(rank), int(step)))
         return sorted(steps)
 
 
-def measure_membership(system: str, limit_s: float) -> Iterator[tuple[Event, float | None]]:
-    """Take one system through all events; yield each with its seconds, ``None`` when the limit was exceeded.
+def measure_membership(system: str, limit_s: float) -> Iterator[Observation]:
+    """Take one system through all events.
 
     After an event that did not succeed in time, the next one happens to new nodes.
 
@@ -147,23 +230,33 @@ def measure_membership(system: str, limit_s: float) -> Iterator[tuple[Event, flo
                 begun = cluster.add()
                 for _ in range(1, MINIMUM):
                     cluster.add()
-                started = cluster.wait_for_step(begun, limit_s)
+                started = cluster.wait_for_step(begun, limit_s, together=True)
                 if first:
-                    yield "start", started
+                    yield Observation("start", started)
                     first = False
                 if waiting[0] != "join":
                     cluster.add()
-                yield from _take_through(cluster, waiting, limit_s)
+                yield from _take_through(cluster, waiting, limit_s, nodes)
 
 
-def _take_through(cluster: Cluster, waiting: list[Event], limit_s: float) -> Iterator[tuple[Event, float | None]]:
+def _take_through(cluster: Cluster, waiting: list[Event], limit_s: float, nodes: Nodes) -> Iterator[Observation]:
     """Let the waiting events happen to a cluster, in order, up to the first that exceeds the limit."""
     while waiting:
         event = waiting.pop(0)
         seconds = None
         if cluster.wait_until_steady(limit_s):
-            happened = cluster.add() if event == "join" else cluster.kill(leader=event == "lose_leader")
-            seconds = cluster.wait_for_step(happened, limit_s)
-        yield event, seconds
+            if event == "join":
+                happened = cluster.add()
+            elif event == "freeze":
+                happened = cluster.freeze()
+            elif event == "kill_worker":
+                happened = cluster.kill_worker()
+            else:
+                happened = cluster.kill(leader=event == "lose_leader")
+            seconds = cluster.wait_for_step(happened, limit_s, together=event == "join")
+            if event == "join" and seconds is not None:
+                pause, lost = cluster.gap(happened)
+                yield Observation("gap", pause, lost if nodes.counts_steps else None)
+        yield Observation(event, seconds)
         if seconds is None:
             return

@@ -20,16 +20,19 @@ from azureml_elastic.spec import (
     ElasticDistribution,
     ElasticResources,
     Plan,
+    PreemptionPolicy,
+    Recovery,
     TableRendezvous,
     environment,
 )
 
-__all__ = ["OURS", "SYSTEMS", "Nodes"]
+__all__ = ["C10D", "IN_PROCESS", "OURS", "ROW", "SYSTEMS", "Nodes"]
 
 HERE = Path(__file__).parent
 MINIMUM, MAXIMUM = 2, 3
 
 OURS = "azureml-elastic"
+IN_PROCESS = "azureml-elastic, in process"
 C10D = "torchrun, c10d"
 ROW = "torchrun, one table row"
 
@@ -47,10 +50,12 @@ class Nodes:
     Args:
         argv: the command line, the same for all.
         variables: for a node's name, what its environment has besides this process's own.
+        counts_steps: whether the training script knows how many steps the run has completed.
     """
 
     argv: tuple[str, ...]
     variables: Callable[[str], Mapping[str, str]]
+    counts_steps: bool = False
 
     def environment(self, node: str, steps: Path) -> dict[str, str]:
         """Return a node's whole environment.
@@ -63,23 +68,30 @@ class Nodes:
         return {**os.environ, **own, **self.variables(node)}
 
 
-@contextlib.contextmanager
-def _ours(folder: Path, azurite: Azurite) -> Iterator[Nodes]:
-    plan = Plan(
-        resources=ElasticResources(min_instance_count=MINIMUM, max_instance_count=MAXIMUM),
-        distribution=ElasticDistribution(
-            process_count_per_instance=1, rendezvous=TableRendezvous(endpoint=azurite.endpoint)
-        ),
-        checkpoint=CheckpointPolicy(path=str(folder / "checkpoints")),
-        run_id=f"bench-{secrets.token_hex(4)}",
-    )
-    shared = {
-        environment.PLAN: plan.to_json(),
-        environment.RUN_DIR: str(folder / "run"),
-        environment.LOCAL_ADDRESS: "127.0.0.1",
-    }
-    argv = (sys.executable, "-m", "azureml_elastic.node", "--", "python", str(HERE / "training.py"))
-    yield Nodes(argv, lambda node: {**shared, environment.NODE_ID: node})
+def _ours(recovery: Recovery) -> Callable[[Path, Azurite], AbstractContextManager[Nodes]]:
+    @contextlib.contextmanager
+    def started(folder: Path, azurite: Azurite) -> Iterator[Nodes]:
+        plan = Plan(
+            resources=ElasticResources(min_instance_count=MINIMUM, max_instance_count=MAXIMUM),
+            distribution=ElasticDistribution(
+                process_count_per_instance=1,
+                recovery=recovery,
+                preemption=PreemptionPolicy(scheduled_events=None),
+                rendezvous=TableRendezvous(endpoint=azurite.endpoint),
+            ),
+            checkpoint=CheckpointPolicy(path=str(folder / "checkpoints")),
+            run_id=f"bench-{secrets.token_hex(4)}",
+        )
+        shared = {
+            environment.PLAN: plan.to_json(),
+            environment.RUN_DIR: str(folder / "run"),
+            environment.LOCAL_ADDRESS: "127.0.0.1",
+            "BENCH_SESSION": "1",
+        }
+        argv = (sys.executable, "-m", "azureml_elastic.node", "--", "python", str(HERE / "training.py"))
+        yield Nodes(argv, lambda node: {**shared, environment.NODE_ID: node}, counts_steps=True)
+
+    return started
 
 
 def _torchrun(backend: str, settings: Mapping[str, str]) -> Callable[[Path, Azurite], AbstractContextManager[Nodes]]:
@@ -111,7 +123,8 @@ def _torchrun(backend: str, settings: Mapping[str, str]) -> Callable[[Path, Azur
 
 
 SYSTEMS: Mapping[str, Callable[[Path, Azurite], AbstractContextManager[Nodes]]] = {
-    OURS: _ours,
+    OURS: _ours("restart"),
+    IN_PROCESS: _ours("in_process"),
     C10D: _torchrun("c10d", {"is_host": "false", **_TORCHRUN_SETTINGS}),
     ROW: _torchrun(ONE_ROW, _TORCHRUN_SETTINGS),
 }

@@ -1,7 +1,9 @@
-"""The script that every system runs: plain data-parallel training, which knows only torch.
+"""The script that every system runs: data-parallel training, which notes each step.
 
-It notes each step in a file ``<node>.<pid>`` of the folder ``BENCH_STEPS``: the time, the world size, the rank and the
-step's number. It never ends by itself; whoever started the nodes ends them.
+Under torchrun it knows only torch. Under this library it opens a session (``BENCH_SESSION``), as its users' scripts do.
+Each step is a line in the file ``<node>.<pid>`` of the folder ``BENCH_STEPS``: the time, the world size, the rank, the
+number of times that the process group has been made, and the steps of the run so far. It never ends by itself; whoever
+started the nodes ends them.
 """
 
 from __future__ import annotations
@@ -9,34 +11,74 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
-STEP_SECONDS = 0.05
+STEP_SECONDS = float(os.environ.get("BENCH_STEP_SECONDS", "0.05"))
 """How long a step takes at least: the machine's cores are needed by those that restart."""
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def noting(notes: TextIO) -> Callable[[int, int, int, int], None]:
+    def note(world: int, rank: int, generation: int, step: int) -> None:
+        notes.write(f"{time.time():.6f} {world} {rank} {generation} {step}\n")
+
+    return note
+
+
+def train_with_torch(note: Callable[[int, int, int, int], None]) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in itertools.count(1):
+        begun = time.perf_counter()
+        loss = model(torch.randn(16, 32)).square().mean()
+        loss.backward()  # averages the gradients over all ranks: a step that is noted was taken by all
+        optimizer.step()
+        optimizer.zero_grad()
+        note(world, rank, 1, step)
+        time.sleep(max(0.0, STEP_SECONDS - (time.perf_counter() - begun)))
+
+
+def train_with_session(note: Callable[[int, int, int, int], None]) -> None:
+    from azureml_elastic import train
+
+    run = train.start()
+    model = run.wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    loader = run.loader(TensorDataset(torch.randn(4096, 32)), global_batch_size=32)
+    for _ in run.epochs(1_000_000):
+        for (x,) in loader:
+            begun = time.perf_counter()
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            before = run.steps
+            run.step()
+            if run.steps > before:
+                note(run.world_size, run.rank, run.round, run.steps)
+            time.sleep(max(0.0, STEP_SECONDS - (time.perf_counter() - begun)))
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     path = Path(os.environ["BENCH_STEPS"], f"{os.environ['BENCH_NODE']}.{os.getpid()}")
     with path.open("w", encoding="ascii", buffering=1) as notes:
-        for step in itertools.count():
-            loss = model(torch.randn(16, 32)).square().mean()
-            loss.backward()  # averages the gradients over all ranks: a step that is noted was taken by all
-            optimizer.step()
-            optimizer.zero_grad()
-            notes.write(f"{time.time():.6f} {world} {rank} {step}\n")
-            time.sleep(STEP_SECONDS)
+        (train_with_session if "BENCH_SESSION" in os.environ else train_with_torch)(noting(notes))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@
     ├── RunClosed                  the run has ended and takes no more nodes
     │   ├── RunSucceeded
     │   └── RunFailed
+    ├── RoundBroken                a peer was lost in the middle of something; another round follows
     ├── Fenced                     a newer round has taken over; this one must not write
     └── CheckpointError
         └── CheckpointDamaged      a file is missing, short or has another checksum
@@ -37,6 +38,7 @@ __all__ = [
     "KeyInvalid",
     "MissingExtra",
     "PlanError",
+    "RoundBroken",
     "RowChanged",
     "RowExists",
     "RunClosed",
@@ -141,6 +143,10 @@ class RunFailed(RunClosed):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class RoundBroken(ElasticError):
+    """A node or a worker of the round was lost, and with it what was under way; another round follows."""
 
 
 class Fenced(ElasticError):

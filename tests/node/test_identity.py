@@ -43,6 +43,22 @@ def test_a_local_node():
     assert identity.host == "127.0.0.1"
 
 
+def test_a_node_may_have_a_metadata_service_of_its_own():
+    environ = {variables.PLAN: PLAN.to_json(), variables.RUN_ID: "run"}
+
+    def address(**own):
+        return read_identity({**environ, **own}).plan.distribution.preemption.scheduled_events
+
+    assert address() == "http://169.254.169.254/metadata"
+    assert (
+        address(**{variables.SCHEDULED_EVENTS: "http://127.0.0.1:5/vm/metadata/"}) == "http://127.0.0.1:5/vm/metadata"
+    )
+    assert address(**{variables.SCHEDULED_EVENTS: ""}) is None
+    with pytest.raises(UsageError, match=variables.SCHEDULED_EVENTS) as caught:
+        address(**{variables.SCHEDULED_EVENTS: "ftp://x"})
+    assert "'ftp://x'" in str(caught.value)
+
+
 def test_without_a_plan_the_error_says_how_to_get_one():
     with pytest.raises(PlanError, match="ElasticCommandJob"):
         read_identity({})

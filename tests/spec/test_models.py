@@ -16,6 +16,7 @@ from azureml_elastic.spec import (
     ElasticDistribution,
     ElasticResources,
     Plan,
+    PreemptionPolicy,
     RendezvousTimings,
     TableRendezvous,
 )
@@ -38,6 +39,13 @@ from azureml_elastic.spec import (
         (lambda: CheckpointPolicy(every=timedelta(seconds=-1)), "-1 s is not positive"),
         (lambda: RendezvousTimings(heartbeat_interval=2, heartbeat_timeout=3), "heartbeat_timeout=3 s"),
         (lambda: TableRendezvous(table="no-dashes"), "table"),
+        (lambda: PreemptionPolicy(grace=-1), "-1 s is negative"),
+        (lambda: PreemptionPolicy(poll_interval=0), "0 s is not positive"),
+        (lambda: PreemptionPolicy(marker=""), "marker"),
+        (lambda: PreemptionPolicy(scheduled_events="https://169.254.169.254/metadata"), "http://host[:port]/path"),
+        (lambda: PreemptionPolicy(scheduled_events="http://"), "'http://'"),
+        (lambda: PreemptionPolicy(scheduled_events="http://x:99999/"), "http://x:99999/"),
+        (lambda: PreemptionPolicy(scheduled_events="http://x/metadata?api-version=1"), "api-version=1"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name_and_value(make, said):

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from azureml_elastic.ledger.events import (
     CheckpointCommitted,
     Event,
+    HangDetected,
+    HealthChecked,
+    HostQuarantined,
     NodeLeft,
     NodeStarted,
     Progress,
@@ -103,6 +106,10 @@ def _picture(node: NodePicture, event: Event) -> NodePicture:
 def _state(event: Event) -> str | None:
     if isinstance(event, NodeStarted):
         return "waiting"
+    if isinstance(event, HealthChecked):
+        return "unhealthy" if event.status == "fail" else "waiting"
+    if isinstance(event, HostQuarantined):
+        return "quarantined"
     if isinstance(event, RoundEntered):
         return "joined"
     if isinstance(event, WorkersStarted):
@@ -113,6 +120,8 @@ def _state(event: Event) -> str | None:
         return "re-forming"
     if isinstance(event, WorkerFailed):
         return "worker failed"
+    if isinstance(event, HangDetected):
+        return "hung"
     if isinstance(event, NodeLeft):
         return "leaving"
     return None

@@ -15,6 +15,10 @@ from typing_extensions import Self
 from azureml_elastic.ledger.events import (
     CheckpointCommitted,
     Event,
+    HangDetected,
+    HealthChecked,
+    HostQuarantined,
+    HostStruck,
     NodeLeft,
     Restored,
     RoundEntered,
@@ -33,6 +37,9 @@ _COLOURS = {
     "joined": "cyan",
     "re-forming": "yellow",
     "worker failed": "red",
+    "hung": "red",
+    "unhealthy": "red",
+    "quarantined": "yellow",
     "killed": "red",
     "preempted": "magenta",
     "frozen": "blue",
@@ -182,6 +189,17 @@ def describe(event: Event) -> str | None:
         return f"checkpoint of step {event.step} committed (training stood for {event.seconds * 1000:.0f} ms)"
     if isinstance(event, WorkerFailed):
         return f"worker {event.rank} on {event.node} exited with {event.exit_code}: {event.message}"
+    if isinstance(event, HealthChecked) and event.problems:
+        return f"{event.node} is {'unhealthy' if event.status == 'fail' else 'warned'}: {'; '.join(event.problems)}"
+    if isinstance(event, HostStruck):
+        return f"a strike against {event.host}: {event.reason}"
+    if isinstance(event, HostQuarantined):
+        return f"{event.node} is quarantined: {event.strikes} strikes against {event.host}"
+    if isinstance(event, HangDetected):
+        return (
+            f"round {event.round}: no step for {event.seconds:.1f} s (limit {event.limit_seconds:.1f} s); the stacks "
+            "of all workers are in the nodes' logs"
+        )
     if isinstance(event, RoundReopened):
         unnamed = [node for node in event.lost if node not in event.reason]
         lost = f" (lost: {', '.join(unnamed)})" if unnamed else ""

@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pydantic import ValidationError
+
 from azureml_elastic.errors import PlanError, UsageError
-from azureml_elastic.spec import Plan
+from azureml_elastic.spec import Plan, PreemptionPolicy
 from azureml_elastic.spec import environment as variables
 
-__all__ = ["NodeIdentity", "local_address", "read_identity"]
+__all__ = ["NodeIdentity", "host_id", "local_address", "read_identity"]
 
 _HTTPS = 443
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_CHARACTERS = 8
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class NodeIdentity:
         node: names this node within the run.
         host: where the other nodes reach this one.
         folder: for events and logs.
+        host_id: names the machine that strikes are held against; see :func:`host_id`.
     """
 
     plan: Plan
@@ -36,6 +42,7 @@ class NodeIdentity:
     node: str
     host: str
     folder: Path
+    host_id: str = ""
 
 
 def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = None) -> NodeIdentity:
@@ -47,7 +54,7 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
 
     Raises:
         PlanError: there is no plan, or one that this release cannot read.
-        UsageError: nothing names the run.
+        UsageError: nothing names the run, or a variable is wrong.
     """
     text = environ.get(variables.PLAN)
     if not text:
@@ -70,13 +77,48 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
     if checkpoint_dir is not None:
         path = str(Path(checkpoint_dir) / run_id)
         plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"path": path})})
+    if (address := environ.get(variables.SCHEDULED_EVENTS)) is not None:
+        plan = _with_scheduled_events(plan, address.strip() or None)
+    node = environ.get(variables.NODE_ID) or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
+    host = environ.get(variables.LOCAL_ADDRESS) or local_address(plan.distribution.rendezvous.endpoint)
     return NodeIdentity(
         plan=plan,
         run_id=run_id,
-        node=environ.get(variables.NODE_ID) or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}",
-        host=environ.get(variables.LOCAL_ADDRESS) or local_address(plan.distribution.rendezvous.endpoint),
+        node=node,
+        host=host,
         folder=Path(environ.get(variables.RUN_DIR) or "outputs/azureml-elastic").absolute(),
+        host_id=host_id(node, host),
     )
+
+
+def _with_scheduled_events(plan: Plan, address: str | None) -> Plan:
+    fields = {**plan.distribution.preemption.model_dump(), "scheduled_events": address}
+    try:
+        policy = PreemptionPolicy.model_validate(fields)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise UsageError(f"The environment variable {variables.SCHEDULED_EVENTS} is wrong: {said}.") from error
+    return plan.model_copy(update={"distribution": plan.distribution.model_copy(update={"preemption": policy})})
+
+
+def host_id(node: str, host: str, boot_id: Path = _BOOT_ID) -> str:
+    """Name the machine that a node runs on, as strikes are held against it.
+
+    A machine is its address and its kernel's boot id: a new one that was given the address of an evicted one has
+    another boot id and a clean record, and a new container on the same machine has the same. Nodes that share one
+    machine, with the loopback address, are machines of their own.
+
+    Args:
+        node: the node's name.
+        host: where the other nodes reach it.
+        boot_id: the file in which Linux names the boot.
+    """
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return node
+    try:
+        return f"{host}-{boot_id.read_text().strip()[:_BOOT_CHARACTERS]}"
+    except OSError:
+        return host
 
 
 def local_address(endpoint: str | None) -> str:

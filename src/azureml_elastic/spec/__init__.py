@@ -1,8 +1,10 @@
 """The frozen models that both sides share: what a user asks for, and the plan that the nodes receive."""
 
 from azureml_elastic.spec.checkpoint import CheckpointPolicy
-from azureml_elastic.spec.distribution import ElasticDistribution
+from azureml_elastic.spec.distribution import ElasticDistribution, Recovery
+from azureml_elastic.spec.health import HealthPolicy
 from azureml_elastic.spec.plan import PLAN_VERSION, Plan
+from azureml_elastic.spec.preemption import PreemptionPolicy
 from azureml_elastic.spec.rendezvous import Credential, RendezvousTimings, TableRendezvous
 from azureml_elastic.spec.resources import ElasticResources, Placement
 
@@ -12,8 +14,11 @@ __all__ = [
     "Credential",
     "ElasticDistribution",
     "ElasticResources",
+    "HealthPolicy",
     "Placement",
     "Plan",
+    "PreemptionPolicy",
+    "Recovery",
     "RendezvousTimings",
     "TableRendezvous",
 ]

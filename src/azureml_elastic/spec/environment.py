@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CHANNEL", "LOCAL_ADDRESS", "NODE_ID", "PLAN", "ROUND", "RUN_DIR", "RUN_ID"]
+__all__ = ["CHANNEL", "LOCAL_ADDRESS", "NODE_ID", "PLAN", "ROUND", "RUN_DIR", "RUN_ID", "SCHEDULED_EVENTS"]
 
 PLAN = "AZUREML_ELASTIC_PLAN"
 """The plan as JSON, set by the submission."""
@@ -18,6 +18,9 @@ RUN_DIR = "AZUREML_ELASTIC_RUN_DIR"
 
 LOCAL_ADDRESS = "AZUREML_ELASTIC_LOCAL_ADDRESS"
 """Where the other nodes reach this one; without it the address on the way to the table."""
+
+SCHEDULED_EVENTS = "AZUREML_ELASTIC_SCHEDULED_EVENTS"
+"""The address of this node's metadata service, before the plan's; empty for none."""
 
 CHANNEL = "AZUREML_ELASTIC_CHANNEL"
 """The path of the Unix socket on which the node's agent serves its workers."""
