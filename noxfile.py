@@ -45,6 +45,15 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def chaos(session: nox.Session) -> None:
+    """Run a hundred random schedules of losses, freezes, new nodes and faults of the table, over real processes."""
+    install_wheel(session, "all", groups=("test",))
+    paths = ("tests/test_random_schedules.py", "tests/test_faulty_table.py")
+    arguments = session.posargs or ("-n", "3", "--dist", "worksteal")
+    session.run("python", "-m", "pytest", "-m", "", *arguments, *paths, env={"CHAOS_SEEDS": "0:100"})
+
+
+@nox.session
 def oldest_sdk(session: nox.Session) -> None:
     """Run the submission's tests on the oldest supported azure-ai-ml."""
     install_wheel(session, groups=("test",))

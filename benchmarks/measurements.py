@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.table import Table
@@ -42,6 +43,7 @@ class Measurement:
         load: the machine's load average over one minute when it ended.
         writes: for a storm, writes that were tried.
         conflicts: of these, in vain.
+        lost_steps: completed ones that were taken again.
     """
 
     benchmark: str
@@ -52,6 +54,7 @@ class Measurement:
     load: float
     writes: int | None = None
     conflicts: int | None = None
+    lost_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Summary:
         limit_s: the limit of each.
         writes: median, ``None`` where they were not counted.
         conflicts: median, ``None`` where they were not counted.
+        lost_steps: the most, ``None`` where they were not counted.
     """
 
     median: float
@@ -75,6 +79,7 @@ class Summary:
     limit_s: float
     writes: int | None
     conflicts: int | None
+    lost_steps: int | None
 
     @classmethod
     def of(cls, measurements: Sequence[Measurement]) -> Summary:
@@ -91,15 +96,18 @@ class Summary:
             limit_s=measurements[0].limit_s,
             writes=round(statistics.median(each.writes or 0 for each in counted)) if counted else None,
             conflicts=round(statistics.median(each.conflicts or 0 for each in counted)) if counted else None,
+            lost_steps=max((each.lost_steps for each in measurements if each.lost_steps is not None), default=None),
         )
 
     def text(self) -> str:
         """Return the median with the range, and what was written for it."""
         said = f"**{_seconds(self.median, self.limit_s)}**"
         if self.count > 1 and math.isfinite(self.low):
-            said += f" ({self.low:.1f} to {_seconds(self.high, self.limit_s)})"
+            said += f" ({self.low:.2f} to {_seconds(self.high, self.limit_s)})"
         if self.writes is not None:
             said += f"; {self.writes:,} writes, {self.conflicts:,} in vain"
+        if self.lost_steps is not None:
+            said += f"; {self.lost_steps} steps lost"
         return said
 
     def times(self, other: Summary) -> str:
@@ -127,8 +135,8 @@ def behind(summaries: dict[tuple[str, str], Summary], systems: Sequence[str]) ->
     ]
 
 
-def write_lines(measurements: Iterable[Measurement], path: Path) -> None:
-    """Write the measurements, one JSON object a line."""
+def write_lines(measurements: Iterable[Any], path: Path) -> None:
+    """Write the measurements, of any data classes, one JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in measurements), "utf-8")
 
@@ -181,4 +189,4 @@ def _cells(
 
 
 def _seconds(value: float, limit_s: float) -> str:
-    return f"{value:.1f} s" if math.isfinite(value) else f"> {limit_s:g} s"
+    return f"{value:.2f} s" if math.isfinite(value) else f"> {limit_s:g} s"

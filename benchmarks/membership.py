@@ -1,9 +1,9 @@
 """Nodes and workers that die, freeze and come: how long until those that are there train again.
 
-Two nodes start, a third one comes; a worker of it is killed; a node that is not rank 0's is killed, and replaced; one is
-frozen, and replaced; rank 0's is killed. A node is killed with everything that it has started, as a machine that loses
-its power, and frozen likewise. The clock runs from the signal, or from the start of the new node's process, until every
-node that was not hit has taken a step in a process group made since.
+Two nodes start, a third one comes; a worker of it is killed; a node that is not rank 0's is killed, and replaced; one
+is frozen, and replaced; rank 0's is killed. A node is killed with everything that it has started, as a machine that
+loses its power, and frozen likewise. The clock runs from the signal, or from the start of the new node's process, until
+every node that was not hit has taken a step in a process group made since.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -78,9 +78,13 @@ class Cluster:
         nodes: says how one is started.
         processes: the context in which they are started.
         steps: folder in which they note their steps.
+        variables: more of each node's environment.
     """
 
-    def __init__(self, nodes: Nodes, processes: NodeProcesses, steps: Path) -> None:
+    def __init__(
+        self, nodes: Nodes, processes: NodeProcesses, steps: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
+        self._variables = dict(variables or {})
         self._nodes = nodes
         self._processes = processes
         self._steps = steps
@@ -92,7 +96,7 @@ class Cluster:
         """Start a node and return when."""
         self._remember()
         name = next(self._names)
-        environment = self._nodes.environment(name, self._steps)
+        environment = {**self._nodes.environment(name, self._steps), **self._variables}
         now = time.time()
         self._alive[name] = self._processes.start(name, self._nodes.argv, environment)
         return now
@@ -119,7 +123,7 @@ class Cluster:
         """Kill the worker of the node with the highest rank, and return when; the node is expected back."""
         name = self._ranked()[-1]
         self._remember()
-        pid = self._read(name)[-1].pid
+        pid = self.steps_of(name)[-1].pid
         now = time.time()
         psutil.Process(pid).kill()
         del self._groups[name]  # its own next step is not waited for
@@ -148,7 +152,7 @@ class Cluster:
         """Return for how long the old nodes stood still at the change, and how many completed steps they took again."""
         pauses, lost = [], []
         for name, group in self._groups.items():
-            steps = self._read(name)
+            steps = self.steps_of(name)
             last = [step for step in steps if step.group == group][-1]
             new = self._first_new(name, after, len(self._alive))
             assert new is not None
@@ -160,7 +164,7 @@ class Cluster:
         """Wait until all living nodes have taken some steps in a row; return whether they did."""
         until = time.time() + limit_s
         while time.time() < until:
-            last = [self._read(name)[-_STEADY_STEPS:] for name in self._alive]
+            last = [self.steps_of(name)[-_STEADY_STEPS:] for name in self._alive]
             if all(
                 len(steps) == _STEADY_STEPS
                 and {step.world for step in steps} == {len(self._alive)}
@@ -176,7 +180,7 @@ class Cluster:
         return next(
             (
                 step
-                for step in self._read(name)
+                for step in self.steps_of(name)
                 if step.time > after and step.group != old and world in (None, step.world)
             ),
             None,
@@ -184,10 +188,10 @@ class Cluster:
 
     def _remember(self) -> None:
         """Note in which group each node trains."""
-        self._groups = {name: steps[-1].group for name in self._alive if (steps := self._read(name))}
+        self._groups = {name: steps[-1].group for name in self._alive if (steps := self.steps_of(name))}
 
     def _ranked(self) -> list[str]:
-        ranks = {name: self._read(name)[-1].rank for name in self._alive}
+        ranks = {name: self.steps_of(name)[-1].rank for name in self._alive}
         return sorted(ranks, key=lambda name: ranks[name])
 
     def _take(self, *, leader: bool) -> NodeProcess:
@@ -196,7 +200,7 @@ class Cluster:
         self._remember()
         return node
 
-    def _read(self, node: str) -> list[Step]:
+    def steps_of(self, node: str) -> list[Step]:
         """Return a node's steps in the order in which they were taken."""
         steps = []
         for path in self._steps.glob(f"{node}.*"):

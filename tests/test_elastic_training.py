@@ -53,9 +53,9 @@ def test_rank_0_is_lost_and_replaced(tmp_path, table, request, monkeypatch):
     assert_whole(report)
     assert report.world_sizes == (3, 2, 3)
     assert json.loads(report.paths.report.read_text())["world_sizes"] == [3, 2, 3]
-    # A kill costs the steps since the last checkpoint; a join at a step boundary costs none.
-    first, second, third = report.rounds
-    assert second.first_step <= first.last_step
+    # Neither a kill nor a join costs a completed step.
+    assert report.audit.rolled_back_steps == 0
+    _, second, third = report.rounds
     assert third.first_step == second.last_step + 1
 
 

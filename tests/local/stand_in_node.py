@@ -131,7 +131,8 @@ class Node:
             line = {"round": self.round, "step": state["step"], "epoch": epoch}
             line["ids"] = list(range(position, position + BATCH))
             with (self.folder / "samples" / f"round-{self.round}.rank-0.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                done = {"round": line["round"], "step": line["step"], "done": True}
+                file.write(f"{json.dumps(line)}\n{json.dumps(done)}\n")
         if state["step"] % CHECKPOINT_EVERY == 0:
             state["committed"] = state["step"]
             self.record(events.CheckpointCommitted, step=state["step"], directory="none", seconds=0.0)

@@ -17,7 +17,7 @@ from email.utils import format_datetime
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from typing_extensions import Self
@@ -66,7 +66,6 @@ class _Event:
             "ResourceType": "VirtualMachine",
             "Resources": list(self.machines),
             "NotBefore": "" if self.started else format_datetime(self.not_before, usegmt=True),
-            "Description": "",
             "EventSource": "Platform",
             "DurationInSeconds": self.duration,
         }
@@ -224,8 +223,6 @@ class MetadataService:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def __init__(self, book: _Book) -> None:
         self.book = book
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -237,10 +234,6 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
-    _WHAT: ClassVar[dict[str, str]] = {
-        "metadata/scheduledevents": "scheduledevents",
-        "metadata/instance/compute/name": "name",
-    }
 
     def do_GET(self) -> None:
         self._serve(None)
@@ -259,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
         book = self.server.book
         parts = urlsplit(self.path)
         machine, _, path = parts.path.strip("/").partition("/")
-        what = self._WHAT.get(path, "")
+        what = path.removeprefix("metadata/")
         try:
             book.closed.wait(book.begun(what))
             status, answer = self._answer(machine, what, parse_qs(parts.query), body)
@@ -289,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
             return trouble.status, b'{"error": "as asked"}'
         if self.headers.get("Metadata", "").lower() != "true" or "api-version" not in query:
             return HTTPStatus.BAD_REQUEST, b'{"error": "the header Metadata or the api-version is missing"}'
-        if what == "name" and body is None and not trouble.nameless:
+        if what == "instance/compute/name" and body is None and not trouble.nameless:
             return HTTPStatus.OK, machine.encode()
         if what == "scheduledevents" and query["api-version"] == [_EVENTS_VERSION]:
             if body is None:

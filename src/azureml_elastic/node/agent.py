@@ -8,7 +8,6 @@ end of the run from the hub and the table.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -26,10 +25,10 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 from azureml_elastic.node.blame import blamed, incident, strike_reason
-from azureml_elastic.node.boundary import Coordinator
 from azureml_elastic.node.channel import Channel
 from azureml_elastic.node.charging import charge
 from azureml_elastic.node.checkpoints import CheckpointPointer
+from azureml_elastic.node.conversation import Conversation
 from azureml_elastic.node.failures import Failure, first_failure, hung
 from azureml_elastic.node.hang import Hang
 from azureml_elastic.node.hang_response import HangResponse
@@ -39,12 +38,13 @@ from azureml_elastic.node.preemption import Preemption
 from azureml_elastic.node.recorder import Recorder
 from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.round import global_ranks
-from azureml_elastic.node.rendezvous.seat import Seat, Status
+from azureml_elastic.node.rendezvous.seat import Status
 from azureml_elastic.node.stack_report import StackDumper
 from azureml_elastic.node.stacks import Worker
 from azureml_elastic.node.strikes import Strikes
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.torchrun import enter
+from azureml_elastic.node.worker_environment import worker_environments
 from azureml_elastic.node.workers import Workers
 from azureml_elastic.spec import environment as variables
 from azureml_elastic.spec.exit_codes import AGENT_LOST, FAILED
@@ -59,14 +59,8 @@ _SETTLE_SECONDS = 0.5
 _LAST_WORDS_SECONDS = 5.0
 """How long the channel has to deliver what workers said before they ended."""
 
-_IMPORT_SECONDS = 30.0
-"""How long workers may take to open the session that their program speaks of, before newcomers stop them."""
-
 _CLOSING_SECONDS = 2.0
 """How long rank 0's node has to mark the end of the run before another one does."""
-
-_REMAINING_SECONDS = 1.0
-"""A newcomer is not let in any more when the run will end sooner than this: it would only hold it up."""
 
 
 class Ending(Enum):
@@ -124,7 +118,7 @@ class NodeAgent:
         dumper = StackDumper(
             channel.folder, identity.folder / "stacks", identity.node, self._processes, rendezvous.wake.set
         )
-        self._hangs = HangResponse(
+        hangs = HangResponse(
             watch,
             dumper,
             recorder,
@@ -132,12 +126,10 @@ class NodeAgent:
             broadcast=rendezvous.hub.broadcast,
             send=lambda message: rendezvous.link.send(message),  # noqa: PLW0108 - another one in each round
         )
+        self._conversation = Conversation(rendezvous, channel, hangs, opens_session=opens_session)
         self._store: Any = None
-        self._coordinator: Coordinator | None = None
-        self._leavers: set[str] = set()
         self._announced = False
         self._done = False
-        self._started = 0.0
         self.failure: Failure | None = None
         """Set when this node's worker ended the run."""
 
@@ -202,9 +194,8 @@ class NodeAgent:
         pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
         self._channel.begin(round_.number, len(ranks), pointer, keep=self._stays)
         names = tuple(member.node for member in round_.members)
-        self._coordinator = Coordinator(names, self._rdzv.hub.broadcast) if leads else None
-        self._leavers, self._announced, self._done = set(), False, False
-        self._hangs.begin(round_.number, names)
+        self._conversation.begin(round_, leads=leads)
+        self._announced = self._done = False
         self._record(RoundEntered, rank=seat.rank, members=names, world_size=round_.world_size)
         _LOG.info("Round %d: rank %d of %d nodes, %d workers.", round_.number, seat.rank, len(names), round_.world_size)
         environments = worker_environments(seat, self._run_id, self._plan.distribution.max_restarts)
@@ -217,7 +208,6 @@ class NodeAgent:
             )
         else:
             self._start(environments)
-        self._started = time.monotonic()
         self._record(WorkersStarted, pids=self._workers.pids)
 
     def _start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
@@ -233,6 +223,10 @@ class NodeAgent:
         """Return the workers, for their stacks."""
         ranks = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)
         return [Worker(local_rank, ranks[local_rank], pid) for local_rank, pid in enumerate(self._workers.pids)]
+
+    @property
+    def _leavers(self) -> frozenset[str]:
+        return frozenset(self._conversation.leavers)
 
     def _wait(self) -> None:
         self._rdzv.wake.wait(self._plan.distribution.monitor_interval.total_seconds())
@@ -250,14 +244,14 @@ class NodeAgent:
             status = self._rdzv.status()
             if status.broken:
                 return self._end_round(_why(status), lost=status.lost)
-            self._talk()
-            if self._rdzv.leads and (reason := self._lead(status)) is not None:
-                return self._end_round(reason, lost=frozenset(self._leavers))
+            self._conversation.talk()
+            if (reason := self._conversation.lead(status, done=self._done)) is not None:
+                return self._end_round(reason, lost=self._leavers)
             if self._preemption.noticed:
                 self._announce_leaving()
                 if self._announced and self._preemption.overdue:
                     return self._end_round(f"{self._rdzv.node} was preempted", lost=frozenset({self._rdzv.node}))
-            if (hang := self._hangs.look()) is not None:
+            if (hang := self._conversation.hang()) is not None:
                 return self._workers_hang(hang)
             if self._done:
                 if status.all_done:
@@ -265,7 +259,7 @@ class NodeAgent:
                 continue
             if self._all(self._channel.stopped):
                 # All have saved; how a process ends after that, or who is told to by torch, is of no interest.
-                return self._end_round("rescale at a step boundary", lost=frozenset(self._leavers))
+                return self._end_round("rescale at a step boundary", lost=self._leavers)
             codes = self._workers.exit_codes
             if any(codes.values()):
                 return self._some_failed()
@@ -296,49 +290,6 @@ class NodeAgent:
         reason = f"a worker on {self._rdzv.node} could not go on with the round"
         return self._end_round(reason, lost=frozenset(), fruitless=True)
 
-    def _talk(self) -> None:
-        """Carry proposals and decisions between rank 0's agent and the local workers."""
-        link = self._rdzv.link
-        for message in link.take_messages():
-            if message["op"] == "prepare":
-                self._channel.prepare(message)
-            elif message["op"] in ("dump", "lesson"):
-                self._hangs.take(message)
-            elif message["op"] == "decide":
-                self._leavers.update(message["leavers"])
-                self._channel.decide({**message, "stay": self._rdzv.node not in self._leavers})
-        for report in self._channel.take_reports():
-            link.send(report)
-
-    def _lead(self, status: Status) -> str | None:
-        """Rank 0's part: make room for newcomers and let the preempted go.
-
-        Returns:
-            Why the round must end at once, because some workers have no session and no boundary can be agreed.
-        """
-        coordinator = self._coordinator
-        assert coordinator is not None
-        for report in self._rdzv.hub.take_reports():
-            if report.get("what") == "leaving":
-                self._leavers.add(report["node"])
-            elif report.get("what") == "dumped":
-                self._hangs.answered(report["node"])
-            else:
-                coordinator.take(report, sorted(self._leavers))
-        ending = coordinator.finished or self._channel.finished or self._done
-        if coordinator.busy or coordinator.leaving or ending or not (self._leavers or status.waiting):
-            return None
-        left = self._channel.seconds_left
-        if left is not None and left < _REMAINING_SECONDS and not self._leavers:
-            return None
-        if not coordinator.incapable and self._channel.in_session:
-            coordinator.propose(self._channel.step, "leave" if self._leavers else "rejoin")
-        elif self._opens_session and time.monotonic() - self._started < _IMPORT_SECONDS and not self._leavers:
-            coordinator.incapable = False  # workers may only be importing still: ask again
-        else:
-            return f"preempted: {_list(self._leavers)}" if self._leavers else f"joining: {_list(status.waiting)}"
-        return None
-
     def _hear_last_words(self) -> None:
         """Wait until the sessions' connections have ended: what the workers said last comes before that."""
         until = time.monotonic() + _LAST_WORDS_SECONDS
@@ -349,7 +300,7 @@ class NodeAgent:
         if not self._announced and self._preemption.commit_to_leave():
             self._announced = True
             _LOG.warning("This node is being preempted (%s); leaving at the next step.", self._preemption.reason)
-            self._rdzv.link.send({"op": "report", "what": "leaving"})
+            self._conversation.announce_leaving()
 
     def _end_round(self, reason: str, *, lost: frozenset[str], fruitless: bool = False) -> Ending | None:
         """Interrupt the workers and end the round, so that the next one forms; or leave, where this node has to.
@@ -406,7 +357,7 @@ class NodeAgent:
     def _workers_hang(self, hang: Hang) -> Ending | None:
         """Start anew, which costs as much as a failure: a program may hang at the same place each time."""
         rank = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)[0]
-        return self._charge(hung(rank, FAILED, hang.reason), hang.reason, lost=frozenset(self._leavers))
+        return self._charge(hung(rank, FAILED, hang.reason), hang.reason, lost=self._leavers)
 
     def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> Ending | None:
         self._workers.begin_stopping()
@@ -448,34 +399,6 @@ class NodeAgent:
 
     def _record(self, kind: type[Any], **fields: Any) -> None:
         self._recorder.record(kind, self._rdzv.seat.round.number, **fields)
-
-
-def worker_environments(seat: Seat, run_id: str, max_restarts: int) -> dict[int, dict[str, str]]:
-    """Return, by local rank, what torchrun would set for the workers of this node."""
-    round_ = seat.round
-    ranks = global_ranks(round_, seat.rank)
-    host, port = seat.store_address
-    shared = {
-        "LOCAL_WORLD_SIZE": str(len(ranks)),
-        "WORLD_SIZE": str(round_.world_size),
-        "GROUP_RANK": str(seat.rank),
-        "GROUP_WORLD_SIZE": str(len(round_.members)),
-        "ROLE_NAME": "worker",
-        "ROLE_WORLD_SIZE": str(round_.world_size),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        # Workers share keys by the restart count, which must therefore be the same on old nodes and new ones.
-        "TORCHELASTIC_RESTART_COUNT": str(round_.number - 1),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        variables.ROUND: str(round_.number),
-    }
-    return {
-        local_rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
-        for local_rank, rank in enumerate(ranks)
-    }
 
 
 def _why(status: Status) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from azureml_elastic.node.rendezvous.desks import Desks, Pace, present
+from azureml_elastic.node.rendezvous.desks import Desks, Pace, in_time
 from azureml_elastic.node.rendezvous.keys import is_landmark
 from azureml_elastic.node.rendezvous.reception import Line, Reception
 from azureml_elastic.node.rendezvous.round import Limits, Member, Round
@@ -171,7 +171,7 @@ def test_a_node_that_cannot_be_reached_is_waited_for_only_if_it_is_there():
 @pytest.mark.parametrize(("me", "minimum", "left"), [("a", 1, "abc"), ("b", 2, "bc"), ("b", 3, "abc"), ("c", 1, "c")])
 def test_those_that_let_their_turn_pass_are_left_out_if_the_minimum_allows(me, minimum, left):
     rows = [candidate(node) for node in "abc"]
-    kept = present(Round(), rows, me, Limits(minimum, 5))
+    kept = in_time(Round(), rows, me, Limits(minimum, 5))
     assert "".join(member.node for member in kept) == left
 
 

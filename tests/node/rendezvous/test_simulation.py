@@ -15,6 +15,7 @@ from azureml_elastic.node.rendezvous.keys import member_key
 from azureml_elastic.node.rendezvous.round import ROUND_KEY, Limits, Round
 from azureml_elastic.spec import RendezvousTimings
 
+VERY_MANY = 1000
 MANY = 200
 LIMIT_S = 3.0  # from the arrival of all until they are in one round
 PATIENCE_S = 300.0
@@ -45,20 +46,20 @@ def storm(cluster: Cluster, arrivals: list[float], minimum: int) -> float:
 
 def test_all_come_at_once(cluster):
     nodes = cluster()
-    assert storm(nodes, [0.0] * MANY, MANY) <= LIMIT_S
+    assert storm(nodes, [0.0] * VERY_MANY, VERY_MANY) <= LIMIT_S
     assert nodes.conflicts == []
     assert nodes.most_writes() == 2  # that it comes, that it is there
     # One look for each node and a few for those that seal; nobody reads the round that was sealed.
-    assert nodes.storage.calls["query"] <= MANY + 10
+    assert nodes.storage.calls["query"] <= VERY_MANY + 10
     assert nodes.storage.calls["get"] == 0
     assert [round_.number for round_ in nodes.rounds()] == [1]
 
 
-@pytest.mark.parametrize("minimum", [1, MANY // 2, MANY])
-def test_they_come_within_a_second(cluster, minimum):
+@pytest.mark.parametrize(("count", "minimum"), [(MANY, 1), (MANY, MANY // 2), (MANY, MANY), (VERY_MANY, VERY_MANY)])
+def test_they_come_within_a_second(cluster, count, minimum):
     nodes = cluster()
-    arrivals = [number / MANY for number in range(MANY)]
-    assert storm(nodes, random.Random(minimum).sample(arrivals, MANY), minimum) <= LIMIT_S
+    arrivals = [number / count for number in range(count)]
+    assert storm(nodes, random.Random(minimum).sample(arrivals, count), minimum) <= LIMIT_S
     assert nodes.conflicts == []
     assert nodes.most_writes() <= 3
 
@@ -72,7 +73,7 @@ def test_they_come_at_random(cluster, seed):
     arrivals = [0.0, *(choose.choice(bunches) + choose.expovariate(4) for _ in range(MANY // 2))]
     assert storm(nodes, arrivals, choose.randint(1, MANY // 4)) <= LIMIT_S
     assert nodes.conflicts == []
-    assert nodes.most_writes() <= 1 + len([r for r in nodes.rounds() if r.members])
+    assert nodes.most_writes() <= 3
 
 
 def test_a_running_round_grows_to_all_in_one_step(cluster):
@@ -80,7 +81,7 @@ def test_a_running_round_grows_to_all_in_one_step(cluster):
     assert storm(nodes, [0.0, *(3.0 + number / MANY for number in range(MANY - 1))], 1) <= LIMIT_S
     assert nodes.conflicts == []
     assert [len(round_.members) for round_ in nodes.rounds() if round_.state == "sealed"] == [1, MANY]
-    assert nodes.most_writes() == 3
+    assert nodes.most_writes() == 2  # those that are already there only say that they go on
 
 
 def test_a_large_round_that_loses_rank_0_asks_little_of_the_table(cluster):
@@ -93,8 +94,8 @@ def test_a_large_round_that_loses_rank_0_asks_little_of_the_table(cluster):
     nodes.run(lambda: first.dead, 1.0)
     assert nodes.settle(PATIENCE_S) - lost_at <= 1.0
     nodes.verify()
-    # Each survivor writes that it is there; one of them reopens, seals, and takes over the sign of life.
-    assert nodes.storage.calls.total() - calls <= MANY + 15
+    # One of the survivors reopens, looks, seals, and takes over the sign of life; the others only say that they go on.
+    assert nodes.storage.calls.total() - calls <= 15
 
 
 def test_the_time_is_that_of_the_queue_in_front_of_the_table(cluster):

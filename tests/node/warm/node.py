@@ -1,4 +1,4 @@
-"""Runs two workers under torch's local agent, from a warm process; then, the warm process being dead, once more."""
+"""Runs two workers as a node does, from a warm process; then, the warm process being dead, once more."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ import time
 from pathlib import Path
 
 from starting import gone, warm_process
-from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from azureml_elastic.node.warm.context import WarmAgent
+from azureml_elastic.node.rendezvous.round import Member, Round
+from azureml_elastic.node.rendezvous.seat import Seat
+from azureml_elastic.node.warm.context import WarmContext
+from azureml_elastic.node.worker_environment import worker_environments
 
 
 def main(script: str, folder: Path) -> None:
-    warm = warm_process(script, "--x", "$1", options=())
+    warm = warm_process(script, "--x", "1", options=())
+    round_ = Round(state="sealed", members=(Member("node", "x", host="127.0.0.1", store_port=1, slots=2),))
+    environments = worker_environments(Seat(round_, 0, None), "run", 0)
     for name in ("warm", "cold"):
-        parameters = RendezvousParameters("c10d", "127.0.0.1:0", name, 1, 1, is_host=True, timeout=120)
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=2,
+        context = WarmContext(
+            warm,
+            name="worker",
             entrypoint=warm.command[0],
-            args=warm.command[1:],
-            rdzv_handler=get_rendezvous_handler(parameters),
-            max_restarts=0,
-            monitor_interval=0.05,
+            args=dict.fromkeys(environments, warm.command[1:]),
+            envs=environments,
+            logs_specs=DefaultLogsSpecs(str(folder / name), redirects=Std.ALL, tee=Std.OUT),
+            log_line_prefixes={rank: f"[worker{rank}]:" for rank in environments},
         )
-        logs = folder / name
-        agent = WarmAgent(spec, DefaultLogsSpecs(str(logs), redirects=Std.ALL, tee=Std.OUT), "[${role_name}${rank}]:")
-        agent.warm = warm
-        result = agent.run()
+        context.start()
+        result = None
+        while result is None:
+            result = context.wait(1)
+        context.close()
         codes = {rank: failure.exitcode for rank, failure in sorted(result.failures.items())}
-        print(name, getattr(agent._pcontext, "warm", False), codes, flush=True)
+        print(name, context.warm, codes, flush=True)
         if name == "warm":
             os.kill(warm.pid, signal.SIGKILL)
             while not gone(warm.pid):

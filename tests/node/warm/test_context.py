@@ -1,4 +1,4 @@
-"""Workers of torch's local agent, under torchrun and from the warm process."""
+"""Workers of torchrun, and those of a node from the warm process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if os.environ["RANK"] == "1":
 time.sleep(60)
 """
 
-OF_THE_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
+OF_THE_RUN = {"AZUREML_ELASTIC_ROUND", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
 OF_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
 """An option of torchrun, for itself."""
 
@@ -36,7 +36,7 @@ def worker_reports(logs: Path):
             if line.startswith("["):
                 environ, argv, folder = json.loads(line)
                 kept = {name: value for name, value in environ.items() if name not in OF_THE_RUN | OF_TORCHRUN}
-                found[path.parent.name] = (kept, environ.keys() - OF_TORCHRUN, argv, folder)
+                found[path.parent.name] = (kept, environ.keys() - OF_TORCHRUN - {"AZUREML_ELASTIC_ROUND"}, argv, folder)
     return found
 
 
@@ -44,8 +44,8 @@ def test_torchruns_workers_and_warm_ones_are_equal(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     environ = {**ENVIRON, "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    torchrun += [f"--log-dir={tmp_path / 'torchrun'}", "--redirects=3", "--tee=1", str(script), "--x", "$1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--role=worker"]
+    torchrun += [f"--log-dir={tmp_path / 'torchrun'}", "--redirects=3", "--tee=1", str(script), "--x", "1"]
     plain = subprocess.run(torchrun, env=environ, capture_output=True, text=True, timeout=500, check=False)
     ours = subprocess.run(
         [sys.executable, str(HERE / "node.py"), str(script), str(tmp_path)],
@@ -62,6 +62,6 @@ def test_torchruns_workers_and_warm_ones_are_equal(tmp_path):
     assert sorted(expected) == ["0", "1"], plain.stderr
     for name in ("warm", "cold"):
         assert worker_reports(tmp_path / name) == expected
-    prefixed = sorted(line for line in plain.stdout.splitlines() if line.startswith("[default"))
-    assert prefixed == ["[default0]:rank 0 of 2", "[default1]:rank 1 of 2"]
+    prefixed = sorted(line for line in plain.stdout.splitlines() if line.startswith("[worker"))
+    assert prefixed == ["[worker0]:rank 0 of 2", "[worker1]:rank 1 of 2"]
     assert sorted(line for line in ours.stdout.splitlines() if line.startswith("[")) == sorted(prefixed * 2)

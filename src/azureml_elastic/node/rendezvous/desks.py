@@ -11,7 +11,7 @@ from typing import Any
 from azureml_elastic.node.rendezvous.keys import is_landmark
 from azureml_elastic.node.rendezvous.round import Limits, Member, Round, candidates
 
-__all__ = ["Desks", "Pace", "present"]
+__all__ = ["Desks", "Pace", "in_time"]
 
 _POLL_SECONDS = (0.1, 2.0)
 """The first and the longest pause between two looks of a node that looks after the round."""
@@ -205,7 +205,7 @@ class Pace:
         return max(0.0, until - now)
 
 
-def present(round_: Round, members: Iterable[Member], me: str, limits: Limits) -> list[Member]:
+def in_time(round_: Round, members: Iterable[Member], me: str, limits: Limits) -> list[Member]:
     """Return the rows with which a node seals whose turn it is: without those that have let their turn pass.
 
     They are dead, or hang, or are slow. In a round they would have the first ranks, on which all others depend; left

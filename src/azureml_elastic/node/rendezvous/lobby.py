@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from azureml_elastic.errors import TableUnavailable, ValueTooLarge
-from azureml_elastic.node.rendezvous.desks import Desks, Pace, present
+from azureml_elastic.node.rendezvous.desks import Desks, Pace, in_time
 from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.link import Link
 from azureml_elastic.node.rendezvous.machine import Machine
@@ -31,6 +31,9 @@ _LOG = logging.getLogger(__name__)
 
 _ALONE_SECONDS = (0.1, 2.0)
 """The first and the longest pause of a spare that nobody tells."""
+
+_WORD_SECONDS = 1.0
+"""How long a node that knows the others only says that it wants a place, before it writes so, too."""
 
 _TOLD_SECONDS = 20.0
 """Between two reads of a spare that rank 0's hub will tell, in case it is mistaken."""
@@ -82,7 +85,9 @@ class Lobby:
             me: with the round's number.
             known: other nodes: the members of the round before, or the rows as they were read last.
         """
-        self._rows.write_member(me)
+        # In the first round nodes find each other by their rows; later they know each other, and a word will do.
+        written = round_.number == 1 and self._ask(round_, me)
+        write_at = self._clock() + _WORD_SECONDS
         self._hub.stand(round_, me)
         desks = Desks(round_, me, known)
         patience = Patience(round_, self._limits, self._timings, self._clock)
@@ -90,9 +95,12 @@ class Lobby:
         rows: dict[str, Member] = {}
         while (news := self._news(round_)) is None:
             pace.lead(self._meet(desks, round_, me, pace), self._clock())
+            lonely = self._link is None and not desks.first
+            if not written and (lonely or self._clock() >= write_at):
+                written = self._ask(round_, me)
+                continue
             if pace.time_to_weigh(self._clock()):
-                here = rows | {member.node: member for member in (*self._hub.candidates(), me)}
-                if patience.time_to_seal(list(here.values()), me.node):
+                if patience.time_to_seal(self._present(rows, desks, me), me.node):
                     pace.hurry(self._clock())
                 pace.weighed(self._clock(), patience.next_look)
             if pace.time_to_look(self._clock()):
@@ -102,12 +110,14 @@ class Lobby:
                     if newer(current, round_):
                         return self._pass_on(current)
                     desks.take(roster)
-                    members = (Member.from_value(value) for value in roster.values())
-                    rows = {row.node: replace(row, state="left") if desks.gone(row) else row for row in members}
-                    if patience.time_to_seal(list(rows.values()), me.node):
-                        return self._pass_on(self._seal(round_, present(round_, rows.values(), me.node, self._limits)))
+                    rows = {node: Member.from_value(value) for node, value in roster.items()}
+                    here = self._present(rows, desks, me)
+                    if patience.time_to_seal(here, me.node):
+                        return self._pass_on(self._seal(round_, in_time(round_, here, me.node, self._limits)))
                 pace.looked(self._clock(), patience.next_look)
-            elif self._sleep(pace.rest(self._clock())):
+                continue
+            rest = pace.rest(self._clock())
+            if self._sleep(rest if written else max(0.0, min(rest, write_at - self._clock()))):
                 pace.woken()
         return self._pass_on(news)
 
@@ -165,6 +175,17 @@ class Lobby:
         if self._link is not None:
             self._link.close()
             self._link = self._watched = None
+
+    def _ask(self, round_: Round, me: Member) -> bool:
+        """Write that this node wants a place, unless it hears meanwhile that the round has moved."""
+        return self._rows.write_member(me, lambda: self._news(round_) is not None)
+
+    def _present(self, rows: Mapping[str, Member], desks: Desks, me: Member) -> list[Member]:
+        """Return all nodes: as their rows say or, newer than those, as they say at this node's hub."""
+        left = {row.incarnation for row in rows.values() if row.state == "left"}
+        known = {node: replace(row, state="left") if desks.gone(row) else row for node, row in rows.items()}
+        here = {member.node: member for member in (*self._hub.candidates(), me) if member.incarnation not in left}
+        return [*{**known, **here}.values()]
 
     def _meet(self, desks: Desks, round_: Round, me: Member, pace: Pace) -> bool:
         """Watch the desk that this node would take now; return whether this node looks after the round."""

@@ -106,12 +106,24 @@ class Rows:
             if self.replace_round(to):
                 return True
 
-    def write_member(self, member: Member) -> None:
-        """Write this node's row: one call, unless an earlier incarnation left one behind."""
-        while (etag := self._write(member.key, member.to_value(), self._member_etag)) is None:
-            row = self._patiently(self._table.get, member.key)
-            self._member_etag = row.etag if row else None
+    def write_member(self, member: Member, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Write this node's row: one call, unless an earlier incarnation left one behind.
+
+        Args:
+            member: this node.
+            unless: asked while the table is away; true gives the write up, which may have happened all the same.
+
+        Returns:
+            Whether it was written.
+        """
+        try:
+            while (etag := self._write(member.key, member.to_value(), self._member_etag, unless)) is None:
+                row = self._patiently(self._table.get, member.key, unless=unless)
+                self._member_etag = row.etag if row else None
+        except TableUnavailable:
+            return False
         self._member_etag = etag
+        return True
 
     def _read_now(self, prefix: str) -> tuple[Round, Roster]:
         round_row, roster = None, {}
@@ -128,7 +140,9 @@ class Rows:
         self.heard(round_)
         return round_
 
-    def _write(self, key: str, value: Mapping[str, Any], etag: str | None) -> str | None:
+    def _write(
+        self, key: str, value: Mapping[str, Any], etag: str | None, unless: Callable[[], bool] = lambda: False
+    ) -> str | None:
         """Write a row that has this version, or that does not exist where ``etag`` is ``None``.
 
         A call whose answer was lost is repeated. The first of the two to arrive then stands in the way of the second,
@@ -151,14 +165,22 @@ class Rows:
                 lost_answers += 1
                 raise
 
-        return self._patiently(write)
+        return self._patiently(write, unless=unless)
 
-    def _patiently(self, call: Callable[..., _T], *arguments: Any) -> _T:
+    def _patiently(self, call: Callable[..., _T], *arguments: Any, unless: Callable[[], bool] = lambda: False) -> _T:
+        """Call until the table answers.
+
+        Raises:
+            TableUnavailable: it has not, and ``unless`` has become true.
+        """
         pause, longest = _RETRY_SECONDS
         while True:
             try:
                 return call(*arguments)
             except TableUnavailable as error:
                 _LOG.warning("The table is away (%s); trying again in %.1f s.", error, pause)
-                self._pause(pause)
+                for _ in range(round(pause / _RETRY_SECONDS[0])):
+                    if unless():
+                        raise
+                    self._pause(_RETRY_SECONDS[0])
                 pause = min(longest, pause * 2)

@@ -1,9 +1,6 @@
-"""torch's local agent, with workers that start from the warm process.
+"""torch's context of worker processes, which redirects and prefixes their output, with workers from the warm process.
 
-torch builds the workers' environment and log files in ``LocalElasticAgent._start_workers`` and hands both to a
-``SubprocessContext``, which starts processes. The place where torch lets others look at the environment on its way is
-``LogsSpecs.reify(envs)``: there a warm start leaves torch's function, with everything that it has prepared, and goes on
-with a context of its own. A cold start goes through unchanged.
+Where the warm process refuses, torch's own start is used, for all workers of the round.
 """
 
 from __future__ import annotations
@@ -12,27 +9,15 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from string import Template
-from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
-from torch.distributed.elastic.utils.api import macros
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
 
 from azureml_elastic.node.warm.process import WarmProcess, WarmRefused, WarmWorker
 
-__all__ = ["WarmAgent", "WarmContext", "WarmHandler"]
+__all__ = ["WarmContext", "WarmHandler"]
 
 _LOG = logging.getLogger(__name__)
-
-_PATIENCE_SECONDS = 120.0
-"""How long imports may take before workers start without them. A cold worker would not be faster."""
-
-_UNUSUAL = ("numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
-"""Options of newer releases of torch that only its own start knows how to follow."""
 
 
 class WarmHandler:
@@ -115,113 +100,6 @@ class WarmContext(SubprocessContext):
             raise WarmRefused("torch changes the arguments of each worker")
         environ = {**os.environ, **self.envs[local_rank]}
         return self._warm.start(environ, _path(self.stdouts[local_rank]), _path(self.stderrs[local_rank]))
-
-
-class WarmAgent(LocalElasticAgent):
-    """torch's local agent with a warm process.
-
-    Args:
-        spec: of the workers; its entrypoint and arguments are the warm process's :attr:`WarmProcess.command`.
-        logs_specs: where their output goes.
-        log_line_prefix_template: as torch's.
-
-    Attributes:
-        warm: the warm process; ``None`` starts all workers as torch does.
-    """
-
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, log_line_prefix_template: str | None = None) -> None:
-        self._exit = _Exit(logs_specs)
-        super().__init__(spec, self._exit, log_line_prefix_template=log_line_prefix_template)
-        self._prefix_template = log_line_prefix_template
-        self.warm: WarmProcess | None = None
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        warm, spec = self.warm, worker_group.spec
-        usual = isinstance(spec.entrypoint, str) and not any(getattr(spec, name, None) for name in _UNUSUAL)
-        if warm is None or not usual or not warm.wait_ready(_PATIENCE_SECONDS):
-            started: dict[int, Any] = super()._start_workers(worker_group)
-            return started
-        self._exit.open = True
-        try:
-            super()._start_workers(worker_group)
-        except _Prepared as prepared:
-            context = self._context(warm, spec, prepared)
-        finally:
-            self._exit.open = False
-        self._pcontext = context
-        try:
-            context.start()
-        except Exception:
-            context.close()
-            raise
-        return context.pids()
-
-    def _context(self, warm: WarmProcess, spec: WorkerSpec, prepared: _Prepared) -> WarmContext:
-        assert isinstance(spec.entrypoint, str)
-        prefixes = None
-        if self._prefix_template:
-            template = Template(self._prefix_template)
-            prefixes = {
-                local_rank: template.safe_substitute(role_name=spec.role, rank=env["RANK"], local_rank=local_rank)
-                for local_rank, env in prepared.envs.items()
-            }
-        return WarmContext(
-            warm,
-            name=spec.role,
-            entrypoint=spec.entrypoint,
-            args={rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in prepared.envs},
-            envs=prepared.envs,
-            logs_specs=_Reified(prepared.destination),
-            log_line_prefixes=prefixes,
-        )
-
-
-class _Prepared(Exception):
-    """torch has prepared a start of workers.
-
-    Args:
-        envs: by local rank.
-        destination: of the output.
-    """
-
-    def __init__(self, envs: dict[int, dict[str, str]], destination: LogsDest) -> None:
-        super().__init__("torch was to be stopped here")
-        self.envs = envs
-        self.destination = destination
-
-
-class _Exit(LogsSpecs):
-    """Someone else's specification of logs, from which torch's start can be left."""
-
-    def __init__(self, inner: LogsSpecs) -> None:
-        super().__init__()
-        self._inner = inner
-        self.open = False
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        destination = self._inner.reify(envs)
-        if self.open:
-            raise _Prepared(envs, destination)
-        return destination
-
-    @property
-    def root_log_dir(self) -> str:
-        return self._inner.root_log_dir
-
-
-class _Reified(LogsSpecs):
-    """A specification of logs whose files are already known."""
-
-    def __init__(self, destination: LogsDest) -> None:
-        super().__init__()
-        self._destination = destination
-
-    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:  # noqa: ARG002 - they are in it
-        return self._destination
-
-    @property
-    def root_log_dir(self) -> str:
-        return ""
 
 
 def _path(name: str) -> Path | None:
