@@ -234,7 +234,7 @@ def test_the_compute_given_at_submission_moves_every_node(client, sent):
     client.jobs.create_or_update(make(), compute="other", experiment_name="elsewhere", tags={"b": "2"})
     (body,) = sent()
     assert body["properties"]["computeId"] == "<workspace>/computes/other"
-    assert "gpu" not in str(body)
+    assert "computes/gpu" not in str(body)
     assert body["properties"]["experimentName"] == "elsewhere"
     assert body["properties"]["tags"] == {"b": "2"}
 

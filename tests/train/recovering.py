@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from azureml_elastic.train.agent import Identity
 from azureml_elastic.train.control import Control
 from azureml_elastic.train.keeper import Keeper
 from azureml_elastic.train.loader import Position
-from azureml_elastic.train.sampling import Cursor
+from azureml_elastic.train.sampling import Cursor, DataSpec
 from azureml_elastic.train.standalone import StandaloneAgent
 from azureml_elastic.train.state import TrackedState
 
@@ -35,7 +36,7 @@ def train_on(folder, epochs, fault=None, at=0, normalised=False):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.9)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler)
     first_step, pid = run.steps, os.getpid()
-    loader = run.loader(workers.dataset(48), global_batch_size=12, num_workers=1 if normalised else 0)
+    loader = run.loader(workers.dataset(48), global_batch_size=12)
     for _ in run.epochs(epochs):
         for x, y in loader:
             run.backward(nn.functional.cross_entropy(model(x), y))
@@ -61,7 +62,11 @@ def user_collective(folder, at):
             if run.steps == at:
                 if os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
                     os.kill(os.getpid(), signal.SIGKILL)
-                dist.all_reduce(torch.zeros(3))
+                try:
+                    dist.all_reduce(torch.zeros(3))
+                except RuntimeError:
+                    sys.excepthook(*sys.exc_info())  # as for a script; multiprocessing has a way of its own
+                    raise
 
 
 def different_steps(folder):
@@ -78,6 +83,7 @@ def different_steps(folder):
     agent = StandaloneAgent(folder, identity)
     position = Position(identity)
     keeper = Keeper(workers.policy(folder), agent, identity, Control(), position)
+    keeper.use(DataSpec(length=1000, global_batch_size=12, seed=0, shuffle=True, drop_last=False))
     keeper.track(TrackedState({"model": model, "optimizer": optimizer}))
     for _ in range(rank):
         model(torch.randn(4, 3)).sum().backward()

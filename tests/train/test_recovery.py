@@ -92,7 +92,7 @@ def test_survivors_hand_over_and_new_processes_go_on(agent, tmp_path, fault):
     assert values[0][-1] == pytest.approx(undisturbed(tmp_path), abs=1e-9)
 
 
-@pytest.mark.parametrize("normalised", [False, True], ids=["plain", "buffers and data workers"])
+@pytest.mark.parametrize("normalised", [False, True], ids=["plain", "buffers"])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_survivors_stay_and_a_new_process_joins_them(agent, tmp_path, fault, normalised):
     arguments = (tmp_path / "c", EPOCHS, fault, 9, normalised)

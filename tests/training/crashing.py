@@ -1,4 +1,4 @@
-"""Crashes on rank 0 at step 5: ``once FILE`` on the first attempt only, ``always`` on every one."""
+"""Crashes on rank 0 in step 6: ``once FILE`` on the first attempt only, ``always`` on every one."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ with train.start() as run:
     run.track(model=model, optimizer=optimizer)
     for _ in run.epochs(1):
         for (x,) in run.loader(TensorDataset(torch.randn(40, 1)), global_batch_size=4):
-            run.backward(model(x).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            run.step()
             if run.steps == 5 and run.is_main and (mode == "always" or not Path(sys.argv[2]).exists()):
                 if mode == "once":
                     Path(sys.argv[2]).touch()
                 fail()
+            run.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()

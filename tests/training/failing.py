@@ -1,5 +1,7 @@
 """Trains 20 steps and fails after those that it is told: ``failing.py WAY NOTES [STEP ...]``.
 
+It fails in the middle of the next step: what is completed is not lost.
+
 ``NOTES`` is a folder in which failures leave a file, so that ``once`` and ``killed`` fail once after each step.
 """
 
@@ -39,15 +41,14 @@ with train.start() as run:
     run.track(model=model, optimizer=optimizer)
     for _ in run.epochs(1):
         for (x,) in run.loader(TensorDataset(torch.randn(80, 1)), global_batch_size=4):
+            # Another rank in each round, so that nobody can mistake a node for the cause.
+            if run.steps in steps and (way == "all" or run.rank == run.round % run.world_size):
+                note = notes / str(run.steps)
+                if way not in ("once", "killed") or not note.exists():
+                    note.touch()
+                    fail(run.steps)
             run.backward(model(x).mean())
             optimizer.step()
             optimizer.zero_grad()
             run.step()
             time.sleep(0.05)
-            # Another rank in each round, so that nobody can mistake a node for the cause.
-            if run.steps in steps and (way == "all" or run.rank == run.round % run.world_size):
-                note = notes / str(run.steps)
-                if way in ("once", "killed") and note.exists():
-                    continue
-                note.touch()
-                fail(run.steps)

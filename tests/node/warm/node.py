@@ -21,6 +21,7 @@ def main(script: str, folder: Path) -> None:
     warm = warm_process(script, "--x", "1", options=())
     round_ = Round(state="sealed", members=(Member("node", "x", host="127.0.0.1", store_port=1, slots=2),))
     environments = worker_environments(Seat(round_, 0, None), "run", 0)
+    assert warm.wait_ready(300), warm.refusal
     for name in ("warm", "cold"):
         context = WarmContext(
             warm,

@@ -13,6 +13,7 @@ import importlib
 import os
 import pkgutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -160,8 +161,10 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
 def import_later(name: str, output: Output) -> None:
     """Import one of :data:`LATER`, if this release of torch has it, and without a word."""
     before = output.sizes()
+    filters = warnings.filters[:]
     with contextlib.suppress(Exception):
         importlib.import_module(name)
+    warnings.filters[:] = filters  # type: ignore[index] # a list, and what the script would not have yet, it does not see
     output.forget_after(before)
 
 
