@@ -40,8 +40,11 @@ class Rounds(FakeAgent):
         self.size = size
         self._assign()
 
-    def interrupt(self):
-        self.server.broadcast({"op": "interrupt"})
+    def interrupt(self, victim=2):
+        """Tell all but the victim, whose agent is lost with it, that the round is over."""
+        for connection in self.server.connections:
+            if connection.state["local_rank"] != victim:
+                connection.send({"op": "interrupt"})
 
     def _assign(self):
         if self.size == 0 or len(self.waiting) < self.size:
@@ -118,7 +121,7 @@ def test_survivors_stay_and_a_new_process_joins_them(agent, tmp_path, fault, nor
 def test_a_lost_peer_met_by_the_scripts_own_collective_costs_nothing_either(agent, tmp_path):
     world = World(2, recovering.user_collective, tmp_path / "c", 5, **environment(agent, 1, victim=1))
     agent.wait_for("gone")
-    agent.interrupt()
+    agent.interrupt(victim=1)
     assert [outcome.code for outcome in world.outcomes()] == [EXIT_AGENT_LOST, -signal.SIGKILL]
     assert agent.memory["step"] == 5
 
