@@ -31,7 +31,8 @@ class RendezvousTimings(Spec):
             themselves but are still importing.
         rejoin_timeout: how long a reopened round, once it has its minimum, waits for the survivors.
         takeover_delay: after which the next node in line seals a round that nobody seals.
-        rescale_debounce: how long newcomers are collected before the running round makes room for them.
+        rescale_debounce: without another newcomer, after which the running round makes room for those that have come;
+            four times that at most.
         witness_interval: between two signs of life of rank 0's node in the table; a round whose rank 0
             cannot be reached and gave no sign for twice as long is given up.
         fruitless_rounds: how many rounds in a row may break because nodes cannot reach each other, before the

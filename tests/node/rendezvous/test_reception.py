@@ -251,6 +251,15 @@ def test_room_is_made_for_whoever_watches():
     assert spares.waiting("a") == "x"
 
 
+def test_no_room_is_made_for_a_host_that_would_get_no_place():
+    watchers = Watchers(Clock())
+    watchers.enter(Round(1, "sealed", (candidate("a"),)))
+    for node, strikes in (("x", 1), ("y", 2)):
+        watchers.add(node, Watcher(Peer(), 0.0, beside=1, strikes=strikes))
+    assert list(watchers.waiting("a", 2)) == ["x"]
+    assert list(watchers.waiting("a")) == ["x", "y"]
+
+
 def test_one_that_missed_the_seal_must_say_that_it_has_heard_of_it():
     spares = Spares()
     spares.seal(1, "a", "")

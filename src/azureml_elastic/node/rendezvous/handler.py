@@ -94,7 +94,7 @@ class Rendezvous:
         self._host_id = host_id
         self._strikes = strikes
         self._interface = host if host.startswith("127.") else ("::" if ":" in host else "0.0.0.0")  # noqa: S104
-        self._hub = Hub(self._interface, timings, self.wake.set, self.incarnation, self._machine)
+        self._hub = Hub(self._interface, timings, self.wake.set, self.incarnation, self._machine, limits.quarantine)
         self._witness = Witness(table, timings, self._hub.changed, self._machine)
         self._lobby = Lobby(
             self._rows, self._hub, self._witness, limits, timings, self._sleep, self.wake.set, self._machine
@@ -103,6 +103,7 @@ class Rendezvous:
         self._seat: Seat | None = None
         self._over = False
         self._seated_at = 0.0
+        self._known_strikes = 0
 
     @property
     def seat(self) -> Seat:
@@ -213,7 +214,7 @@ class Rendezvous:
                 waiting = view.waiting
         lost = link.lost_nodes | view.lost
         self._over = self._over or link.broken or self._round_has_moved()
-        if link.broken:
+        if link.broken and not link.stood_still:
             lost |= {seat.round.members[0].node} - {self.node}
         return Status(
             lost=lost - {self.node}, over=self._over or self.node in lost, waiting=waiting, all_done=link.all_done
@@ -359,16 +360,13 @@ class Rendezvous:
             hub_port=self._hub.port,
             slots=self._slots,
             host_id=self._host_id,
+            strikes=self._known_strikes,
         )
 
     def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
-        return replace(
-            self._whoami(),
-            round=round_.number,
-            store_port=listener.getsockname()[1],
-            # A node that was in the run and is no survivor was lost to the others, who may hold that against it.
-            strikes=self._strikes(self._seat is not None and self.node not in round_.previous),
-        )
+        # A node that was in the run and is no survivor was lost to the others, who may hold that against it.
+        self._known_strikes = self._strikes(self._seat is not None and self.node not in round_.previous)
+        return replace(self._whoami(), round=round_.number, store_port=listener.getsockname()[1])
 
     def _take_seat(self, round_: Round, listener: socket.socket | None) -> Seat | None:
         """Enter the sealed round if this incarnation is in it and has not been in it before."""

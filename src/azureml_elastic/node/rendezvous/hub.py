@@ -8,7 +8,8 @@ it, and all of them are told of every move of the round. Messages are JSON lines
 
     member -> hub   {"op": "hello", "to", "node", "incarnation", "round"}   {"op": "beat"}   {"op": "done"}
                     {"op": "changed", "row"}   {"op": "report", ...}       (reports go to the agent of rank 0)
-    watcher -> hub  {"op": "watch", "to", "node", "incarnation", "round", "open", "candidacy"}   {"op": "beat"}
+    watcher -> hub  {"op": "watch", "to", "node", "incarnation", "strikes", "round", "open", "candidacy"}
+                    {"op": "beat"}
     hub -> both     {"op": "beat"}   {"op": "changed", "row"}              (without a row: read it in the table)
     hub -> watcher  {"op": "line", "place"}        (0: it should seal; 1 and more: it should be ready to; null: neither)
     hub -> member   {"op": "lost", "nodes"}   {"op": "all_done"}   and what rank 0's agent broadcasts
@@ -48,6 +49,7 @@ class Hub:
         wake: called, from the hub's thread, when the view or the reports have changed.
         incarnation: of this node; greetings that are meant for another one are refused. Empty to take all.
         machine: to listen on.
+        bar: the number of strikes from which on no room is made for a node; ``None`` for never.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class Hub:
         wake: Callable[[], None],
         incarnation: str = "",
         machine: Machine | None = None,
+        bar: int | None = None,
     ) -> None:
         machine = machine or Machine()
         self._timings = timings
         self._wake = wake
         self._incarnation = incarnation
+        self._bar = bar
         self._clock = machine.clock
         self._lock = threading.Lock()
         self._reception = Reception(machine.clock)
@@ -144,7 +148,7 @@ class Hub:
         """Return what is known now."""
         with self._lock:
             # Members may have waited here while the round was open; they are about to say hello.
-            waiting = self._reception.watchers.waiting(self._members.keys() | self._member_names())
+            waiting = self._reception.watchers.waiting(self._members.keys() | self._member_names(), self._bar)
             since = waiting.values()
             return HubView(
                 lost=frozenset(self._lost),
@@ -204,7 +208,13 @@ class Hub:
         candidacy = Member.from_value(message["candidacy"]) if message.get("candidacy") else None
         number, is_open = message.get("round", 0), message.get("open", False)
         connection.state.update(role="watcher", node=node, place=None)
-        watcher = Watcher(connection, self._clock(), beside=0 if is_open else number, candidacy=candidacy)
+        watcher = Watcher(
+            connection,
+            self._clock(),
+            beside=0 if is_open else number,
+            candidacy=candidacy,
+            strikes=message.get("strikes", 0),
+        )
         with self._lock:
             self._reception.watch(node, watcher)
             missed = self._reception.missed(Round(number, "open" if is_open else "sealed"))

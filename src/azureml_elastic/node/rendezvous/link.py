@@ -54,11 +54,13 @@ class Link:
         self._wake = wake
         self._clock = machine.clock
         self._lock = threading.Lock()
-        self._last_heard = self._clock()
+        self._last_heard = self._ticked = self._clock()
         self._lost_nodes: set[str] = set()
         self._messages: list[Mapping[str, Any]] = []
         self.heard = False
         self.broken = False
+        self.stood_still = False
+        """Whether this machine itself did not run for so long that the others have given it up, not it the hub."""
         self.changed = False
         self.news: Round | None = None
         self.place: int | None = None
@@ -126,12 +128,21 @@ class Link:
             self.news = round_
 
     def _on_close(self, _: Connection) -> None:
+        self._look_at_own_clock()
         self.broken = True
         self._wake()
 
     def _on_tick(self) -> None:
         if self._client is None:
             return  # on a busy machine it may tick before it is known here
+        self._look_at_own_clock()
         self._client.send({"op": "beat"})
         if self._clock() - self._last_heard > self._timings.heartbeat_timeout.total_seconds():
             self._client.connection.close("the hub is silent")
+
+    def _look_at_own_clock(self) -> None:
+        now = self._clock()
+        if now - self._ticked > self._timings.heartbeat_timeout.total_seconds():
+            self.stood_still = True
+            self._last_heard = now  # nothing could be heard
+        self._ticked = now

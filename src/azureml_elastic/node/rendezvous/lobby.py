@@ -135,9 +135,9 @@ class Lobby:
             if self._link is not None and self._link.broken:
                 self.leave()
                 dial_at, look_at = now + pause, now
-            if self._watched != first and now >= dial_at and self._watch(first, greeting) is not None:
+            if now >= dial_at and self._watch(first, greeting) is not None:
                 dial_at, look_at = now + pause, now
-            told = self._watched == first
+            told = self._link is not None and self._watched == first
             since = None if told else since
             if self._must_read() or self._clock() >= look_at:
                 current = self._rows.read_round()
@@ -291,5 +291,5 @@ class Lobby:
 def _greeting(round_: Round, me: Member) -> dict[str, Any]:
     """Return what to say to a hub: which version of the row this node has seen, and what it wants to be in it."""
     is_open = round_.state == "open"
-    whoami = {"op": "watch", "node": me.node, "incarnation": me.incarnation}
+    whoami = {"op": "watch", "node": me.node, "incarnation": me.incarnation, "strikes": me.strikes}
     return {**whoami, "round": round_.number, "open": is_open, "candidacy": me.to_value() if is_open else None}

@@ -41,13 +41,15 @@ class Watcher:
         connection: to it.
         since: when it said so last (monotonic seconds).
         beside: the sealed round beside which it waits, 0 for none.
-        candidacy: what it wrote into its row, for an open round.
+        candidacy: what it wants to be in an open round.
+        strikes: against its machine, as far as it knows.
     """
 
     connection: Connection
     since: float
     beside: int = 0
     candidacy: Member | None = None
+    strikes: int = 0
 
 
 class Watchers:
@@ -108,17 +110,20 @@ class Watchers:
         """Return what they have said that they are."""
         return [watcher.candidacy for watcher in self._watchers.values() if watcher.candidacy is not None]
 
-    def waiting(self, members: Collection[str]) -> dict[str, float]:
+    def waiting(self, members: Collection[str], bar: int | None = None) -> dict[str, float]:
         """Return the nodes to make room for, each with the moment since when it waits.
 
         Args:
             members: of the round; they may still watch.
+            bar: strikes from which on a node would get no place in a round that has its minimum, as a sealed one has.
         """
         now = self._clock()
         return {
             node: watcher.since
             for node, watcher in self._watchers.items()
-            if node not in members and self._will_come(self._missed.get(node, 0), watcher, now)
+            if node not in members
+            and (bar is None or watcher.strikes < bar)
+            and self._will_come(self._missed.get(node, 0), watcher, now)
         }
 
     def _will_come(self, missed: int, watcher: Watcher, now: float) -> bool:
