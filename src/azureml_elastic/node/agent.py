@@ -141,6 +141,8 @@ class NodeAgent:
             InterruptedError: this node was told to leave while it waited for a place.
         """
         try:
+            if self._rdzv.running():
+                self._workers.warm_up()
             while True:
                 if self._stays:
                     self._ready_workers()

@@ -18,6 +18,9 @@ __all__ = ["Workers"]
 
 _POLL_SECONDS = 0.01
 
+_SETTLE_SECONDS = 30.0
+"""How long a newcomer gets ready beyond its script's imports."""
+
 _IMPORT_SECONDS = 120.0
 """How long the warm process's imports may take; a cold worker would take as long."""
 
@@ -75,6 +78,11 @@ class Workers:
             self._context = SubprocessContext(**arguments)
         self._context.start()
         return self.pids
+
+    def warm_up(self) -> None:
+        """Wait until new workers would start as fast as they can; for a node that nobody waits for."""
+        if self._warm is not None:
+            self._warm.wait_settled(_SETTLE_SECONDS)
 
     @property
     def pids(self) -> tuple[int, ...]:

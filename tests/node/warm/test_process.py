@@ -224,3 +224,16 @@ def test_a_worker_that_is_asked_for_too_early_is_refused(tmp_path):
 def test_output_goes_on_where_the_agents_goes(warm, tmp_path):
     assert run_warm(warm, environment("exit with a text"), tmp_path, "x").stderr == "text for the user\n"
     assert warm.start(environment("exit at once"), None, None).wait(60) == 7
+
+
+def test_it_says_when_nothing_is_left_to_import(tmp_path):
+    script = tmp_path / "nothing.py"
+    script.write_text("pass\n")
+    warm = warm_process(str(script))
+    try:
+        assert warm.wait_ready(300), warm.refusal
+        warm.wait_settled(300)
+        assert warm._settled
+        assert warm.refusal is None
+    finally:
+        warm.close()

@@ -188,6 +188,10 @@ class Rendezvous:
             if listener is not None:
                 listener.close()
 
+    def running(self) -> bool:
+        """Read whether a round trains already, so that this node comes as a spare that nobody waits for."""
+        return self._rows.read_round().state == "sealed"
+
     def given_up(self) -> bool:
         """Read whether the others have gone on without this node, so that it comes back as a new one.
 

@@ -56,7 +56,7 @@ class WarmProcess:
         """The command that starts the same worker cold."""
         self._environ = lasting(environ)
         self._changes = threading.Condition(threading.RLock())
-        self._ready = False
+        self._ready = self._settled = False
         self._refusal: str | None = None
         self._closed = False
         self._requests = 0
@@ -118,6 +118,15 @@ class WarmProcess:
         with self._changes:
             self._changes.wait_for(lambda: self._ready or self._refusal is not None, timeout)
             return self.ready
+
+    def wait_settled(self, timeout: float) -> None:
+        """Wait until also what torch imports in its first steps is imported, or cannot be.
+
+        Args:
+            timeout: in seconds.
+        """
+        with self._changes:
+            self._changes.wait_for(lambda: self._settled or self._refusal is not None, timeout)
 
     def start(self, environ: Mapping[str, str], stdout: Path | None, stderr: Path | None) -> WarmWorker:
         """Start a worker.
@@ -233,6 +242,8 @@ class WarmProcess:
                 _LOG.info("The warm process is ready after %s s (%s imports).", message["seconds"], message["imports"])
                 for reason in message["excluded"].values():
                     _LOG.info("Left to each worker: %s.", reason)
+            elif operation == "settled":
+                self._settled = True
             elif operation == "unsafe":
                 self._refuse(message["reason"])
             elif operation == "started":

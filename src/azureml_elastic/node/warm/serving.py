@@ -171,6 +171,8 @@ class _WarmProcess:
         reason = why_unsafe() or (None if self._later else trial_fork())
         if reason is not None:
             self.refuse(f"{name}: {reason}")
+        elif not self._later:
+            self._tell(op="settled")
 
     # --- the agent's requests ----------------------------------------------------------------------------------------
 
