@@ -80,6 +80,22 @@ def test_a_killed_worker_costs_no_step(tmp_path, recovery):
     assert report.world_sizes == ((2,) if recovery == "restart" else (2, 1, 2))
 
 
+def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
+    running = cluster(tmp_path, "in_process", nodes=(1, 2), processes_per_node=2)
+    killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 25))
+    killer.start()
+    report = running.run([PROGRAM, "--epochs", "8", "--full", "4"])
+    killer.join()
+    assert_nothing_lost(report)
+    assert report.world_sizes == (4, 2, 4)
+    first, second, _ = report.rounds
+    events = EventReader(report.paths.events).read()
+    steps = [event for event in events if isinstance(event, Progress) and event.node == "node-0"]
+    last = max(event.time for event in steps if event.round == first.number)
+    # Far below the five seconds after which workers that say nothing are given up.
+    assert min(event.time for event in steps if event.round == second.number) - last < 4
+
+
 def test_survivors_keep_their_processes(tmp_path):
     report = cluster(tmp_path, "in_process", "kill=rank0@step:25").run([PROGRAM])
     assert_nothing_lost(report)

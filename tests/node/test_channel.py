@@ -176,6 +176,19 @@ def test_parked_workers_are_told_their_places_and_others_are_interrupted(channel
     until(lambda: channel.step == 3)
 
 
+def test_a_worker_that_has_died_while_it_waited_gets_no_place(channel, table):
+    alive, dying = channel.connect(0, 0), channel.connect(1, 0)
+    for worker in (alive, dying):
+        worker.client.send({"op": "parked"})
+    until(lambda: channel.parked == {0, 1})
+    dying.client.close()
+    until(lambda: channel.parked == {0})
+    channel.begin(5, 2, None, keep=True)
+    channel.assign({rank: {"rank": rank, "world_size": 2, "environment": {}} for rank in range(2)})
+    until(lambda: alive.heard)
+    assert alive.heard[0]["op"] == "assign"
+
+
 def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):
     worker = channel.connect(0)
     assert channel.seconds_left is None

@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from azureml_elastic.errors import RunFailed
 from azureml_elastic.ledger.events import (
     HostStruck,
     RoundEntered,
@@ -29,6 +28,7 @@ from azureml_elastic.node.channel import Channel
 from azureml_elastic.node.charging import charge
 from azureml_elastic.node.checkpoints import CheckpointPointer
 from azureml_elastic.node.conversation import Conversation
+from azureml_elastic.node.crew import Crew
 from azureml_elastic.node.failures import Failure, first_failure, hung
 from azureml_elastic.node.hang import Hang
 from azureml_elastic.node.hang_response import HangResponse
@@ -44,9 +44,7 @@ from azureml_elastic.node.stacks import Worker
 from azureml_elastic.node.strikes import Strikes
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.torchrun import enter
-from azureml_elastic.node.worker_environment import worker_environments
 from azureml_elastic.node.workers import Workers
-from azureml_elastic.spec import environment as variables
 from azureml_elastic.spec.exit_codes import AGENT_LOST, FAILED
 
 __all__ = ["Ending", "NodeAgent"]
@@ -55,9 +53,6 @@ _LOG = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 0.5
 """How long a failed worker's agent waits for the news that another node is the cause."""
-
-_LAST_WORDS_SECONDS = 5.0
-"""How long the channel has to deliver what workers said before they ended."""
 
 _CLOSING_SECONDS = 2.0
 """How long rank 0's node has to mark the end of the run before another one does."""
@@ -114,7 +109,16 @@ class NodeAgent:
         self._preemption = preemption
         self._strikes = strikes
         self._opens_session = opens_session
-        self._stays = opens_session and plan.distribution.recovery == "in_process"
+        self._crew = Crew(
+            workers,
+            channel,
+            slots,
+            identity.node,
+            stays=opens_session and plan.distribution.recovery == "in_process",
+            handover_seconds=plan.distribution.handover_timeout.total_seconds(),
+            wait=self._wait_for_a_place,
+            started=preemption.listen,  # older launchers of torch have just taken the signals
+        )
         dumper = StackDumper(
             channel.folder, identity.folder / "stacks", identity.node, self._processes, rendezvous.wake.set
         )
@@ -142,10 +146,10 @@ class NodeAgent:
         """
         try:
             if self._rdzv.running():
-                self._workers.warm_up()
+                self._crew.warm_up()
             while True:
-                if self._stays:
-                    self._ready_workers()
+                if self._crew.stays:
+                    self._crew.get_ready(self._rdzv.given_up)
                 self._enter_round()
                 ending = self._watch_round()
                 if ending is not None:
@@ -156,70 +160,19 @@ class NodeAgent:
 
     # --- into a round ------------------------------------------------------------------------------------------------
 
-    def _ready_workers(self) -> None:
-        """Have workers that wait for a place: those of the round before, or new ones that have run up to their session.
-
-        A node asks for a place only when they do, so that nobody waits for its imports and its data.
-        """
-        until = time.monotonic() + self._plan.distribution.handover_timeout.total_seconds()
-        while self._workers.alive and not self._all(self._channel.parked) and time.monotonic() < until:
-            self._wait()
-        # What a node knows that was given up is old: its workers would be at another place in the script.
-        if not self._rdzv.given_up() and self._workers.alive and self._all(self._channel.parked):
-            return
-        self._workers.begin_stopping()
-        self._workers.finish_stopping()
-        self._channel.begin(0, self._slots, None)
-        self._start({local_rank: {variables.ROUND: "0"} for local_rank in range(self._slots)})
-        while not self._all(self._channel.parked):
-            self._wait()
-            if self._preemption.noticed:
-                raise InterruptedError("the node was told to leave")
-            if self._workers.exit_codes:
-                failures = self._workers.failures()
-                if not failures:
-                    raise RunFailed(
-                        'A worker ended without train.start(), which recovery="in_process" needs. Call it, or submit '
-                        'with recovery="restart".',
-                        1,
-                    )
-                failure = first_failure(failures, self._workers.stderrs)
-                raise RunFailed(f"{failure.message}\nA worker failed before it could take part.", failure.exit_code)
-
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
         seat, self._store = enter(self._rdzv)
-        self._workers.finish_stopping()  # whatever they hand over is for the next ones
         round_ = seat.round
-        ranks = global_ranks(round_, seat.rank)
         leads = seat.rank == 0
         pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
-        self._channel.begin(round_.number, len(ranks), pointer, keep=self._stays)
         names = tuple(member.node for member in round_.members)
         self._conversation.begin(round_, leads=leads)
         self._announced = self._done = False
         self._record(RoundEntered, rank=seat.rank, members=names, world_size=round_.world_size)
         _LOG.info("Round %d: rank %d of %d nodes, %d workers.", round_.number, seat.rank, len(names), round_.world_size)
-        environments = worker_environments(seat, self._run_id, self._plan.distribution.max_restarts)
-        if self._stays:
-            self._channel.assign(
-                {
-                    local_rank: {"rank": rank, "world_size": round_.world_size, "environment": environments[local_rank]}
-                    for local_rank, rank in enumerate(ranks)
-                }
-            )
-        else:
-            self._start(environments)
+        self._crew.enter(seat, pointer, self._run_id, self._plan.distribution.max_restarts)
         self._record(WorkersStarted, pids=self._workers.pids)
-
-    def _start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
-        own = {variables.CHANNEL: self._channel.path}
-        if self._stays:
-            prefixes = {local_rank: f"[{self._rdzv.node} worker {local_rank}]: " for local_rank in environments}
-        else:
-            prefixes = {local_rank: f"[rank{each['RANK']}]: " for local_rank, each in environments.items()}
-        self._workers.start({local_rank: {**own, **each} for local_rank, each in environments.items()}, prefixes)
-        self._preemption.listen()  # older launchers of torch have just taken the signals
 
     def _processes(self) -> list[Worker]:
         """Return the workers, for their stacks."""
@@ -234,8 +187,10 @@ class NodeAgent:
         self._rdzv.wake.wait(self._plan.distribution.monitor_interval.total_seconds())
         self._rdzv.wake.clear()
 
-    def _all(self, local_ranks: frozenset[int]) -> bool:
-        return len(local_ranks) == self._slots
+    def _wait_for_a_place(self) -> None:
+        self._wait()
+        if self._preemption.noticed and self._preemption.commit_to_leave():
+            raise InterruptedError("the node was told to leave")
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
@@ -259,22 +214,22 @@ class NodeAgent:
                 if status.all_done:
                     return self._close_run()
                 continue
-            if self._all(self._channel.stopped):
+            if self._crew.all(self._channel.stopped):
                 # All have saved; how a process ends after that, or who is told to by torch, is of no interest.
                 return self._end_round("rescale at a step boundary", lost=self._leavers)
             codes = self._workers.exit_codes
             if any(codes.values()):
                 return self._some_failed()
             if len(codes) == self._slots:
-                self._hear_last_words()
-                if self._all(self._channel.stopped):
+                self._crew.hear_last_words()
+                if self._crew.all(self._channel.stopped):
                     continue
                 self._done = True
                 self._rdzv.link.send({"op": "done"})
 
     def _some_failed(self) -> Ending | None:
         self._workers.wait_for_siblings()
-        self._hear_last_words()
+        self._crew.hear_last_words()
         ranks = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)
         failures = {ranks[local_rank]: failure for local_rank, failure in self._workers.failures().items()}
         if all(failure.exitcode == AGENT_LOST for failure in failures.values()):
@@ -292,12 +247,6 @@ class NodeAgent:
         reason = f"a worker on {self._rdzv.node} could not go on with the round"
         return self._end_round(reason, lost=frozenset(), fruitless=True)
 
-    def _hear_last_words(self) -> None:
-        """Wait until the sessions' connections have ended: what the workers said last comes before that."""
-        until = time.monotonic() + _LAST_WORDS_SECONDS
-        while self._channel.connected and time.monotonic() < until:
-            self._rdzv.wake.wait(0.01)
-
     def _announce_leaving(self) -> None:
         if not self._announced and self._preemption.commit_to_leave():
             self._announced = True
@@ -314,7 +263,7 @@ class NodeAgent:
         """
         leaving = self._preemption.noticed and self._preemption.commit_to_leave()
         lost |= frozenset({self._rdzv.node}) if leaving else frozenset()
-        if leaving or not self._stays:
+        if leaving or not self._crew.stays:
             self._workers.begin_stopping()
         else:
             self._channel.interrupt()
@@ -354,7 +303,7 @@ class NodeAgent:
         self._strike(self._strikes.host, strike_reason("worker", failure.exit_code, failure.message))
         reason = f"worker {failure.rank} on {self._rdzv.node} failed with exit code {failure.exit_code}"
         # Where processes stay, the others do not wait for this node's new ones.
-        return self._charge(failure, reason, lost=frozenset({self._rdzv.node}) if self._stays else frozenset())
+        return self._charge(failure, reason, lost=frozenset({self._rdzv.node}) if self._crew.stays else frozenset())
 
     def _workers_hang(self, hang: Hang) -> Ending | None:
         """Start anew, which costs as much as a failure: a program may hang at the same place each time."""

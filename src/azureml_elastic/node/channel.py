@@ -102,7 +102,8 @@ class Channel:
         """
         with self._lock:
             number, pointer = self._round, self._pointer
-            targets = [(self._workers[local_rank], place) for local_rank, place in places.items()]
+            # One that has died meanwhile is found by its exit code.
+            targets = [(self._workers[rank], place) for rank, place in places.items() if rank in self._workers]
             self._parked.clear()
         for connection, place in targets:
             connection.state.update(round=number, pointer=pointer, rank=place["rank"])
@@ -162,12 +163,6 @@ class Channel:
         """Whether every local worker has a session."""
         with self._lock:
             return len(self._greeted) == self._size
-
-    @property
-    def connected(self) -> bool:
-        """Whether a worker is still connected, so that its last words may be on their way."""
-        with self._lock:
-            return bool(self._workers)
 
     @property
     def leaving(self) -> bool:

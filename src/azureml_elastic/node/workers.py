@@ -18,9 +18,6 @@ __all__ = ["Workers"]
 
 _POLL_SECONDS = 0.01
 
-_SETTLE_SECONDS = 30.0
-"""How long a newcomer gets ready beyond its script's imports."""
-
 _IMPORT_SECONDS = 120.0
 """How long the warm process's imports may take; a cold worker would take as long."""
 
@@ -79,10 +76,10 @@ class Workers:
         self._context.start()
         return self.pids
 
-    def warm_up(self) -> None:
-        """Wait until new workers would start as fast as they can; for a node that nobody waits for."""
-        if self._warm is not None:
-            self._warm.wait_settled(_SETTLE_SECONDS)
+    @property
+    def settled(self) -> bool:
+        """Whether new workers would start as fast as they ever will."""
+        return self._warm is None or self._warm.settled
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -119,14 +119,11 @@ class WarmProcess:
             self._changes.wait_for(lambda: self._ready or self._refusal is not None, timeout)
             return self.ready
 
-    def wait_settled(self, timeout: float) -> None:
-        """Wait until also what torch imports in its first steps is imported, or cannot be.
-
-        Args:
-            timeout: in seconds.
-        """
+    @property
+    def settled(self) -> bool:
+        """Whether also what torch imports in its first steps is imported, or cannot be."""
         with self._changes:
-            self._changes.wait_for(lambda: self._settled or self._refusal is not None, timeout)
+            return self._settled or self._refusal is not None
 
     def start(self, environ: Mapping[str, str], stdout: Path | None, stderr: Path | None) -> WarmWorker:
         """Start a worker.
