@@ -86,6 +86,7 @@ def agent(tmp_path):
 @pytest.fixture
 def channel(agent):
     with closing(ChannelAgent(agent.path, Identity(0, 1, 4, 7), decision_timeout=PATIENCE)) as opened:
+        agent.wait_for("hello")  # before that it would not hear a broadcast
         yield opened
 
 
@@ -155,6 +156,7 @@ def test_the_loop_waits_at_the_boundary_for_the_decision(agent, channel):
 def test_a_decision_that_does_not_come_fails_the_worker(agent):
     with closing(ChannelAgent(agent.path, Identity(0, 0, 1, 1), decision_timeout=0.05)) as channel:
         channel.restored(0, None)
+        agent.wait_for("restored")
         assert prepare(agent, 1, 1) == (True, 0)
         with pytest.raises(ElasticError, match=r"boundary 1.*within 0\.05 s"):
             channel.completed(1)
