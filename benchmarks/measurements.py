@@ -29,6 +29,8 @@ __all__ = [
     "write_lines",
 ]
 
+_MILLISECONDS_BELOW = 0.05
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -103,7 +105,7 @@ class Summary:
         """Return the median with the range, and what was written for it."""
         said = f"**{_seconds(self.median, self.limit_s)}**"
         if self.count > 1 and math.isfinite(self.low):
-            said += f" ({self.low:.2f} to {_seconds(self.high, self.limit_s)})"
+            said += f" ({_seconds(self.low, self.limit_s)} to {_seconds(self.high, self.limit_s)})"
         if self.writes is not None:
             said += f"; {self.writes:,} writes, {self.conflicts:,} in vain"
         if self.lost_steps is not None:
@@ -189,4 +191,6 @@ def _cells(
 
 
 def _seconds(value: float, limit_s: float) -> str:
-    return f"{value:.2f} s" if math.isfinite(value) else f"> {limit_s:g} s"
+    if not math.isfinite(value):
+        return f"> {limit_s:g} s"
+    return f"{value:.2f} s" if value >= _MILLISECONDS_BELOW else f"{1000 * value:.2f} ms"

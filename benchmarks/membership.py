@@ -1,9 +1,10 @@
 """Nodes and workers that die, freeze and come: how long until those that are there train again.
 
-Two nodes start, a third one comes; a worker of it is killed; a node that is not rank 0's is killed, and replaced; one
-is frozen, and replaced; rank 0's is killed. A node is killed with everything that it has started, as a machine that
-loses its power, and frozen likewise. The clock runs from the signal, or from the start of the new node's process, until
-every node that was not hit has taken a step in a process group made since.
+Two nodes start, once a while after each other and once together; a third one comes; a worker of it is killed; a node
+that is not rank 0's is killed, and replaced; one is frozen, and replaced; rank 0's is killed. A node is killed with
+everything that it has started, as a machine that loses its power, and frozen likewise. The clock runs from the signal,
+or from the start of the new node's process, until every node that was not hit has taken a step in a process group made
+since.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 
 __all__ = ["EVENTS", "Event", "Observation", "measure_membership"]
 
-Event = Literal["start", "join", "gap", "kill_worker", "lose_follower", "freeze", "lose_leader"]
+Event = Literal["start", "complete", "join", "gap", "kill_worker", "lose_follower", "freeze", "lose_leader"]
 
 EVENTS: dict[Event, str] = {
     "kill_worker": "a worker is killed → next step",
@@ -33,12 +34,15 @@ EVENTS: dict[Event, str] = {
     "freeze": "a node is frozen → next step of the others",
     "join": "a third node is started → first step with it",
     "gap": "a third node joins: training stands still",
-    "start": "the minimum of two nodes is started → first step",
+    "complete": "one node waits, the last of the minimum is started → first step",
+    "start": "both nodes of the minimum are started at once → first step",
 }
 
 _SEQUENCE: tuple[Event, ...] = ("join", "kill_worker", "lose_follower", "join", "freeze", "join", "lose_leader")
 _STEADY_STEPS = 20
 _POLL_SECONDS = 0.02
+_WAITING_SECONDS = 12.0
+"""How long a node waits for the last one of the minimum: it has done all that it can do before."""
 
 
 class Step(NamedTuple):
@@ -222,18 +226,12 @@ def measure_membership(system: str, limit_s: float) -> Iterator[Observation]:
         limit_s: for each event.
     """
     waiting = list(_SEQUENCE)
-    first = True
     with Azurite() as azurite:
+        with _two_nodes(system, azurite, apart=_WAITING_SECONDS) as (cluster, begun, _):
+            yield Observation("complete", cluster.wait_for_step(begun, limit_s, together=True))
+        first = True
         while waiting:
-            with contextlib.ExitStack() as stack:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-                (folder / "steps").mkdir()
-                processes = stack.enter_context(NodeProcesses(folder / "logs"))
-                nodes = stack.enter_context(SYSTEMS[system](folder, azurite))
-                cluster = Cluster(nodes, processes, folder / "steps")
-                begun = cluster.add()
-                for _ in range(1, MINIMUM):
-                    cluster.add()
+            with _two_nodes(system, azurite) as (cluster, begun, nodes):
                 started = cluster.wait_for_step(begun, limit_s, together=True)
                 if first:
                     yield Observation("start", started)
@@ -241,6 +239,21 @@ def measure_membership(system: str, limit_s: float) -> Iterator[Observation]:
                 if waiting[0] != "join":
                     cluster.add()
                 yield from _take_through(cluster, waiting, limit_s, nodes)
+
+
+@contextlib.contextmanager
+def _two_nodes(system: str, azurite: Azurite, apart: float = 0.0) -> Iterator[tuple[Cluster, float, Nodes]]:
+    """Start the minimum of nodes; gives them, and when the last one was started or, without a delay, the first one."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        (folder / "steps").mkdir()
+        processes = stack.enter_context(NodeProcesses(folder / "logs"))
+        nodes = stack.enter_context(SYSTEMS[system](folder, azurite))
+        cluster = Cluster(nodes, processes, folder / "steps")
+        moments = [cluster.add() for _ in range(1, MINIMUM)]
+        time.sleep(apart)
+        moments.append(cluster.add())
+        yield cluster, moments[-1 if apart else 0], nodes
 
 
 def _take_through(cluster: Cluster, waiting: list[Event], limit_s: float, nodes: Nodes) -> Iterator[Observation]:

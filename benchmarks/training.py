@@ -20,10 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 STEP_SECONDS = float(os.environ.get("BENCH_STEP_SECONDS", "0.05"))
 """How long each step waits, as if for a GPU: the machine's cores are needed by those that restart."""
+
+GLOBAL_BATCH_SIZE = 32
+
+
+def dataset() -> TensorDataset:
+    return TensorDataset(torch.randn(4096, 32))
 
 
 def network() -> nn.Module:
@@ -42,13 +48,18 @@ def train_with_torch(note: Callable[[int, int, int, int], None]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in itertools.count(1):
-        loss = model(torch.randn(16, 32)).square().mean()
-        loss.backward()  # averages the gradients over all ranks: a step that is noted was taken by all
-        optimizer.step()
-        optimizer.zero_grad()
-        note(world, rank, 1, step)
-        time.sleep(STEP_SECONDS)
+    samples = dataset()
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(samples)
+    loader = DataLoader(samples, batch_size=GLOBAL_BATCH_SIZE // world, sampler=sampler)
+    steps = itertools.count(1)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for (x,) in loader:
+            model(x).square().mean().backward()  # averages over all ranks: a step that is noted was taken by all
+            optimizer.step()
+            optimizer.zero_grad()
+            note(world, rank, 1, next(steps))
+            time.sleep(STEP_SECONDS)
 
 
 def train_with_session(note: Callable[[int, int, int, int], None]) -> None:
@@ -58,7 +69,7 @@ def train_with_session(note: Callable[[int, int, int, int], None]) -> None:
     model = run.wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
-    loader = run.loader(TensorDataset(torch.randn(4096, 32)), global_batch_size=32)
+    loader = run.loader(dataset(), global_batch_size=GLOBAL_BATCH_SIZE)
     for _ in run.epochs(1_000_000):
         for (x,) in loader:
             run.backward(model(x).square().mean())

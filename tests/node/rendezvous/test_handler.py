@@ -91,8 +91,8 @@ class Nodes:
     def kill(node: Rendezvous) -> None:
         node._hub.close()
         node._witness.stop()
-        if node._link is not None:
-            node._link._client.connection.close()
+        if node._membership.link is not None:
+            node._membership.link._client.connection.close()
 
     def close(self) -> None:
         self.over.set()

@@ -13,13 +13,13 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
+from azureml_elastic.errors import RunFailed, RunSucceeded
 from azureml_elastic.node.budget import FailureRecord, aged
-from azureml_elastic.node.rendezvous.hub import Hub, HubView
+from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.link import Link
 from azureml_elastic.node.rendezvous.lobby import Lobby
 from azureml_elastic.node.rendezvous.machine import Machine
-from azureml_elastic.node.rendezvous.news import newer, pack
+from azureml_elastic.node.rendezvous.membership import Membership
 from azureml_elastic.node.rendezvous.round import (
     Limits,
     Member,
@@ -43,9 +43,6 @@ _TURN_SECONDS = 0.05
 
 _LONGEST_TURN_SECONDS = 1.0
 """The longest that a survivor waits for all those before it."""
-
-_LONGEST_DEBOUNCE = 4
-"""For how many times the debounce newcomers are collected while more and more of them come."""
 
 _LONGEST_PAUSE_SECONDS = 2.0
 """The longest pause before another attempt of nodes that could not reach each other."""
@@ -99,32 +96,40 @@ class Rendezvous:
         self._lobby = Lobby(
             self._rows, self._hub, self._witness, limits, timings, self._sleep, self.wake.set, self._machine
         )
-        self._link: Link | None = None
-        self._seat: Seat | None = None
-        self._over = False
-        self._seated_at = 0.0
+        self._membership = Membership(
+            node,
+            self.incarnation,
+            limits.maximum,
+            timings,
+            rows=self._rows,
+            hub=self._hub,
+            witness=self._witness,
+            heard=self._lobby.heard,
+            wake=self.wake.set,
+            machine=self._machine,
+        )
         self._known_strikes = 0
 
     @property
     def seat(self) -> Seat:
         """The place in the round joined last."""
-        assert self._seat is not None, "no round was joined yet"
-        return self._seat
+        assert self._membership.seat is not None, "no round was joined yet"
+        return self._membership.seat
 
     @property
     def last_round(self) -> int:
         """The number of the round joined last, 0 before the first."""
-        return self._seat.round.number if self._seat else 0
+        return self.seat.round.number if self._membership.seat else 0
 
     @property
     def leads(self) -> bool:
         """Whether this node is rank 0 of its round."""
-        return self._seat is not None and self._seat.rank == 0
+        return self._membership.seat is not None and self.seat.rank == 0
 
     @property
     def seconds_in_round(self) -> float:
         """How long this node has had its place in the round, by its own monotonic clock."""
-        return self._clock() - self._seated_at
+        return self._membership.seconds
 
     @property
     def failures(self) -> tuple[FailureRecord, ...]:
@@ -139,8 +144,8 @@ class Rendezvous:
     @property
     def link(self) -> Link:
         """The connection to rank 0's hub."""
-        assert self._link is not None, "no round was joined yet"
-        return self._link
+        assert self._membership.link is not None, "no round was joined yet"
+        return self._membership.link
 
     def announce(self) -> None:
         """Write this node's row before its slow imports, so that the first round can wait for it."""
@@ -158,7 +163,7 @@ class Rendezvous:
             InterruptedError: ``cancelled`` returned true.
             TableForbidden, TableNotFound: the table cannot be used.
         """
-        self._leave_seat()
+        self._membership.leave()
         listener: socket.socket | None = None
         try:
             round_, known = self._first_look()
@@ -174,7 +179,7 @@ class Rendezvous:
                     if self.last_round == round_.number:
                         # This node has left its own round; whoever should end it may be dead.
                         self.reopen(f"{self.node} has left the round")
-                        round_ = self._newest(round_)
+                        round_ = self._membership.newest(round_)
                     else:
                         round_ = self._lobby.wait_beside(round_, self._whoami())
                     continue
@@ -205,24 +210,7 @@ class Rendezvous:
 
     def status(self) -> Status:
         """Return what is known about the current round; reads the table only after a hint that it has moved."""
-        link, seat = self._link, self._seat
-        if link is None or seat is None:
-            return Status()
-        view = self._hub.view() if seat.rank == 0 else HubView()
-        waiting: frozenset[str] = frozenset()
-        room = len(seat.round.members) < self._limits.maximum
-        if room and view.waiting_since is not None and view.waiting_latest is not None:
-            debounce = self._timings.rescale_debounce.total_seconds()
-            quiet = self._clock() - view.waiting_latest >= debounce
-            if quiet or self._clock() - view.waiting_since >= _LONGEST_DEBOUNCE * debounce:
-                waiting = view.waiting
-        lost = link.lost_nodes | view.lost
-        self._over = self._over or link.broken or self._round_has_moved()
-        if link.broken and not link.stood_still:
-            lost |= {seat.round.members[0].node} - {self.node}
-        return Status(
-            lost=lost - {self.node}, over=self._over or self.node in lost, waiting=waiting, all_done=link.all_done
-        )
+        return self._membership.status()
 
     def reopen(
         self,
@@ -244,7 +232,7 @@ class Rendezvous:
             Whether it was this node that ended it; otherwise another one was first, and nothing was charged.
         """
         seat = self.seat
-        if self._has_heard_of_the_next():
+        if self._membership.has_heard_of_the_next():
             return False
         if not failures and self.node not in lost:
             # Rank 0, or the first survivor after it, writes; the others make sure that someone does.
@@ -270,7 +258,7 @@ class Rendezvous:
 
     def drop(self) -> None:
         """Break the connection to rank 0, which tells everyone in milliseconds that this node is gone."""
-        self._drop_link()
+        self._membership.drop_link()
 
     def close(
         self,
@@ -298,7 +286,7 @@ class Rendezvous:
 
     def shutdown(self) -> None:
         """Close the hub and the link."""
-        self._leave_seat()
+        self._membership.leave()
         self._witness.stop()
         self._hub.close()
 
@@ -309,52 +297,24 @@ class Rendezvous:
             return False
         patience = min(_LONGEST_TURN_SECONDS, _TURN_SECONDS * turn)
         until = self._clock() + patience
-        if alive[0] != self.seat.round.members[0] or self._link is None:
+        if alive[0] != self.seat.round.members[0] or self._membership.link is None:
             self._lobby.listen_to(alive[0], self.seat.round, self._whoami(), patience)
-        while (left := until - self._clock()) > 0 and not self._has_heard_of_the_next():
+        while (left := until - self._clock()) > 0 and not self._membership.has_heard_of_the_next():
             self.wake.wait(left)
             self.wake.clear()
-        return self._has_heard_of_the_next()
-
-    def _has_heard_of_the_next(self) -> bool:
-        """Return whether somebody has told this node that its round is over."""
-        if self._link is not None and self._link.news is not None:
-            self._rows.heard(self._link.news)
-        return self._lobby.heard(self.seat.round)
+        return self._membership.has_heard_of_the_next()
 
     def _end_round(self, to: Round) -> bool:
         if not self._rows.end_round(self.seat.round.number, to):
             return False
-        self._hub.changed(to)
-        if self._link is not None:
-            self._link.send({"op": "changed", "row": pack(to)})
+        self._membership.tell(to)
         return True
-
-    def _round_has_moved(self) -> bool:
-        """Return whether this node was told so; read the row where that was only a hint."""
-        seat = self.seat
-        if self._has_heard_of_the_next():
-            return True
-        if not self.link.changed:
-            return False
-        self.link.changed = False
-        try:
-            current = self._rows.read_round_now()
-        except TableUnavailable:
-            self.link.changed = True
-            return False
-        return current.number != seat.round.number or current.state != "sealed"
 
     def _first_look(self) -> tuple[Round, Iterable[Member] | Roster]:
         """Return the round as it is, with the other nodes that this one knows of; without a read where it was told."""
-        if self._seat is None:
+        if self._membership.seat is None:
             return self._rows.read_some(self.node)
-        return self._newest(self._seat.round), self._seat.round.members
-
-    def _newest(self, after: Round) -> Round:
-        """Return the version of the row that this node was told, if it is newer than this one, or read it."""
-        newest = self._rows.newest if self._has_heard_of_the_next() else None
-        return newest if newest is not None and newer(newest, after) else self._rows.read_round()
+        return self._membership.newest(self.seat.round), self.seat.round.members
 
     def _whoami(self) -> Member:
         return Member(
@@ -369,49 +329,24 @@ class Rendezvous:
 
     def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
         # A node that was in the run and is no survivor was lost to the others, who may hold that against it.
-        self._known_strikes = self._strikes(self._seat is not None and self.node not in round_.previous)
+        self._known_strikes = self._strikes(self._membership.seat is not None and self.node not in round_.previous)
         return replace(self._whoami(), round=round_.number, store_port=listener.getsockname()[1])
 
     def _take_seat(self, round_: Round, listener: socket.socket | None) -> Seat | None:
         """Enter the sealed round if this incarnation is in it and has not been in it before."""
-        rank = round_.rank_of(self.node, self.incarnation)
-        already = self._seat is not None and self._seat.round.number >= round_.number
-        if rank is None or already or listener is None:
+        rank = self._membership.place_in(round_)
+        if rank is None or listener is None:
             return None
-        seat = Seat(round_, rank, listener if rank == 0 else None)
-        self._seat, self._over, self._seated_at = seat, False, self._clock()
-        if rank == 0:
-            self._hub.enter(round_)
-            self._witness.start(round_.number)
-        else:
-            self._witness.stop()
-        first = round_.members[0]
-        greeting = {
-            "op": "hello",
-            "to": first.incarnation,
-            "round": round_.number,
-            "node": self.node,
-            "incarnation": self.incarnation,
-        }
         try:
-            self._link = Link((first.host, first.hub_port), greeting, self._timings, self.wake.set, self._machine)
+            seat = self._membership.enter(round_, rank, listener)
         except OSError as error:
+            first = round_.members[0]
             _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
             where = f"{first.node} at {first.host}:{first.hub_port}"
             self.reopen(f"{self.node} cannot reach {where}", lost=frozenset({first.node}), fruitless=True)
             return None
         self._lobby.leave()  # only now, so that what was said there last has arrived
         return seat
-
-    def _drop_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-
-    def _leave_seat(self) -> None:
-        self._drop_link()
-        if self._seat is not None and self._seat.listener is not None:
-            self._seat.listener.close()  # nothing where the store has taken it over
 
     def _rest(self, seconds: float) -> None:
         """Wait for so long, whatever wakes the node up meanwhile."""
