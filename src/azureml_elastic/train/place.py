@@ -9,6 +9,7 @@ In both cases the work of completed steps is kept.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -90,8 +91,11 @@ class Place:
         self._kept.restore_others(self._void)
         self._void = self.position.open = None
 
-    def give_up(self) -> None:
+    def give_up(self, *, handed_over: bool = False) -> None:
         """Let the round end after the step at hand, as all ranks do.
+
+        Args:
+            handed_over: whether the agent has the state of this step.
 
         Raises:
             SystemExit: another process will go on.
@@ -101,9 +105,13 @@ class Place:
             self._agent.stopped(steps)
             self._rejoin()
             return
-        self._state.hand_over()
+        if not handed_over:
+            self._state.hand_over()
         self.over = True
         self._agent.stopped(steps)
+        # The next worker starts when this process is gone, and the interpreter would take most of a second to look for
+        # garbage among the objects of torch.
+        gc.freeze()
         raise SystemExit(self._agent.leave_code)
 
     def hand_over(self) -> bool:

@@ -285,10 +285,11 @@ class Session:
         self._audit.begin(self.steps + 1, window)
 
     def _between_steps(self, action: Action | None) -> None:
-        if action == "leave" or (action == "rejoin" and not self._place.hand_over()):
-            self._keeper.save(must_commit=True)
+        handed_over = action == "rejoin" and self._place.hand_over()
         if action in ("leave", "rejoin"):
-            self._place.give_up()
+            if not handed_over:
+                self._keeper.save(must_commit=True)
+            self._place.give_up(handed_over=handed_over)
         elif self._keeper.due() or action == "save":
             self._keeper.save()
 

@@ -55,8 +55,8 @@ _DESCRIPTORS = 3
 _IDLE_SECONDS = 0.1
 """Without a request for this long, the warm process imports what torch will import later."""
 
-_REST_SECONDS = 5.0
-"""And this long after a fork, for new workers need the processors themselves."""
+_REST_SECONDS = 2.0
+"""And this long after a fork, for new workers need the processors themselves until their first step."""
 
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
