@@ -47,6 +47,9 @@ LINES = HERE / "results" / "latest.jsonl"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PARTS = ["membership", "steps", "storms", "simulations", "steady"]
 
+STORM_LIMIT = 30.0
+"""Seconds, the same for all."""
+
 # Whoever connects to a torch store looks up the name of its address, even that of 127.0.0.1. Where the name server is
 # slow, each of these connections, of any system, would take 5 s now and then.
 NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0"}
@@ -61,8 +64,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[Measurement]:
     until = time.monotonic() + arguments.budget
     limit = arguments.limit
 
-    def noted(name: str, system: str, seconds: float | None, **more: int | None) -> Measurement:
-        return Measurement(name, system, run, seconds, limit, os.getloadavg()[0], **more)
+    def noted(
+        name: str, system: str, seconds: float | None, *, limit_s: float = limit, **more: int | None
+    ) -> Measurement:
+        return Measurement(name, system, run, seconds, limit_s, os.getloadavg()[0], **more)
 
     for run in range(1, arguments.runs + 1):
         if run > 1 and time.monotonic() > until:
@@ -78,11 +83,18 @@ def measure(arguments: argparse.Namespace) -> Iterator[Measurement]:
         for nodes in arguments.nodes if "storms" in arguments.only else ():
             for system in _in_turn(run, [OURS, *arguments.peers]):
                 try:
-                    storm = measure_storm(system, nodes, limit)
+                    storm = measure_storm(system, nodes, STORM_LIMIT)
                 except (StormFailed, subprocess.TimeoutExpired) as error:
                     print(error, file=sys.stderr)
                     storm = Storm(None, 0, 0, 0, 0)
-                yield noted(storm_name(nodes), system, storm.seconds, writes=storm.writes, conflicts=storm.conflicts)
+                yield noted(
+                    storm_name(nodes),
+                    system,
+                    storm.seconds,
+                    limit_s=STORM_LIMIT,
+                    writes=storm.writes,
+                    conflicts=storm.conflicts,
+                )
 
 
 def simulations_table(simulated: Sequence[SimulatedStorm]) -> str:
@@ -124,6 +136,7 @@ def write_page(
         c10d=C10D,
         runs=max(summary.count for (name, _), summary in summaries.items() if name == EVENTS["start"]),
         limit=f"{arguments.limit:g}",
+        storm_limit=f"{STORM_LIMIT:g}",
         membership=markdown_table(summaries, list(EVENTS.values()), [OURS, IN_PROCESS, *arguments.peers]),
         storms=markdown_table(summaries, storms, [OURS, *arguments.peers]),
         simulations=simulations_table(simulated),

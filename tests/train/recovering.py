@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,14 @@ import workers
 from torch import nn
 
 from azureml_elastic import train
+from azureml_elastic.checkpoints.local_storage import LocalStorage
 from azureml_elastic.train.agent import Identity
-from azureml_elastic.train.control import Control
 from azureml_elastic.train.keeper import Keeper
 from azureml_elastic.train.loader import Position
 from azureml_elastic.train.sampling import Cursor, DataSpec
 from azureml_elastic.train.standalone import StandaloneAgent
 from azureml_elastic.train.state import TrackedState
+from azureml_elastic.train.world import World
 
 
 def train_on(folder, epochs, fault=None, at=0, normalised=False):
@@ -80,15 +82,19 @@ def different_steps(folder):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
     identity = Identity(rank, 0, 2, 4)
-    agent = StandaloneAgent(folder, identity)
+    storage = LocalStorage(Path(folder))
+    agent = StandaloneAgent(storage, identity)
     position = Position(identity)
-    keeper = Keeper(workers.policy(folder), agent, identity, Control(), position)
+    world = World(identity, torch.device("cpu"))
+    world.open()
+    keeper = Keeper(workers.policy(folder), storage, agent, world, position)
     keeper.use(DataSpec(length=1000, global_batch_size=12, seed=0, shuffle=True, drop_last=False))
     keeper.track(TrackedState({"model": model, "optimizer": optimizer}))
     for _ in range(rank):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
     keeper.steps, position.cursor = 3 + rank, Cursor(0, 12 * (3 + rank))
-    keeper.enter(Identity(1 - rank, 0, 2, 5), Control())
+    world.identity = Identity(1 - rank, 0, 2, 5)
+    keeper.enter()
     steps = [int(state["step"]) for state in optimizer.state.values()]
     return [keeper.steps, position.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]

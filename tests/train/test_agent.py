@@ -12,10 +12,10 @@ import pytest
 import workers
 from worlds import World
 
+from azureml_elastic.checkpoints.manifest import Reference
 from azureml_elastic.errors import ElasticError, Fenced, TableUnavailable
 from azureml_elastic.train.agent import EXIT_AGENT_LOST, Identity
 from azureml_elastic.train.channel import ChannelAgent
-from azureml_elastic.train.manifest import Reference
 from azureml_elastic.wire import LineServer, listen
 
 PATIENCE = 60.0

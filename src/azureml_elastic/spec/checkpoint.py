@@ -22,9 +22,11 @@ class CheckpointPolicy(Spec):
         every: wall time between two checkpoints; ``None`` takes none by time.
         every_steps: optimizer steps between two checkpoints; ``None`` takes none by steps.
         keep: committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
+        keep_every: optimizer steps; of each so many, the first checkpoint is kept for good. ``None`` keeps none.
     """
 
     path: str | None = None
     every: PositiveDuration | None = timedelta(minutes=5)
     every_steps: int | None = Field(default=None, ge=1)
     keep: int = Field(default=2, ge=2)
+    keep_every: int | None = Field(default=None, ge=1)

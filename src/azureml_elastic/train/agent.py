@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from azureml_elastic.checkpoints.manifest import Reference
 from azureml_elastic.spec.exit_codes import AGENT_LOST, PREEMPTED
-from azureml_elastic.train.manifest import Reference
 
 __all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "Identity", "Memory"]
 

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from azureml_elastic.checkpoints.manifest import Reference
 from azureml_elastic.errors import ElasticError, Fenced, RoundBroken, TableUnavailable
 from azureml_elastic.train.agent import EXIT_AGENT_LOST, Action, Identity, Memory
-from azureml_elastic.train.manifest import Reference
 from azureml_elastic.train.signals import end_group, leave_sigterm_to_the_agent
 from azureml_elastic.wire import Connection, LineClient
 

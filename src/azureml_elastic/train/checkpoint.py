@@ -1,53 +1,52 @@
 """Saving and restoring, so that a process killed at any line leaves the last committed checkpoint intact.
 
-The order of a save is what makes it safe:
-
-1. a fresh folder whose name no other attempt uses;
-2. every rank writes its shards and reads them back for their checksums;
-3. rank 0 writes the manifest, which names them all;
-4. rank 0 asks the agent to commit: one compare-and-swap, refused when a newer round has taken over;
-5. only then older checkpoints are removed.
-
-Restoring goes the other way: pointer, manifest, every file's checksum, and only when *all* ranks agree are bytes read
-into the model. Otherwise all ranks go back together to the manifest's parent.
+Training waits for a copy in memory, and no longer: each rank copies the share of the state that it will write, a thread
+writes it (:mod:`azureml_elastic.train.saving`). Restoring goes the other way: pointer, manifest, every file's checksum,
+and only when *all* ranks agree are bytes read into the model. Otherwise all ranks go back together to the manifest's
+parent.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import shutil
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced, TableUnavailable
-from azureml_elastic.train import shards
-from azureml_elastic.train.agent import Agent, Identity
-from azureml_elastic.train.control import Control
-from azureml_elastic.train.manifest import (
-    MANIFEST,
-    Manifest,
-    Reference,
-    checksum,
-    directory_name,
-    fsync_directory,
-    round_of,
-    write_new,
-)
-from azureml_elastic.train.recovery import COMMITTED, Recovery
+from azureml_elastic.checkpoints.manifest import FolderName, Manifest, Reference
+from azureml_elastic.checkpoints.placement import assign
+from azureml_elastic.checkpoints.retention import for_good
+from azureml_elastic.checkpoints.shard_file import Layout
+from azureml_elastic.checkpoints.storage import Storage
+from azureml_elastic.errors import CheckpointError, Fenced
+from azureml_elastic.spec import CheckpointPolicy
+from azureml_elastic.train import randomness
+from azureml_elastic.train.agent import Agent
+from azureml_elastic.train.layout import Piece, held, pieces, signature
+from azureml_elastic.train.reading import load
+from azureml_elastic.train.recovery import STALE_SECONDS, Recovery
+from azureml_elastic.train.saving import RETRY_SECONDS, Outcome, Saving, patiently
+from azureml_elastic.train.staging import Area
 from azureml_elastic.train.state import TrackedState
+from azureml_elastic.train.world import World
 
 __all__ = ["Checkpoints", "Restored"]
 
 _LOG = logging.getLogger(__name__)
-_RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0)
-_PATIENT_SECONDS = (*_RETRY_SECONDS, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
+
+_PATIENT_SECONDS = (*RETRY_SECONDS, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
 """Without the committed checkpoint training cannot start; with a new one that has to wait, it goes on."""
+
+_FAILURES = 2
+"""So many checkpoints in a row that cannot be written are too many: a full disk does not get emptier by itself."""
+
+_FAILED, _CHANGED, _SAME = range(3)
 
 
 @dataclass(frozen=True)
@@ -58,46 +57,80 @@ class Restored:
     data: Mapping[str, Any] | None
 
 
-class Checkpoints:
-    """The checkpoints of a run. ``save`` and ``restore`` are collectives.
+@dataclass(frozen=True)
+class _Share:
+    """What this rank writes of a state of a certain form.
 
     Args:
-        folder: that all ranks see; made when it is missing.
-        keep: committed checkpoints to keep.
-        identity: of this process.
-        control: the ranks' agreement.
+        form: of the state.
+        layout: of this rank's file.
+        pieces: where the entries of the layout are found, in their order.
+        token: random, the same on all ranks.
+    """
+
+    form: tuple[Any, ...]
+    layout: Layout
+    pieces: tuple[Piece, ...]
+    token: str
+
+
+class Checkpoints:
+    """The checkpoints of a run, for one thread. Unless said otherwise, methods are collectives.
+
+    Args:
+        policy: of the checkpoints.
+        storage: of them.
+        world: the ranks.
         agent: that keeps the pointer.
-        sleep: between two attempts to reach an agent whose table is away.
+        stale_seconds: for which a mount may be behind what was committed.
     """
 
     def __init__(
         self,
-        folder: Path,
-        keep: int,
-        identity: Identity,
-        control: Control,
+        policy: CheckpointPolicy,
+        storage: Storage,
+        world: World,
         agent: Agent,
         *,
-        sleep: Callable[[float], None] = time.sleep,
+        stale_seconds: float = STALE_SECONDS,
     ) -> None:
-        self._folder = folder
-        self._keep = keep
+        self._storage = storage
+        self._policy = policy
+        self._stale_seconds = stale_seconds
+        self._world = world
         self._agent = agent
-        self._sleep = sleep
+        self._area = Area(world.device)
+        self._reserving: threading.Thread | None = None
+        self._share: _Share | None = None
         self._committed: Reference | None = None
-        self.enter(identity, control)
+        self._saving: Saving | None = None
+        self._left: Saving | None = None
+        self._fenced = ""
+        self._failures: list[str] = []
+        self._attempts = 0
 
-    def enter(self, identity: Identity, control: Control) -> None:
-        """Save and restore with the ranks of another round from now on."""
-        self._identity = identity
-        self._control = control
-        self._is_main = identity.rank == 0
-        self._recovery = Recovery(self._folder, identity, control)
+    def enter(self) -> None:
+        """Save and restore with the ranks of another round from now on. Not a collective."""
+        self._left, self._saving = self._saving or self._left, None
+        self._share = None
+        self._attempts = 0
+        self._failures.clear()
 
-    def save(
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, state: TrackedState) -> None:
+        """Get everything ready that the next save would otherwise wait for."""
+        tensors = self._agree(state)[1]
+        nbytes = self._plan(tensors).layout.nbytes
+        if self._saving is not None or self._left is not None or self._reserving is not None:
+            return
+        self._reserving = threading.Thread(target=self._reserve, args=(nbytes,), name="reserve-memory", daemon=True)
+        self._reserving.start()
+
+    def begin(
         self, step: int, state: TrackedState, data: Mapping[str, Any] | None, *, must_commit: bool = False
-    ) -> bool:
-        """Take a checkpoint and commit it.
+    ) -> None:
+        """Begin to take a checkpoint, and return when the state may change again. None may be under way.
 
         Args:
             step: optimizer steps completed.
@@ -105,117 +138,157 @@ class Checkpoints:
             data: the position in the data.
             must_commit: whether no later checkpoint will make up for a table that is away now: worth some retries.
 
-        Returns:
-            Whether it was committed. Where the table is away it is not: training goes on, and the next checkpoint
-            takes its place.
-
         Raises:
-            CheckpointError: a rank could not write; raised on all, and the last committed checkpoint stays.
-            Fenced: a newer round has taken over; raised on all.
+            CheckpointError: a rank cannot say what its state is; raised on all.
         """
+        assert self._saving is None
         began = time.monotonic()
-        name = self._control.from_main(directory_name(step, self._identity.round, secrets.token_hex(4)))
-        target = self._folder / name
-        if self._is_main:
-            _LOG.debug("Saving step %d to %s.", step, target)
-        self._control.together(
-            f"Making the folder {target}", lambda: target.mkdir(parents=True) if self._is_main else None
-        )
-        collected: dict[str, Any] = {}
-
-        def collect() -> None:
-            collected["plain"], collected["tensors"] = state.collect(is_main=self._is_main)
-
-        self._control.together("Collecting the state", collect)
-        shards.save(target, collected["tensors"], self._control.group)
-        sums = self._control.together(
-            f"Reading back the checkpoint {target}",
-            lambda: {path.name: checksum(path) for path in shards.owned_files(target, self._identity.rank)},
-        )
-        files = {file: entry for part in sums for file, entry in part.items()}
+        self._attempts += 1
+        plain, tensors = self._agree(state)
+        share, error = self._plan(tensors), None
+        try:
+            self._stage(share, tensors)
+        except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one
+            error = f"{type(failure).__name__}: {failure}"
+        identity, before = self._world.identity, None if self._committed is None else self._committed.step
+        kept = for_good(step, before, self._policy.keep_every)
+        nonce = xxhash.xxh32_hexdigest(f"{share.token}.{self._attempts}".encode())
         manifest = Manifest(
-            directory=name,
+            directory=str(FolderName(step, identity.round, nonce, kept)),
             step=step,
-            round=self._identity.round,
-            world_size=self._identity.world_size,
+            round=identity.round,
+            world_size=identity.world_size,
             parent=self._committed,
-            files=files,
-            state=collected["plain"],
+            files={},
+            state=plain,
             data=data,
             torch=str(torch.__version__),
         )
-        self._control.together(
-            f"Writing the manifest of {target}", lambda: self._seal(manifest) if self._is_main else None
+        self._saving = Saving(
+            self._storage,
+            manifest,
+            f"rank-{identity.rank:05}.safetensors",
+            self._blocks(share.layout) if share.layout.entries else None,
+            error,
+            control=self._world.background,
+            agent=self._agent,
+            stall_seconds=time.monotonic() - began,
+            keep=self._policy.keep,
+            pauses=RETRY_SECONDS if must_commit else (),
         )
-        return self._commit(manifest, time.monotonic() - began, must_commit=must_commit)
 
-    def _seal(self, manifest: Manifest) -> None:
-        write_new(self._folder / manifest.directory / MANIFEST, manifest.to_bytes())
-        fsync_directory(self._folder)
+    @property
+    def under_way(self) -> bool:
+        """Whether a save has begun and :meth:`settle` was not called since. Not a collective."""
+        return self._saving is not None
 
-    def _commit(self, manifest: Manifest, seconds: float, *, must_commit: bool) -> bool:
-        outcome = ("", "")
-        if self._is_main:
-            pauses = _RETRY_SECONDS if must_commit else ()
-            outcome = self._patiently(lambda: self._agent.commit(manifest.reference, seconds), pauses)[1]
-        kind, text = self._control.from_main(outcome)
-        if kind == "fenced":
-            raise Fenced(f"The checkpoint of step {manifest.step} was not committed: {text}")
-        if kind == "error":
-            raise CheckpointError(f"The checkpoint of step {manifest.step} could not be committed: {text}")
-        if kind == "unavailable":
-            if self._is_main:
-                _LOG.warning(
-                    "The checkpoint of step %d in %s could not be committed: %s Training goes on; the last "
-                    "committed checkpoint is %s.",
-                    manifest.step,
-                    self._folder / manifest.directory,
-                    text,
-                    "none" if self._committed is None else self._committed.directory,
-                )
-            return False
-        self._committed = manifest.reference
-        if self._is_main:
-            try:
-                write_new(self._folder / manifest.directory / COMMITTED, b"")
-                self._retain(manifest)
-            except OSError as error:
-                _LOG.warning("Old checkpoints in %s could not be removed: %s", self._folder, error)
-        return True
+    def settle(self, timeout: float | None = None) -> Outcome | None:
+        """Wait for the save under way, if there is one. Not a collective.
 
-    def _patiently(self, action: Callable[[], Any], pauses: tuple[float, ...]) -> tuple[Any, tuple[str, str]]:
-        """Call the agent and return its answer, and how it failed as (kind, message)."""
-        for pause in (*pauses, None):
-            try:
-                return action(), ("", "")
-            except Fenced as error:
-                return None, ("fenced", str(error))
-            except TableUnavailable as error:
-                if pause is None:
-                    return None, ("unavailable", str(error))
-                self._sleep(pause)
-            except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome, whatever it is
-                return None, ("error", f"{type(error).__name__}: {error}")
-        raise AssertionError
+        Args:
+            timeout: in seconds; after that the save goes on and may be waited for again.
 
-    def _retain(self, newest: Manifest) -> None:
-        """Remove all but the newest committed checkpoints, the manifest first."""
-        kept = {newest.directory}
-        parent = newest.parent
-        while parent is not None and len(kept) < self._keep:
-            kept.add(parent.directory)
-            try:
-                parent = Manifest.read(self._folder, parent.directory).parent
-            except CheckpointDamaged:
-                break
-        for path in self._folder.iterdir():
-            written_in = round_of(path.name)
-            if written_in is not None and written_in <= self._identity.round and path.name not in kept:
-                (path / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(path, ignore_errors=True)
+        Returns:
+            What came of it, the same on all ranks; ``None`` where there is none, or it goes on.
+        """
+        outcome = self._saving.wait(timeout) if self._saving is not None else None
+        if self._saving is None or outcome is None:
+            return None
+        manifest, self._saving = self._saving.manifest, None
+        if outcome.kind == "committed":
+            self._committed = manifest.reference
+            self._failures.clear()
+        elif outcome.kind == "fenced":
+            self._fenced = f"The checkpoint of step {manifest.step} was not committed: {outcome.text}"
+        elif outcome.kind == "failed":
+            self._failures.append(f"step {manifest.step}: {outcome.text}")
+        if outcome.kind in ("failed", "unavailable") and self._world.identity.rank == 0:
+            _LOG.warning(
+                "The checkpoint of step %d in %s was not committed: %s Training goes on; the last committed "
+                "checkpoint is %s.",
+                manifest.step,
+                self._storage,
+                outcome.text,
+                "none" if self._committed is None else self._committed.directory,
+            )
+        return outcome
+
+    def require(self, *, at_once: bool = False) -> None:
+        """Check that checkpoints can be written. Not a collective, but the same on all ranks after the same saves.
+
+        Args:
+            at_once: also that the last one was; otherwise one may fail.
+
+        Raises:
+            CheckpointError: a rank could not write; the last committed checkpoint stays.
+            Fenced: a newer round has taken over.
+        """
+        if self._fenced:
+            raise Fenced(self._fenced)
+        if len(self._failures) >= (1 if at_once else _FAILURES):
+            raise CheckpointError(f"Checkpoints could not be written to {self._storage}: {'; '.join(self._failures)}")
+
+    def let_go(self) -> None:
+        """Have nothing to do with the process group any more: it was aborted. Not a collective."""
+        if self._saving is not None:
+            self._saving.abandon()
+
+    def _agree(self, state: TrackedState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the state, once all ranks have theirs; and forget the plan where one of them has another form."""
+        failure: Exception | None = None
+        plain: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        verdict = _SAME
+        try:
+            plain, tensors = state.collect(is_main=self._world.identity.rank == 0)
+            tensors[randomness.tensor_name(self._world.identity.rank)] = randomness.capture(self._world.device)
+            if self._share is None or self._share.form != signature(tensors):
+                verdict = _CHANGED
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+            failure, verdict = error, _FAILED
+        lowest = self._world.control.lowest(verdict)
+        if lowest == _FAILED:
+            self._world.control.together("Collecting the state", lambda: _raise(failure))
+        if lowest == _CHANGED:
+            self._share = None
+        return plain, tensors
+
+    def _plan(self, tensors: Mapping[str, torch.Tensor]) -> _Share:
+        if self._share is None:
+            control = self._world.control
+            plans = control.together("Planning the checkpoint", lambda: (held(tensors), secrets.token_hex(16)))
+            layout = Layout.of(assign([boxes for boxes, _ in plans])[control.rank])
+            places = pieces(plans[control.rank][0], [entry.chunk for entry in layout.entries])
+            self._share = _Share(signature(tensors), layout, tuple(places), plans[0][1])
+        return self._share
+
+    def _stage(self, share: _Share, tensors: dict[str, torch.Tensor]) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        if self._left is not None:
+            self._left.wait()  # it may still read what is overwritten now
+            self._left = None
+        start = len(share.layout.header)
+        self._area.reserve(share.layout.nbytes - start)
+        for entry, piece in zip(share.layout.entries, share.pieces, strict=True):
+            self._area.take(entry.begin - start, piece.of(tensors))
+        self._area.settle()
+
+    def _reserve(self, nbytes: int) -> None:
+        try:
+            self._area.reserve(nbytes)
+        except OSError as error:
+            _LOG.warning("There is no memory of %d bytes for checkpoints: %s", nbytes, error)
+
+    def _blocks(self, layout: Layout) -> Iterator[bytes | memoryview]:
+        yield layout.header
+        yield self._area.view(0, layout.nbytes - len(layout.header))
+
+    # --- restoring ---------------------------------------------------------------------------------------------------
 
     def committed(self) -> Reference | None:
-        """Return the run's newest committed checkpoint. A collective.
+        """Return the run's newest committed checkpoint.
 
         Raises:
             CheckpointError: it could not be learnt.
@@ -225,7 +298,7 @@ class Checkpoints:
         return self._committed
 
     def restore(self, state: TrackedState) -> Restored | None:
-        """Put the newest undamaged checkpoint, from the committed one backwards, into ``state``. A collective.
+        """Put the newest undamaged checkpoint, from the committed one backwards, into ``state``.
 
         Returns:
             What was restored, ``None`` where the run has no committed checkpoint yet.
@@ -239,21 +312,39 @@ class Checkpoints:
         pointer = self._committed or self.committed()
         if pointer is None:
             return None
-        manifest = self._recovery.newest_whole(pointer)
+        control = self._world.control
+        manifest = Recovery(self._storage, control, self._stale_seconds).newest_whole(pointer)
         state.require_names(manifest.state)
         _, present = state.collect(is_main=True)
-        tensors = shards.load(self._folder / manifest.directory, present, self._control.group)
+        own, wanted = randomness.tensor_name(control.rank), state.wanted()
+        tensors = load(
+            self._storage,
+            manifest,
+            present,
+            control,
+            lambda name: name == own or (not randomness.is_tensor_name(name) and wanted(name)),
+        )
         state.restore(manifest.state, tensors)
+        if own in tensors:
+            randomness.restore(tensors[own], self._world.device)
+        else:
+            randomness.begin(manifest.digest, control.rank)
         self._committed = manifest.reference
         return Restored(manifest.reference, manifest.data)
 
     def _pointer(self) -> Reference | None:
-        asked: tuple[Reference | None, tuple[str, str]] = (None, ("", ""))
-        if self._is_main:
-            asked = self._patiently(self._agent.pointer, _PATIENT_SECONDS)
-        pointer, (kind, text) = self._control.from_main(asked)
+        asked: Any = (None, (None, ""))
+        if self._world.control.rank == 0:
+            asked = patiently(self._agent.pointer, _PATIENT_SECONDS)
+        pointer, (kind, text) = self._world.control.from_main(asked)
         if kind == "fenced":
             raise Fenced(f"Training does not start: {text}")
-        if kind:
+        if kind is not None:
             raise CheckpointError(f"Whether there is a checkpoint to start from could not be learnt: {text}")
-        return pointer
+        found: Reference | None = pointer
+        return found
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure

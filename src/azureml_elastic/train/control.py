@@ -51,9 +51,13 @@ class Control:
 
     def all_true(self, value: bool) -> bool:
         """Return whether every rank says so."""
-        flag = torch.tensor([int(value)], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(flag.item())
+        return bool(self.lowest(int(value)))
+
+    def lowest(self, value: int) -> int:
+        """Return the lowest of the ranks' numbers."""
+        number = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.group)
+        return int(number.item())
 
     def together(self, what: str, action: Callable[[], T]) -> list[T]:
         """Run something on every rank and return all results in rank order.

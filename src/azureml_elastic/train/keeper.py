@@ -5,35 +5,39 @@ from __future__ import annotations
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from azureml_elastic.checkpoints.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken
 from azureml_elastic.spec import CheckpointPolicy
-from azureml_elastic.train.agent import Agent, Identity
+from azureml_elastic.train import randomness
+from azureml_elastic.train.agent import Agent
 from azureml_elastic.train.cadence import Cadence
 from azureml_elastic.train.checkpoint import Checkpoints
-from azureml_elastic.train.control import Control
 from azureml_elastic.train.loader import Position
 from azureml_elastic.train.sampling import Cursor, DataSpec
 from azureml_elastic.train.snapshot import Offer, Snapshot, choose
 from azureml_elastic.train.state import TrackedState
+from azureml_elastic.train.world import World
 
 __all__ = ["Keeper"]
 
 _LOG = logging.getLogger(__name__)
+
+_SETTLED_STEPS = 2
+"""After so many steps optimizers have all of their state, so that its size is known."""
 
 
 class Keeper:
     """The state of the run on this rank, and its copies on storage and in memory.
 
     Args:
-        policy: of the checkpoints, with a path.
+        policy: of the checkpoints.
+        storage: of them.
         agent: that keeps the pointer to the committed checkpoint, and states in memory.
-        identity: of this process.
-        control: the ranks' agreement.
+        world: the ranks.
         position: in the data.
 
     Attributes:
@@ -43,18 +47,19 @@ class Keeper:
     """
 
     def __init__(
-        self, policy: CheckpointPolicy, agent: Agent, identity: Identity, control: Control, position: Position
+        self, policy: CheckpointPolicy, storage: Storage, agent: Agent, world: World, position: Position
     ) -> None:
-        assert policy.path is not None
         self._agent = agent
-        self._identity = identity
-        self._control = control
+        self._world = world
+        self._identity = world.identity  # the world's changes before this process has entered the next round
         self._position = position
-        self._checkpoints = Checkpoints(Path(policy.path), policy.keep, identity, control, agent)
-        self._cadence = Cadence(policy, control, clock=time.monotonic)
+        self._checkpoints = Checkpoints(policy, storage, world, agent)
+        self._cadence = Cadence(policy, world.control, clock=time.monotonic)
         self._state: TrackedState | None = None
         self._saved_spec: DataSpec | None = None
         self._saved_at: tuple[int, Cursor] | None = None
+        self._saving: tuple[int, Cursor] | None = None
+        self._entered_at = 0
         self._owed = False
         self._torn = False
         self.steps = 0
@@ -80,7 +85,7 @@ class Keeper:
             self._state = None
             raise
 
-    def enter(self, identity: Identity, control: Control) -> None:
+    def enter(self) -> None:
         """Go on with the ranks of another round, from the furthest state among them. A collective.
 
         Raises:
@@ -91,9 +96,9 @@ class Keeper:
             cursor = self._position.cursor
             position = (cursor.epoch, cursor.consumed)
             offer = Offer(self.steps, self._identity.round, self._identity.rank, position, self._owed)
-        self._identity, self._control = identity, control
-        self._checkpoints.enter(identity, control)
-        self._cadence.enter(control)
+        self._identity = self._world.identity
+        self._checkpoints.enter()
+        self._cadence.enter(self._world.control)
         if self._state is not None:
             self._restore(self._state, (offer, None))
 
@@ -120,20 +125,64 @@ class Keeper:
             cursor = Cursor(cursor.epoch + 1)
         return self.steps != steps or self._position.cursor not in {cursor, self._saved_at[1]}
 
+    def after_step(self) -> None:
+        """Look after what goes on beside training. To be called after each step; a collective after some."""
+        self.settle(0)
+        if self._state is not None and self.steps == self._entered_at + _SETTLED_STEPS:
+            self._checkpoints.prepare(self._state)
+            self.half_step = False  # the first look at an optimizer's state makes it step, by nothing
+
     def save(self, *, must_commit: bool = False) -> bool:
-        """Take a checkpoint and return whether it is committed. A collective."""
+        """Take a checkpoint, and go on while it is written. A collective.
+
+        Args:
+            must_commit: wait until it is committed, and try again where the table is away.
+
+        Returns:
+            Whether it is committed, ``False`` while that is not known.
+
+        Raises:
+            CheckpointError: checkpoints cannot be written.
+            Fenced: a newer round has taken over.
+        """
         assert self._state is not None
-        self._owed = True
         self._agent.busy()
-        cursor = self._position.cursor
-        committed = self._checkpoints.save(self.steps, self._state, self._data(), must_commit=must_commit)
-        if committed:
-            self._saved_at = (self.steps, cursor)
-        self._owed = False
-        self.half_step = False  # the first look at an optimizer's state makes it step, by nothing
+        self.settle()
+        self._checkpoints.require()
+        self._owed = True
+        self._checkpoints.begin(self.steps, self._state, self._data(), must_commit=must_commit)
+        self._saving = (self.steps, self._position.cursor)
+        self.half_step = False  # as above
         self._cadence.saved()
+        if must_commit:
+            self.settle()
+            self._checkpoints.require(at_once=True)
         self._agent.free()
-        return committed
+        return self._saved_at == self._saving
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait for the checkpoint that is being written, if there is one.
+
+        Args:
+            timeout: in seconds, after which it is left to itself.
+        """
+        if timeout is None and self.saving:
+            self._agent.busy()
+        outcome = self._checkpoints.settle(timeout)
+        if outcome is not None:
+            self._owed = outcome.kind == "broken"  # it is made up for in the next round
+            if outcome.kind == "committed":
+                self._saved_at = self._saving
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._checkpoints.under_way
+
+    def let_go(self) -> None:
+        """Leave the process group, which was aborted and is about to be closed, to whoever closes it."""
+        self.settle(0)
+        self._checkpoints.let_go()
 
     def hand_over(self) -> bool:
         """Give the state to the agent, for this node's next worker, and return whether that worked."""
@@ -152,6 +201,10 @@ class Keeper:
             return False
         return True
 
+    def _begin(self, unsaved_seconds: float) -> None:
+        self._entered_at = self.steps
+        self._cadence.begin(self.steps, unsaved_seconds)
+
     def _data(self) -> dict[str, Any] | None:
         spec = self.spec or self._saved_spec
         if spec is None:
@@ -164,7 +217,8 @@ class Keeper:
         self._state.drop_gradients()  # what an interrupted step has left
         plain, tensors = self._state.collect(is_main=True)
         self.half_step = False
-        return Snapshot(self.steps, plain, self._data(), self._cadence.unsaved_seconds, self._owed, tensors)
+        unsaved, random = self._cadence.unsaved_seconds, randomness.to_text(randomness.capture(self._world.device))
+        return Snapshot(self.steps, plain, self._data(), unsaved, self._owed, random, tensors)
 
     def _inherited(self, state: TrackedState) -> tuple[Offer | None, Snapshot | None]:
         """Return what the worker before this one, on the same node, has left in memory."""
@@ -182,7 +236,7 @@ class Keeper:
         """Bring all ranks to the furthest state that one of them, or the storage, has. A collective."""
         offer, inherited = own
         live = offer is not None and inherited is None
-        offers = self._control.gather(offer)
+        offers = self._world.control.gather(offer)
         reference = self._checkpoints.committed()
         source = choose(offers, None if reference is None else reference.step)
         if source is None:
@@ -193,14 +247,16 @@ class Keeper:
             same = [chosen.same(each) for each in offers]
             snapshot = inherited
             if not all(same):
-                mine = self._snapshot() if live and self._control.rank == source else inherited
-                snapshot = Snapshot.broadcast(mine, source, self._control)
-            if not (live and same[self._control.rank]):
+                mine = self._snapshot() if live and self._world.control.rank == source else inherited
+                snapshot = Snapshot.broadcast(mine, source, self._world.control)
+            if not (live and same[self._world.control.rank]):
                 assert snapshot is not None
                 self._apply(state, snapshot, live=live)
+                if not live:
+                    self._go_on_with_random(inherited if same[self._world.control.rank] else None)
             else:
                 # All ranks must ask each other about checkpoints after the same steps from here on.
-                self._cadence.begin(self.steps, self._cadence.unsaved_seconds)
+                self._begin(self._cadence.unsaved_seconds)
             where = "memory"
             if reference is not None and reference.step == self.steps:
                 self._saved_at = (self.steps, self._position.cursor)
@@ -220,7 +276,7 @@ class Keeper:
         self._go_to(data, live=live)
         if restored is not None:
             self._saved_at = (self.steps, self._position.cursor)
-        self._cadence.begin(self.steps, unsaved)
+        self._begin(unsaved)
         self.half_step = self._torn = False  # restoring an optimizer makes it step, by nothing
         return None if restored is None else restored.reference.directory
 
@@ -231,9 +287,16 @@ class Keeper:
             state.restore(snapshot.state, snapshot.tensors)
         self.steps = snapshot.step
         self._go_to(snapshot.data, live=live)
-        self._cadence.begin(self.steps, snapshot.unsaved_seconds)
+        self._begin(snapshot.unsaved_seconds)
         self._saved_at = None
         self.half_step = self._torn = False
+
+    def _go_on_with_random(self, inherited: Snapshot | None) -> None:
+        """Continue the generators of the worker before this one, whose state is that of all ranks, or begin anew."""
+        if inherited is not None and inherited.random is not None and self._identity.local_rank == 0:
+            randomness.restore(randomness.from_text(inherited.random), self._world.device)
+        else:
+            randomness.begin("step", self.steps, "rank", self._identity.rank)
 
     def _go_to(self, data: Any, *, live: bool) -> None:
         """Take over a position in the data; what the script does between two epochs cannot be repeated or left out."""

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.train.randomness import seed_of
 from azureml_elastic.train.sampling import Cursor, DataSpec, order, share, weight
 
 if TYPE_CHECKING:
@@ -158,10 +159,12 @@ class ElasticLoader:
         self._position = position
         self._device = device
         self._order: tuple[int, torch.Tensor] | None = None
+        self._generator = torch.Generator()
+        ours_too = {"pin_memory": device.type == "cuda", "generator": self._generator}
         self._batches: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]  # torch asks for its class, and uses the two methods
             batch_sampler=_Windows(self),
-            **{"pin_memory": device.type == "cuda", **options},
+            **{**ours_too, **options},
         )
 
     def __len__(self) -> int:
@@ -201,6 +204,8 @@ class ElasticLoader:
         epoch, generation = position.cursor.epoch, -1
         while generation != position.generation and position.cursor.epoch == epoch:
             generation = position.generation
+            # From here torch seeds its workers; the script's own random numbers are the same however often it begins.
+            self._generator.manual_seed(seed_of(self.spec.seed, position.cursor, position.identity.rank))
             for window, batch in zip(self.windows(), self._batches, strict=True):
                 position.take(window)
                 yield _to_device(batch, self._device)

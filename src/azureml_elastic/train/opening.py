@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from azureml_elastic.checkpoints.storage import open_storage
 from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train.agent import Agent
 from azureml_elastic.train.audit import Audit
@@ -34,14 +35,14 @@ def start(checkpoint: CheckpointPolicy | None = None, *, audit: bool | None = No
     environment = Environment.read()
     policy = environment.policy(checkpoint)
     assert policy.path is not None
-    folder = Path(policy.path)
-    folder.mkdir(parents=True, exist_ok=True)
+    storage = open_storage(policy.path)
+    storage.make("")
     identity = environment.identity
     agent: Agent
     if environment.channel is None:
-        agent = StandaloneAgent(folder, identity)
+        agent = StandaloneAgent(storage, identity)
     else:
         register_stack_dump(Path(environment.channel).parent, identity)
         agent = ChannelAgent(environment.channel, identity, stays=environment.stays)
     wants_audit = audit if audit is not None else environment.plan is not None and environment.plan.audit
-    return Session(identity, policy, agent, Audit(environment.run_dir) if wants_audit else None)
+    return Session(identity, policy, storage, agent, Audit(environment.run_dir) if wants_audit else None)

@@ -9,7 +9,6 @@ In both cases the work of completed steps is kept.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from torch import nn
 from azureml_elastic.errors import ElasticError, RoundBroken
 from azureml_elastic.train.agent import EXIT_AGENT_LOST, Agent, Identity
 from azureml_elastic.train.audit import Audit
+from azureml_elastic.train.ending import leave_quickly
 from azureml_elastic.train.keeper import Keeper
 from azureml_elastic.train.loader import Position
 from azureml_elastic.train.parallel import ElasticDataParallel
@@ -107,11 +107,11 @@ class Place:
             return
         if not handed_over:
             self._state.hand_over()
+        self._leave_group()
         self.over = True
         self._agent.stopped(steps)
-        # The next worker starts when this process is gone, and the interpreter would take most of a second to look for
-        # garbage among the objects of torch.
-        gc.freeze()
+        if self.world.identity.round:
+            leave_quickly(self._agent.leave_code)
         raise SystemExit(self._agent.leave_code)
 
     def hand_over(self) -> bool:
@@ -176,11 +176,12 @@ class Place:
         """Take a place in the next round, with the furthest state among its ranks; the step at hand is void."""
         self._kept.drop_gradients()
         while True:
+            self._leave_group()
             try:
                 self.world.reopen(self._agent.park())
                 for model in self._models:
                     model.reform()
-                self._state.enter(self.world.identity, self.world.control)
+                self._state.enter()
                 break
             except (RuntimeError, ElasticError) as error:
                 if isinstance(error, RoundBroken) or not self._is_interrupted(error) or not self._can_stay():
@@ -191,6 +192,12 @@ class Place:
             self._audit.enter(self.world.identity)
         if self.position.open is not None:
             self._void = self._kept.others()
+
+    def _leave_group(self) -> None:
+        """Have the thread that writes a checkpoint let go of the group."""
+        if self._state.saving:
+            self.world.abort()
+            self._state.let_go()
 
     def _enter(self) -> None:
         while True:

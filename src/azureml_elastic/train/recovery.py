@@ -8,37 +8,43 @@ writer has marked as committed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
+from azureml_elastic.checkpoints.manifest import COMMITTED, Manifest, Reference
+from azureml_elastic.checkpoints.storage import FileSum, Storage
 from azureml_elastic.errors import CheckpointDamaged
-from azureml_elastic.train.agent import Identity
 from azureml_elastic.train.control import Control
-from azureml_elastic.train.manifest import FileSum, Manifest, Reference, verify_file
 
-__all__ = ["COMMITTED", "Recovery"]
+__all__ = ["STALE_SECONDS", "Recovery"]
 
 _LOG = logging.getLogger(__name__)
 
-COMMITTED = "committed"
-"""The empty file that marks a checkpoint's folder once it has been committed."""
+_THREADS = 4
+
+STALE_SECONDS = 5.0
+"""How long a mount has to show what the committed manifest promises: its caches may be behind."""
+
+_LOOK_SECONDS = 0.25
 
 
 class Recovery:
     """Looks for a whole checkpoint.
 
     Args:
-        folder: of the checkpoints.
-        identity: of this process.
+        storage: of the checkpoints.
         control: the ranks' agreement.
+        patience: seconds for a mount to show what was written, once for each search.
     """
 
-    def __init__(self, folder: Path, identity: Identity, control: Control) -> None:
-        self._folder = folder
-        self._identity = identity
+    def __init__(self, storage: Storage, control: Control, patience: float = STALE_SECONDS) -> None:
+        self._storage = storage
         self._control = control
-        self._is_main = identity.rank == 0
+        self._is_main = control.rank == 0
+        self._until = time.monotonic() + patience
 
     def newest_whole(self, pointer: Reference) -> Manifest:
         """Return the manifest of the first whole checkpoint from the pointer backwards. A collective.
@@ -57,15 +63,15 @@ class Recovery:
                     for problem in part
                 ]
                 if not problems:
-                    if damages and self._is_main:
-                        _LOG.warning("Falling back to the checkpoint %s: %s", manifest.directory, "; ".join(damages))
+                    if self._is_main:
+                        self._mark(manifest, damages)
                     return manifest
                 damages.extend(problems)
             elif damage:
                 damages.append(damage)
             else:
                 raise CheckpointDamaged(
-                    f"The run's newest checkpoint is {pointer.directory} in {self._folder}, but neither it nor an "
+                    f"The run's newest checkpoint is {pointer.directory} in {self._storage}, but neither it nor an "
                     f"older one is whole: {'; '.join(damages)}. Check that this is the folder that the run has "
                     "written to. To start anew, submit with another checkpoint folder and run id."
                 )
@@ -75,7 +81,7 @@ class Recovery:
         reference: Reference | None = pointer
         while reference is not None:
             try:
-                manifest = Manifest.read(self._folder, reference.directory)
+                manifest = self._patiently(reference)
                 if manifest.digest != reference.digest:
                     raise CheckpointDamaged(f"{reference.directory} has another digest than was committed")  # noqa: TRY301
             except CheckpointDamaged as error:
@@ -85,11 +91,30 @@ class Recovery:
                 yield manifest, ""
                 reference = manifest.parent
 
+    def _mark(self, manifest: Manifest, damages: list[str]) -> None:
+        """Report what was passed over, and make up for a mark that its writer did not live to make."""
+        if damages:
+            _LOG.warning("Falling back to the checkpoint %s: %s", manifest.directory, "; ".join(damages))
+        if self._storage.size(manifest.directory, COMMITTED) is None:
+            with contextlib.suppress(OSError):
+                self._storage.write(manifest.directory, COMMITTED, [])
+
+    def _patiently(self, reference: Reference) -> Manifest:
+        while True:
+            try:
+                return Manifest.read(self._storage, reference.directory)
+            except CheckpointDamaged:
+                if time.monotonic() >= self._until:
+                    raise
+            time.sleep(_LOOK_SECONDS)
+
     def _committed_before(self, reference: Reference) -> Reference | None:
         found = []
-        for marker in self._folder.glob(f"*/{COMMITTED}"):
+        for folder in self._storage.folders():
+            if COMMITTED not in self._storage.files(folder):
+                continue
             try:
-                manifest = Manifest.read(self._folder, marker.parent.name)
+                manifest = Manifest.read(self._storage, folder)
             except CheckpointDamaged:
                 continue
             if (manifest.step, manifest.directory) < (reference.step, reference.directory):
@@ -99,10 +124,17 @@ class Recovery:
     def _checker(self, manifest: Manifest) -> Callable[[], list[str]]:
         """Return a function that checks this rank's part of the files: every world_size-th by size."""
         ordered: list[tuple[str, FileSum]] = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
-        mine = ordered[self._identity.rank :: self._identity.world_size]
-        folder = self._folder / manifest.directory
+        mine = ordered[self._control.rank :: self._control.world_size]
+
+        def problem(item: tuple[str, FileSum]) -> str | None:
+            name, sums = item
+            # What is missing or too short may be on its way; what has another checksum is not.
+            while self._storage.size(manifest.directory, name) != sums.size and time.monotonic() < self._until:
+                time.sleep(_LOOK_SECONDS)
+            return self._storage.problem(manifest.directory, name, sums)
 
         def check() -> list[str]:
-            return [problem for name, sums in mine if (problem := verify_file(folder / name, sums)) is not None]
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify-checkpoint") as pool:
+                return [each for each in pool.map(problem, mine) if each is not None]
 
         return check

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from azureml_elastic.checkpoints.storage import Storage
 from azureml_elastic.errors import CheckpointError, UsageError
 from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train.agent import Action, Agent, Identity
@@ -30,24 +31,30 @@ __all__ = ["Session"]
 
 _LOG = logging.getLogger(__name__)
 
+_CLOSING_SECONDS = 5.0
+"""How long a script that ends early waits for the checkpoint that is being written."""
+
 
 class Session:
     """One process of an elastic run.
 
     Args:
         identity: of this process; one that is to wait for its place in a round is of round 0.
-        policy: of the checkpoints, with a path.
+        policy: of the checkpoints.
+        storage: of them.
         agent: that started the process.
         audit: writes down the samples of each step, if at all.
     """
 
-    def __init__(self, identity: Identity, policy: CheckpointPolicy, agent: Agent, audit: Audit | None) -> None:
+    def __init__(
+        self, identity: Identity, policy: CheckpointPolicy, storage: Storage, agent: Agent, audit: Audit | None
+    ) -> None:
         self._agent = agent
         self._audit = audit
         self._trained_out = False
         self._place = Place(agent, identity, audit)
         world, self._position = self._place.world, self._place.position
-        self._keeper = Keeper(policy, agent, world.identity, world.control, self._position)
+        self._keeper = Keeper(policy, storage, agent, world, self._position)
         self._place.keep(self._keeper)
         if audit is not None:
             self._position.when_opened = self._write_down
@@ -243,6 +250,7 @@ class Session:
         """
         if self._place.over:
             return
+        self._keeper.settle()
         if self._keeper.state is not None:
             if self._keeper.half_step:
                 _LOG.warning("The optimizer has stepped after the last run.step(); that step is not saved.")
@@ -290,11 +298,15 @@ class Session:
             if not handed_over:
                 self._keeper.save(must_commit=True)
             self._place.give_up(handed_over=handed_over)
-        elif self._keeper.due() or action == "save":
+            return
+        self._keeper.after_step()
+        if self._keeper.due() or action == "save":
             self._keeper.save()
 
     def _close(self) -> None:
         self._ending.cancel()
+        if not self._place.over:
+            self._keeper.settle(_CLOSING_SECONDS)
         self._agent.close()
         if self._audit is not None:
             self._audit.close()

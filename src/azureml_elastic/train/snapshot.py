@@ -79,6 +79,7 @@ class Snapshot:
         data: the position in the data, ``None`` without a loader.
         unsaved_seconds: since the last checkpoint that is on storage.
         owed: whether a checkpoint was due and could not be completed.
+        random: the random number generators of the process, see :mod:`~azureml_elastic.train.randomness`.
         tensors: by name; they may alias those of the model.
     """
 
@@ -87,6 +88,7 @@ class Snapshot:
     data: Mapping[str, Any] | None
     unsaved_seconds: float = 0.0
     owed: bool = False
+    random: str | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def to_memory(self) -> int:
@@ -190,6 +192,7 @@ class Snapshot:
             "data": self.data,
             "unsaved_seconds": self.unsaved_seconds,
             "owed": self.owed,
+            "random": self.random,
         }
 
 

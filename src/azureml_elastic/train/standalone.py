@@ -15,13 +15,13 @@ import json
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from azureml_elastic.checkpoints.manifest import Reference
+from azureml_elastic.checkpoints.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged, ElasticError
 from azureml_elastic.train.agent import EXIT_TERMINATED, Action, Identity
-from azureml_elastic.train.manifest import Reference, replace_durably
 
 __all__ = ["POINTER", "StandaloneAgent"]
 
@@ -32,15 +32,15 @@ class StandaloneAgent:
     """Keeps the pointer in a file and listens for SIGTERM.
 
     Args:
-        folder: of the checkpoints.
+        storage: of the checkpoints.
         identity: of this process.
     """
 
     leave_code = EXIT_TERMINATED
     stays = False
 
-    def __init__(self, folder: Path, identity: Identity) -> None:
-        self._path = folder / POINTER
+    def __init__(self, storage: Storage, identity: Identity) -> None:
+        self._storage = storage
         self._terminated = False
         self._previous: Any = None
         self._listens = identity.world_size == 1 and threading.current_thread() is threading.main_thread()
@@ -54,18 +54,19 @@ class StandaloneAgent:
             CheckpointDamaged: the file is there but cannot be read.
         """
         try:
-            return Reference.from_json(json.loads(self._path.read_bytes()))
+            return Reference.from_json(json.loads(self._storage.read("", POINTER)))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointDamaged(
-                f"{self._path} does not name a checkpoint: {error!r}. Restore the file, or remove it to start anew."
+                f"{self._storage}/{POINTER} does not name a checkpoint: {error!r}. Restore the file, or remove it to "
+                "start anew."
             ) from error
 
     def commit(self, reference: Reference, stall_seconds: float) -> None:
         """See :class:`~azureml_elastic.train.agent.Agent`."""
         del stall_seconds
-        replace_durably(self._path, json.dumps(reference.to_json()).encode() + b"\n")
+        self._storage.replace(POINTER, json.dumps(reference.to_json()).encode() + b"\n")
 
     def restored(self, step: int, directory: str | None) -> None:
         """Nobody to tell."""

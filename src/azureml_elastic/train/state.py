@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train import tree
+from azureml_elastic.train import tree, zero_redundancy
 
 __all__ = ["Stateful", "TrackedState"]
 
@@ -82,12 +82,11 @@ class TrackedState:
     @property
     def replicated(self) -> bool:
         """Whether every rank holds all of the state."""
-        sharding = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer")
-        if any(type(value).__name__ in sharding for value in self._objects.values()):
+        if any(zero_redundancy.is_zero_redundancy(value) for value in self._objects.values()):
             return False
         modules = [module for value in self._modules.values() for module in value.modules()]
         tensors = [tensor for value in self._modules.values() for tensor in value.parameters()]
-        return not any(type(module).__name__ in sharding for module in modules) and not any(
+        return not any(type(module).__name__ == "FullyShardedDataParallel" for module in modules) and not any(
             isinstance(tensor, DTensor) for tensor in tensors
         )
 
@@ -128,13 +127,32 @@ class TrackedState:
         plain: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, value in self._objects.items():
-            state = self._state_of(name, value)
-            plain[name], found = tree.split(name, state)
+            if zero_redundancy.is_zero_redundancy(value):
+                settings, found = zero_redundancy.collect(name, value, self._owners[name])
+                plain[name], _ = tree.split(name, settings)
+            else:
+                plain[name], found = tree.split(name, self._state_of(name, value))
             if not is_main:
                 keep = self._replicated(value, found)
                 found = {key: tensor for key, tensor in found.items() if key in keep}
             tensors.update(found)
         return plain, tensors
+
+    def wanted(self) -> Callable[[str], bool]:
+        """Return what tells, by its name, whether this rank needs a tensor of a checkpoint."""
+        owned = {
+            f"{name}/state/": zero_redundancy.owned_paths(name, value, self._owners[name])
+            for name, value in self._objects.items()
+            if zero_redundancy.is_zero_redundancy(value)
+        }
+
+        def wants(tensor: str) -> bool:
+            for prefix, paths in owned.items():
+                if tensor.startswith(prefix):
+                    return tensor.rpartition("/")[0] in paths
+            return True
+
+        return wants
 
     def _state_of(self, name: str, value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -164,8 +182,12 @@ class TrackedState:
             UsageError: the checkpoint holds other names than are tracked, or does not fit an object.
         """
         for name, value in self._objects.items():
-            state = tree.join(plain[name], tensors)
             try:
+                if zero_redundancy.is_zero_redundancy(value):
+                    settings = tree.join({"param_groups": plain[name]["param_groups"]}, {})
+                    zero_redundancy.restore(name, value, self._owners[name], settings, tensors)
+                    continue
+                state = tree.join(plain[name], tensors)
                 if isinstance(value, nn.Module):
                     set_model_state_dict(value, state)
                 elif isinstance(value, Optimizer):

@@ -43,6 +43,10 @@ class World:
         self._before: frozenset[str] = frozenset()
         self._opening = False
         self._sockets: frozenset[str] = frozenset()
+        self.control: Control
+        """The ranks' agreement, for the training thread."""
+        self.background: Control
+        """The same for the thread that writes checkpoints."""
         self.owns_group = False
         """Whether the group was opened here, and so is to be closed here."""
 
@@ -57,6 +61,7 @@ class World:
         try:
             self.owns_group = open_group(self.identity, self.device)
             self.control = Control()
+            self.background = Control()
         finally:
             with self._lock:
                 self._sockets, self._opening = _connections() - self._before, False

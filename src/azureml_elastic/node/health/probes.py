@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from azureml_elastic.checkpoints.storage import is_remote
 from azureml_elastic.node.health.accelerator import check_ecc, check_gpus
 from azureml_elastic.node.health.findings import Finding, Probe, Status
 from azureml_elastic.node.health.machine import check_folder, check_memory, check_open_files, check_shared_memory
@@ -28,7 +29,7 @@ _KILL_SECONDS = 3.0
 def check_folders(run: Path, checkpoints: str | None) -> dict[str, Path]:
     """Return the folders that a node writes to, by what they are for; of equal ones the first."""
     folders = {"run's folder": run, "temporary files": Path(tempfile.gettempdir())}
-    if checkpoints is not None:
+    if checkpoints is not None and not is_remote(checkpoints):
         folders["checkpoints"] = Path(checkpoints)
     known: dict[Path, str] = {}
     for what, folder in folders.items():

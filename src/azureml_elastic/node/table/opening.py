@@ -43,12 +43,12 @@ _ACCEPTED = (
 )
 
 
-def emulator_connection_string(endpoint: str) -> str:
-    """Return the connection string for an emulator's table URL."""
+def emulator_connection_string(endpoint: str, service: str = "table") -> str:
+    """Return the connection string for the URL of one of an emulator's services."""
     scheme = urlsplit(endpoint).scheme
     return (
         f"DefaultEndpointsProtocol={scheme};AccountName={EMULATOR_ACCOUNT};AccountKey={_EMULATOR_KEY};"
-        f"TableEndpoint={endpoint};"
+        f"{service.capitalize()}Endpoint={endpoint};"
     )
 
 

@@ -7,37 +7,26 @@ a manifest of the right digest is no checkpoint.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from azureml_elastic.checkpoints.storage import FileSum, Storage
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = [
-    "MANIFEST",
-    "FileSum",
-    "Manifest",
-    "Reference",
-    "checksum",
-    "directory_name",
-    "fsync_directory",
-    "replace_durably",
-    "round_of",
-    "verify_file",
-    "write_new",
-]
+__all__ = ["COMMITTED", "MANIFEST", "FolderName", "Manifest", "Reference"]
 
 MANIFEST = "manifest.json"
-_SCHEMA = 1
-_NAME = re.compile(r"step-(\d{12})\.round-(\d{6})\.[0-9a-f]{8}")
-_CHUNK = 1 << 22
+
+COMMITTED = "committed"
+"""The empty file that marks a checkpoint's folder once it has been committed."""
+
+_SCHEMA = 2
+_NAME = re.compile(r"step-(\d{12})\.round-(\d{6})\.([0-9a-f]{8})(\.kept)?")
 
 
 @dataclass(frozen=True)
@@ -62,14 +51,6 @@ class Reference:
     def to_json(self) -> dict[str, Any]:
         """Return the fields."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """Size in bytes and xxh3_128 checksum of one file."""
-
-    size: int
-    xxh3: str
 
 
 @dataclass(frozen=True)
@@ -143,95 +124,45 @@ class Manifest:
         return manifest
 
     @classmethod
-    def read(cls, folder: Path, directory: str) -> Manifest:
+    def read(cls, storage: Storage, directory: str) -> Manifest:
         """Read the manifest of a checkpoint.
 
         Raises:
             CheckpointDamaged: there is none, or not as it was written.
         """
-        path = folder / directory / MANIFEST
+        where = f"{storage}/{directory}/{MANIFEST}"
         try:
-            content = path.read_bytes()
+            content = storage.read(directory, MANIFEST)
         except OSError as error:
-            raise CheckpointDamaged(f"The manifest {path} cannot be read: {error}") from error
-        manifest = cls.from_bytes(content, str(path))
+            raise CheckpointDamaged(f"The manifest {where} cannot be read: {error}") from error
+        manifest = cls.from_bytes(content, where)
         if manifest.directory != directory:
-            raise CheckpointDamaged(f"The manifest {path} belongs to {manifest.directory!r}.")
+            raise CheckpointDamaged(f"The manifest {where} belongs to {manifest.directory!r}.")
         return manifest
 
 
-def directory_name(step: int, round_number: int, nonce: str) -> str:
-    """Return the name of a checkpoint's folder; names sort by step.
+@dataclass(frozen=True)
+class FolderName:
+    """The name of a checkpoint's folder; names sort by step.
 
     Args:
         step: optimizer steps completed.
-        round_number: that writes it.
+        round: that writes it.
         nonce: 8 hexadecimal digits, fresh for each attempt.
+        kept: whether it is kept for good.
     """
-    return f"step-{step:012d}.round-{round_number:06d}.{nonce}"
 
+    step: int
+    round: int
+    nonce: str
+    kept: bool = False
 
-def round_of(directory: str) -> int | None:
-    """Return the round in a checkpoint folder's name, ``None`` where it is no such name."""
-    match = _NAME.fullmatch(directory)
-    return None if match is None else int(match[2])
+    def __str__(self) -> str:
+        """Return the name."""
+        return f"step-{self.step:012d}.round-{self.round:06d}.{self.nonce}{'.kept' if self.kept else ''}"
 
-
-def checksum(path: Path) -> FileSum:
-    """Read a file and return its size and checksum.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    digest = xxhash.xxh3_128()
-    size = 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileSum(size, digest.hexdigest())
-
-
-def verify_file(path: Path, expected: FileSum) -> str | None:
-    """Return what is wrong with a file, ``None`` where nothing is."""
-    try:
-        size = path.stat().st_size
-        if size != expected.size:
-            return f"{path} has {size} bytes instead of {expected.size}"
-        if checksum(path).xxh3 != expected.xxh3:
-            return f"{path} has another checksum than when it was written"
-    except OSError as error:
-        return f"{path} cannot be read: {error}"
-    return None
-
-
-def write_new(path: Path, content: bytes) -> None:
-    """Write a file that is not there yet, durably. Readers must check it: a crash may leave a part of it."""
-    with path.open("xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    fsync_directory(path.parent)
-
-
-def replace_durably(path: Path, content: bytes) -> None:
-    """Replace a file on a local disk, by one writer: readers see the old or the new content, even after a power cut."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in a folder durable, where the file system knows how to."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
-            raise
-    finally:
-        os.close(descriptor)
+    @classmethod
+    def parse(cls, folder: str) -> FolderName | None:
+        """Read a folder's name, ``None`` where it is no such name."""
+        match = _NAME.fullmatch(folder)
+        return None if match is None else cls(int(match[1]), int(match[2]), match[3], match[4] is not None)

@@ -1,0 +1,114 @@
+"""Processes killed at any byte of a save, files damaged in any way: what is restored is the newest that is whole."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import damages
+import pytest
+import torch
+from worlds import CONTEXT, PATIENCE
+
+from azureml_elastic.checkpoints.catalogue import entries
+from azureml_elastic.checkpoints.local_storage import LocalStorage
+from azureml_elastic.checkpoints.manifest import FolderName
+from azureml_elastic.errors import CheckpointDamaged
+from azureml_elastic.train.agent import Identity
+from azureml_elastic.train.reading import load
+from azureml_elastic.train.recovery import Recovery
+from azureml_elastic.train.standalone import StandaloneAgent
+
+CASES = int(os.environ.get("CHECKPOINT_CASES", "160"))
+RUNS = 8
+
+
+class Run:
+    """A run that is killed, damaged and restored again and again."""
+
+    def __init__(self, folder, seed):
+        self.folder = folder
+        self.folder.mkdir()
+        self.moments = random.Random(seed)
+        self.storage = LocalStorage(folder)
+        self.agent = StandaloneAgent(self.storage, Identity(1, 0, 2, 0))  # not the one that listens to SIGTERM
+        self.step, self.parent, self.round = 0, None, 0
+        self.committed = set()
+        self.damaged = set()
+
+    def save(self):
+        """Save until killed; take note of what was committed and is there."""
+        self.round += 1
+        process = CONTEXT.Process(
+            target=damages.save_until_killed,
+            args=(str(self.folder), self.round, self.step, self.parent, self.moments.getrandbits(32)),
+            daemon=True,
+        )
+        process.start()
+        process.join(PATIENCE)
+        assert process.exitcode == 9
+
+    def whole(self):
+        """Return the steps of the committed checkpoints that are there as they were written."""
+        whole = {name for name in self.committed - self.damaged if self._complete(name)}
+        return {FolderName.parse(name).step for name in whole}
+
+    def note(self):
+        """Take note of what is committed: the pointer, and what it descends from."""
+        pointer = self.agent.pointer()
+        if pointer is not None:
+            self.committed.add(pointer.directory)
+        for name in self.storage.folders():
+            if "committed" in self.storage.files(name):
+                self.committed.add(name)
+        return pointer
+
+    def restore(self):
+        """Restore, and check that it is the newest whole checkpoint, with all that it had."""
+        pointer = self.note()
+        if pointer is None:
+            return
+        expected = max(self.whole(), default=None)
+        try:
+            manifest = Recovery(self.storage, damages.Alone(), 0.0).newest_whole(pointer)
+        except CheckpointDamaged:
+            assert expected is None
+            raise
+        assert manifest.step == expected
+        tensors = load(self.storage, manifest, {}, damages.Alone())
+        for name, tensor in damages.state_of(manifest.step).items():
+            assert torch.equal(tensors[name], tensor)
+        self.step, self.parent = manifest.step, manifest.reference.to_json()
+
+    def damage(self):
+        name = damages.damage(self.folder, self.moments)
+        if name is not None:
+            self.damaged.add(name)
+
+    def _complete(self, name):
+        return {"manifest.json", "rank-00000.safetensors"} <= set(self.storage.files(name))
+
+
+@pytest.mark.parametrize("seed", range(RUNS))
+def test_what_is_restored_is_the_newest_whole_checkpoint(seed, tmp_path):
+    run, lives = Run(tmp_path / "0", seed), 0
+    for _ in range(CASES // RUNS):
+        run.save()
+        run.note()
+        for _ in range(run.moments.choice([0, 0, 1, 1, 2, 4])):
+            run.damage()
+        try:
+            run.restore()
+        except CheckpointDamaged:
+            lives += 1
+            run = Run(tmp_path / str(lives), run.moments.getrandbits(32))
+
+
+def test_the_state_in_a_file_is_what_was_written(tmp_path):
+    run = Run(tmp_path / "c", 1)
+    while run.note() is None:
+        run.save()
+    run.restore()
+    manifest = Recovery(run.storage, damages.Alone(), 0.0).newest_whole(run.agent.pointer())
+    names = {entry.chunk.name for entry in entries(run.storage, manifest, "rank-00000.safetensors")}
+    assert names == set(damages.state_of(1))
