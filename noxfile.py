@@ -46,11 +46,23 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def chaos(session: nox.Session) -> None:
-    """Run a hundred random schedules of losses, freezes, new nodes and faults of the table, over real processes."""
+    """Run a hundred random schedules of losses, freezes, new nodes and faults of the table, over real processes.
+
+    With them fifty preemptions, and ten thousand kills and damages of checkpoints.
+    """
     install_wheel(session, "all", groups=("test",))
-    paths = ("tests/test_random_schedules.py", "tests/test_faulty_table.py")
+    many = {"CHAOS_SEEDS": "0:100", "NOTICE_SEEDS": "0:50", "CHECKPOINT_CASES": "10000"}
+    files = ("test_random_schedules.py", "test_faulty_table.py", "test_notices.py", "train/test_damage.py")
     arguments = session.posargs or ("-n", "3", "--dist", "worksteal")
-    session.run("python", "-m", "pytest", "-m", "", *arguments, *paths, env={"CHAOS_SEEDS": "0:100"})
+    paths = [f"tests/{file}" for file in files]
+    session.run("python", "-m", "pytest", "-m", "", *arguments, "--timeout", "1800", *paths, env=many)
+
+
+@nox.session
+def bench_checkpoints(session: nox.Session) -> None:
+    """Measure what checkpoints cost beside torch's own; writes docs/benchmarks-checkpoints.md."""
+    install_wheel(session, "node", groups=("test",))
+    session.run("python", "benchmarks/saving.py", *session.posargs)
 
 
 @nox.session

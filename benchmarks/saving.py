@@ -1,8 +1,7 @@
 """What a checkpoint costs: for how long training stands still, and how long a restore takes; beside torch's own ways.
 
-``python benchmarks/saving.py`` starts two ranks that hold the same state of about 1 GB, as data parallelism does, and
-save it in turn in each way, several times. A loop of small steps runs between the saves; what the call of a save takes
-is its stall. Prints a table and the ratios.
+Starts ranks that hold the same state of about 1 GB, as data parallelism does, and save it in turn in each way, several
+times. What the call of a save takes is its stall. Prints tables and writes ``docs/benchmarks-checkpoints.md``.
 """
 
 from __future__ import annotations
@@ -18,13 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from measurements import machine, write_lines
 from torch import nn
 
 from azureml_elastic.checkpoints.local_storage import LocalStorage
@@ -36,17 +39,44 @@ from azureml_elastic.train.standalone import StandaloneAgent
 from azureml_elastic.train.state import TrackedState
 from azureml_elastic.train.world import World
 
-Save = Callable[[], Callable[[], Any]]
-HERE = Path(__file__)
-RANKS = 2
+Way = Callable[[], Callable[[], Any]]
+HERE = Path(__file__).resolve()
+LINES = HERE.parent / "results" / "checkpoints.jsonl"
+PAGE = HERE.parent.parent / "docs" / "benchmarks-checkpoints.md"
 CADENCE_SECONDS = 30.0
 
-COPY = "memcpy of a rank's share, to warm memory"
+COPY = "copy of a rank's share"
 OURS = "azureml-elastic"
-TORCH_SAVE = "torch.save, rank 0, fsync"
+TORCH_SAVE = "torch.save"
 DCP_SAVE = "DCP save"
 DCP_ASYNC = "DCP async_save, thread"
 DCP_PROCESS = "DCP async_save, process and shared memory"
+DCP_LOAD = "DCP load, nothing verified"
+FROM_MEMORY = "ours, from memory"
+FROM_PEER = "ours, from a peer"
+FROM_DISK = "ours, from disk, every byte verified"
+RESTORES = (FROM_MEMORY, FROM_PEER, FROM_DISK, DCP_LOAD)
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save or restore.
+
+    Args:
+        name: how.
+        ranks: that took part.
+        run: its number, from 1.
+        stall: seconds for which the slowest rank could not train.
+        durable: seconds until all of it was on the disk; 0 for a restore.
+        nbytes: of the state that each rank holds.
+    """
+
+    name: str
+    ranks: int
+    run: int
+    stall: float
+    durable: float
+    nbytes: int
 
 
 class State:
@@ -79,7 +109,7 @@ def rank_main(megabytes: int, runs: int, folder: Path) -> None:
     """Measure everything on one rank, together with the other one; rank 0 prints JSON lines."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    world = World(Identity(rank, rank, RANKS, 0), torch.device("cpu"))
+    world = World(Identity(rank, rank, int(os.environ["WORLD_SIZE"]), 0), torch.device("cpu"))
     world.open()
     state = State(megabytes)
     tracked = TrackedState({"model": state.model, "optimizer": state.optimizer})
@@ -90,7 +120,7 @@ def rank_main(megabytes: int, runs: int, folder: Path) -> None:
     ways = _ways(state, tracked, ours, folder)
     ours.prepare(tracked)
     time.sleep(3)  # while training goes on
-    source = torch.empty(state.nbytes // RANKS // 4).fill_(1.0)
+    source = torch.empty(state.nbytes // dist.get_world_size() // 4).fill_(1.0)
     target = torch.empty_like(source).copy_(source)
     for run in range(runs + 1):  # the first one is for warmth
         dist.barrier()
@@ -109,7 +139,7 @@ def rank_main(megabytes: int, runs: int, folder: Path) -> None:
     world.close()
 
 
-def _ways(state: State, tracked: TrackedState, ours: Checkpoints, folder: Path) -> dict[str, Save]:
+def _ways(state: State, tracked: TrackedState, ours: Checkpoints, folder: Path) -> dict[str, Way]:
     """Return the ways to save: functions that return when training may go on, each with one that waits for the end."""
     steps = itertools.count(1)
 
@@ -134,10 +164,10 @@ def _ways(state: State, tracked: TrackedState, ours: Checkpoints, folder: Path) 
     return {OURS: save_ours, TORCH_SAVE: save_torch, DCP_SAVE: save_dcp, **_asynchronous(state, folder, group)}
 
 
-def _asynchronous(state: State, folder: Path, group: Any) -> dict[str, Save]:
+def _asynchronous(state: State, folder: Path, group: Any) -> dict[str, Way]:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    found: dict[str, Save] = {}
+    found: dict[str, Way] = {}
     thread = DefaultStager(
         StagingOptions(
             use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
@@ -169,7 +199,7 @@ def _asynchronous(state: State, folder: Path, group: Any) -> dict[str, Save]:
 
 def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: World, folder: Path) -> None:
     def timed(name: str, action: Callable[[], Any]) -> None:
-        for number in range(3):
+        for number in range(4):  # the first one is for warmth
             dist.barrier()
             began = time.perf_counter()
             action()
@@ -196,48 +226,39 @@ def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: Worl
         dcp.load(document, checkpoint_id=folder / "dcp")
 
     ours.committed()
-    timed("restore: ours, from memory", from_memory)
-    timed("restore: ours, from a peer", from_peer)
-    timed("restore: ours, from disk, every byte verified", lambda: ours.restore(tracked))
-    timed("restore: DCP load, nothing verified", from_dcp)
+    timed(FROM_MEMORY, from_memory)
+    timed(FROM_PEER, from_peer)
+    timed(FROM_DISK, lambda: ours.restore(tracked))
+    timed(DCP_LOAD, from_dcp)
 
 
 def _note(run: int, name: str, stall: float, durable: float, nbytes: int) -> None:
     worst = torch.tensor([stall, durable], dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0 and run > 0:
-        line = {"name": name, "run": run, "stall": worst[0].item(), "durable": worst[1].item(), "nbytes": nbytes}
-        print(json.dumps(line), flush=True)
+        print(json.dumps(asdict(Save(name, dist.get_world_size(), run, *worst.tolist(), nbytes))), flush=True)
 
 
-def _lines(megabytes: int, runs: int) -> Iterator[dict[str, Any]]:
+def measure(megabytes: int, runs: int, ranks: int) -> Iterator[Save]:
+    """Let so many ranks measure, and yield what they find."""
     folder = Path(tempfile.mkdtemp(prefix="bench-saving-"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     try:
         processes = []
-        for rank in range(RANKS):
-            variables = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            words = [
-                sys.executable,
-                str(HERE),
-                "--rank",
-                "--mb",
-                str(megabytes),
-                "--runs",
-                str(runs),
-                "--at",
-                str(folder),
-            ]
+        for rank in range(ranks):
+            variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            words = [sys.executable, str(HERE), "--mb", str(megabytes), "--runs", str(runs), "--rank-in", str(folder)]
+            environment = {**os.environ, **variables}
             processes.append(
-                subprocess.Popen(words, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             )
         first = processes[0].stdout
         assert first is not None
         for line in first:
             if line.startswith("{"):
-                yield json.loads(line)
+                yield Save(**json.loads(line))
         for process in processes:
             if process.wait() != 0:
                 raise RuntimeError(f"a rank ended with {process.returncode}")
@@ -245,28 +266,60 @@ def _lines(megabytes: int, runs: int) -> Iterator[dict[str, Any]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def table(saves: Sequence[Save]) -> str:
+    """Return the medians of one number of ranks as a table."""
+    stalls, durables = _medians(saves, lambda save: save.stall), _medians(saves, lambda save: save.durable)
+    best = min(stalls[name] for name in (DCP_ASYNC, DCP_PROCESS))
+    head = ["", "stall", f"of {CADENCE_SECONDS:g} s", "copies", "of DCP's best stall", "durable after"]
+    rows = [head, ["---"] * len(head)]
+    for name in (COPY, OURS, DCP_ASYNC, DCP_PROCESS, DCP_SAVE, TORCH_SAVE):
+        stall = stalls[name]
+        cells = [
+            f"{stall:.3f} s",
+            f"{stall / CADENCE_SECONDS:.2%}",
+            f"{stall / stalls[COPY]:.1f}",
+            f"{stall / best:.2f}",
+        ]
+        rows.append([name, *cells, "" if name == COPY else f"{durables[name]:.2f} s"])
+    rows += [["restore", "seconds", "", "", "of DCP's", ""]]
+    for name in RESTORES:
+        rows.append([name, f"{stalls[name]:.3f} s", "", "", f"{stalls[name] / stalls[DCP_LOAD]:.2f}", ""])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _medians(saves: Sequence[Save], what: Callable[[Save], float]) -> dict[str, float]:
+    names = dict.fromkeys(save.name for save in saves)
+    return {name: statistics.median(what(save) for save in saves if save.name == name) for name in names}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, default=1024, help="of state")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--at", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--dry", action="store_true", help="print, but leave the page as it is")
+    parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank:
-        rank_main(arguments.mb, arguments.runs, arguments.at)
+    if arguments.rank_in is not None:
+        rank_main(arguments.mb, arguments.runs, arguments.rank_in)
         return 0
-    found: dict[str, list[dict[str, Any]]] = {}
-    for line in _lines(arguments.mb, arguments.runs):
-        found.setdefault(line["name"], []).append(line)
-    medians = {name: statistics.median(line["stall"] for line in lines) for name, lines in found.items()}
-    copy = medians[COPY]
-    for name, lines in found.items():
-        durable = statistics.median(line["durable"] for line in lines)
-        stall = medians[name]
-        print(
-            f"{name:48} {stall:7.3f} s  {stall / CADENCE_SECONDS:6.2%} of {CADENCE_SECONDS:g} s"
-            f"  {stall / copy:6.1f} x memcpy  durable after {durable:.2f} s"
+    load = os.getloadavg()[0]
+    found = [save for ranks in arguments.ranks for save in measure(arguments.mb, arguments.runs, ranks)]
+    tables = [
+        f"## {ranks} ranks\n\n{table([save for save in found if save.ranks == ranks])}" for ranks in arguments.ranks
+    ]
+    print("\n\n".join(tables))
+    if not arguments.dry:
+        write_lines(found, LINES)
+        page = Template((HERE.parent / "saving_page.md").read_text("utf-8")).substitute(
+            date=f"{datetime.now().astimezone():%Y-%m-%d}",
+            machine=machine(),
+            load=f"{load:.1f}",
+            size=f"{found[0].nbytes / 2**20:.0f} MiB",
+            runs=arguments.runs,
+            tables="\n\n".join(tables),
         )
+        PAGE.write_text(page, "utf-8")
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from azureml_elastic.checkpoints.local_storage import LocalStorage
-from azureml_elastic.checkpoints.manifest import COMMITTED, MANIFEST, FolderName, Manifest, Reference
+from azureml_elastic.checkpoints.manifest import COMMITTED, DAMAGED, MANIFEST, FolderName, Manifest, Reference
 from azureml_elastic.checkpoints.placement import assign
 from azureml_elastic.checkpoints.shard_file import Layout
 from azureml_elastic.train.agent import Identity
@@ -152,7 +152,7 @@ def save_until_killed(folder, number, step, parent, seed):
 
 def damage(folder, moments):
     """Damage a file of a checkpoint, other than the mark of its commit; return the folder's name."""
-    files = sorted(path for path in folder.glob("step-*/*") if path.name != COMMITTED)
+    files = sorted(path for path in folder.glob("step-*/*") if path.name not in (COMMITTED, DAMAGED))
     if not files:
         return None
     path = moments.choice(files)

@@ -232,3 +232,16 @@ def test_workers_do_not_outlive_their_agent(agent, tmp_path):
     assert reached.wait(PATIENCE)
     agent.close()
     assert [outcome.code for outcome in world.outcomes()] == [EXIT_AGENT_LOST] * 2
+
+
+def test_a_damaged_checkpoint_is_reported_and_an_older_one_is_used(agent, tmp_path):
+    (before,) = World(1, workers.agent_session, tmp_path / "c", 20, 5, **environment(agent, 1)).values()
+    assert before == [0, 20]
+    damaged = tmp_path / "c" / agent.pointer["directory"]
+    (damaged / "rank-00000.safetensors").write_bytes(b"torn")
+    (after,) = World(1, workers.agent_session, tmp_path / "c", 20, 5, **environment(agent, 2)).values()
+    assert after == [15, 20]
+    ((_, report),) = agent.wait_for("damaged")
+    assert report["directory"] == damaged.name
+    assert "4 bytes instead of" in report["problems"]
+    assert "4 bytes instead of" in (damaged / "damaged").read_text()

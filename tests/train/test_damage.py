@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
+from pathlib import Path
 
 import damages
 import pytest
@@ -89,9 +91,16 @@ class Run:
         return {"manifest.json", "rank-00000.safetensors"} <= set(self.storage.files(name))
 
 
+@pytest.fixture
+def memory():
+    """A folder in memory, where flushing costs nothing."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("seed", range(RUNS))
-def test_what_is_restored_is_the_newest_whole_checkpoint(seed, tmp_path):
-    run, lives = Run(tmp_path / "0", seed), 0
+def test_what_is_restored_is_the_newest_whole_checkpoint(seed, memory):
+    run, lives = Run(memory / "0", seed), 0
     for _ in range(CASES // RUNS):
         run.save()
         run.note()
@@ -101,11 +110,11 @@ def test_what_is_restored_is_the_newest_whole_checkpoint(seed, tmp_path):
             run.restore()
         except CheckpointDamaged:
             lives += 1
-            run = Run(tmp_path / str(lives), run.moments.getrandbits(32))
+            run = Run(memory / str(lives), run.moments.getrandbits(32))
 
 
-def test_the_state_in_a_file_is_what_was_written(tmp_path):
-    run = Run(tmp_path / "c", 1)
+def test_the_state_in_a_file_is_what_was_written(memory):
+    run = Run(memory / "c", 1)
     while run.note() is None:
         run.save()
     run.restore()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "workers"])
+# Modules beside the tests it would not find.
+CONTEXT.set_forkserver_preload(["torch.distributed", "azureml_elastic.train", "torch._dynamo"])
 PATIENCE = 60.0
 
 

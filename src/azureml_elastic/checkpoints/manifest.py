@@ -18,12 +18,15 @@ import xxhash
 from azureml_elastic.checkpoints.storage import FileSum, Storage
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["COMMITTED", "MANIFEST", "FolderName", "Manifest", "Reference"]
+__all__ = ["COMMITTED", "DAMAGED", "MANIFEST", "FolderName", "Manifest", "Reference"]
 
 MANIFEST = "manifest.json"
 
 COMMITTED = "committed"
 """The empty file that marks a checkpoint's folder once it has been committed."""
+
+DAMAGED = "damaged"
+"""The file that says what was wrong with a checkpoint when it was to be restored."""
 
 _SCHEMA = 2
 _NAME = re.compile(r"step-(\d{12})\.round-(\d{6})\.([0-9a-f]{8})(\.kept)?")

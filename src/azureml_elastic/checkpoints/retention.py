@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from azureml_elastic.checkpoints.manifest import MANIFEST, FolderName, Manifest
+from azureml_elastic.checkpoints.manifest import DAMAGED, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoints.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged
 
@@ -29,8 +29,8 @@ def lineage(storage: Storage, newest: Manifest, count: int) -> list[Manifest]:
 def retire(storage: Storage, newest: Manifest, keep: int) -> list[str]:
     """Remove old checkpoints and what attempts to write one have left, the manifest of each first.
 
-    Folders that are kept for good stay, by their names; so do those of newer rounds: another process may be writing
-    there.
+    Folders that are kept for good stay, by their names; so do those of newer rounds, where another process may be
+    writing, and the newest one that was found damaged, for whoever wants to know why.
 
     Args:
         storage: of the checkpoints.
@@ -44,12 +44,15 @@ def retire(storage: Storage, newest: Manifest, keep: int) -> list[str]:
         OSError: a folder could not be removed.
     """
     kept = {manifest.directory for manifest in lineage(storage, newest, keep)}
-    removed = []
+    old = []
     for folder in storage.folders():
         name = FolderName.parse(folder)
         if name is not None and name.round <= newest.round and not name.kept and folder not in kept:
-            storage.remove(folder, MANIFEST)
-            removed.append(folder)
+            old.append(folder)
+    quarantined = [folder for folder in old if DAMAGED in storage.files(folder)]
+    removed = [folder for folder in old if folder not in quarantined[-1:]]
+    for folder in removed:
+        storage.remove(folder, MANIFEST)
     return removed
 
 

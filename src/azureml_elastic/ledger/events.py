@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 __all__ = [
     "CheckpointCommitted",
+    "CheckpointQuarantined",
     "Event",
     "HangDetected",
     "HealthChecked",
@@ -137,6 +138,14 @@ class CheckpointCommitted(_Event):
     """For how long the training loop was held up."""
 
 
+class CheckpointQuarantined(_Event):
+    """A committed checkpoint was found damaged when it was to be restored; an older one was used."""
+
+    kind: Literal["checkpoint_quarantined"] = "checkpoint_quarantined"
+    directory: str
+    problems: str
+
+
 class WorkerFailed(_Event):
     """A worker ended with an error that no loss of another node explains."""
 
@@ -201,6 +210,7 @@ Event = Annotated[
     | Restored
     | Progress
     | CheckpointCommitted
+    | CheckpointQuarantined
     | WorkerFailed
     | HangDetected
     | RoundReopened

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from azureml_elastic.ledger.events import (
     CheckpointCommitted,
+    CheckpointQuarantined,
     Event,
     HangDetected,
     HealthChecked,
@@ -187,6 +188,8 @@ def describe(event: Event) -> str | None:
         )
     if isinstance(event, CheckpointCommitted):
         return f"checkpoint of step {event.step} committed (training stood for {event.seconds * 1000:.0f} ms)"
+    if isinstance(event, CheckpointQuarantined):
+        return f"the checkpoint {event.directory} is damaged, an older one is used: {event.problems}"
     if isinstance(event, WorkerFailed):
         return f"worker {event.rank} on {event.node} exited with {event.exit_code}: {event.message}"
     if isinstance(event, HealthChecked) and event.problems:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.errors import ElasticError, Fenced
-from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
+from azureml_elastic.ledger.events import CheckpointCommitted, CheckpointQuarantined, Progress, Restored
 from azureml_elastic.node.boundary import Ballot
 from azureml_elastic.node.checkpoints import CheckpointPointer
 from azureml_elastic.node.hang_watch import HangWatch
@@ -240,6 +240,10 @@ class Channel:
             self._watch.busy(local_rank, bounded=message["bounded"])
         elif op == "free":
             self._watch.free(local_rank)
+        elif op == "damaged":
+            self._recorder.record(
+                CheckpointQuarantined, self._round, directory=message["directory"], problems=message["problems"]
+            )
         elif op == "restored":
             self._watch.opened()
             with self._lock:

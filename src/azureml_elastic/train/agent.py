@@ -89,6 +89,9 @@ class Agent(Protocol):
             TableUnavailable: unknown whether it was committed; a later commit settles it.
         """
 
+    def damaged(self, directory: str, problems: str) -> None:
+        """Report a checkpoint that cannot be restored. For rank 0 alone."""
+
     def restored(self, step: int, directory: str | None) -> None:
         """Report, on every rank, where training starts."""
 

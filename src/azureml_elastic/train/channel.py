@@ -33,6 +33,7 @@ __all__ = ["ChannelAgent"]
 
 _LOG = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5.0
+_LONGEST_TEXT = 2000
 _STRONGEST_FIRST: tuple[Action, ...] = ("leave", "rejoin", "save")
 
 
@@ -101,6 +102,10 @@ class ChannelAgent:
     def commit(self, reference: Reference, stall_seconds: float) -> None:
         """See :class:`~azureml_elastic.train.agent.Agent`."""
         self._ask({"op": "commit", **reference.to_json(), "seconds": stall_seconds})
+
+    def damaged(self, directory: str, problems: str) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        self._client.send({"op": "damaged", "directory": directory, "problems": problems[:_LONGEST_TEXT]})
 
     def restored(self, step: int, directory: str | None) -> None:
         """See :class:`~azureml_elastic.train.agent.Agent`."""

@@ -313,7 +313,7 @@ class Checkpoints:
         if pointer is None:
             return None
         control = self._world.control
-        manifest = Recovery(self._storage, control, self._stale_seconds).newest_whole(pointer)
+        manifest = Recovery(self._storage, control, self._stale_seconds, self._agent.damaged).newest_whole(pointer)
         state.require_names(manifest.state)
         _, present = state.collect(is_main=True)
         own, wanted = randomness.tensor_name(control.rank), state.wanted()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from azureml_elastic.checkpoints.manifest import COMMITTED, Manifest, Reference
+from azureml_elastic.checkpoints.manifest import COMMITTED, DAMAGED, Manifest, Reference
 from azureml_elastic.checkpoints.storage import FileSum, Storage
 from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.train.control import Control
@@ -38,12 +38,20 @@ class Recovery:
         storage: of the checkpoints.
         control: the ranks' agreement.
         patience: seconds for a mount to show what was written, once for each search.
+        report: is told on rank 0 which checkpoint is damaged, and how.
     """
 
-    def __init__(self, storage: Storage, control: Control, patience: float = STALE_SECONDS) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        control: Control,
+        patience: float = STALE_SECONDS,
+        report: Callable[[str, str], None] = lambda _, __: None,
+    ) -> None:
         self._storage = storage
         self._control = control
         self._is_main = control.rank == 0
+        self._report = report
         self._until = time.monotonic() + patience
 
     def newest_whole(self, pointer: Reference) -> Manifest:
@@ -55,29 +63,27 @@ class Recovery:
         candidates = self._candidates(pointer) if self._is_main else iter(())
         damages: list[str] = []
         while True:
-            manifest, damage = self._control.from_main(next(candidates, (None, "")))
-            if manifest is not None:
-                problems = [
-                    problem
-                    for part in self._control.together("Checking files", self._checker(manifest))
-                    for problem in part
-                ]
-                if not problems:
-                    if self._is_main:
-                        self._mark(manifest, damages)
-                    return manifest
-                damages.extend(problems)
-            elif damage:
-                damages.append(damage)
-            else:
+            directory, manifest, damage = self._control.from_main(next(candidates, ("", None, "")))
+            if not directory:
                 raise CheckpointDamaged(
                     f"The run's newest checkpoint is {pointer.directory} in {self._storage}, but neither it nor an "
                     f"older one is whole: {'; '.join(damages)}. Check that this is the folder that the run has "
                     "written to. To start anew, submit with another checkpoint folder and run id."
                 )
+            problems = [damage]
+            if manifest is not None:
+                parts = self._control.together("Checking files", self._checker(manifest))
+                problems = [problem for part in parts for problem in part]
+                if not problems:
+                    if self._is_main:
+                        self._accept(manifest)
+                    return manifest
+            damages.extend(problems)
+            if self._is_main:
+                self._quarantine(directory, "; ".join(problems))
 
-    def _candidates(self, pointer: Reference) -> Iterator[tuple[Manifest | None, str]]:
-        """Yield manifests from the pointer backwards, or what is wrong with one. For rank 0."""
+    def _candidates(self, pointer: Reference) -> Iterator[tuple[str, Manifest | None, str]]:
+        """Yield folders with their manifests from the pointer backwards, or what is wrong with one. For rank 0."""
         reference: Reference | None = pointer
         while reference is not None:
             try:
@@ -85,19 +91,25 @@ class Recovery:
                 if manifest.digest != reference.digest:
                     raise CheckpointDamaged(f"{reference.directory} has another digest than was committed")  # noqa: TRY301
             except CheckpointDamaged as error:
-                yield None, str(error)
+                yield reference.directory, None, str(error)
                 reference = self._committed_before(reference)  # the link to the parent is lost with the manifest
             else:
-                yield manifest, ""
+                yield reference.directory, manifest, ""
                 reference = manifest.parent
 
-    def _mark(self, manifest: Manifest, damages: list[str]) -> None:
-        """Report what was passed over, and make up for a mark that its writer did not live to make."""
-        if damages:
-            _LOG.warning("Falling back to the checkpoint %s: %s", manifest.directory, "; ".join(damages))
+    def _accept(self, manifest: Manifest) -> None:
+        """Make up for a mark that its writer did not live to make."""
         if self._storage.size(manifest.directory, COMMITTED) is None:
             with contextlib.suppress(OSError):
                 self._storage.write(manifest.directory, COMMITTED, [])
+
+    def _quarantine(self, directory: str, problems: str) -> None:
+        """Report a damaged checkpoint and mark its folder, which stays to be examined."""
+        _LOG.warning("The checkpoint %s is damaged, an older one is used: %s", directory, problems)
+        self._report(directory, problems)
+        if self._storage.size(directory, DAMAGED) is None:
+            with contextlib.suppress(OSError):
+                self._storage.write(directory, DAMAGED, [problems.encode() + b"\n"])
 
     def _patiently(self, reference: Reference) -> Manifest:
         while True:

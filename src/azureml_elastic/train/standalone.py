@@ -68,6 +68,9 @@ class StandaloneAgent:
         del stall_seconds
         self._storage.replace(POINTER, json.dumps(reference.to_json()).encode() + b"\n")
 
+    def damaged(self, directory: str, problems: str) -> None:
+        """Nobody to tell."""
+
     def restored(self, step: int, directory: str | None) -> None:
         """Nobody to tell."""
 
