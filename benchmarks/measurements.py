@@ -109,7 +109,8 @@ class Summary:
         if self.writes is not None:
             said += f"; {self.writes:,} writes, {self.conflicts:,} in vain"
         if self.lost_steps is not None:
-            said += f"; {self.lost_steps} steps lost"
+            # A worker that leaves within a step has not noted it: one less than none.
+            said += f"; {max(0, self.lost_steps)} steps lost"
         return said
 
     def times(self, other: Summary) -> str:

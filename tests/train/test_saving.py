@@ -186,6 +186,17 @@ def test_a_save_whose_round_has_ended_commits_nothing_and_the_next_one_waits_for
     assert one.restored() == (3, [3.0, 3.0])
 
 
+def test_a_refusal_of_the_former_round_does_not_count_in_the_next_one(one):
+    one.agent.error = Fenced("round 9 has taken over")
+    one.save(1)
+    one.checkpoints.settle()
+    one.agent.error = None
+    one.checkpoints.enter()
+    one.checkpoints.require(at_once=True)
+    one.save(2)
+    assert one.checkpoints.settle().kind == "committed"
+
+
 def test_the_chain_of_parents(one):
     for step in (1, 2):
         one.save(step)

@@ -32,6 +32,7 @@ def worker_environments(seat: Seat, run_id: str, max_restarts: int) -> dict[int,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         variables.ROUND: str(round_.number),
+        variables.HISTORY: f"{round_.losses} {round_.seconds:.0f}",
     }
     return {
         local_rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}

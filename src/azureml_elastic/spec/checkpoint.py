@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Literal
 
 from pydantic import Field
 
@@ -19,14 +20,15 @@ class CheckpointPolicy(Spec):
 
     Args:
         path: a folder or mount that every node sees; ``None`` lets the submission or the local cluster choose.
-        every: wall time between two checkpoints; ``None`` takes none by time.
+        every: wall time between two checkpoints; ``"auto"`` takes the time that costs the run least, from what
+            checkpoints and losses have cost so far; ``None`` takes none by time.
         every_steps: optimizer steps between two checkpoints; ``None`` takes none by steps.
         keep: committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
         keep_every: optimizer steps; of each so many, the first checkpoint is kept for good. ``None`` keeps none.
     """
 
     path: str | None = None
-    every: PositiveDuration | None = timedelta(minutes=5)
+    every: Literal["auto"] | PositiveDuration | None = timedelta(minutes=5)
     every_steps: int | None = Field(default=None, ge=1)
     keep: int = Field(default=2, ge=2)
     keep_every: int | None = Field(default=None, ge=1)

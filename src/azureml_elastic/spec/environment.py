@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CHANNEL", "LOCAL_ADDRESS", "NODE_ID", "PLAN", "ROUND", "RUN_DIR", "RUN_ID", "SCHEDULED_EVENTS"]
+__all__ = ["CHANNEL", "HISTORY", "LOCAL_ADDRESS", "NODE_ID", "PLAN", "ROUND", "RUN_DIR", "RUN_ID", "SCHEDULED_EVENTS"]
 
 PLAN = "AZUREML_ELASTIC_PLAN"
 """The plan as JSON, set by the submission."""
@@ -27,3 +27,6 @@ CHANNEL = "AZUREML_ELASTIC_CHANNEL"
 
 ROUND = "AZUREML_ELASTIC_ROUND"
 """The number of the round that the worker belongs to."""
+
+HISTORY = "AZUREML_ELASTIC_HISTORY"
+"""How often the run has lost a node or a worker, and for how many seconds it has trained before this round."""

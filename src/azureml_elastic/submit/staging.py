@@ -29,6 +29,7 @@ _MODULES = {
     "pydantic": "pydantic",
     "azure-data-tables": "azure.data.tables",
     "azure-identity": "azure.identity",
+    "numpy": "numpy",
     "psutil": "psutil",
     "tenacity": "tenacity",
     "xxhash": "xxhash",

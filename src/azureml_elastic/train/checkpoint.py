@@ -9,30 +9,24 @@ parent.
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 
 from azureml_elastic.checkpoints.manifest import FolderName, Manifest, Reference
-from azureml_elastic.checkpoints.placement import assign
 from azureml_elastic.checkpoints.retention import for_good
-from azureml_elastic.checkpoints.shard_file import Layout
 from azureml_elastic.checkpoints.storage import Storage
 from azureml_elastic.errors import CheckpointError, Fenced
 from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train import randomness
 from azureml_elastic.train.agent import Agent
-from azureml_elastic.train.layout import Piece, held, pieces, signature
 from azureml_elastic.train.reading import load
 from azureml_elastic.train.recovery import STALE_SECONDS, Recovery
 from azureml_elastic.train.saving import RETRY_SECONDS, Outcome, Saving, patiently
-from azureml_elastic.train.staging import Area
+from azureml_elastic.train.share import Share
 from azureml_elastic.train.state import TrackedState
 from azureml_elastic.train.world import World
 
@@ -46,8 +40,6 @@ _PATIENT_SECONDS = (*RETRY_SECONDS, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
 _FAILURES = 2
 """So many checkpoints in a row that cannot be written are too many: a full disk does not get emptier by itself."""
 
-_FAILED, _CHANGED, _SAME = range(3)
-
 
 @dataclass(frozen=True)
 class Restored:
@@ -55,23 +47,6 @@ class Restored:
 
     reference: Reference
     data: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What this rank writes of a state of a certain form.
-
-    Args:
-        form: of the state.
-        layout: of this rank's file.
-        pieces: where the entries of the layout are found, in their order.
-        token: random, the same on all ranks.
-    """
-
-    form: tuple[Any, ...]
-    layout: Layout
-    pieces: tuple[Piece, ...]
-    token: str
 
 
 class Checkpoints:
@@ -99,33 +74,27 @@ class Checkpoints:
         self._stale_seconds = stale_seconds
         self._world = world
         self._agent = agent
-        self._area = Area(world.device)
-        self._reserving: threading.Thread | None = None
-        self._share: _Share | None = None
+        self._share = Share(world)
         self._committed: Reference | None = None
         self._saving: Saving | None = None
         self._left: Saving | None = None
         self._fenced = ""
         self._failures: list[str] = []
-        self._attempts = 0
 
     def enter(self) -> None:
         """Save and restore with the ranks of another round from now on. Not a collective."""
         self._left, self._saving = self._saving or self._left, None
-        self._share = None
-        self._attempts = 0
+        self._share.enter()
         self._failures.clear()
+        self._fenced = ""  # that was the former round
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def prepare(self, state: TrackedState) -> None:
         """Get everything ready that the next save would otherwise wait for."""
-        tensors = self._agree(state)[1]
-        nbytes = self._plan(tensors).layout.nbytes
-        if self._saving is not None or self._left is not None or self._reserving is not None:
-            return
-        self._reserving = threading.Thread(target=self._reserve, args=(nbytes,), name="reserve-memory", daemon=True)
-        self._reserving.start()
+        self._share.collect(state)
+        if self._saving is None and self._left is None:
+            self._share.reserve()
 
     def begin(
         self, step: int, state: TrackedState, data: Mapping[str, Any] | None, *, must_commit: bool = False
@@ -143,18 +112,19 @@ class Checkpoints:
         """
         assert self._saving is None
         began = time.monotonic()
-        self._attempts += 1
-        plain, tensors = self._agree(state)
-        share, error = self._plan(tensors), None
+        plain, tensors = self._share.collect(state)
+        if self._left is not None:
+            self._left.wait()  # it may still read what is overwritten now
+            self._left = None
+        blocks, error = None, None
         try:
-            self._stage(share, tensors)
+            blocks = self._share.copy(tensors)
         except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one
             error = f"{type(failure).__name__}: {failure}"
         identity, before = self._world.identity, None if self._committed is None else self._committed.step
         kept = for_good(step, before, self._policy.keep_every)
-        nonce = xxhash.xxh32_hexdigest(f"{share.token}.{self._attempts}".encode())
         manifest = Manifest(
-            directory=str(FolderName(step, identity.round, nonce, kept)),
+            directory=str(FolderName(step, identity.round, self._share.nonce(), kept)),
             step=step,
             round=identity.round,
             world_size=identity.world_size,
@@ -168,7 +138,7 @@ class Checkpoints:
             self._storage,
             manifest,
             f"rank-{identity.rank:05}.safetensors",
-            self._blocks(share.layout) if share.layout.entries else None,
+            blocks,
             error,
             control=self._world.background,
             agent=self._agent,
@@ -233,58 +203,6 @@ class Checkpoints:
         if self._saving is not None:
             self._saving.abandon()
 
-    def _agree(self, state: TrackedState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the state, once all ranks have theirs; and forget the plan where one of them has another form."""
-        failure: Exception | None = None
-        plain: dict[str, Any] = {}
-        tensors: dict[str, torch.Tensor] = {}
-        verdict = _SAME
-        try:
-            plain, tensors = state.collect(is_main=self._world.identity.rank == 0)
-            tensors[randomness.tensor_name(self._world.identity.rank)] = randomness.capture(self._world.device)
-            if self._share is None or self._share.form != signature(tensors):
-                verdict = _CHANGED
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
-            failure, verdict = error, _FAILED
-        lowest = self._world.control.lowest(verdict)
-        if lowest == _FAILED:
-            self._world.control.together("Collecting the state", lambda: _raise(failure))
-        if lowest == _CHANGED:
-            self._share = None
-        return plain, tensors
-
-    def _plan(self, tensors: Mapping[str, torch.Tensor]) -> _Share:
-        if self._share is None:
-            control = self._world.control
-            plans = control.together("Planning the checkpoint", lambda: (held(tensors), secrets.token_hex(16)))
-            layout = Layout.of(assign([boxes for boxes, _ in plans])[control.rank])
-            places = pieces(plans[control.rank][0], [entry.chunk for entry in layout.entries])
-            self._share = _Share(signature(tensors), layout, tuple(places), plans[0][1])
-        return self._share
-
-    def _stage(self, share: _Share, tensors: dict[str, torch.Tensor]) -> None:
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
-        if self._left is not None:
-            self._left.wait()  # it may still read what is overwritten now
-            self._left = None
-        start = len(share.layout.header)
-        self._area.reserve(share.layout.nbytes - start)
-        for entry, piece in zip(share.layout.entries, share.pieces, strict=True):
-            self._area.take(entry.begin - start, piece.of(tensors))
-        self._area.settle()
-
-    def _reserve(self, nbytes: int) -> None:
-        try:
-            self._area.reserve(nbytes)
-        except OSError as error:
-            _LOG.warning("There is no memory of %d bytes for checkpoints: %s", nbytes, error)
-
-    def _blocks(self, layout: Layout) -> Iterator[bytes | memoryview]:
-        yield layout.header
-        yield self._area.view(0, layout.nbytes - len(layout.header))
-
     # --- restoring ---------------------------------------------------------------------------------------------------
 
     def committed(self) -> Reference | None:
@@ -343,8 +261,3 @@ class Checkpoints:
             raise CheckpointError(f"Whether there is a checkpoint to start from could not be learnt: {text}")
         found: Reference | None = pointer
         return found
-
-
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure

@@ -149,6 +149,7 @@ class Keeper:
         self._agent.busy()
         self.settle()
         self._checkpoints.require()
+        self._cadence.saving(self.steps)
         self._owed = True
         self._checkpoints.begin(self.steps, self._state, self._data(), must_commit=must_commit)
         self._saving = (self.steps, self._position.cursor)
@@ -170,7 +171,8 @@ class Keeper:
             self._agent.busy()
         outcome = self._checkpoints.settle(timeout)
         if outcome is not None:
-            self._owed = outcome.kind == "broken"  # it is made up for in the next round
+            self._cadence.written(self.steps)
+            self._owed = outcome.kind in ("broken", "fenced")  # it is made up for in the next round
             if outcome.kind == "committed":
                 self._saved_at = self._saving
 

@@ -14,7 +14,7 @@ from azureml_elastic.spec import CheckpointPolicy, Plan
 from azureml_elastic.spec import environment as names
 from azureml_elastic.train.agent import Identity
 
-__all__ = ["Environment", "close_group", "open_group", "pick_device"]
+__all__ = ["Environment", "close_group", "open_group", "pick_device", "read_history"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,12 @@ class Environment:
             return chosen
         path = planned.path if planned is not None and planned.path is not None else None
         return chosen.model_copy(update={"path": path or os.path.join(self.run_dir or ".", "checkpoints")})  # noqa: PTH118
+
+
+def read_history(variables: Mapping[str, str] = os.environ) -> tuple[int, float]:
+    """Return how many losses the run has had, and for how many seconds it has trained before this round."""
+    losses, _, seconds = variables.get(names.HISTORY, "0 0").partition(" ")
+    return int(losses), float(seconds)
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

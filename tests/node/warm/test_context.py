@@ -23,7 +23,8 @@ if os.environ["RANK"] == "1":
 time.sleep(60)
 """
 
-OF_THE_RUN = {"AZUREML_ELASTIC_ROUND", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
+OURS = {"AZUREML_ELASTIC_HISTORY", "AZUREML_ELASTIC_ROUND"}
+OF_THE_RUN = OURS | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
 OF_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
 """An option of torchrun, for itself."""
 
@@ -36,7 +37,7 @@ def worker_reports(logs: Path):
             if line.startswith("["):
                 environ, argv, folder = json.loads(line)
                 kept = {name: value for name, value in environ.items() if name not in OF_THE_RUN | OF_TORCHRUN}
-                found[path.parent.name] = (kept, environ.keys() - OF_TORCHRUN - {"AZUREML_ELASTIC_ROUND"}, argv, folder)
+                found[path.parent.name] = (kept, environ.keys() - OF_TORCHRUN - OURS, argv, folder)
     return found
 
 

@@ -112,6 +112,8 @@ class Round:
             was lost and comes back goes behind them.
         expected: names of the nodes that should be back, while open.
         failures: worker failures of the whole run that still count, oldest first.
+        losses: how many rounds have ended because a node or a worker was lost.
+        seconds: for how long the rounds before this one have lasted.
         fruitless: how many rounds in a row have ended because their nodes could not reach each other.
         reason: why the round was reopened.
         message: the failure that ended the run.
@@ -124,6 +126,8 @@ class Round:
     previous: tuple[str, ...] = ()
     expected: tuple[str, ...] = ()
     failures: tuple[FailureRecord, ...] = ()
+    losses: int = 0
+    seconds: float = 0.0
     fruitless: int = 0
     reason: str = ""
     message: str = ""
@@ -283,6 +287,8 @@ def reopened(
         previous=survivors,
         expected=survivors + tuple(node for node in waiting if node not in survivors and node not in gone),
         failures=failures or aged(round_.failures, seconds),
+        losses=round_.losses + bool(gone or failures),
+        seconds=round_.seconds + seconds,
         fruitless=round_.fruitless + 1 if fruitless else 0,
         reason=reason,
     )

@@ -13,6 +13,7 @@ __all__ = ["changed", "is_per_worker", "is_read_late", "lasting"]
 
 _PER_WORKER = frozenset(
     {
+        "AZUREML_ELASTIC_HISTORY",
         "AZUREML_ELASTIC_ROUND",
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
