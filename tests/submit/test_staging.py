@@ -23,7 +23,16 @@ def test_holds_the_library_its_starter_and_what_they_need(tmp_path):
     assert {"site/azureml_elastic/py.typed", "site/azureml_elastic/node/__main__.py"} <= content.keys()
     assert not [name for name in content if "__pycache__" in name or name.endswith(".pyc")]
     needed = json.loads(content["requirements.json"])
-    assert needed.keys() == {"azure.data.tables", "azure.identity", "psutil", "pydantic", "tenacity", "torch", "xxhash"}
+    assert needed.keys() == {
+        "azure.data.tables",
+        "azure.identity",
+        "numpy",
+        "psutil",
+        "pydantic",
+        "tenacity",
+        "torch",
+        "xxhash",
+    }
     assert needed["torch"].startswith("torch>=")
     assert all(";" not in requirement and ">=" in requirement for requirement in needed.values())
 
