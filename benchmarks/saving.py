@@ -119,7 +119,6 @@ def rank_main(megabytes: int, runs: int, folder: Path) -> None:
     ours = Checkpoints(policy, storage, world, StandaloneAgent(storage, world.identity))
     ways = _ways(state, tracked, ours, folder)
     ours.prepare(tracked)
-    time.sleep(3)  # while training goes on
     source = torch.empty(state.nbytes // dist.get_world_size() // 4).fill_(1.0)
     target = torch.empty_like(source).copy_(source)
     for run in range(runs + 1):  # the first one is for warmth

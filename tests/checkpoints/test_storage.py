@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
+import fsspec
 import pytest
 
 from azureml_elastic.checkpoints.local_storage import LocalStorage
@@ -12,25 +13,38 @@ from azureml_elastic.checkpoints.manifest import COMMITTED, MANIFEST, FolderName
 from azureml_elastic.checkpoints.retention import for_good, lineage, retire
 from azureml_elastic.checkpoints.storage import FileSum
 
+# Of aiohttp, about how adlfs hands it what it uploads.
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
-@pytest.fixture
-def storage(tmp_path):
-    return LocalStorage(tmp_path / "c")
+
+def overwrite(storage, content):
+    """Change the file ``a`` of the folder ``f`` behind the storage's back; ``None`` removes it."""
+    if isinstance(storage, LocalStorage):
+        path = storage.root / "f" / "a"
+        path.unlink() if content is None else path.write_bytes(content)
+    else:
+        files, root = fsspec.core.url_to_fs(str(storage))
+        files.rm_file(f"{root}/f/a") if content is None else files.pipe_file(f"{root}/f/a", content)
 
 
 def test_what_is_written_is_read_and_has_its_checksum(storage):
     storage.make("f")
     content = os.urandom(20_000_003)  # more than two blocks
     sums = storage.write("f", "a", [content[:7], memoryview(content)[7:]])
-    assert sums.size == len(content)
+    assert sums.size == len(content) == storage.size("f", "a")
     assert storage.read("f", "a") == content
     assert storage.problem("f", "a", sums) is None
     part = bytearray(9_000_000)
     with storage.reading("f", "a") as fill:
         fill(5, memoryview(part))
     assert part == content[5:9_000_005]
-    assert storage.files("f") == {"a": len(content)}
+    storage.publish("f", "m", b"manifest")
+    storage.write("f", "empty", [])
+    assert storage.files("f") == {"a": len(content), "m": 8, "empty": 0}
     assert storage.folders() == ["f"]
+    storage.remove("f", "m")
+    assert storage.folders() == []
+    assert storage.problem("f", "a", sums) is not None
 
 
 def test_a_file_is_never_written_twice(storage):
@@ -56,30 +70,34 @@ def test_a_write_that_fails_leaves_nothing(storage):
 @pytest.mark.parametrize("damage", ["bit", "short", "long", "gone"])
 def test_damage_is_named(storage, damage):
     storage.make("f")
-    sums = storage.write("f", "a", [b"0123456789" * 1000])
-    path = storage.root / "f" / "a"
-    if damage == "bit":
-        path.write_bytes(path.read_bytes().replace(b"5", b"4", 1))
-    elif damage == "short":
-        path.write_bytes(path.read_bytes()[:-1])
-    elif damage == "long":
-        path.write_bytes(path.read_bytes() + b"x")
-    else:
-        path.unlink()
-    assert str(path) in storage.problem("f", "a", sums)
+    content = b"0123456789" * 1000
+    sums = storage.write("f", "a", [content])
+    changed = {"bit": content.replace(b"5", b"4", 1), "short": content[:-1], "long": content + b"x", "gone": None}
+    overwrite(storage, changed[damage])
+    assert "f/a" in storage.problem("f", "a", sums)
 
 
 def test_reading_beyond_the_end_is_an_error(storage):
     storage.make("f")
     storage.write("f", "a", [b"12345"])
-    with storage.reading("f", "a") as fill, pytest.raises(OSError, match="ends at byte 5"):
+    with storage.reading("f", "a") as fill, pytest.raises(OSError, match=r"ends at byte 5|f/a"):
         fill(3, memoryview(bytearray(3)))
+
+
+def test_a_file_beside_the_folders_is_replaced(storage):
+    storage.make("")
+    for content in (b"one", b"two"):
+        storage.replace("latest.json", content)
+        assert storage.read("", "latest.json") == content
+    assert storage.folders() == []
 
 
 def test_what_is_not_there_is_nothing(storage):
     assert storage.folders() == []
     assert storage.files("f") == {}
     assert storage.size("f", "a") is None
+    with pytest.raises(FileNotFoundError):
+        storage.read("", "latest.json")
 
 
 def committed(storage, step, parent, *, number=1, kept=False):
@@ -109,6 +127,7 @@ def test_old_checkpoints_and_leftovers_go_and_what_others_may_be_writing_stays(s
         storage.make(str(name))
         storage.write(str(name), "part", [b"x"])
     storage.make("something else")
+    storage.write("something else", "x", [b"x"])
     removed = retire(storage, line[-1], 2)
     assert removed == [line[1].directory, str(FolderName(35, 1, "a" * 8))]
     assert [manifest.step for manifest in lineage(storage, line[-1], 9)] == [40, 30]

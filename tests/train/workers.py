@@ -305,6 +305,22 @@ def agent_session(folder, steps, every_steps):
     return [first, run.steps]
 
 
+def train_until(run, model, optimizer, until, scheduler=None):
+    """Train up to a number of steps, in whichever epoch that is."""
+    loader = run.loader(dataset(), global_batch_size=10)
+    for _ in run.epochs(1_000):
+        for x, y in loader:
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+            run.step()
+            if run.steps == until:
+                run.finish()
+                return
+
+
 def train_in_parts(folder, kind, until, every_steps=None):
     """Train up to a number of steps with the state spread in some way; return all weights."""
     run = train.start(policy(folder, every_steps))
@@ -325,19 +341,7 @@ def train_in_parts(folder, kind, until, every_steps=None):
             optimizer = make(model.parameters(), **options)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler)
-    loader = run.loader(dataset(), global_batch_size=10)
-    for _ in run.epochs(1_000):
-        for x, y in loader:
-            run.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            run.step()
-            if run.steps == until:
-                break
-        if run.steps == until:
-            break
-    run.finish()
+    train_until(run, model, optimizer, until, scheduler)
     weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
     return flat(weights).tolist()
 
@@ -349,14 +353,5 @@ def train_with_dropout(folder, until):
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
-    loader = run.loader(dataset(), global_batch_size=10)
-    for _ in run.epochs(1_000):
-        for x, y in loader:
-            run.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-            run.step()
-            if run.steps == until:
-                run.finish()
-                return flat(model.parameters()).tolist()
-    raise AssertionError
+    train_until(run, model, optimizer, until)
+    return flat(model.parameters()).tolist()

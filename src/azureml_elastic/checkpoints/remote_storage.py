@@ -59,7 +59,7 @@ class RemoteStorage(Storage):
     def _upload(self, path: str, blocks: Iterable[bytes | memoryview]) -> FileSum:
         digest = xxhash.xxh3_128()
         size = 0
-        stream = self._files.open(path, "wb", block_size=_BLOCK)
+        stream = self._files.open(path, "xb", block_size=_BLOCK)
         try:
             for block in blocks:
                 view = memoryview(block).cast("B")
@@ -68,24 +68,22 @@ class RemoteStorage(Storage):
                     digest.update(part)
                     size += len(part)
                     stream.write(bytes(part))
+            stream.close()
         except BaseException:
             with contextlib.suppress(Exception):
                 stream.discard()
-            stream.closed = True  # or its end would upload what there is
-            with contextlib.suppress(Exception):
-                self._files.rm_file(path)
+            stream.closed = True  # or its end would upload what there is; blocks that are not committed are no file
             raise
-        stream.close()
         return FileSum(size, digest.hexdigest())
 
     def publish(self, folder: str, name: str, content: bytes) -> None:
         """See :class:`~azureml_elastic.checkpoints.storage.Storage`."""
-        with _as_os_errors(self._path(folder, name)):
-            self._files.pipe_file(self._path(folder, name), content)
+        self.write(folder, name, [content])
 
     def replace(self, name: str, content: bytes) -> None:
         """See :class:`~azureml_elastic.checkpoints.storage.Storage`."""
-        self.publish("", name, content)
+        with _as_os_errors(self._path("", name)):
+            self._files.pipe_file(self._path("", name), content)
 
     def read(self, folder: str, name: str) -> bytes:
         """See :class:`~azureml_elastic.checkpoints.storage.Storage`."""

@@ -144,6 +144,7 @@ class Keeper:
         Raises:
             CheckpointError: checkpoints cannot be written.
             Fenced: a newer round has taken over.
+            RoundBroken: the round has ended in the middle of one that must be committed.
         """
         assert self._state is not None
         self._agent.busy()
@@ -158,6 +159,8 @@ class Keeper:
         if must_commit:
             self.settle()
             self._checkpoints.require(at_once=True)
+            if self._owed:
+                raise RoundBroken(f"Round {self._identity.round} ended while step {self.steps} was being saved.")
         self._agent.free()
         return self._saved_at == self._saving
 

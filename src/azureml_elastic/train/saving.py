@@ -138,7 +138,10 @@ class Saving:
         self.manifest = replace(self.manifest, files=files)
         mine: Outcome | None = None
         if self._control.rank == 0:
-            mine = self._give_up(failed) if failed else self._commit()
+            try:
+                mine = self._give_up(failed) if failed else self._commit()
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome, whatever it is
+                mine = Outcome("failed", f"rank 0: {type(error).__name__}: {error}")
         return self._together(lambda: self._control.from_main(mine))
 
     def _give_up(self, failed: list[str]) -> Outcome:
@@ -149,7 +152,7 @@ class Saving:
     def _commit(self) -> Outcome:
         try:
             self._storage.publish(self.manifest.directory, MANIFEST, self.manifest.to_bytes())
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+        except (OSError, ValueError) as error:  # a state that is no JSON
             return self._give_up([f"the manifest: {error}"])
         if self._abandoned:
             return Outcome("broken", "the round has ended")
@@ -159,7 +162,7 @@ class Saving:
         try:
             self._storage.write(self.manifest.directory, COMMITTED, [])
             retire(self._storage, self.manifest, self._keep)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - it is committed all the same
             _LOG.warning("Old checkpoints in %s could not be removed: %s", self._storage, error)
         return Outcome("committed")
 

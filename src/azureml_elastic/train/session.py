@@ -6,6 +6,7 @@ point of a step: everything that could interrupt training happens there, between
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from types import TracebackType
@@ -16,7 +17,7 @@ from torch import nn
 from typing_extensions import Self
 
 from azureml_elastic.checkpoints.storage import Storage
-from azureml_elastic.errors import CheckpointError, UsageError
+from azureml_elastic.errors import CheckpointError, RoundBroken, UsageError
 from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train.agent import Action, Agent, Identity
 from azureml_elastic.train.audit import Audit
@@ -296,7 +297,8 @@ class Session:
         handed_over = action == "rejoin" and self._place.hand_over()
         if action in ("leave", "rejoin"):
             if not handed_over:
-                self._keeper.save(must_commit=True)
+                with contextlib.suppress(RoundBroken):  # the state goes on in memory, and is saved first thing there
+                    self._keeper.save(must_commit=True)
             self._place.give_up(handed_over=handed_over)
             return
         self._keeper.after_step()
