@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from azureml_elastic.checkpoints.manifest import COMMITTED, MANIFEST, FolderName, Manifest
+from azureml_elastic.checkpoints.manifest import COMMITTED, FLAT, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoints.placement import Chunk
 from azureml_elastic.checkpoints.retention import retire
 from azureml_elastic.checkpoints.shard_file import HEADER_LENGTH_BYTES, Entry, Layout, header_length, read_header
@@ -120,7 +121,8 @@ def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> i
     Args:
         storage: of the checkpoints.
         manifest: of the checkpoint; verify it before.
-        prefix: the name under which the object was tracked; the tensors' names in the file are without it.
+        prefix: the name under which the object was tracked, or with a part of it, such as ``engine/parameters``; the
+            tensors' names in the file are without it.
         target: the file to write; must not be there.
 
     Returns:
@@ -138,7 +140,8 @@ def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> i
         raise UsageError(
             f"The checkpoint {manifest.directory} holds no tensors of {prefix!r}; it has {', '.join(manifest.state)}."
         )
-    layout = Layout.of(_wholes((entry.chunk for _, entry in parts), prefix))
+    flat = dict(_flat(manifest.state))
+    layout = Layout.of(_wholes((entry.chunk for _, entry in parts), prefix, flat))
     places = {entry.chunk.name: entry for entry in layout.entries}
     with target.open("xb") as stream:
         stream.write(layout.header)
@@ -151,15 +154,26 @@ def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> i
         with storage.reading(manifest.directory, file) as read:
             read(entry.begin, memoryview(content))
         source = np.frombuffer(content, np.uint8).reshape(*chunk.sizes, chunk.itemsize)
-        whole = np.memmap(target, np.uint8, "r+", place.begin, (*chunk.shape, chunk.itemsize))
+        whole = np.memmap(target, np.uint8, "r+", place.begin, (*chunk.shape, chunk.itemsize))  # as it is stored
         whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = source
         whole.flush()
     return len(places)
 
 
-def _wholes(chunks: Iterable[Chunk], prefix: str) -> list[Chunk]:
+def _wholes(chunks: Iterable[Chunk], prefix: str, flat: Mapping[str, tuple[int, ...]]) -> list[Chunk]:
     found = {}
     for chunk in chunks:
-        name = chunk.name.removeprefix(f"{prefix}/")
-        found[name] = Chunk(name, (0,) * len(chunk.shape), chunk.shape, chunk.shape, chunk.dtype, chunk.itemsize)
+        name, shape = chunk.name.removeprefix(f"{prefix}/"), flat.get(chunk.name, chunk.shape)
+        found[name] = Chunk(name, (0,) * len(shape), shape, shape, chunk.dtype, chunk.itemsize)
     return list(found.values())
+
+
+def _flat(state: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors that are stored in one dimension, with the sizes that they have."""
+    if isinstance(state, Mapping):
+        if FLAT in state:
+            name, sizes = state[FLAT]
+            yield name, tuple(sizes)
+        else:
+            for each in state.values():
+                yield from _flat(each)

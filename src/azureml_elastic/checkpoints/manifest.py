@@ -18,7 +18,7 @@ import xxhash
 from azureml_elastic.checkpoints.storage import FileSum, Storage
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["COMMITTED", "DAMAGED", "MANIFEST", "FolderName", "Manifest", "Reference"]
+__all__ = ["COMMITTED", "DAMAGED", "FLAT", "MANIFEST", "FolderName", "Manifest", "Reference"]
 
 MANIFEST = "manifest.json"
 
@@ -27,6 +27,9 @@ COMMITTED = "committed"
 
 DAMAGED = "damaged"
 """The file that says what was wrong with a checkpoint when it was to be restored."""
+
+FLAT = "$flat"
+"""In the state: the name of a tensor that is stored in one dimension, and the sizes that it has."""
 
 _SCHEMA = 2
 _NAME = re.compile(r"step-(\d{12})\.round-(\d{6})\.([0-9a-f]{8})(\.kept)?")

@@ -78,7 +78,9 @@ def prune(
 def export(
     folder: Folder,
     target: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    tracked: Annotated[str, typer.Option("--object", help="The name given to run.track().")] = "model",
+    tracked: Annotated[
+        str, typer.Option("--object", help="The name given to run.track(), or a part: engine/parameters.")
+    ] = "model",
     step: Annotated[int | None, typer.Option(help="Of the checkpoint; the newest whole one by default.")] = None,
 ) -> None:
     """Write one safetensors file, for any tool that reads them: ``safetensors.torch.load_file(target)``."""

@@ -232,15 +232,14 @@ class Checkpoints:
             return None
         control = self._world.control
         manifest = Recovery(self._storage, control, self._stale_seconds, self._agent.damaged).newest_whole(pointer)
-        state.require_names(manifest.state)
-        _, present = state.collect(is_main=True)
-        own, wanted = randomness.tensor_name(control.rank), state.wanted()
+        present = state.targets(manifest.state)
+        own = randomness.tensor_name(control.rank)
         tensors = load(
             self._storage,
             manifest,
             present,
             control,
-            lambda name: name == own or (not randomness.is_tensor_name(name) and wanted(name)),
+            lambda name: name == own or (not randomness.is_tensor_name(name) and state.wants(name)),
         )
         state.restore(manifest.state, tensors)
         if own in tensors:

@@ -286,7 +286,6 @@ class Keeper:
         return None if restored is None else restored.reference.directory
 
     def _apply(self, state: TrackedState, snapshot: Snapshot, *, live: bool) -> None:
-        state.require_names(snapshot.state)
         self._torn = True
         with torch.no_grad():
             state.restore(snapshot.state, snapshot.tensors)

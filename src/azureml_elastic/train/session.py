@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +21,7 @@ from azureml_elastic.errors import CheckpointError, RoundBroken, UsageError
 from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train.agent import Action, Agent, Identity
 from azureml_elastic.train.audit import Audit
+from azureml_elastic.train.deepspeed.config import config_for
 from azureml_elastic.train.ending import Ending
 from azureml_elastic.train.keeper import Keeper
 from azureml_elastic.train.loader import ElasticLoader, SizedDataset, Window
@@ -114,14 +115,26 @@ class Session:
         options = {"device_ids": [self.device] if self.device.type == "cuda" else None, **options}
         return self._place.parallel(model, **options)
 
+    def deepspeed_config(self, config: Mapping[str, Any], *, global_batch_size: int) -> dict[str, Any]:
+        """Return a copy of a DeepSpeed configuration with batch sizes for the ranks of this round.
+
+        Args:
+            config: DeepSpeed's; its ``elasticity`` and ``nebula`` blocks are left out.
+            global_batch_size: that of the loader.
+
+        Raises:
+            UsageError: it wants to accumulate gradients, or names another global batch.
+        """
+        return config_for(config, global_batch_size, self.world_size)
+
     def track(self, **objects: Any) -> None:
         """Say what a checkpoint holds, and restore it where the run has one.
 
         To be called once, after the model is wrapped and the optimizer made, by all ranks.
 
         Args:
-            objects: modules, optimizers, and objects with ``state_dict`` and ``load_state_dict``, which are saved
-                from rank 0; by any names.
+            objects: modules, optimizers, a DeepSpeed engine in place of both, and objects with ``state_dict`` and
+                ``load_state_dict``, which are saved from rank 0; by any names.
 
         Raises:
             UsageError: called twice, an object has no state, or a checkpoint does not fit.
@@ -209,7 +222,11 @@ class Session:
         if self._place.void:
             return  # the step was given up in the forward pass
         with self._place.guard():
-            (loss * window.weight).backward()  # type: ignore[no-untyped-call]
+            weighed = loss * window.weight
+            if self._keeper.state is None:
+                weighed.backward()  # type: ignore[no-untyped-call]
+            else:
+                self._keeper.state.backward(weighed)
 
     def step(self) -> None:
         """Commit an optimizer step: its samples are trained, and a checkpoint or a change of nodes may follow.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from azureml_elastic.checkpoints.manifest import FLAT
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 
 __all__ = ["join", "split"]
@@ -84,6 +85,8 @@ def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if content not in tensors:
             raise CheckpointDamaged(f"The checkpoint's manifest names the tensor {content!r}, which it does not hold.")
         return tensors[content]
+    if kind == FLAT:
+        return tensors[content[0]]
     if kind == "$float":
         return float(content)
     if kind == "$bytes":

@@ -1,0 +1,221 @@
+"""Where DeepSpeed keeps what belongs to a parameter, at each stage of ZeRO.
+
+At stages 1 and 2 the optimizer's parameters are laid end to end, group by group, in one flat tensor that is cut into as
+many partitions as there are ranks; a parameter may lie in several of them. At stage 3 each parameter is cut by itself,
+padded to equal parts; the parts of a rank are laid end to end in several flat tensors. Without ZeRO each rank has all.
+In every case the optimizer steps on flat tensors of 32-bit numbers and keeps its state for these.
+
+The places are private to DeepSpeed: what is read here was looked up in, and is tested with, the oldest and the newest
+version that this library supports. Source: ``deepspeed/runtime/zero/stage_1_and_2.py``, ``stage3.py`` and
+``deepspeed/runtime/bf16_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from azureml_elastic.errors import UsageError
+
+__all__ = ["Partitions", "Slot", "partitions_of", "size_of"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter of the optimizer is on this rank.
+
+    Args:
+        key: what the optimizer steps on and keeps its state for.
+        offset: of the parameter's elements in that, flattened.
+        start: of these elements in the parameter, flattened.
+        count: of elements; none where the parameter is elsewhere.
+    """
+
+    key: torch.Tensor
+    offset: int
+    start: int
+    count: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's part of a tensor that is laid out like the key."""
+        return flat.detach().view(-1).narrow(0, self.offset, self.count)
+
+
+class Partitions(ABC):
+    """The parts that this rank has.
+
+    Args:
+        optimizer: DeepSpeed's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._zero = optimizer
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What steps."""
+        base: Optimizer = self._zero.optimizer
+        return base
+
+    @abstractmethod
+    def slots(self) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
+        """Yield all parameters of the optimizer, also those that have no element here."""
+
+    def rest(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
+        """Return what this rank has of a parameter that is not the optimizer's: elements, and where they start."""
+        return parameter.detach().view(-1), 0
+
+    @abstractmethod
+    def changing(self) -> AbstractContextManager[None]:
+        """Change what the rank has, and give it to the model in the end. A collective."""
+
+
+class Whole(Partitions):
+    """Without ZeRO, and without mixed precision: parameters are what the optimizer steps on."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What steps, which DeepSpeed has not wrapped."""
+        base: Optimizer = self._zero
+        return base
+
+    def slots(self) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
+        """Yield all parameters of the optimizer."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, Slot(parameter, 0, 0, parameter.numel())
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Change the model's parameters themselves."""
+        return contextlib.nullcontext()
+
+
+class Cut(Partitions):
+    """Stages 1 and 2, and the optimizer for bfloat16 with 32-bit gradients of stage 1."""
+
+    @property
+    def _groups(self) -> list[tuple[list[torch.nn.Parameter], torch.Tensor]]:
+        zero = self._zero
+        if hasattr(zero, "bf16_groups"):
+            return list(zip(zero.bf16_groups, zero.fp32_groups_flat_partition, strict=True))
+        return list(zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True))
+
+    def slots(self) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
+        """Yield all parameters of the optimizer, also those that have no element here."""
+        for parameters, flat in self._groups:
+            for parameter in parameters:
+                place = parameter._hp_mapping  # type: ignore[attr-defined]  # noqa: SLF001
+                if place is None:
+                    yield parameter, Slot(flat, 0, 0, 0)
+                else:
+                    here, there = place.lp_fragment_address, place.hp_fragment_address
+                    yield parameter, Slot(flat, there.start, here.start, here.numel)
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Round to the model's type in the end, and gather from all ranks."""
+        zero = self._zero
+        yield
+        zero.update_lp_params()
+        if all(self.optimizer.state.get(flat) for _, flat in self._groups):
+            zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001 - DeepSpeed's own look at what a parameter has
+
+
+class Scattered(Partitions):
+    """Stage 3."""
+
+    def slots(self) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
+        """Yield all parameters of the optimizer, also those that have nothing but padding here."""
+        zero = self._zero
+        for parameters in zero.fp16_groups:
+            for parameter in parameters:
+                group, offset, part = zero.grad_position[zero.get_param_id(parameter)]
+                start, count = self._extent(parameter, part)
+                yield parameter, Slot(zero.fp32_partitioned_groups_flat[group], offset, start, count)
+
+    def rest(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
+        """Return this rank's part, without the padding."""
+        part = parameter.ds_tensor.detach().view(-1)  # type: ignore[attr-defined]
+        start, count = self._extent(parameter, part.numel())
+        return part.narrow(0, 0, count), start
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Let go of gathered copies of small parameters; in the end round to the model's type, and gather them anew."""
+        zero = self._zero
+        zero.checkpoint_event_prologue()
+        yield
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            zero.fp16_partitioned_groups_flat[index].data.copy_(flat.data)
+            zero._unflatten_partitioned_parameters(index)  # noqa: SLF001
+        zero.checkpoint_event_epilogue()
+
+    def _extent(self, parameter: Any, part: int) -> tuple[int, int]:
+        rank = torch.distributed.get_rank(self._zero.dp_process_group)
+        start = min(rank * part, parameter.ds_numel)
+        return start, min(part, parameter.ds_numel - start)
+
+
+def partitions_of(engine: Any) -> Partitions:
+    """Return the parts of an engine's state.
+
+    Raises:
+        UsageError: it has no optimizer, or uses what cannot be saved at one world size and restored at another.
+    """
+    problem = _problem(engine)
+    if problem is not None:
+        raise UsageError(
+            f"The DeepSpeed engine cannot be tracked: {problem}. Supported are ZeRO stages 1, 2 and 3 with data "
+            "parallelism alone, their offloading to the CPU included, and stage 0 in 32 bits."
+        )
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return Scattered(optimizer)
+    if hasattr(optimizer, "single_partition_of_fp32_groups") or hasattr(optimizer, "fp32_groups_flat_partition"):
+        return Cut(optimizer)
+    return Whole(optimizer)
+
+
+def size_of(parameter: Any) -> torch.Size:
+    """Return the size of a parameter that may be scattered."""
+    size: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return size
+
+
+def _problem(engine: Any) -> str | None:
+    optimizer = engine.optimizer
+    if optimizer is None or type(optimizer).__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"):
+        return "it has no optimizer"
+    settings = engine._config.zero_config  # noqa: SLF001
+    unsupported = {
+        "it is a pipeline": bool(engine.pipeline_parallelism),
+        "it has layers of experts": bool(engine.has_moe_layers),
+        "it uses tensor or sequence parallelism": engine.dp_world_size != torch.distributed.get_world_size(),
+        "random layer-token drop keeps a state of its own": bool(engine.random_ltd_enabled()),
+        "curriculum learning keeps a state of its own": bool(engine.curriculum_learning_enabled()),
+        "it offloads to NVMe": bool(
+            getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False)
+        ),
+        "it keeps secondary partitions (hpZ)": getattr(settings, "zero_hpz_partition_size", 1) > 1,
+        "it scatters over a part of the ranks (MiCS)": getattr(settings, "mics_shard_size", 0) > 0,
+        "it overlaps optimizer steps with later ones (ZenFlow)": bool(getattr(optimizer, "zenflow", False)),
+    }
+    for what, found in unsupported.items():
+        if found:
+            return what
+    known = isinstance(optimizer, Optimizer) or any(
+        hasattr(optimizer, name)
+        for name in (
+            "fp32_partitioned_groups_flat",
+            "single_partition_of_fp32_groups",
+            "fp32_groups_flat_partition",
+        )
+    )
+    return None if known else f"{type(optimizer).__name__} keeps its state in another way; take ZeRO stage 1"

@@ -1,0 +1,19 @@
+"""Needs DeepSpeed, which the other tests do without: ``python -m nox -s deepspeed`` installs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
+
+if "DEEPSPEED_TESTS" not in os.environ:
+    collect_ignore_glob = ["test_*"]
+else:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # older releases make use of what torch has deprecated
+        import deepspeed  # noqa: F401

@@ -1,0 +1,137 @@
+"""What the processes of the tests do: they train with a DeepSpeed engine."""
+
+from __future__ import annotations
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed import zero
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+from workers import dataset, policy
+
+from azureml_elastic import train
+from azureml_elastic.errors import UsageError
+
+GLOBAL_BATCH = 10
+
+
+class Net(nn.Module):
+    """With a weight that is used twice, one that is frozen, and a buffer that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(6, 7)
+        self.frozen.requires_grad_(False)
+        self.body = nn.Linear(7, 7)
+        self.again = nn.Linear(7, 7)
+        self.again.weight = self.body.weight
+        self.head = nn.Linear(7, 3)
+        self.register_buffer("batches", torch.zeros(2))
+
+    def forward(self, x):
+        if self.training:
+            self.batches += 1
+        x = x.to(self.head.bias.dtype)
+        return self.head(torch.tanh(self.again(torch.tanh(self.body(torch.tanh(self.frozen(x))))))).float()
+
+
+def config(stage, kind=None, offload=False):
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+    steps = {"total_num_steps": 100, "warmup_num_steps": 5, "warmup_type": "linear"}
+    sharding = {"stage": stage, "stage3_param_persistence_threshold": 10}
+    found = {
+        "zero_optimization": sharding,
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": adam,
+        "scheduler": {"type": "WarmupDecayLR", "params": steps},
+        "gradient_clipping": 1.0,
+    }
+    if offload:
+        sharding["offload_optimizer"] = {"device": "cpu"}
+    if kind is not None:
+        found[kind] = {"enabled": True}
+    if kind == "fp16":
+        found[kind] |= {"initial_scale_power": 24, "loss_scale_window": 4, "hysteresis": 1}  # too much for six steps
+    return found
+
+
+def make(run, stage, kind=None, offload=False, seed=0, accumulation=1):
+    torch.manual_seed(seed)
+    model = Net()
+    settings = run.deepspeed_config(config(stage, kind, offload), global_batch_size=GLOBAL_BATCH)
+    settings |= {
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": settings["train_batch_size"] * accumulation,
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=trained, config=settings)[0]
+
+
+def fit(folder, until, stage, kind=None, offload=False):
+    """Train up to a number of steps; return the loss of each, and what the engine has then."""
+    run = train.start(policy(folder))
+    engine = make(run, stage, kind, offload, seed=run.rank if until == 0 else 0)
+    run.track(engine=engine)
+    began, losses = describe(engine), []
+    loader = run.loader(dataset(), global_batch_size=GLOBAL_BATCH)
+    for _ in run.epochs(1_000):
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(engine(x.float()), y)
+            run.backward(loss)
+            engine.step()
+            total = loss.detach().double() * len(y)
+            dist.all_reduce(total)
+            losses.append(total.item() / GLOBAL_BATCH)
+            run.step()
+            if run.steps == until:
+                run.finish()
+                return losses, began, describe(engine)
+    raise AssertionError
+
+
+def describe(engine):
+    """Return what the engine has, besides the weights in 32 bits: as the model and as DeepSpeed's own tools see it."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    parameters = list(engine.module.parameters())
+    with zero.GatheredParameters(parameters, enabled=engine.zero_optimization_stage() == 3):
+        weights = [parameter.detach().double().flatten().tolist() for parameter in parameters]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if engine.global_steps > engine.skipped_steps and engine.zero_optimization_stage():
+        kept = [
+            read(parameter, *key).flatten().tolist()
+            for parameter in trained
+            for read, key in (
+                (safe_get_full_fp32_param, ()),
+                (safe_get_full_optimizer_state, ("exp_avg",)),
+                (safe_get_full_optimizer_state, ("exp_avg_sq",)),
+            )
+        ]
+    else:
+        kept = None
+    return {
+        "steps": engine.global_steps,
+        "skipped": engine.skipped_steps,
+        "lr": engine.get_lr(),
+        "batches": engine.module.batches.tolist(),
+        "scale": None if scaler is None else {k: v for k, v in vars(scaler).items() if isinstance(v, int | float)},
+        "weights": weights,
+        "kept": kept,
+    }
+
+
+def refused(folder, stage, accumulation=1, track="engine"):
+    """Return what is said to a script that does it wrong."""
+    run = train.start(policy(folder))
+    engine = make(run, stage, accumulation=accumulation)
+    parts = {"engine": engine}
+    if track == "model":
+        parts["model"] = engine.module
+    try:
+        run.track(**parts)
+        for x, y in run.loader(dataset(), global_batch_size=GLOBAL_BATCH):
+            run.backward(nn.functional.cross_entropy(engine(x.float()), y))
+            break
+    except UsageError as error:
+        return str(error)
+    return None
