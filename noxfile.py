@@ -9,10 +9,11 @@ import nox
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "docs", "tests", "oldest_sdk"]
+nox.options.sessions = ["lint", "types", "docs", "tests", "oldest_sdk", "deepspeed"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_SDK = "1.28.1"
+DEEPSPEED = ("0.16.9", "0.19.8")
 CONSTRAINTS = Path(__file__).parent / "constraints.txt"
 
 
@@ -74,6 +75,18 @@ def oldest_sdk(session: nox.Session) -> None:
     others.write_text("".join(line for line in lines if not line.startswith("azure-ai-ml==")))
     session.install("--constraint", str(others), f"azure-ai-ml=={OLDEST_SDK}")
     session.run("python", "-m", "pytest", "tests/submit", "tests/spec", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("version", DEEPSPEED)
+def deepspeed(session: nox.Session, version: str) -> None:
+    """Run the tests that need DeepSpeed, on the oldest and on the newest supported release."""
+    install_wheel(session, "node", groups=("test",))
+    session.install("--constraint", str(CONSTRAINTS), f"deepspeed=={version}")
+    # It compiles a part of itself when it is first used.
+    extensions = Path(session.create_tmp()) / "extensions"
+    env = {"DEEPSPEED_TESTS": "1", "TORCH_EXTENSIONS_DIR": str(extensions)}
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/deepspeed", env=env)
 
 
 @nox.session

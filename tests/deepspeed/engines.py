@@ -94,8 +94,10 @@ def describe(engine):
     """Return what the engine has, besides the weights in 32 bits: as the model and as DeepSpeed's own tools see it."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     parameters = list(engine.module.parameters())
-    with zero.GatheredParameters(parameters, enabled=engine.zero_optimization_stage() == 3):
-        weights = [parameter.detach().double().flatten().tolist() for parameter in parameters]
+    weights = []
+    for parameter in parameters:  # each by itself: of several, DeepSpeed waits for the last one alone
+        with zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
+            weights.append(parameter.detach().double().flatten().tolist())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if engine.global_steps > engine.skipped_steps and engine.zero_optimization_stage():
         kept = [

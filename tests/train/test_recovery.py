@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from contextlib import closing
 
 import pytest
 import recovering
 from test_agent import FakeAgent
-from worlds import World
+from worlds import World, store_on_a_free_port
 
 from azureml_elastic.train.agent import EXIT_AGENT_LOST
 
@@ -28,6 +27,7 @@ class Rounds(FakeAgent):
         self.waiting = {}
         self.size = 0
         self.number = 0
+        self.stores = []
 
     def _on_message(self, connection, message):
         super()._on_message(connection, message)
@@ -49,9 +49,8 @@ class Rounds(FakeAgent):
     def _assign(self):
         if self.size == 0 or len(self.waiting) < self.size:
             return
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self.stores.append(store_on_a_free_port())
+        port = self.stores[-1].port
         self.number += 1
         chosen, self.waiting, size = dict(sorted(self.waiting.items())), {}, self.size
         self.size = 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
+
+import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Modules beside the tests it would not find.
@@ -39,13 +40,16 @@ def _child(pipe, environment, function, args):
     pipe.send((value, None))
 
 
+def store_on_a_free_port():
+    """As torchrun does it: with the store in the process that chooses the port, nobody else can come by it."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 class World:
     """``size`` processes that run ``function(*args)`` with the environment of torchrun and ``extra``."""
 
     def __init__(self, size, function, *args, **extra):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self.store = store_on_a_free_port()
         self.processes = []
         self.pipes = []
         for rank in range(size):
@@ -54,7 +58,8 @@ class World:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(self.store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "OMP_NUM_THREADS": "1",
                 **{name: str(value) for name, value in extra.items()},
             }

@@ -155,7 +155,9 @@ class Scattered(Partitions):
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
             zero.fp16_partitioned_groups_flat[index].data.copy_(flat.data)
             zero._unflatten_partitioned_parameters(index)  # noqa: SLF001
-        zero.checkpoint_event_epilogue()
+        for parameter in zero.persistent_parameters:
+            # Of several at once, DeepSpeed waits for the last one alone: on the CPU the others may come later.
+            parameter.all_gather([parameter])
 
     def _extent(self, parameter: Any, part: int) -> tuple[int, int]:
         rank = torch.distributed.get_rank(self._zero.dp_process_group)
