@@ -36,7 +36,7 @@ class Run:
         self.agent = StandaloneAgent(self.storage, Identity(1, 0, 2, 0))  # not the one that listens to SIGTERM
         self.step, self.parent, self.round = 0, None, 0
         self.committed = set()
-        self.damaged = set()
+        self.written = {}
 
     def save(self):
         """Save until killed; take note of what was committed and is there."""
@@ -51,9 +51,8 @@ class Run:
         assert process.exitcode == 9
 
     def whole(self):
-        """Return the steps of the committed checkpoints that are there as they were written."""
-        whole = {name for name in self.committed - self.damaged if self._complete(name)}
-        return {FolderName.parse(name).step for name in whole}
+        """Return the committed checkpoints that are there as they were written: step and folder."""
+        return {(FolderName.parse(name).step, name) for name in self.committed if self._is_as_written(name)}
 
     def note(self):
         """Take note of what is committed: the pointer, and what it descends from."""
@@ -63,6 +62,9 @@ class Run:
         for name in self.storage.folders():
             if "committed" in self.storage.files(name):
                 self.committed.add(name)
+        for name in self.storage.folders():
+            for path in (self.folder / name).iterdir():
+                self.written.setdefault((name, path.name), path.read_bytes())
         return pointer
 
     def restore(self):
@@ -76,19 +78,18 @@ class Run:
         except CheckpointDamaged:
             assert expected is None
             raise
-        assert manifest.step == expected
+        assert (manifest.step, manifest.directory) == expected
         tensors = load(self.storage, manifest, {}, damages.Alone())
         for name, tensor in damages.state_of(manifest.step).items():
             assert torch.equal(tensors[name], tensor)
         self.step, self.parent = manifest.step, manifest.reference.to_json()
 
     def damage(self):
-        name = damages.damage(self.folder, self.moments)
-        if name is not None:
-            self.damaged.add(name)
+        damages.damage(self.folder, self.moments)
 
-    def _complete(self, name):
-        return {"manifest.json", "rank-00000.safetensors"} <= set(self.storage.files(name))
+    def _is_as_written(self, name):
+        paths = [self.folder / name / file for file in ("manifest.json", "rank-00000.safetensors")]
+        return all(path.exists() and path.read_bytes() == self.written[name, path.name] for path in paths)
 
 
 @pytest.fixture

@@ -83,19 +83,29 @@ class Recovery:
                 self._quarantine(directory, "; ".join(problems))
 
     def _candidates(self, pointer: Reference) -> Iterator[tuple[str, Manifest | None, str]]:
-        """Yield folders with their manifests from the pointer backwards, or what is wrong with one. For rank 0."""
+        """Yield folders with their manifests from the pointer backwards, or what is wrong with one. For rank 0.
+
+        With a manifest the link to its parent is lost, and with it the line. Then every other checkpoint counts that
+        was committed earlier, whichever line it is on: the one with the most steps first.
+        """
+        tried: set[str] = set()
         reference: Reference | None = pointer
         while reference is not None:
+            tried.add(reference.directory)
             try:
                 manifest = self._patiently(reference)
                 if manifest.digest != reference.digest:
                     raise CheckpointDamaged(f"{reference.directory} has another digest than was committed")  # noqa: TRY301
             except CheckpointDamaged as error:
                 yield reference.directory, None, str(error)
-                reference = self._committed_before(reference)  # the link to the parent is lost with the manifest
-            else:
-                yield reference.directory, manifest, ""
-                reference = manifest.parent
+                break
+            yield reference.directory, manifest, ""
+            reference = manifest.parent
+        else:
+            return
+        for manifest in self._committed_before(pointer):
+            if manifest.directory not in tried:
+                yield manifest.directory, manifest, ""
 
     def _accept(self, manifest: Manifest) -> None:
         """Make up for a mark that its writer did not live to make."""
@@ -120,18 +130,15 @@ class Recovery:
                     raise
             time.sleep(_LOOK_SECONDS)
 
-    def _committed_before(self, reference: Reference) -> Reference | None:
+    def _committed_before(self, reference: Reference) -> list[Manifest]:
+        """Return the manifests that can be read of the checkpoints that were committed earlier, the newest first."""
         found = []
         for folder in self._storage.folders():
-            if COMMITTED not in self._storage.files(folder):
-                continue
-            try:
-                manifest = Manifest.read(self._storage, folder)
-            except CheckpointDamaged:
-                continue
-            if (manifest.step, manifest.directory) < (reference.step, reference.directory):
-                found.append(manifest.reference)
-        return max(found, key=lambda entry: (entry.step, entry.directory), default=None)
+            if COMMITTED in self._storage.files(folder):
+                with contextlib.suppress(CheckpointDamaged):
+                    found.append(Manifest.read(self._storage, folder))
+        earlier = (each for each in found if (each.step, each.directory) < (reference.step, reference.directory))
+        return sorted(earlier, key=lambda each: (each.step, each.directory), reverse=True)
 
     def _checker(self, manifest: Manifest) -> Callable[[], list[str]]:
         """Return a function that checks this rank's part of the files: every world_size-th by size."""

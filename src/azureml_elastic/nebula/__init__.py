@@ -1,0 +1,124 @@
+"""Nebula's interface, on this library's checkpoints: a script that imported ``nebulaml`` changes its import.
+
+::
+
+    import azureml_elastic.nebula as nm
+
+    nm.init(persistent_storage_path="/mnt/checkpoints")
+    nm.Checkpoint("global_step100").save("model", model.state_dict())
+    ...
+    latest = nm.get_latest_checkpoint()
+    if latest is not None:
+        model.load_state_dict(latest.load("model"))
+
+Nebula is gone from Azure's images, and from DeepSpeed. It kept checkpoints in memory and persisted one now and then;
+here each is persisted at once, in the background. Its promise of consistency is kept: a checkpoint is listed only when
+all of its files are written, and what is loaded has the checksum of what was saved. For runs whose nodes come and go,
+use ``azureml_elastic.train`` instead, which also knows where the data stand.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from azureml_elastic.checkpoints.storage import open_storage
+from azureml_elastic.errors import UsageError
+from azureml_elastic.nebula.checkpoint import Checkpoint, current, serve
+from azureml_elastic.nebula.service import Service, complete
+from azureml_elastic.spec import CheckpointPolicy
+
+__all__ = [
+    "Checkpoint",
+    "get_checkpoint",
+    "get_latest_checkpoint",
+    "get_latest_checkpoint_path",
+    "init",
+    "list_checkpoints",
+    "policy",
+    "wait",
+]
+
+
+def init(
+    persistent_storage_path: str | None = None,
+    persistent_time_interval: float | None = None,  # noqa: ARG001 - Nebula's, see below
+    *,
+    num_of_version_in_retention: int = 2,
+) -> None:
+    """Say where checkpoints go. With several ranks: after ``init_process_group``, on all of them.
+
+    Args:
+        persistent_storage_path: a folder, a mount that all nodes see, or a URL such as ``abfs://…``; ``./checkpoints``
+            where there is none.
+        persistent_time_interval: not needed: every checkpoint is persisted at once.
+        num_of_version_in_retention: complete checkpoints to keep.
+
+    Raises:
+        UsageError: nothing would be kept.
+        OSError: the folder cannot be made.
+    """
+    if num_of_version_in_retention < 1:
+        raise UsageError(f"num_of_version_in_retention is {num_of_version_in_retention}; at least 1 is kept.")
+    service = Service(persistent_storage_path or "checkpoints", num_of_version_in_retention)
+    serve(service)
+    atexit.register(service.at_exit)
+
+
+def list_checkpoints(persist_path: str | None = None) -> list[Checkpoint]:
+    """Return the complete checkpoints, the oldest first.
+
+    Args:
+        persist_path: where to look, instead of where :func:`init` was told.
+    """
+    storage = current().storage if persist_path is None else open_storage(persist_path)
+    return [Checkpoint.of(storage, manifest) for manifest in complete(storage)]
+
+
+def get_checkpoint(tag: str, persist_path: str | None = None) -> Checkpoint | None:
+    """Return the newest complete checkpoint of a tag, ``None`` where there is none."""
+    return next((each for each in reversed(list_checkpoints(persist_path)) if each.tag == tag), None)
+
+
+def get_latest_checkpoint(persist_path: str | None = None) -> Checkpoint | None:
+    """Return the newest complete checkpoint, ``None`` where there is none."""
+    return next(reversed(list_checkpoints(persist_path)), None)
+
+
+def get_latest_checkpoint_path(name: str, persist_path: str | None = None) -> str | None:
+    """Return the path of a file in the newest complete checkpoint that has it, ``None`` where there is none."""
+    found = (each for each in reversed(list_checkpoints(persist_path)) if name in each.files)
+    latest = next(found, None)
+    return None if latest is None else latest.path(name)
+
+
+def wait() -> None:
+    """Wait until everything is written.
+
+    Raises:
+        CheckpointError: something could not be.
+    """
+    current().wait()
+
+
+def policy(config: Mapping[str, Any]) -> CheckpointPolicy | None:
+    """Return what the ``nebula`` block of a DeepSpeed configuration asks for, for ``train.start()``.
+
+    Args:
+        config: DeepSpeed's, or the block alone: ``enabled``, ``persistent_storage_path``,
+            ``persistent_time_interval`` in seconds, ``num_of_version_in_retention``. ``enable_nebula_load`` says
+            nothing here: what was saved is restored.
+
+    Returns:
+        The policy, ``None`` where there is no block or it is not enabled.
+    """
+    block = config.get("nebula", config if "enabled" in config else {})
+    if not block.get("enabled", False):
+        return None
+    return CheckpointPolicy(
+        path=block.get("persistent_storage_path"),
+        every=timedelta(seconds=block.get("persistent_time_interval", 100)),
+        keep=max(2, block.get("num_of_version_in_retention", 2)),
+    )

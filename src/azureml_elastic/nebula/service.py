@@ -1,0 +1,89 @@
+"""Where checkpoints of Nebula's interface go, and the thread that writes them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from azureml_elastic.checkpoints.catalogue import survey
+from azureml_elastic.checkpoints.manifest import MANIFEST, FolderName, Manifest
+from azureml_elastic.checkpoints.storage import Storage, open_storage
+from azureml_elastic.errors import CheckpointError
+from azureml_elastic.train.control import Control
+
+__all__ = ["STATE", "Service", "complete", "retire"]
+
+_LOG = logging.getLogger(__name__)
+
+STATE = "nebula"
+"""In the state of a manifest: what these checkpoints have, and no others."""
+
+
+class Service:
+    """What ``init()`` sets up. With several ranks a collective.
+
+    Args:
+        where: a path or a URL.
+        keep: complete checkpoints that stay.
+
+    Attributes:
+        storage: behind it.
+        control: the ranks' agreement, for the writing thread; ``None`` where there is one rank.
+        token: random, the same on all ranks.
+        number: of the newest checkpoint.
+    """
+
+    def __init__(self, where: str, keep: int) -> None:
+        self.where = where
+        self.keep = keep
+        self.storage = open_storage(where)
+        self.storage.make("")
+        self.control = Control() if dist.is_available() and dist.is_initialized() else None
+        self.is_main = self.control is None or self.control.rank == 0
+        mine = (secrets.token_hex(16), max((found.name.step for found in survey(self.storage)), default=0))
+        self.token, self.number = mine if self.control is None else self.control.from_main(mine)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="nebula")
+        self._tasks: list[tuple[int, Future[None]]] = []
+
+    def submit(self, number: int, task: Callable[..., None], *arguments: Any) -> None:
+        """Do something after all that was submitted before; of several checkpoints at most one is under way."""
+        self.wait(before=number)
+        self._tasks.append((number, self._pool.submit(task, *arguments)))
+
+    def wait(self, before: int | None = None) -> None:
+        """Wait for what is under way.
+
+        Raises:
+            CheckpointError: something of it failed.
+        """
+        old = [(number, task) for number, task in self._tasks if before is None or number < before]
+        self._tasks = [each for each in self._tasks if each not in old]
+        errors = [error for _, task in old if (error := task.exception()) is not None]
+        if errors:
+            raise CheckpointError(f"A checkpoint could not be written to {self.where}: {errors[0]}") from errors[0]
+
+    def at_exit(self) -> None:
+        """Write the rest, and say so where that fails: nobody is left to be told otherwise."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            _LOG.error("%s", error)
+
+
+def complete(storage: Storage) -> list[Manifest]:
+    """Return the manifests of the complete checkpoints, the oldest first."""
+    found = [each.manifest for each in survey(storage) if each.committed and each.problem is None]
+    return [manifest for manifest in found if manifest is not None and STATE in manifest.state]
+
+
+def retire(storage: Storage, keep: int) -> None:
+    """Remove all but the newest, and what was never completed before these."""
+    kept = {manifest.directory for manifest in complete(storage)[-keep:]}
+    for folder in storage.folders():
+        if FolderName.parse(folder) is not None and folder not in kept and folder < max(kept, default=""):
+            storage.remove(folder, MANIFEST)
