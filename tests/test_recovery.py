@@ -106,8 +106,8 @@ def test_survivors_keep_their_processes(tmp_path):
     assert all(len(found) == 1 for found in pids.values()), pids
 
 
-def kill_a_worker(events: Path, step: int) -> None:
-    """Kill the worker of the node with the higher rank once a step is reached."""
+def kill_a_worker(events: Path, step: int, node: str = "node-1") -> None:
+    """Kill the worker of a node once a step is reached."""
     until = time.monotonic() + 120
     seen: list = []
     reader = None
@@ -116,8 +116,33 @@ def kill_a_worker(events: Path, step: int) -> None:
             reader = EventReader(events)
         seen += reader.read() if reader is not None else []
         if any(isinstance(event, Progress) and event.step >= step for event in seen):
-            started = [event for event in seen if isinstance(event, WorkersStarted) and event.node == "node-1"]
+            started = [event for event in seen if isinstance(event, WorkersStarted) and event.node == node]
             os.kill(started[-1].pids[0], signal.SIGKILL)
             return
         time.sleep(0.02)
     raise TimeoutError(f"Step {step} was not reached.")
+
+
+@pytest.mark.parametrize("victim", ["node-1", "rank0"])
+def test_sharded_state_goes_on_from_the_newest_copy_in_memory(tmp_path, victim):
+    """No worker has all of it: with a node its share is gone, but for the copy on another node."""
+    run = cluster(tmp_path, "restart", f"kill={victim}@step:47", checkpoint_steps=1000, snapshot_steps=5)
+    assert_goes_on_from_memory(run.run([PROGRAM, "--sharded", "--ballast", "8"]))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--sharded"]], ids=["replicated", "sharded"])
+def test_a_lone_workers_state_outlives_it(tmp_path, arguments):
+    """It is killed, with all that it had in mind; the agent has its copies."""
+    running = cluster(tmp_path, "restart", nodes=(1, 1), checkpoint_steps=1000, snapshot_steps=5)
+    killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 47, "node-0"))
+    killer.start()
+    report = running.run([PROGRAM, "--ballast", "8", *arguments])
+    killer.join()
+    assert_goes_on_from_memory(report)
+
+
+def assert_goes_on_from_memory(report):
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit.complete, report.audit
+    assert report.rounds[1].restored_step in (35, 40, 45, 50)  # progress is not written down at every step
+    assert all(node.leftovers == 0 for node in report.nodes)

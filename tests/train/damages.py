@@ -146,6 +146,7 @@ def save_until_killed(folder, number, step, parent, seed):
             keep=3,
             pauses=(),
         )
+        saving.start()
         saving.wait()
         reference = saving.manifest.reference
 

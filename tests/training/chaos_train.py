@@ -7,6 +7,7 @@ import time
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from azureml_elastic import train
@@ -16,6 +17,7 @@ parser.add_argument("--step-delay", type=float, default=0.05)
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--full", type=int, default=0, help="take five times as long a step while there are fewer workers")
 parser.add_argument("--ballast", type=int, default=0, help="megabytes that a checkpoint has to carry beside the model")
+parser.add_argument("--sharded", action="store_true", help="by FSDP2, so that no worker has the whole state")
 arguments = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -23,7 +25,7 @@ torch.manual_seed(0)
 with train.start() as run:
     model = nn.Linear(4, 1)
     model.ballast = nn.Parameter(torch.zeros(arguments.ballast << 18), requires_grad=False)
-    model = run.wrap(model)
+    model = fully_shard(model) if arguments.sharded else run.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     run.track(model=model, optimizer=optimizer)
     inputs = torch.randn(236, 4)
@@ -35,6 +37,7 @@ with train.start() as run:
             optimizer.zero_grad()
             run.step()
             time.sleep(arguments.step_delay * (5 if run.world_size < arguments.full else 1))
-    weights = torch.cat([each.detach().flatten() for each in model.parameters() if each.requires_grad])
+    whole = [each.full_tensor() if arguments.sharded else each for each in model.parameters() if each.requires_grad]
+    weights = torch.cat([each.detach().flatten() for each in whole])
     if run.is_main:
         print("weights", " ".join(f"{weight:.6f}" for weight in weights), flush=True)

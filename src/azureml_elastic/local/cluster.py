@@ -35,6 +35,7 @@ class LocalCluster:
         table: ``sqlite``, ``azurite`` or the table URL of a storage account; faults of the table need one that is
             reached over plain HTTP, as the emulator is.
         checkpoint_steps: steps between two checkpoints; ``None`` takes the default by time.
+        snapshot_steps: steps between two copies in memory; ``None`` takes none.
         audit: whether to prove that each sample was seen exactly once.
         max_restarts: worker failures that the run may have.
         distribution: everything else about the processes; the arguments above come before it.
@@ -53,6 +54,7 @@ class LocalCluster:
         run_dir: Path | None = None,
         table: str = "sqlite",
         checkpoint_steps: int | None = None,
+        snapshot_steps: int | None = None,
         audit: bool = False,
         max_restarts: int = 3,
         distribution: ElasticDistribution | None = None,
@@ -67,6 +69,7 @@ class LocalCluster:
         self._run_dir = run_dir
         self._table = table
         self._checkpoint_steps = checkpoint_steps
+        self._snapshot_steps = snapshot_steps
         self._audit = audit
         self._max_restarts = max_restarts
         self._distribution = distribution or ElasticDistribution()
@@ -95,6 +98,7 @@ class LocalCluster:
                 max_restarts=self._max_restarts,
                 distribution=self._distribution,
                 checkpoint_steps=self._checkpoint_steps,
+                snapshot_steps=self._snapshot_steps,
                 audit=self._audit,
                 table=table,
                 paths=paths,

@@ -162,6 +162,7 @@ def local_plan(
     max_restarts: int,
     distribution: ElasticDistribution,
     checkpoint_steps: int | None,
+    snapshot_steps: int | None,
     audit: bool,
     table: TableChoice,
     paths: Paths,
@@ -175,6 +176,7 @@ def local_plan(
         max_restarts: worker failures that the run may have.
         distribution: everything else about the processes.
         checkpoint_steps: steps between two checkpoints, ``None`` for those by time alone.
+        snapshot_steps: steps between two copies in memory, ``None`` for none.
         audit: whether workers write down the samples of each step.
         table: where the nodes find each other.
         paths: the run's files.
@@ -198,7 +200,12 @@ def local_plan(
                 ),
             }
         ),
-        checkpoint=CheckpointPolicy(path=str(paths.checkpoints), every=_CHECKPOINT_EVERY, every_steps=checkpoint_steps),
+        checkpoint=CheckpointPolicy(
+            path=str(paths.checkpoints),
+            every=_CHECKPOINT_EVERY,
+            every_steps=checkpoint_steps,
+            snapshot_every_steps=snapshot_steps,
+        ),
         run_id=run_id,
         audit=audit,
     )

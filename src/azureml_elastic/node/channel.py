@@ -23,7 +23,7 @@ from azureml_elastic.ledger.events import CheckpointCommitted, CheckpointQuarant
 from azureml_elastic.node.boundary import Ballot
 from azureml_elastic.node.checkpoints import CheckpointPointer
 from azureml_elastic.node.hang_watch import HangWatch
-from azureml_elastic.node.memory import KeptState
+from azureml_elastic.node.memory import Memories
 from azureml_elastic.node.recorder import Recorder
 from azureml_elastic.wire import Connection, LineServer, listen
 
@@ -64,7 +64,7 @@ class Channel:
         self._step = 0
         self._expected: int | None = None
         self._began: tuple[float, int] | None = None
-        self._kept = KeptState()
+        self._memories = Memories()
         self.trained = False
         """Whether a local worker has completed a step in this round."""
         self._recorded = 0.0
@@ -205,7 +205,7 @@ class Channel:
         self._server.close()
         self._table_calls.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._kept.drop()
+        self._memories.close()
 
     def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
         op = message["op"]
@@ -220,10 +220,10 @@ class Channel:
             with self._lock:
                 self._parked.add(local_rank)
             self._wake()
-        elif op == "handover":
-            connection.send(self._take_over(connection, message))
-        elif op == "memory":
-            connection.send({"re": message["id"], "memory": self._kept.describe()})
+        elif op in Memories.OPS:
+            reply = self._memories.answer(message, connection.state["round"], connection.state["rank"])
+            if reply is not None:
+                connection.send({"re": message["id"], **reply})
         elif op == "expects":
             self._expected = message["steps"]
         elif connection.state["round"] != self._round:
@@ -278,19 +278,9 @@ class Channel:
         elif message["round"]:
             self._watch.opened()
 
-    def _take_over(self, connection: Connection, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Hold on to a worker's state."""
-        number, rank = connection.state["round"], connection.state["rank"]
-        try:
-            self._kept.keep(message["pid"], message["fd"], step=message["step"], number=number, rank=rank)
-        except OSError as error:
-            return {"re": message["id"], "error": "unavailable", "message": f"The memory cannot be opened: {error}"}
-        _LOG.info("The state of step %d stays in memory for the next round.", message["step"])
-        return {"re": message["id"], "ok": True}
-
     def _completed(self, local_rank: int, step: int) -> None:
         self._watch.completed(step, local_rank)
-        self._kept.drop(before=self._round)  # whoever needed it has it
+        self._memories.completed(self._round)
         with self._lock:
             self.trained = True
             if self._began is None:

@@ -1,12 +1,16 @@
-"""The state that a worker has handed over, held for the worker that follows it on this node."""
+"""Memory of workers that this node's agent holds on to, for the workers that follow them."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-__all__ = ["KeptState"]
+__all__ = ["KeptState", "Memories", "Shelf"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class KeptState:
@@ -31,12 +35,11 @@ class KeptState:
         Raises:
             OSError: it is gone already.
         """
-        opened = os.open(f"/proc/{int(pid)}/fd/{int(descriptor)}", os.O_RDONLY | os.O_CLOEXEC)
+        opened = _open(pid, descriptor)
         with self._lock:
             self._close()
             self._descriptor, self._round = opened, number
-            path = f"/proc/{os.getpid()}/fd/{opened}"
-            self._description = {"path": path, "step": step, "round": number, "rank": rank}
+            self._description = {"path": _path(opened), "step": step, "round": number, "rank": rank}
 
     def describe(self) -> dict[str, Any] | None:
         """Return ``path``, ``step``, ``round`` and ``rank``, or ``None`` where nothing is held."""
@@ -57,3 +60,99 @@ class KeptState:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._description = -1, None
+
+
+class Shelf:
+    """Shares of copies of the state, each by the name of the copy and of its file. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {}
+
+    def put(self, pid: int, descriptor: int, description: Mapping[str, Any]) -> None:
+        """Open another process's memory.
+
+        Args:
+            pid: of the process.
+            descriptor: of the memory in that process.
+            description: with ``folder`` and ``file``.
+
+        Raises:
+            OSError: it is gone already.
+        """
+        opened = _open(pid, descriptor)
+        key = (description["folder"], description["file"])
+        with self._lock:
+            self._let_go([key])
+            self._held[key] = opened, {**description, "path": _path(opened)}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the descriptions, each with the ``path`` of the memory."""
+        with self._lock:
+            return [description for _, description in self._held.values()]
+
+    def keep_only(self, folder: str | None) -> None:
+        """Let go of all others, of all where there is none."""
+        with self._lock:
+            self._let_go([key for key in self._held if key[0] != folder])
+
+    def _let_go(self, keys: list[tuple[str, str]]) -> None:
+        for key in keys:
+            if key in self._held:
+                os.close(self._held.pop(key)[0])
+
+
+class Memories:
+    """All that the workers of a node have in memory, and the messages about it."""
+
+    OPS: ClassVar = frozenset({"handover", "memory", "shelve", "shelve_only", "shelved"})
+
+    def __init__(self) -> None:
+        self._kept = KeptState()
+        self._shelf = Shelf()
+
+    def answer(self, message: Mapping[str, Any], number: int, rank: int) -> dict[str, Any] | None:
+        """Do what a worker asks.
+
+        Args:
+            message: of the worker.
+            number: of its round.
+            rank: that it has in it.
+
+        Returns:
+            The reply, ``None`` where it expects none.
+        """
+        op = message["op"]
+        if op == "memory":
+            return {"memory": self._kept.describe()}
+        if op == "shelved":
+            return {"held": self._shelf.describe()}
+        if op == "shelve_only":
+            self._shelf.keep_only(message["folder"])
+            return None
+        try:
+            if op == "shelve":
+                self._shelf.put(message["pid"], message["fd"], message["description"])
+            else:
+                self._kept.keep(message["pid"], message["fd"], step=message["step"], number=number, rank=rank)
+                _LOG.info("The state of step %d stays in memory for the next round.", message["step"])
+        except OSError as error:
+            return {"error": "unavailable", "message": f"The memory cannot be opened: {error}"}
+        return {"ok": True}
+
+    def completed(self, number: int) -> None:
+        """Let go of states handed over before this round: a step of it is completed, so whoever needed them has them."""
+        self._kept.drop(before=number)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._kept.drop()
+        self._shelf.keep_only(None)
+
+
+def _open(pid: int, descriptor: int) -> int:
+    return os.open(f"/proc/{int(pid)}/fd/{int(descriptor)}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _path(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

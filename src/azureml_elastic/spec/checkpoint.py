@@ -23,6 +23,10 @@ class CheckpointPolicy(Spec):
         every: wall time between two checkpoints; ``"auto"`` takes the time that costs the run least, from what
             checkpoints and losses have cost so far; ``None`` takes none by time.
         every_steps: optimizer steps between two checkpoints; ``None`` takes none by steps.
+        snapshot_every: wall time between two copies in memory, on two nodes each, which cost less than checkpoints:
+            they are where the run goes on when no worker with the whole state is left, as with sharded state. They
+            take up to five times the memory of a rank's share. ``None`` takes none by time.
+        snapshot_every_steps: optimizer steps between two of them; ``None`` takes none by steps.
         keep: committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
         keep_every: optimizer steps; of each so many, the first checkpoint is kept for good. ``None`` keeps none.
     """
@@ -30,5 +34,7 @@ class CheckpointPolicy(Spec):
     path: str | None = None
     every: Literal["auto"] | PositiveDuration | None = timedelta(minutes=5)
     every_steps: int | None = Field(default=None, ge=1)
+    snapshot_every: PositiveDuration | None = None
+    snapshot_every_steps: int | None = Field(default=None, ge=1)
     keep: int = Field(default=2, ge=2)
     keep_every: int | None = Field(default=None, ge=1)

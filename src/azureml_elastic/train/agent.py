@@ -6,9 +6,9 @@ Two implementations: :class:`~azureml_elastic.train.channel.ChannelAgent` speaks
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from azureml_elastic.checkpoints.manifest import Reference
 from azureml_elastic.spec.exit_codes import AGENT_LOST, PREEMPTED
@@ -133,6 +133,26 @@ class Agent(Protocol):
 
     def memory(self) -> Memory | None:
         """Return what a worker of this node has handed over, if anything."""
+
+    shelves: bool
+    """Whether the agent holds on to copies of the state."""
+
+    def shelve(self, descriptor: int, description: Mapping[str, Any]) -> None:
+        """Have the agent hold on to a share of a copy of the state, until it is told to let go.
+
+        Args:
+            descriptor: of the memory.
+            description: with ``folder``, which names the copy, ``file``, and whatever the next worker wants to know.
+
+        Raises:
+            ElasticError: it does not.
+        """
+
+    def shelve_only(self, folder: str) -> None:
+        """Have the agent let go of all shares but those of one copy."""
+
+    def shelved(self) -> list[dict[str, Any]]:
+        """Return the descriptions of what this node's agent holds on to, each with the ``path`` of the memory."""
 
     def park(self) -> Identity:
         """Wait for a place in the next round, and return it. The process ends where there will be none."""

@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -61,6 +61,8 @@ class ChannelAgent:
     """
 
     leave_code = 0
+
+    shelves = True
 
     def __init__(
         self,
@@ -156,6 +158,19 @@ class ChannelAgent:
         """See :class:`~azureml_elastic.train.agent.Agent`."""
         kept = self._ask({"op": "memory"}).get("memory")
         return None if kept is None else Memory(kept["path"], kept["step"], kept["round"], kept["rank"])
+
+    def shelve(self, descriptor: int, description: Mapping[str, Any]) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        self._ask({"op": "shelve", "pid": os.getpid(), "fd": descriptor, "description": dict(description)})
+
+    def shelve_only(self, folder: str) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        self._client.send({"op": "shelve_only", "folder": folder})
+
+    def shelved(self) -> list[dict[str, Any]]:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        held: list[dict[str, Any]] = self._ask({"op": "shelved"})["held"]
+        return held
 
     def park(self) -> Identity:
         """See :class:`~azureml_elastic.train.agent.Agent`."""

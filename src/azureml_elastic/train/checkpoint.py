@@ -23,10 +23,13 @@ from azureml_elastic.errors import CheckpointError, Fenced
 from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train import randomness
 from azureml_elastic.train.agent import Agent
+from azureml_elastic.train.background import Outcome
+from azureml_elastic.train.keeping import Inbox, Keeping
 from azureml_elastic.train.reading import load
 from azureml_elastic.train.recovery import STALE_SECONDS, Recovery
-from azureml_elastic.train.saving import RETRY_SECONDS, Outcome, Saving, patiently
-from azureml_elastic.train.share import Share
+from azureml_elastic.train.rescue import rescue
+from azureml_elastic.train.saving import RETRY_SECONDS, Saving, patiently
+from azureml_elastic.train.share import Copy, Share
 from azureml_elastic.train.state import TrackedState
 from azureml_elastic.train.world import World
 
@@ -74,10 +77,13 @@ class Checkpoints:
         self._stale_seconds = stale_seconds
         self._world = world
         self._agent = agent
-        self._share = Share(world)
+        self.snapshots = agent.shelves and (policy.snapshot_every or policy.snapshot_every_steps) is not None
+        """Whether copies are kept in memory."""
+        self._share = Share(world, spare=self.snapshots)
+        self._inbox = Inbox()
         self._committed: Reference | None = None
-        self._saving: Saving | None = None
-        self._left: Saving | None = None
+        self._saving: Saving | Keeping | None = None
+        self._left: Saving | Keeping | None = None
         self._fenced = ""
         self._failures: list[str] = []
 
@@ -110,35 +116,16 @@ class Checkpoints:
         Raises:
             CheckpointError: a rank cannot say what its state is; raised on all.
         """
-        assert self._saving is None
         began = time.monotonic()
-        plain, tensors = self._share.collect(state)
-        if self._left is not None:
-            self._left.wait()  # it may still read what is overwritten now
-            self._left = None
-        blocks, error = None, None
-        try:
-            blocks = self._share.copy(tensors)
-        except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one
-            error = f"{type(failure).__name__}: {failure}"
-        identity, before = self._world.identity, None if self._committed is None else self._committed.step
-        kept = for_good(step, before, self._policy.keep_every)
-        manifest = Manifest(
-            directory=str(FolderName(step, identity.round, self._share.nonce(), kept)),
-            step=step,
-            round=identity.round,
-            world_size=identity.world_size,
-            parent=self._committed,
-            files={},
-            state=plain,
-            data=data,
-            torch=str(torch.__version__),
-        )
+        plain, tensors = self._ready(state)
+        before = None if self._committed is None else self._committed.step
+        manifest = self._manifest(step, plain, data, for_good(step, before, self._policy.keep_every))
+        copy, error = self._copy(tensors)
         self._saving = Saving(
             self._storage,
             manifest,
-            f"rank-{identity.rank:05}.safetensors",
-            blocks,
+            self._file,
+            None if copy is None or copy.empty else copy.blocks(),
             error,
             control=self._world.background,
             agent=self._agent,
@@ -146,6 +133,39 @@ class Checkpoints:
             keep=self._policy.keep,
             pauses=RETRY_SECONDS if must_commit else (),
         )
+        self._saving.start()
+
+    def begin_snapshot(self, step: int, state: TrackedState, data: Mapping[str, Any] | None) -> None:
+        """Begin to take a copy that stays in memory, and return when the state may change again.
+
+        Args:
+            step: optimizer steps completed.
+            state: to be copied.
+            data: the position in the data.
+
+        Raises:
+            CheckpointError: a rank cannot say what its state is; raised on all.
+        """
+        plain, tensors = self._ready(state)
+        manifest = self._manifest(step, plain, data)
+        tail, error = b"", None
+        if self._world.identity.rank == 0:
+            try:
+                tail = manifest.to_bytes()
+            except ValueError as failure:  # a state that is no JSON
+                error = f"the manifest: {failure}"
+        copy, failed = self._copy(tensors, tail)
+        self._saving = Keeping(
+            manifest,
+            self._file,
+            None if error else copy,
+            error or failed,
+            identity=self._world.identity,
+            inbox=self._inbox,
+            control=self._world.background,
+            agent=self._agent,
+        )
+        self._saving.start()
 
     @property
     def under_way(self) -> bool:
@@ -164,7 +184,11 @@ class Checkpoints:
         outcome = self._saving.wait(timeout) if self._saving is not None else None
         if self._saving is None or outcome is None:
             return None
-        manifest, self._saving = self._saving.manifest, None
+        over, self._saving = self._saving, None
+        manifest = over.manifest
+        if isinstance(over, Keeping):
+            self._kept(over, outcome)
+            return outcome
         if outcome.kind == "committed":
             self._committed = manifest.reference
             self._failures.clear()
@@ -182,6 +206,48 @@ class Checkpoints:
                 "none" if self._committed is None else self._committed.directory,
             )
         return outcome
+
+    def _kept(self, over: Keeping, outcome: Outcome) -> None:
+        if outcome.kind == "kept":
+            assert over.copy is not None
+            self._share.hold(over.copy)
+        elif self._world.identity.rank == 0:
+            _LOG.warning("Step %d was not kept in memory: %s Training goes on.", over.manifest.step, outcome.text)
+
+    def _ready(self, state: TrackedState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Collect the state, and wait until nobody reads what is overwritten then. A collective."""
+        assert self._saving is None
+        plain, tensors = self._share.collect(state)
+        if self._left is not None:
+            self._left.wait()
+            self._left = None
+        return plain, tensors
+
+    def _copy(self, tensors: dict[str, torch.Tensor], tail: bytes = b"") -> tuple[Copy | None, str | None]:
+        try:
+            return self._share.copy(tensors, tail), None
+        except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one
+            return None, f"{type(failure).__name__}: {failure}"
+
+    def _manifest(
+        self, step: int, plain: Mapping[str, Any], data: Mapping[str, Any] | None, kept: bool = False
+    ) -> Manifest:
+        identity = self._world.identity
+        return Manifest(
+            directory=str(FolderName(step, identity.round, self._share.nonce(), kept)),
+            step=step,
+            round=identity.round,
+            world_size=identity.world_size,
+            parent=self._committed,
+            files={},
+            state=plain,
+            data=data,
+            torch=str(torch.__version__),
+        )
+
+    @property
+    def _file(self) -> str:
+        return f"rank-{self._world.identity.rank:05}.safetensors"
 
     def require(self, *, at_once: bool = False) -> None:
         """Check that checkpoints can be written. Not a collective, but the same on all ranks after the same saves.
@@ -216,7 +282,7 @@ class Checkpoints:
         return self._committed
 
     def restore(self, state: TrackedState) -> Restored | None:
-        """Put the newest undamaged checkpoint, from the committed one backwards, into ``state``.
+        """Put the newest undamaged checkpoint into ``state``: from memory, from the committed one backwards.
 
         Returns:
             What was restored, ``None`` where the run has no committed checkpoint yet.
@@ -228,9 +294,11 @@ class Checkpoints:
             UsageError: the checkpoint does not fit what is tracked.
         """
         pointer = self._committed or self.committed()
+        control = self._world.control
+        if self.snapshots:
+            pointer = rescue(self._storage, control, self._agent, self._world.identity, pointer) or pointer
         if pointer is None:
             return None
-        control = self._world.control
         manifest = Recovery(self._storage, control, self._stale_seconds, self._agent.damaged).newest_whole(pointer)
         present = state.targets(manifest.state)
         own = randomness.tensor_name(control.rank)

@@ -55,6 +55,8 @@ class Keeper:
         self._position = position
         self._checkpoints = Checkpoints(policy, storage, world, agent)
         self._cadence = Cadence(policy, world.control, clock=time.monotonic)
+        rarer = {"every": policy.snapshot_every, "every_steps": policy.snapshot_every_steps}
+        self._snapshots = Cadence(policy.model_copy(update=rarer), world.control, clock=time.monotonic)
         self._state: TrackedState | None = None
         self._saved_spec: DataSpec | None = None
         self._saved_at: tuple[int, Cursor] | None = None
@@ -99,6 +101,7 @@ class Keeper:
         self._identity = self._world.identity
         self._checkpoints.enter()
         self._cadence.enter(self._world.control)
+        self._snapshots.enter(self._world.control)
         if self._state is not None:
             self._restore(self._state, (offer, None))
 
@@ -164,6 +167,19 @@ class Keeper:
         self._agent.free()
         return self._saved_at == self._saving
 
+    def keep_in_memory(self) -> None:
+        """Take a copy that stays in memory, where one is due and nothing is being written. A collective when due."""
+        if not self._checkpoints.snapshots or not self._snapshots.due(self.steps):
+            return
+        self.settle(0)
+        if self._world.control.all_true(not self.saving):
+            assert self._state is not None
+            self._snapshots.saving(self.steps)
+            self._checkpoints.begin_snapshot(self.steps, self._state, self._data())
+            self._saving = None
+            self.half_step = False  # as above
+            self._snapshots.saved()
+
     def settle(self, timeout: float | None = None) -> None:
         """Wait for the checkpoint that is being written, if there is one.
 
@@ -173,7 +189,7 @@ class Keeper:
         if timeout is None and self.saving:
             self._agent.busy()
         outcome = self._checkpoints.settle(timeout)
-        if outcome is not None:
+        if outcome is not None and self._saving is not None:
             self._cadence.written(self.steps)
             self._owed = outcome.kind in ("broken", "fenced")  # it is made up for in the next round
             if outcome.kind == "committed":
@@ -209,6 +225,7 @@ class Keeper:
     def _begin(self, unsaved_seconds: float) -> None:
         self._entered_at = self.steps
         self._cadence.begin(self.steps, unsaved_seconds)
+        self._snapshots.begin(self.steps, 0.0)
 
     def _data(self) -> dict[str, Any] | None:
         spec = self.spec or self._saved_spec

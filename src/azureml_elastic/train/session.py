@@ -321,6 +321,8 @@ class Session:
         self._keeper.after_step()
         if self._keeper.due() or action == "save":
             self._keeper.save()
+        else:
+            self._keeper.keep_in_memory()
 
     def _close(self) -> None:
         self._ending.cancel()

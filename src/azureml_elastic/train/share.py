@@ -20,7 +20,7 @@ from azureml_elastic.train.staging import Area
 from azureml_elastic.train.state import TrackedState
 from azureml_elastic.train.world import World
 
-__all__ = ["Share"]
+__all__ = ["Copy", "Share"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,6 +44,27 @@ class _Plan:
     token: str
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A copy of a rank's share: the content of its file, and maybe something after it.
+
+    Args:
+        area: where it is.
+        nbytes: of the file.
+        tail: bytes behind it.
+        empty: whether the file would hold nothing.
+    """
+
+    area: Area
+    nbytes: int
+    tail: int
+    empty: bool
+
+    def blocks(self) -> Iterator[bytes | memoryview]:
+        """Yield the content of the file."""
+        yield self.area.view(0, self.nbytes)
+
+
 class Share:
     """What this rank writes of each checkpoint. For one thread.
 
@@ -51,11 +72,13 @@ class Share:
 
     Args:
         world: the ranks.
+        spare: whether a copy may be held while the next one is made.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, spare: bool = False) -> None:
         self._world = world
-        self._area = Area(world.device)
+        self._areas = [Area(world.device) for _ in range(2 if spare else 1)]
+        self._held: Area | None = None
         self._reserving: threading.Thread | None = None
         self._plan: _Plan | None = None
         self._attempts = 0
@@ -101,14 +124,17 @@ class Share:
             self._reserving = threading.Thread(target=self._reserve, args=arguments, name="reserve-memory", daemon=True)
             self._reserving.start()
 
-    def copy(self, tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview] | None:
-        """Copy the share to memory, over the copy before, and return the content of its file.
+    def hold(self, copy: Copy) -> None:
+        """Leave a copy as it is until another one is held."""
+        assert len(self._areas) > 1
+        self._held = copy.area
+
+    def copy(self, tensors: dict[str, torch.Tensor], tail: bytes = b"") -> Copy:
+        """Copy the share to memory, over the copy before that is not held.
 
         Args:
             tensors: just collected.
-
-        Returns:
-            The content, ``None`` where the share is empty.
+            tail: to be put behind it.
 
         Raises:
             OSError: there is not enough memory.
@@ -117,12 +143,14 @@ class Share:
             self._reserving.join()
             self._reserving = None
         assert self._plan is not None
-        layout, start = self._plan.layout, len(self._plan.layout.header)
-        self._area.reserve(layout.nbytes - start)
+        layout, area = self._plan.layout, self._free
+        area.reserve(layout.nbytes + len(tail))
+        area.put(0, layout.header)
         for entry, piece in zip(layout.entries, self._plan.pieces, strict=True):
-            self._area.take(entry.begin - start, piece.of(tensors))
-        self._area.settle()
-        return self._blocks(layout) if layout.entries else None
+            area.take(entry.begin, piece.of(tensors))
+        area.put(layout.nbytes, tail)
+        area.settle()
+        return Copy(area, layout.nbytes, len(tail), not layout.entries)
 
     def nonce(self) -> str:
         """Return 8 hexadecimal digits, others at each call and the same on all ranks that have called as often."""
@@ -130,13 +158,14 @@ class Share:
         self._attempts += 1
         return xxhash.xxh32_hexdigest(f"{self._plan.token}.{self._attempts}".encode())
 
-    def _blocks(self, layout: Layout) -> Iterator[bytes | memoryview]:
-        yield layout.header
-        yield self._area.view(0, layout.nbytes - len(layout.header))
+    @property
+    def _free(self) -> Area:
+        return next(area for area in self._areas if area is not self._held)
 
     def _reserve(self, nbytes: int) -> None:
         try:
-            self._area.reserve(nbytes)
+            for area in self._areas:
+                area.reserve(nbytes)
         except OSError as error:
             _LOG.warning("There is no memory of %d bytes for checkpoints: %s", nbytes, error)
 

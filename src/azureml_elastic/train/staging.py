@@ -36,6 +36,7 @@ class Area:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: mmap.mmap | None = None
+        self._descriptor = -1
         self._bytes: torch.Tensor | None = None
         self._pinned = False
 
@@ -54,15 +55,17 @@ class Area:
             return
         self.release()
         size = -(-int(nbytes * _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE
-        descriptor = os.memfd_create("azureml-elastic-staging", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(descriptor, 0, size)  # an error here, not a SIGBUS later
-            self._memory = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
+        self._descriptor = os.memfd_create("azureml-elastic-staging", os.MFD_CLOEXEC)
+        os.posix_fallocate(self._descriptor, 0, size)  # an error here, not a SIGBUS later
+        self._memory = mmap.mmap(self._descriptor, size)
         self._populate(size)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._pin()
+
+    @property
+    def descriptor(self) -> int:
+        """Of the memory, for another process to open; open as long as the memory is here."""
+        return self._descriptor
 
     def view(self, begin: int, end: int) -> memoryview:
         """Return a part of it, for reading."""
@@ -102,6 +105,18 @@ class Area:
         self._bytes, self._pinned = None, False
         # Whatever still has a view of it keeps it alive.
         self._memory = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def tensor(self, begin: int, end: int) -> torch.Tensor:
+        """Return a part of it as bytes."""
+        assert self._bytes is not None
+        return self._bytes[begin:end]
+
+    def __del__(self) -> None:
+        """Give it back."""
+        self.release()
 
     def _populate(self, size: int) -> None:
         """Map it, piece by piece: Python does nothing else during each of them."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -38,6 +38,7 @@ class StandaloneAgent:
 
     leave_code = EXIT_TERMINATED
     stays = False
+    shelves = False
 
     def __init__(self, storage: Storage, identity: Identity) -> None:
         self._storage = storage
@@ -106,6 +107,21 @@ class StandaloneAgent:
 
     def memory(self) -> None:
         """Nobody has kept anything."""
+
+    def shelve(self, descriptor: int, description: Mapping[str, Any]) -> None:
+        """Nobody to take it.
+
+        Raises:
+            ElasticError: always.
+        """
+        raise ElasticError(f"There is no agent to hold on to {description['folder']} (descriptor {descriptor}).")
+
+    def shelve_only(self, folder: str) -> None:
+        """Nobody to tell."""
+
+    def shelved(self) -> list[dict[str, Any]]:
+        """Nobody has kept anything."""
+        return []
 
     def park(self) -> Identity:
         """There is no other round.
