@@ -141,7 +141,7 @@ class Memories:
         return {"ok": True}
 
     def completed(self, number: int) -> None:
-        """Let go of states handed over before this round: a step of it is completed, so whoever needed them has them."""
+        """Let go of states handed over before this round: it has completed a step, so whoever needed them has them."""
         self._kept.drop(before=number)
 
     def close(self) -> None:
