@@ -141,6 +141,14 @@ def test_a_lone_workers_state_outlives_it(tmp_path, arguments):
     assert_goes_on_from_memory(report)
 
 
+def test_a_lone_nodes_state_outlives_its_agent(tmp_path):
+    """It is started again on the same machine, whose disk has the copies."""
+    options = {"checkpoint_steps": 1000, "snapshot_steps": 5, "snapshot_path": tmp_path / "disk"}
+    run = cluster(tmp_path, "restart", "kill=node-0@step:47,add@step:47", nodes=(1, 1), **options)
+    assert_goes_on_from_memory(run.run([PROGRAM, "--sharded", "--ballast", "8"]))
+    assert not list((tmp_path / "disk").glob("*/*"))
+
+
 def assert_goes_on_from_memory(report):
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert report.audit.complete, report.audit

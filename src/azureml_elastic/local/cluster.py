@@ -36,6 +36,7 @@ class LocalCluster:
             reached over plain HTTP, as the emulator is.
         checkpoint_steps: steps between two checkpoints; ``None`` takes the default by time.
         snapshot_steps: steps between two copies in memory; ``None`` takes none.
+        snapshot_path: a folder for these copies, in place of the nodes' local disks; ``None`` has none.
         audit: whether to prove that each sample was seen exactly once.
         max_restarts: worker failures that the run may have.
         distribution: everything else about the processes; the arguments above come before it.
@@ -55,6 +56,7 @@ class LocalCluster:
         table: str = "sqlite",
         checkpoint_steps: int | None = None,
         snapshot_steps: int | None = None,
+        snapshot_path: Path | None = None,
         audit: bool = False,
         max_restarts: int = 3,
         distribution: ElasticDistribution | None = None,
@@ -70,6 +72,7 @@ class LocalCluster:
         self._table = table
         self._checkpoint_steps = checkpoint_steps
         self._snapshot_steps = snapshot_steps
+        self._snapshot_path = snapshot_path
         self._audit = audit
         self._max_restarts = max_restarts
         self._distribution = distribution or ElasticDistribution()
@@ -99,6 +102,7 @@ class LocalCluster:
                 distribution=self._distribution,
                 checkpoint_steps=self._checkpoint_steps,
                 snapshot_steps=self._snapshot_steps,
+                snapshot_path=self._snapshot_path,
                 audit=self._audit,
                 table=table,
                 paths=paths,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths
@@ -163,6 +164,7 @@ def local_plan(
     distribution: ElasticDistribution,
     checkpoint_steps: int | None,
     snapshot_steps: int | None,
+    snapshot_path: Path | None,
     audit: bool,
     table: TableChoice,
     paths: Paths,
@@ -177,6 +179,7 @@ def local_plan(
         distribution: everything else about the processes.
         checkpoint_steps: steps between two checkpoints, ``None`` for those by time alone.
         snapshot_steps: steps between two copies in memory, ``None`` for none.
+        snapshot_path: where these copies are as well, ``None`` for nowhere.
         audit: whether workers write down the samples of each step.
         table: where the nodes find each other.
         paths: the run's files.
@@ -205,6 +208,7 @@ def local_plan(
             every=_CHECKPOINT_EVERY,
             every_steps=checkpoint_steps,
             snapshot_every_steps=snapshot_steps,
+            snapshot_path=None if snapshot_path is None else str(snapshot_path),
         ),
         run_id=run_id,
         audit=audit,

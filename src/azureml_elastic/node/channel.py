@@ -23,6 +23,7 @@ from azureml_elastic.ledger.events import CheckpointCommitted, CheckpointQuarant
 from azureml_elastic.node.boundary import Ballot
 from azureml_elastic.node.checkpoints import CheckpointPointer
 from azureml_elastic.node.hang_watch import HangWatch
+from azureml_elastic.node.local_copies import LocalCopies
 from azureml_elastic.node.memory import Memories
 from azureml_elastic.node.recorder import Recorder
 from azureml_elastic.wire import Connection, LineServer, listen
@@ -42,9 +43,15 @@ class Channel:
         recorder: for progress, restores and commits.
         wake: called, from the channel's thread, when something has changed.
         watch: is told what the workers do.
+        local: copies of the state on this node's disk, if there are any.
+
+    Attributes:
+        ended_well: whether the run has, so that nothing on the disk is needed any more.
     """
 
-    def __init__(self, recorder: Recorder, wake: Callable[[], None], watch: HangWatch) -> None:
+    def __init__(
+        self, recorder: Recorder, wake: Callable[[], None], watch: HangWatch, local: LocalCopies | None = None
+    ) -> None:
         self._recorder = recorder
         self._watch = watch
         self._wake = wake
@@ -64,7 +71,8 @@ class Channel:
         self._step = 0
         self._expected: int | None = None
         self._began: tuple[float, int] | None = None
-        self._memories = Memories()
+        self._memories = Memories(local)
+        self.ended_well = False
         self.trained = False
         """Whether a local worker has completed a step in this round."""
         self._recorded = 0.0
@@ -205,7 +213,7 @@ class Channel:
         self._server.close()
         self._table_calls.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._memories.close()
+        self._memories.close(forget=self.ended_well)
 
     def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
         op = message["op"]

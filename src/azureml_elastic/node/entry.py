@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, NodeLeft, NodeStarted
@@ -16,6 +17,7 @@ from azureml_elastic.node.hang import HangPolicy
 from azureml_elastic.node.hang_watch import HangWatch
 from azureml_elastic.node.health import Admission, HealthCheck, Probe, check_folders, node_probes
 from azureml_elastic.node.identity import NodeIdentity
+from azureml_elastic.node.local_copies import LocalCopies
 from azureml_elastic.node.preemption import Preemption
 from azureml_elastic.node.recorder import Recorder
 from azureml_elastic.node.rendezvous.handler import Rendezvous
@@ -99,7 +101,7 @@ class _Node:
         stack.callback(self._rendezvous.shutdown)
         self._recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
         self._watch = HangWatch(HangPolicy.of(distribution))
-        self._channel = Channel(self._recorder, self._rendezvous.wake.set, self._watch)
+        self._channel = Channel(self._recorder, self._rendezvous.wake.set, self._watch, _local_copies(identity))
         stack.callback(self._channel.close)
         os.environ[variables.RUN_DIR] = str(identity.folder)
         os.environ[variables.PLAN] = plan.to_json()
@@ -133,6 +135,7 @@ class _Node:
         exit_code, reason = 1, "an error of the agent"
         try:
             exit_code, reason = self._take_part(self._agent())
+            self._channel.ended_well = exit_code == 0
         finally:
             number = self._rendezvous.last_round
             self._recorder.record(NodeLeft, number, reason=reason, exit_code=exit_code)
@@ -277,3 +280,14 @@ def _gpus() -> int:
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def _local_copies(identity: NodeIdentity) -> LocalCopies | None:
+    where = identity.plan.checkpoint.snapshot_path
+    if where is None:
+        return None
+    try:
+        return LocalCopies(Path(where) / quote(identity.run_id, safe=""), identity.node)
+    except OSError as error:
+        _LOG.warning("%s on this node's disk cannot be used, copies stay in memory alone: %s", where, error)
+        return None

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from azureml_elastic.node.local_copies import LocalCopies
+
 __all__ = ["KeptState", "Memories", "Shelf"]
 
 _LOG = logging.getLogger(__name__)
@@ -63,11 +65,17 @@ class KeptState:
 
 
 class Shelf:
-    """Shares of copies of the state, each by the name of the copy and of its file. Thread-safe."""
+    """Shares of copies of the state, each by the name of the copy and of its file. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        local: copies on the node's disk, if there are any.
+    """
+
+    def __init__(self, local: LocalCopies | None = None) -> None:
+        self._local = local
         self._lock = threading.Lock()
         self._held: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {}
+        self._written = ""
 
     def put(self, pid: int, descriptor: int, description: Mapping[str, Any]) -> None:
         """Open another process's memory.
@@ -87,14 +95,32 @@ class Shelf:
             self._held[key] = opened, {**description, "path": _path(opened)}
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the descriptions, each with the ``path`` of the memory."""
+        """Return the descriptions, each with the ``path`` of the memory or of the file."""
         with self._lock:
-            return [description for _, description in self._held.values()]
+            held = [description for _, description in self._held.values()]
+        return held + (self._local.describe() if self._local is not None else [])
 
-    def keep_only(self, folder: str | None) -> None:
-        """Let go of all others, of all where there is none."""
+    def keep_only(self, folder: str) -> None:
+        """Let go of all others: this copy is whole."""
         with self._lock:
             self._let_go([key for key in self._held if key[0] != folder])
+            if folder != self._written:
+                self._written = folder
+                if self._local is not None:
+                    self._local.write(list(self._held.values()))
+
+    def close(self, *, forget: bool) -> None:
+        """Let go of all in memory.
+
+        Args:
+            forget: also remove what is on the disk.
+        """
+        with self._lock:
+            self._let_go(list(self._held))
+        if self._local is not None and forget:
+            self._local.forget()
+        if self._local is not None:
+            self._local.close()
 
     def _let_go(self, keys: list[tuple[str, str]]) -> None:
         for key in keys:
@@ -103,13 +129,17 @@ class Shelf:
 
 
 class Memories:
-    """All that the workers of a node have in memory, and the messages about it."""
+    """All that the workers of a node have in memory, and the messages about it.
+
+    Args:
+        local: copies on the node's disk, if there are any.
+    """
 
     OPS: ClassVar = frozenset({"handover", "memory", "shelve", "shelve_only", "shelved"})
 
-    def __init__(self) -> None:
+    def __init__(self, local: LocalCopies | None = None) -> None:
         self._kept = KeptState()
-        self._shelf = Shelf()
+        self._shelf = Shelf(local)
 
     def answer(self, message: Mapping[str, Any], number: int, rank: int) -> dict[str, Any] | None:
         """Do what a worker asks.
@@ -144,10 +174,14 @@ class Memories:
         """Let go of states handed over before this round: it has completed a step, so whoever needed them has them."""
         self._kept.drop(before=number)
 
-    def close(self) -> None:
-        """Let go of everything."""
+    def close(self, *, forget: bool = True) -> None:
+        """Let go of everything.
+
+        Args:
+            forget: what is on the disk as well: the run has ended well.
+        """
         self._kept.drop()
-        self._shelf.keep_only(None)
+        self._shelf.close(forget=forget)
 
 
 def _open(pid: int, descriptor: int) -> int:

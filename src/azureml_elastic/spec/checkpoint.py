@@ -25,8 +25,10 @@ class CheckpointPolicy(Spec):
         every_steps: optimizer steps between two checkpoints; ``None`` takes none by steps.
         snapshot_every: wall time between two copies in memory, on two nodes each, which cost less than checkpoints:
             they are where the run goes on when no worker with the whole state is left, as with sharded state. They
-            take up to five times the memory of a rank's share. ``None`` takes none by time.
+            take four times the memory of a rank's share. ``None`` takes none by time.
         snapshot_every_steps: optimizer steps between two of them; ``None`` takes none by steps.
+        snapshot_path: a folder on each node's own disk where they are as well, for an agent that is started again on
+            the same machine; ``None`` leaves them in memory alone.
         keep: committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
         keep_every: optimizer steps; of each so many, the first checkpoint is kept for good. ``None`` keeps none.
     """
@@ -36,5 +38,6 @@ class CheckpointPolicy(Spec):
     every_steps: int | None = Field(default=None, ge=1)
     snapshot_every: PositiveDuration | None = None
     snapshot_every_steps: int | None = Field(default=None, ge=1)
+    snapshot_path: str | None = None
     keep: int = Field(default=2, ge=2)
     keep_every: int | None = Field(default=None, ge=1)

@@ -1,0 +1,118 @@
+"""Copies of the state on a node's disk: for the next agent on the machine, and for nobody else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from azureml_elastic.node.local_copies import LocalCopies
+from azureml_elastic.node.memory import Memories
+
+
+def described(folder, content, tail=b"", rank=0):
+    sums = {"size": len(content), "tail": len(tail), "xxh3": xxhash.xxh3_128_hexdigest(content)}
+    return {"folder": folder, "file": f"rank-{rank:05}.safetensors", "step": 1, "world_size": 1, "rank": rank, **sums}
+
+
+def memory_with(content):
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, content)
+    return descriptor
+
+
+class Disk:
+    """Agents on one machine, one after the other or at once."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.agents = []
+
+    def agent(self, node):
+        self.agents.append(LocalCopies(self.folder, node))
+        return self.agents[-1]
+
+    def write(self, agent, folder, content, tail=b"", **changed):
+        descriptor = memory_with(content + tail)
+        agent.write([(descriptor, {**described(folder, content, tail), "path": "memory", **changed})])
+        os.close(descriptor)
+        agent._pool.submit(int).result()  # when that is done
+
+
+@pytest.fixture
+def disk(tmp_path):
+    made = Disk(tmp_path / "run")
+    yield made
+    for agent in made.agents:
+        agent.close()
+
+
+def contents(agent):
+    return [(each["folder"], Path(each["path"]).read_bytes()) for each in agent.describe()]
+
+
+def test_the_newest_copy_is_there_for_the_next_agent(disk):
+    first = disk.agent("a")
+    disk.write(first, "one", b"1" * 1000, b"tail")
+    disk.write(first, "two", b"2" * 1000, b"tail")
+    assert contents(first) == [("two", b"2" * 1000 + b"tail")]
+    first.close()
+    second = disk.agent("b")
+    assert contents(second) == [("two", b"2" * 1000 + b"tail")]
+    assert second.describe()[0] == {**described("two", b"2" * 1000, b"tail"), "path": second.describe()[0]["path"]}
+    disk.write(second, "three", b"3")
+    assert contents(second) == [("three", b"3")]
+    assert not (disk.folder / "a").exists()
+
+
+def test_a_living_agents_copies_are_its_own(disk):
+    first = disk.agent("a")
+    disk.write(first, "one", b"1")
+    second = disk.agent("b")
+    assert contents(second) == []
+    disk.write(second, "two", b"2")
+    assert contents(first) == [("one", b"1")]
+
+
+def test_a_copy_that_changes_under_way_is_not_taken(disk, caplog):
+    agent = disk.agent("a")
+    disk.write(agent, "one", b"1" * 100)
+    disk.write(agent, "two", b"2" * 100, xxh3=xxhash.xxh3_128_hexdigest(b"3" * 100))
+    assert contents(agent) == [("one", b"1" * 100)]
+    assert "take copies less often" in caplog.text
+
+
+def test_a_torn_copy_is_not_offered(disk):
+    agent = disk.agent("a")
+    disk.write(agent, "one", b"1" * 100)
+    disk.write(agent, "two", b"2" * 100, size=200)
+    assert contents(agent) == [("one", b"1" * 100)]
+    agent.close()
+    description = next(disk.folder.glob("a/*/*.json"))
+    description.write_bytes(description.read_bytes()[:-5])
+    assert contents(disk.agent("b")) == []
+
+
+def test_nothing_is_left_of_a_run_that_has_ended_well(disk):
+    memories = Memories(disk.agent("a"))
+    descriptor = memory_with(b"1")
+    message = {"op": "shelve", "pid": os.getpid(), "fd": descriptor, "description": described("one", b"1")}
+    memories.answer(message, 1, 0)
+    memories.answer({"op": "shelve_only", "folder": "one"}, 1, 0)
+    os.close(descriptor)
+    assert len(memories.answer({"op": "shelved"}, 1, 0)["held"]) >= 1
+    memories.close(forget=True)
+    assert not disk.folder.exists()
+
+
+def test_a_run_that_has_failed_leaves_it(disk):
+    memories = Memories(disk.agent("a"))
+    descriptor = memory_with(b"1")
+    memories.answer({"op": "shelve", "pid": os.getpid(), "fd": descriptor, "description": described("one", b"1")}, 1, 0)
+    memories.answer({"op": "shelve_only", "folder": "one"}, 1, 0)
+    disk.agents[0]._pool.submit(int).result()
+    os.close(descriptor)
+    memories.close(forget=False)
+    assert contents(disk.agent("b")) == [("one", b"1")]
