@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from azureml_elastic.train.agent import Identity
 
 __all__ = ["ElasticLoader", "Position", "SizedDataset", "Window"]
+
+_BLOCK_SAMPLES, _BLOCK_WINDOWS = 1 << 13, 1 << 8
 
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last")
 
@@ -158,7 +161,6 @@ class ElasticLoader:
         self.spec = spec
         self._position = position
         self._device = device
-        self._order: tuple[int, torch.Tensor] | None = None
         self._generator = torch.Generator()
         ours_too = {"pin_memory": device.type == "cuda", "generator": self._generator}
         self._batches: DataLoader[Any] = DataLoader(
@@ -176,20 +178,27 @@ class ElasticLoader:
         cursor = self._position.cursor
         epoch, consumed = cursor.epoch, cursor.consumed
         rank, world_size = self._position.identity.rank, self._position.identity.world_size
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, order(self.spec, epoch))
-        indices = self._order[1]
-        while window := self.spec.window(consumed):
-            mine = share(len(window), world_size, rank)
-            ids = indices[window.start + mine.start : window.start + mine.stop].tolist()
-            consumed = window.stop
-            yield Window(
-                ids=tuple(ids or indices[window.start : window.start + 1].tolist()),
-                own=len(ids),
-                count=len(window),
-                after=Cursor(epoch, consumed),
-                weight=weight(len(ids), len(window), world_size),
-            )
+        samples_at = order(self.spec, epoch)
+        while consumed < self.spec.usable:
+            block: list[tuple[range, range]] = []  # windows, and this rank's shares: the order of many at once is quick
+            size = 0
+            while len(block) < _BLOCK_WINDOWS and size < _BLOCK_SAMPLES and (window := self.spec.window(consumed)):
+                part = share(len(window), world_size, rank)
+                block.append((window, window[part.start : part.stop]))
+                size += len(part)
+                consumed = window.stop
+            positions = [mine or window[:1] for window, mine in block]
+            ids = samples_at(np.concatenate([np.arange(each.start, each.stop) for each in positions])).tolist()
+            begin = 0
+            for (window, mine), place in zip(block, positions, strict=True):
+                yield Window(
+                    ids=tuple(ids[begin : begin + len(place)]),
+                    own=len(mine),
+                    count=len(window),
+                    after=Cursor(epoch, window.stop),
+                    weight=weight(len(mine), len(window), world_size),
+                )
+                begin += len(place)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches.

@@ -8,18 +8,22 @@ a crash replays the window together with the weights that it was about to change
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
+import xxhash
 from typing_extensions import Self
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.train.permutation import Permutation
 
-__all__ = ["Cursor", "DataSpec", "order", "share", "weight"]
+__all__ = ["Cursor", "DataSpec", "Order", "order", "share", "weight"]
 
-_SEED_STRIDE = 1_000_003
-_SEED_LIMIT = 1 << 63
+_ALGORITHM = "feistel-8"
+"""Names the way from a seed to an order: another one needs another name."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class DataSpec:
         seed: of the order.
         shuffle: whether the order is random, or that of the dataset.
         drop_last: whether the ``length % global_batch_size`` last samples of an epoch's order are left out.
+        algorithm: that makes the order.
     """
 
     length: int
@@ -52,6 +57,7 @@ class DataSpec:
     seed: int
     shuffle: bool
     drop_last: bool
+    algorithm: str = _ALGORITHM
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -109,12 +115,15 @@ class DataSpec:
             )
 
 
-def order(spec: DataSpec, epoch: int) -> torch.Tensor:
-    """Return the dataset indices of an epoch in the order they are trained, int64 of shape (length,)."""
+Order = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+"""Tells which samples of the dataset stand at some positions of an epoch."""
+
+
+def order(spec: DataSpec, epoch: int) -> Order:
+    """Return the order in which the samples of an epoch are trained."""
     if not spec.shuffle:
-        return torch.arange(spec.length)
-    generator = torch.Generator().manual_seed((spec.seed * _SEED_STRIDE + epoch) % _SEED_LIMIT)
-    return torch.randperm(spec.length, generator=generator)
+        return lambda positions: positions
+    return Permutation(spec.length, xxhash.xxh3_64_intdigest(f"{spec.seed}.{epoch}".encode()))
 
 
 def share(count: int, world_size: int, rank: int) -> range:
