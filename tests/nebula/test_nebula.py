@@ -65,7 +65,7 @@ def test_the_newest_of_a_tag_counts_and_old_ones_go(folder):
         save("a" if value % 2 else "b", model=value)
     assert [(each.tag, each.load("model")) for each in nm.list_checkpoints()] == [("b", 2), ("a", 3)]
     assert nm.get_checkpoint("b").load("model") == 2
-    assert len([path for path in folder.iterdir() if path.is_dir()]) == 2
+    assert len(list((folder / "nebula").iterdir())) == 2
 
 
 def test_a_script_that_starts_again_goes_on(folder):
@@ -101,6 +101,26 @@ def test_a_failure_is_told(folder):
     checkpoint.save("model", 2)
     with pytest.raises(CheckpointError, match="could not be written"):
         nm.wait()
+
+
+def test_a_checkpoint_of_which_a_file_is_missing_is_never_complete(folder):
+    save("whole", model=1, optimizer=2)
+    for _ in range(3):
+        checkpoint = nm.Checkpoint("torn", -2)
+        checkpoint.save("model", 1)
+        checkpoint.save("model", 2)  # which fails: it is there already
+        checkpoint.commit()
+        with pytest.raises(CheckpointError, match="could not be written"):
+            nm.wait()
+    assert [each.tag for each in nm.list_checkpoints()] == ["whole"]
+
+
+def test_what_else_is_in_the_folder_stays(folder):
+    other = folder / "step-000000000001.round-000001.00000000"
+    other.mkdir()
+    for value in range(4):
+        save("a", model=value)
+    assert other.exists()
 
 
 @pytest.mark.parametrize("name", ["", "../model", "a/b", "model.sum", "manifest.json", ".hidden"])

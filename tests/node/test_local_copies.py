@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,38 @@ def test_the_newest_copy_is_there_for_the_next_agent(disk):
     first = disk.agent("a")
     disk.write(first, "one", b"1" * 1000, b"tail")
     disk.write(first, "two", b"2" * 1000, b"tail")
-    assert contents(first) == [("two", b"2" * 1000 + b"tail")]
+    disk.write(first, "three", b"3" * 1000, b"tail")
+    newest = [("three", b"3" * 1000 + b"tail"), ("two", b"2" * 1000 + b"tail")]  # others may not have three yet
+    assert contents(first) == newest
     first.close()
     second = disk.agent("b")
-    assert contents(second) == [("two", b"2" * 1000 + b"tail")]
-    assert second.describe()[0] == {**described("two", b"2" * 1000, b"tail"), "path": second.describe()[0]["path"]}
-    disk.write(second, "three", b"3")
-    assert contents(second) == [("three", b"3")]
+    assert contents(second) == newest
+    assert second.describe()[1] == {**described("two", b"2" * 1000, b"tail"), "path": second.describe()[1]["path"]}
+    disk.write(second, "four", b"4")
+    assert contents(second) == [("four", b"4")]
     assert not (disk.folder / "a").exists()
+
+
+def test_of_copies_that_wait_only_the_newest_is_written(disk):
+    agent = disk.agent("a")
+    go_on = threading.Event()
+    agent._pool.submit(go_on.wait)
+    for name in ("one", "two", "three"):
+        descriptor = memory_with(name.encode())
+        agent.write([(descriptor, described(name, name.encode()))])
+        os.close(descriptor)
+    go_on.set()
+    agent._pool.submit(int).result()
+    assert contents(agent) == [("three", b"three")]
+
+
+def test_what_another_agent_has_left_goes_with_a_run_that_has_ended_well(disk):
+    first = disk.agent("a")
+    disk.write(first, "one", b"1")
+    first.close()
+    second = disk.agent("b")
+    second.forget()
+    assert not disk.folder.exists()
 
 
 def test_a_living_agents_copies_are_its_own(disk):

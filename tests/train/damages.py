@@ -12,6 +12,7 @@ from azureml_elastic.checkpoints.local_storage import LocalStorage
 from azureml_elastic.checkpoints.manifest import COMMITTED, DAMAGED, MANIFEST, FolderName, Manifest, Reference
 from azureml_elastic.checkpoints.placement import assign
 from azureml_elastic.checkpoints.shard_file import Layout
+from azureml_elastic.errors import CheckpointError
 from azureml_elastic.train.agent import Identity
 from azureml_elastic.train.layout import held
 from azureml_elastic.train.saving import Saving
@@ -32,8 +33,10 @@ class Alone:
         return value
 
     def together(self, what, action):
-        del what
-        return [action()]
+        try:
+            return [action()]
+        except Exception as error:
+            raise CheckpointError(f"{what} failed: {error}") from error
 
 
 def state_of(step):

@@ -16,12 +16,14 @@ from azureml_elastic.checkpoints.catalogue import newest_whole
 from azureml_elastic.checkpoints.local_storage import LocalStorage
 from azureml_elastic.checkpoints.manifest import FolderName, Manifest
 from azureml_elastic.errors import CheckpointError, Fenced, TableUnavailable
+from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train.agent import Identity
 from azureml_elastic.train.keeping import partners
 from azureml_elastic.train.rescue import Held, rescue, sources
 from azureml_elastic.train.standalone import StandaloneAgent
 
 IDENTITY = Identity(0, 0, 1, 9)
+POLICY = CheckpointPolicy(keep=2, keep_every=1000)
 
 
 class Shelves(StandaloneAgent):
@@ -74,7 +76,7 @@ def agent(tmp_path):
 
 
 def run(agent, committed=None):
-    return rescue(agent.storage, damages.Alone(), agent, IDENTITY, committed)
+    return rescue(agent.storage, damages.Alone(), agent, IDENTITY, committed, POLICY)
 
 
 def test_the_newest_whole_copy_is_committed(agent):
@@ -146,11 +148,40 @@ def test_a_commit_that_is_refused_ends_the_attempt(agent, monkeypatch):
     with pytest.raises(Fenced, match="newer round"):
         run(agent)
     agent.refusal = TableUnavailable("away")
-    monkeypatch.setattr("azureml_elastic.train.rescue.RETRY_SECONDS", (0.0,))
+    monkeypatch.setattr("azureml_elastic.train.rescue.PATIENT_SECONDS", (0.0,))
     with pytest.raises(CheckpointError, match="could not be committed: away"):
         run(agent)
     agent.refusal = None
     assert run(agent).step == 5
+
+
+def test_old_checkpoints_go_and_some_stay_for_good(agent):
+    committed = None
+    for step in (990, 1003, 1010, 1020):
+        agent.held.clear()
+        for rank in range(2):
+            agent.put(step, rank)
+        committed = run(agent, committed)
+    steps = {FolderName.parse(name).step: FolderName.parse(name).kept for name in agent.storage.folders()}
+    assert steps == {1003: True, 1010: False, 1020: False}
+
+
+def test_where_it_cannot_be_written_the_committed_checkpoint_stays(agent, monkeypatch):
+    for rank in range(2):
+        agent.put(5, rank)
+    committed = run(agent)
+    for rank in range(2):
+        agent.put(7, rank)
+
+    class Full(LocalStorage):
+        def write(self, folder, name, blocks):
+            if name == "rank-00001.safetensors":
+                raise OSError("no space left")
+            return super().write(folder, name, blocks)
+
+    agent.storage = Full(agent.storage.root)
+    assert run(agent, committed) is None
+    assert agent.storage.folders() == [committed.directory]
 
 
 def held(holder, step, rank, world_size, folder="a"):

@@ -24,10 +24,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from azureml_elastic.checkpoints.storage import open_storage
 from azureml_elastic.errors import UsageError
 from azureml_elastic.nebula.checkpoint import Checkpoint, current, serve
-from azureml_elastic.nebula.service import Service, complete
+from azureml_elastic.nebula.service import Service, complete, folder_in
 from azureml_elastic.spec import CheckpointPolicy
 
 __all__ = [
@@ -52,7 +51,7 @@ def init(
 
     Args:
         persistent_storage_path: a folder, a mount that all nodes see, or a URL such as ``abfs://…``; ``./checkpoints``
-            where there is none.
+            where there is none. The checkpoints are in the folder ``nebula`` there.
         persistent_time_interval: not needed: every checkpoint is persisted at once.
         num_of_version_in_retention: complete checkpoints to keep.
 
@@ -73,7 +72,7 @@ def list_checkpoints(persist_path: str | None = None) -> list[Checkpoint]:
     Args:
         persist_path: where to look, instead of where :func:`init` was told.
     """
-    storage = current().storage if persist_path is None else open_storage(persist_path)
+    storage = current().storage if persist_path is None else folder_in(persist_path)
     return [Checkpoint.of(storage, manifest) for manifest in complete(storage)]
 
 
@@ -95,7 +94,7 @@ def get_latest_checkpoint_path(name: str, persist_path: str | None = None) -> st
 
 
 def wait() -> None:
-    """Wait until everything is written.
+    """Wait until everything is written. With several ranks also before ``destroy_process_group``.
 
     Raises:
         CheckpointError: something could not be.

@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from azureml_elastic.checkpoints.manifest import COMMITTED, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoints.storage import FileSum, Storage, place_in
-from azureml_elastic.errors import CheckpointDamaged, UsageError
+from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
 from azureml_elastic.nebula.service import STATE, Service, retire
 
 __all__ = ["Checkpoint", "current", "serve"]
@@ -52,7 +52,7 @@ def current() -> Service:
 
 
 class Checkpoint:
-    """A checkpoint: some files under one tag.
+    """A checkpoint: some files under one tag. All ranks make the same ones, in the same order.
 
     Args:
         tag: its name; several may have the same, then the newest counts.
@@ -67,7 +67,7 @@ class Checkpoint:
         service = current()
         service.number += 1
         number = service.number
-        nonce = xxhash.xxh32_hexdigest(f"{service.token}.{number}".encode())
+        nonce = xxhash.xxh32_hexdigest(f"{service.token}.{number}.{tag}".encode())
         self._set(service.storage, tag or f"checkpoint_{number}", FolderName(number, 0, nonce), num_of_files, {})
 
     @classmethod
@@ -83,6 +83,7 @@ class Checkpoint:
         self._storage, self._number, self._folder = storage, name.step, str(name)
         self._expected = expected
         self._written = dict(files)
+        self._failed = False
 
     @property
     def files(self) -> list[str]:
@@ -145,9 +146,13 @@ class Checkpoint:
         return place_in(place_in(str(self._storage), self._folder), name)
 
     def _write(self, name: str, copy: io.BytesIO) -> None:
-        self._storage.make(self._folder)
-        self._written[name] = sums = self._storage.write(self._folder, name, [copy.getbuffer()])
-        self._storage.publish(self._folder, name + _SUM, json.dumps([sums.size, sums.xxh3]).encode())
+        try:
+            self._storage.make(self._folder)
+            self._written[name] = sums = self._storage.write(self._folder, name, [copy.getbuffer()])
+            self._storage.publish(self._folder, name + _SUM, json.dumps([sums.size, sums.xxh3]).encode())
+        except BaseException:
+            self._failed = True  # it is never complete
+            raise
         if self._expected != UNTIL_COMMIT and self._is_last():
             self._publish()
 
@@ -163,9 +168,14 @@ class Checkpoint:
 
     def _commit(self) -> None:
         service = current()
+        parts = [(self._failed, self._written)]
         if service.control is not None:
-            for written in service.control.gather(self._written):
-                self._written.update(written)
+            parts = service.control.gather(parts[0])
+        for _, written in parts:
+            self._written.update(written)
+        failed = [rank for rank, (failed, _) in enumerate(parts) if failed]
+        if failed:
+            raise CheckpointError(f"{self.tag!r} is not complete: ranks {failed} could not write a file of it.")
         if service.is_main:
             self._publish()
 

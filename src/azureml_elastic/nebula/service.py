@@ -12,13 +12,16 @@ import torch.distributed as dist
 
 from azureml_elastic.checkpoints.catalogue import survey
 from azureml_elastic.checkpoints.manifest import MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoints.storage import Storage, open_storage
+from azureml_elastic.checkpoints.storage import Storage, open_storage, place_in
 from azureml_elastic.errors import CheckpointError
 from azureml_elastic.train.control import Control
 
-__all__ = ["STATE", "Service", "complete", "retire"]
+__all__ = ["STATE", "Service", "complete", "folder_in", "retire"]
 
 _LOG = logging.getLogger(__name__)
+
+_FOLDER = "nebula"
+"""Below the given path: other checkpoints there have other rules about which ones stay."""
 
 STATE = "nebula"
 """In the state of a manifest: what these checkpoints have, and no others."""
@@ -41,7 +44,7 @@ class Service:
     def __init__(self, where: str, keep: int) -> None:
         self.where = where
         self.keep = keep
-        self.storage = open_storage(where)
+        self.storage = folder_in(where)
         self.storage.make("")
         self.control = Control() if dist.is_available() and dist.is_initialized() else None
         self.is_main = self.control is None or self.control.rank == 0
@@ -73,6 +76,11 @@ class Service:
             self.wait()
         except CheckpointError as error:
             _LOG.error("%s", error)
+
+
+def folder_in(where: str) -> Storage:
+    """Return the storage of these checkpoints below a path or a URL."""
+    return open_storage(place_in(where, _FOLDER))
 
 
 def complete(storage: Storage) -> list[Manifest]:

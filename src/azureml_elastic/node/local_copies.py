@@ -21,6 +21,7 @@ import logging
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,53 +56,75 @@ class LocalCopies:
         self._left = [path for path in sorted(folder.iterdir()) if path != self._own and self._is_left(path)]
         self._inherited = [description for path in self._left for description in _read(path)]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local-copies")
+        self._changed = threading.Lock()
+        self._next: list[tuple[int, Mapping[str, Any]]] = []
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the descriptions of what is there, each with the ``path`` of the share."""
         return self._inherited + list(_read(self._own))
 
     def write(self, shares: list[tuple[int, Mapping[str, Any]]]) -> None:
-        """Write a whole copy in place of what there is; returns at once.
+        """Write a whole copy; returns at once. One that has to wait is left out when the next one comes.
 
         Args:
-            shares: descriptors of memory, and what is in it: ``folder``, ``file``, ``size``, ``tail``.
+            shares: descriptors of memory, and what is in it: ``folder``, ``file``, ``size``, ``tail``, ``xxh3``.
         """
-        self._pool.submit(self._write, [(os.dup(descriptor), description) for descriptor, description in shares])
+        mine: list[tuple[int, Mapping[str, Any]]] = []
+        try:
+            for descriptor, description in shares:
+                mine.append((os.dup(descriptor), description))
+        except OSError as error:
+            _LOG.warning("A copy of the state cannot be written to %s: %s", self._own, error)
+            _close(mine)
+            return
+        with self._changed:
+            waiting, self._next = self._next, mine
+        _close(waiting)
+        self._pool.submit(self._write_next)
 
     def forget(self) -> None:
         """Remove everything: the run has ended well."""
         self._pool.shutdown(wait=True)
-        shutil.rmtree(self._own, ignore_errors=True)
+        for path in (self._own, *self._left):
+            shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             self._run.rmdir()  # by the last of them
 
     def close(self) -> None:
         """Leave what there is to the next agent on this machine."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        _close(self._next)
+        self._next = []
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def _write(self, shares: list[tuple[int, Mapping[str, Any]]]) -> None:
+    def _write_next(self) -> None:
+        with self._changed:
+            shares, self._next = self._next, []
+        if not shares:
+            return  # it was left out
+        place = self._own / shares[0][1]["folder"]
         try:
-            folders = {description["folder"] for _, description in shares}
+            place.mkdir(exist_ok=True)
             for descriptor, description in shares:
-                place = self._own / description["folder"]
-                place.mkdir(exist_ok=True)
                 _copy(descriptor, place / description["file"], description)
                 with (place / f"{description['file']}.json").open("x") as stream:
                     json.dump({key: value for key, value in description.items() if key != "path"}, stream)
-            old = [path for path in self._own.iterdir() if path.is_dir() and path.name not in folders]
-            for path in [*old, *self._left]:
-                shutil.rmtree(path, ignore_errors=True)
-            self._left, self._inherited = [], []
+            self._retire(place)
         except (OSError, ValueError) as error:
-            for place in {self._own / description["folder"] for _, description in shares}:
-                shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
             _LOG.warning("A copy of the state could not be written to %s: %s", self._own, error)
         finally:
-            for descriptor, _ in shares:
-                os.close(descriptor)
+            _close(shares)
+
+    def _retire(self, newest: Path) -> None:
+        """Keep two: other nodes may not have written the newest one yet."""
+        others = [path for path in self._own.iterdir() if path.is_dir() and path != newest]
+        others.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in [*others[:-1], *self._left]:
+            shutil.rmtree(path, ignore_errors=True)
+        self._left, self._inherited = [], []
 
     @staticmethod
     def _is_left(path: Path) -> bool:
@@ -111,6 +134,11 @@ class LocalCopies:
         if descriptor >= 0:
             os.close(descriptor)
         return descriptor >= 0
+
+
+def _close(shares: list[tuple[int, Mapping[str, Any]]]) -> None:
+    for descriptor, _ in shares:
+        os.close(descriptor)
 
 
 def _locked(path: Path) -> int:

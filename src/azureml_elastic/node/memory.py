@@ -100,6 +100,11 @@ class Shelf:
             held = [description for _, description in self._held.values()]
         return held + (self._local.describe() if self._local is not None else [])
 
+    def drop(self, folder: str) -> None:
+        """Let go of a copy that is not whole."""
+        with self._lock:
+            self._let_go([key for key in self._held if key[0] == folder])
+
     def keep_only(self, folder: str) -> None:
         """Let go of all others: this copy is whole."""
         with self._lock:
@@ -135,7 +140,7 @@ class Memories:
         local: copies on the node's disk, if there are any.
     """
 
-    OPS: ClassVar = frozenset({"handover", "memory", "shelve", "shelve_only", "shelved"})
+    OPS: ClassVar = frozenset({"handover", "memory", "shelve", "shelve_only", "shelved", "unshelve"})
 
     def __init__(self, local: LocalCopies | None = None) -> None:
         self._kept = KeptState()
@@ -157,8 +162,8 @@ class Memories:
             return {"memory": self._kept.describe()}
         if op == "shelved":
             return {"held": self._shelf.describe()}
-        if op == "shelve_only":
-            self._shelf.keep_only(message["folder"])
+        if op in ("shelve_only", "unshelve"):
+            (self._shelf.keep_only if op == "shelve_only" else self._shelf.drop)(message["folder"])
             return None
         try:
             if op == "shelve":

@@ -28,7 +28,7 @@ class CheckpointPolicy(Spec):
             take four times the memory of a rank's share. ``None`` takes none by time.
         snapshot_every_steps: optimizer steps between two of them; ``None`` takes none by steps.
         snapshot_path: a folder on each node's own disk where they are as well, for an agent that is started again on
-            the same machine; ``None`` leaves them in memory alone.
+            the same machine; of the job's policy, not of ``train.start()``. ``None`` leaves them in memory alone.
         keep: committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
         keep_every: optimizer steps; of each so many, the first checkpoint is kept for good. ``None`` keeps none.
     """

@@ -151,6 +151,9 @@ class Agent(Protocol):
     def shelve_only(self, folder: str) -> None:
         """Have the agent let go of all shares but those of one copy."""
 
+    def unshelve(self, folder: str) -> None:
+        """Have the agent let go of the shares of one copy, which is not whole."""
+
     def shelved(self) -> list[dict[str, Any]]:
         """Return the descriptions of what this node's agent holds on to, each with the ``path`` of the memory."""
 

@@ -167,6 +167,10 @@ class ChannelAgent:
         """See :class:`~azureml_elastic.train.agent.Agent`."""
         self._client.send({"op": "shelve_only", "folder": folder})
 
+    def unshelve(self, folder: str) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        self._client.send({"op": "unshelve", "folder": folder})
+
     def shelved(self) -> list[dict[str, Any]]:
         """See :class:`~azureml_elastic.train.agent.Agent`."""
         held: list[dict[str, Any]] = self._ask({"op": "shelved"})["held"]

@@ -28,7 +28,7 @@ from azureml_elastic.train.keeping import Inbox, Keeping
 from azureml_elastic.train.reading import load
 from azureml_elastic.train.recovery import STALE_SECONDS, Recovery
 from azureml_elastic.train.rescue import rescue
-from azureml_elastic.train.saving import RETRY_SECONDS, Saving, patiently
+from azureml_elastic.train.saving import PATIENT_SECONDS, RETRY_SECONDS, Saving, patiently
 from azureml_elastic.train.share import Copy, Share
 from azureml_elastic.train.state import TrackedState
 from azureml_elastic.train.world import World
@@ -36,9 +36,6 @@ from azureml_elastic.train.world import World
 __all__ = ["Checkpoints", "Restored"]
 
 _LOG = logging.getLogger(__name__)
-
-_PATIENT_SECONDS = (*RETRY_SECONDS, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
-"""Without the committed checkpoint training cannot start; with a new one that has to wait, it goes on."""
 
 _FAILURES = 2
 """So many checkpoints in a row that cannot be written are too many: a full disk does not get emptier by itself."""
@@ -219,7 +216,9 @@ class Checkpoints:
         assert self._saving is None
         plain, tensors = self._share.collect(state)
         if self._left is not None:
-            self._left.wait()
+            outcome = self._left.wait()
+            if isinstance(self._left, Keeping) and outcome is not None and outcome.kind == "kept":
+                self._kept(self._left, outcome)  # after all
             self._left = None
         return plain, tensors
 
@@ -296,7 +295,7 @@ class Checkpoints:
         pointer = self._committed or self.committed()
         control = self._world.control
         if self.snapshots:
-            pointer = rescue(self._storage, control, self._agent, self._world.identity, pointer) or pointer
+            pointer = self._rescue(pointer) or pointer
         if pointer is None:
             return None
         manifest = Recovery(self._storage, control, self._stale_seconds, self._agent.damaged).newest_whole(pointer)
@@ -317,10 +316,14 @@ class Checkpoints:
         self._committed = manifest.reference
         return Restored(manifest.reference, manifest.data)
 
+    def _rescue(self, pointer: Reference | None) -> Reference | None:
+        world = self._world
+        return rescue(self._storage, world.control, self._agent, world.identity, pointer, self._policy)
+
     def _pointer(self) -> Reference | None:
         asked: Any = (None, (None, ""))
         if self._world.control.rank == 0:
-            asked = patiently(self._agent.pointer, _PATIENT_SECONDS)
+            asked = patiently(self._agent.pointer, PATIENT_SECONDS)
         pointer, (kind, text) = self._world.control.from_main(asked)
         if kind == "fenced":
             raise Fenced(f"Training does not start: {text}")

@@ -138,6 +138,7 @@ class Keeping(Background):
         except ElasticError as error:
             self._error = f"the agent does not keep it: {error}"
         if not self.together(lambda: self._control.all_true(self._error is None)):
+            self._agent.unshelve(self.manifest.directory)
             return Outcome("failed", self._error or "another rank's agent does not keep it")
         self._agent.shelve_only(self.manifest.directory)
         self._inbox.hold()

@@ -8,6 +8,8 @@ copy is taken, or an older one.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import mmap
 import os
@@ -17,11 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from azureml_elastic.checkpoints.manifest import COMMITTED, MANIFEST, FolderName, Manifest, Reference
+from azureml_elastic.checkpoints.retention import for_good, retire
 from azureml_elastic.checkpoints.storage import FileSum, Storage
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
+from azureml_elastic.spec import CheckpointPolicy
 from azureml_elastic.train.agent import Agent, Identity
 from azureml_elastic.train.control import Control
-from azureml_elastic.train.saving import RETRY_SECONDS, patiently
+from azureml_elastic.train.saving import PATIENT_SECONDS, patiently
 
 __all__ = ["Held", "rescue", "sources"]
 
@@ -90,15 +94,20 @@ def sources(held: Sequence[Held], newer_than: int) -> list[Held] | None:
 
 
 def rescue(
-    storage: Storage, control: Control, agent: Agent, identity: Identity, committed: Reference | None
+    storage: Storage,
+    control: Control,
+    agent: Agent,
+    identity: Identity,
+    committed: Reference | None,
+    policy: CheckpointPolicy,
 ) -> Reference | None:
     """Commit the newest whole copy in memory, if it is newer than the committed checkpoint. A collective.
 
     Returns:
-        What was committed, ``None`` where nothing newer is there.
+        What was committed, ``None`` where nothing newer is there, or where it cannot be written.
 
     Raises:
-        CheckpointError: it could not be written, or committed.
+        CheckpointError: it could not be committed.
         Fenced: a newer round has taken over.
     """
     mine = [Held.of(control.rank, each) for each in agent.shelved()] if identity.local_rank == 0 else []
@@ -107,19 +116,30 @@ def rescue(
         chosen = sources(held, -1 if committed is None else committed.step)
         if chosen is None:
             return None
-        name = FolderName(chosen[0].step, identity.round, control.from_main(secrets.token_hex(4)))
-        parts = control.together("Writing what is in memory", lambda: _write(storage, str(name), chosen, control.rank))  # noqa: B023
+        step, before = chosen[0].step, None if committed is None else committed.step
+        kept = for_good(step, before, policy.keep_every)
+        name = FolderName(step, identity.round, control.from_main(secrets.token_hex(4)), kept)
+        write = functools.partial(_write, storage, str(name), chosen, control.rank)
+        try:
+            parts = control.together("Writing what is in memory", write)
+        except CheckpointError as error:
+            if control.rank == 0:
+                _LOG.warning("Step %d is in memory, but not to be saved from there: %s", step, error)
+                _remove(storage, str(name))
+            return None
         found = [part for part, _ in parts if part is not None]
         bad = {each for _, damaged in parts for each in damaged}
         if not bad:
             break
-        _LOG.warning("What memory holds of step %d is damaged in %d places.", name.step, len(bad))
+        if control.rank == 0:
+            _LOG.warning("What memory holds of step %d is damaged in %d places.", step, len(bad))
+            _remove(storage, str(name))
         held = [each for each in held if each not in bad]
     files = {each.file: FileSum(each.size, each.xxh3) for each in chosen}
     manifest = replace(found[0], directory=str(name), round=identity.round, parent=committed, files=files)
     outcome: tuple[Any, str] | None = None
     if control.rank == 0:
-        outcome = _commit(storage, agent, manifest)
+        outcome = _commit(storage, agent, manifest, policy.keep)
     kind, text = control.from_main(outcome)
     if kind == "fenced":
         raise Fenced(f"Training does not start: {text}")
@@ -159,12 +179,23 @@ def _write(storage: Storage, folder: str, chosen: Sequence[Held], holder: int) -
     return manifest, bad
 
 
-def _commit(storage: Storage, agent: Agent, manifest: Manifest) -> tuple[Any, str]:
+def _remove(storage: Storage, folder: str) -> None:
+    """Leave nothing of an attempt: the space may be what is missing."""
+    with contextlib.suppress(OSError):
+        storage.remove(folder, MANIFEST)
+
+
+def _commit(storage: Storage, agent: Agent, manifest: Manifest, keep: int) -> tuple[Any, str]:
     try:
         storage.publish(manifest.directory, MANIFEST, manifest.to_bytes())
-        _, outcome = patiently(lambda: agent.commit(manifest.reference, 0.0), RETRY_SECONDS)
-        if outcome[0] is None:
-            storage.write(manifest.directory, COMMITTED, [])
+        _, outcome = patiently(lambda: agent.commit(manifest.reference, 0.0), PATIENT_SECONDS)
     except OSError as error:
+        _remove(storage, manifest.directory)
         return "failed", str(error)
+    if outcome[0] is None:
+        try:
+            storage.write(manifest.directory, COMMITTED, [])
+            retire(storage, manifest, keep)
+        except OSError as error:  # it is committed all the same
+            _LOG.warning("Old checkpoints in %s could not be removed: %s", storage, error)
     return outcome

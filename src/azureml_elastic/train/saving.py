@@ -25,13 +25,16 @@ from azureml_elastic.train.agent import Agent
 from azureml_elastic.train.background import Background, Kind, Outcome
 from azureml_elastic.train.control import Control
 
-__all__ = ["RETRY_SECONDS", "Saving", "patiently"]
+__all__ = ["PATIENT_SECONDS", "RETRY_SECONDS", "Saving", "patiently"]
 
 _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0)
+
+PATIENT_SECONDS = (*RETRY_SECONDS, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
+"""Without the committed checkpoint training cannot start; with a new one that has to wait, it goes on."""
 
 
 class Saving(Background):

@@ -119,6 +119,9 @@ class StandaloneAgent:
     def shelve_only(self, folder: str) -> None:
         """Nobody to tell."""
 
+    def unshelve(self, folder: str) -> None:
+        """Nobody to tell."""
+
     def shelved(self) -> list[dict[str, Any]]:
         """Nobody has kept anything."""
         return []

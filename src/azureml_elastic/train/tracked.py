@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,7 +26,16 @@ from torch.optim import Optimizer
 
 from azureml_elastic.train import tree
 
-__all__ = ["ModuleState", "OptimizerState", "OtherState", "Stateful", "Tracked", "owner_of"]
+__all__ = [
+    "ModuleState",
+    "OptimizerState",
+    "OtherState",
+    "Stateful",
+    "Tracked",
+    "owner_of",
+    "restore_settings",
+    "settings_of",
+]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -191,6 +200,33 @@ class OtherState(Tracked):
     def put_back(self, state: Any) -> None:
         """Load what :meth:`copy` returned."""
         self._value.load_state_dict(state)
+
+
+def settings_of(groups: Iterable[Mapping[str, Any]]) -> Any:
+    """Return the settings of parameter groups as JSON; a tensor, as a learning rate may be, as the number it is."""
+    return [
+        tree.split("", {key: _number(value) for key, value in group.items() if key != "params"})[0] for group in groups
+    ]
+
+
+def restore_settings(groups: Sequence[dict[str, Any]], saved: Any) -> None:
+    """Put back what :func:`settings_of` returned, where there is a tensor into the tensor.
+
+    Raises:
+        ValueError: there is another number of groups.
+    """
+    if len(groups) != len(saved):
+        raise ValueError(f"it has {len(saved)} parameter groups, not {len(groups)}")
+    for group, plain in zip(groups, saved, strict=True):
+        for key, value in tree.join(plain, {}).items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def owner_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module | None:

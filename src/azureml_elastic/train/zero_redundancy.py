@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train import tree
-from azureml_elastic.train.tracked import Tensors, Tracked
+from azureml_elastic.train.tracked import Tensors, Tracked, restore_settings, settings_of
 
 __all__ = ["ZeroRedundancyState", "is_zero_redundancy"]
 
@@ -61,10 +60,7 @@ class ZeroRedundancyState(Tracked):
                         "only tensors can be saved. Use an optimizer of torch.optim in it."
                     )
                 tensors[f"{path}/{key}"] = value
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
-        ]
-        return tree.split(self.name, {"param_groups": groups})[0], tensors
+        return {"param_groups": settings_of(self._optimizer.param_groups)}, tensors
 
     def common(self, tensors: Tensors) -> set[str]:
         """Return all of them: they are this rank's own."""
@@ -80,12 +76,8 @@ class ZeroRedundancyState(Tracked):
         Raises:
             ValueError: it has another number of parameter groups.
         """
-        groups = tree.join(plain["param_groups"], {})
-        if len(groups) != len(self._optimizer.param_groups):
-            raise ValueError(f"it has {len(groups)} parameter groups, not {len(self._optimizer.param_groups)}")
         for mine in (self._optimizer.param_groups, self._optimizer.optim.param_groups):
-            for group, saved in zip(mine, groups, strict=True):
-                group.update({key: value for key, value in saved.items() if key != "params"})
+            restore_settings(mine, plain["param_groups"])
         by_path: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in tensors.items():
             path, _, kind = key.rpartition("/")

@@ -21,8 +21,8 @@ from azureml_elastic.checkpoints.manifest import FLAT
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train import tree
 from azureml_elastic.train.deepspeed.fragment import Fragment
-from azureml_elastic.train.deepspeed.partitions import Slot, partitions_of, size_of
-from azureml_elastic.train.tracked import Tensors, Tracked
+from azureml_elastic.train.deepspeed.partitions import Slot, Whole, partitions_of, size_of
+from azureml_elastic.train.tracked import Tensors, Tracked, restore_settings, settings_of
 
 __all__ = ["EngineState", "is_engine"]
 
@@ -96,6 +96,7 @@ class EngineState(Tracked):
                 f"{engine.gradient_accumulation_steps()} that are accumulated. Call run.step() after the last of them."
             )
         slots = self._slots()
+        self._require_state(slots)
         tensors: dict[str, torch.Tensor] = dict(self._parameters(slots))
         state = {}
         for name, slot in slots.items():
@@ -104,12 +105,11 @@ class EngineState(Tracked):
                 whole = self._sizes[name].numel()
                 tensors[f"{self.name}/optimizer/{name}/{key}"] = Fragment(slot.of(flat), slot.start, whole)
             state[name] = {"tensors": {key: str(flat.dtype) for key, flat in flats.items()}, "numbers": numbers}
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
         plain, others = tree.split(self.name, self._others())
         plain["parameters"] = {
             name: {FLAT: [f"{self.name}/parameters/{name}", list(size)]} for name, size in self._sizes.items()
         }
-        plain["optimizer"] = {"groups": tree.split("", groups)[0], "state": state}
+        plain["optimizer"] = {"groups": settings_of(self._groups), "state": state}
         return plain, {**tensors, **others}
 
     def common(self, tensors: Tensors) -> set[str]:
@@ -144,9 +144,6 @@ class EngineState(Tracked):
         Raises:
             ValueError: it is of another optimizer.
         """
-        groups = tree.join(plain["optimizer"]["groups"], {})
-        if len(groups) != len(self._groups):
-            raise ValueError(f"it has {len(groups)} parameter groups, not {len(self._groups)}")
         with self._partitions.changing():
             for name, own in self.collect()[1].items():
                 found = tensors.get(name)
@@ -154,11 +151,13 @@ class EngineState(Tracked):
                     if found is None:
                         raise ValueError(f"it has no {name!r}")
                     own.held.copy_(found.narrow(0, own.start, own.held.numel()))
-            for group, saved in zip(self._groups, groups, strict=True):
-                group.update({key: value for key, value in saved.items() if key != "params"})
+            restore_settings(self._groups, plain["optimizer"]["groups"])
+            on_device = any(group.get("fused") or group.get("capturable") for group in self._groups)  # as torch has it
             for name, slot in self._slots().items():
                 numbers = plain["optimizer"]["state"][name]["numbers"]
-                self.optimizer.state[slot.key].update({key: _number(*value) for key, value in numbers.items()})
+                device = slot.key.device if on_device else torch.device("cpu")
+                state = {key: _number(value, device) for key, value in numbers.items()}
+                self.optimizer.state[slot.key].update(state)
         self._restore_others({key: tree.join(plain[key], tensors) for key in self._others()})
 
     @property
@@ -177,6 +176,20 @@ class EngineState(Tracked):
             slot = slots.get(name)
             held, start = self._partitions.rest(parameter) if slot is None else (slot.of(slot.key), slot.start)
             yield f"{self.name}/parameters/{name}", Fragment(held, start, self._sizes[name].numel())
+
+    def _require_state(self, slots: Mapping[str, Slot]) -> None:
+        """Check that the optimizer's state is where it is looked for, whatever release or setting this is.
+
+        Raises:
+            UsageError: some parameters have it, and others do not.
+        """
+        without = [name for name, slot in slots.items() if not self.optimizer.state.get(slot.key)]
+        # Without ZeRO a parameter that never had a gradient has no state; a flat part of all always has a gradient.
+        if without and len(without) < len(slots) and not isinstance(self._partitions, Whole):
+            raise UsageError(
+                f"{type(self.optimizer).__name__} keeps a state for {len(slots) - len(without)} parameters, but none "
+                f"for {len(without)}, such as {without[0]!r}: DeepSpeed has it elsewhere, where it is not saved from."
+            )
 
     def _kept(self, name: str, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return what the optimizer keeps for a parameter's flat tensor: tensors like it, and single numbers."""
@@ -230,10 +243,11 @@ def _is_like(slot: Slot, key: str, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == slot.key.shape and key != "step"
 
 
-def _number(value: Any, kind: str | None, shape: list[int] | None) -> Any:
+def _number(saved: list[Any], device: torch.device) -> Any:
+    value, kind, shape = saved
     if kind is None:
         return value
-    return torch.full(shape or [], value, dtype=getattr(torch, kind.removeprefix("torch.")))
+    return torch.full(shape or [], value, dtype=getattr(torch, kind.removeprefix("torch.")), device=device)
 
 
 def _buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

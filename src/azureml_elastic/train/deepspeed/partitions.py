@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["Partitions", "Slot", "partitions_of", "size_of"]
+__all__ = ["Partitions", "Slot", "Whole", "partitions_of", "size_of"]
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,12 @@ def _problem(engine: Any) -> str | None:
         ),
         "it keeps secondary partitions (hpZ)": getattr(settings, "zero_hpz_partition_size", 1) > 1,
         "it scatters over a part of the ranks (MiCS)": getattr(settings, "mics_shard_size", 0) > 0,
+        "it offloads a part of the optimizer (ratio below 1)": getattr(optimizer, "partial_offload", 1.0) != 1.0,
+        "its optimizer is in another process (SuperOffload)": hasattr(optimizer, "superoffload_cpu_optimizer"),
+        "progressive layer drop keeps a state of its own": bool(engine.pld_enabled()),
+        "compression keeps a state of its own": bool(_compression(engine)),
+        "its parameters are not contiguous": isinstance(optimizer, Optimizer)
+        and not all(each.is_contiguous() for each in engine.module.parameters()),
         "it overlaps optimizer steps with later ones (ZenFlow)": bool(getattr(optimizer, "zenflow", False)),
     }
     for what, found in unsupported.items():
@@ -221,3 +227,9 @@ def _problem(engine: Any) -> str | None:
         )
     )
     return None if known else f"{type(optimizer).__name__} keeps its state in another way; take ZeRO stage 1"
+
+
+def _compression(engine: Any) -> bool:
+    settings = getattr(engine._config, "compression_config", None) or {}  # noqa: SLF001
+    shared = (each.get("shared_parameters", {}) for each in settings.values() if isinstance(each, dict))
+    return any(each.get("enabled", False) for each in shared if isinstance(each, dict))
