@@ -65,7 +65,7 @@ def test_any_way_of_writing_gives_each_line_once(tmp_path_factory, lines, data):
 
 
 def test_audit_files_of_all_ranks_are_read_and_torn_lines_counted(tmp_path):
-    first = json.dumps({"round": 1, "step": 1, "epoch": 0, "ids": [4, 2]})
+    first = json.dumps({"round": 1, "step": 1, "epoch": 0, "of": 5, "ids": [4, 2]})
     (tmp_path / "round-1.rank-0.jsonl").write_text(first + "\n" + first[:17])
     done = '{"round":2,"step":2,"done":true}'
     (tmp_path / "round-2.rank-3.jsonl").write_text(
@@ -73,6 +73,6 @@ def test_audit_files_of_all_ranks_are_read_and_torn_lines_counted(tmp_path):
     )
     (tmp_path / "notes.txt").write_text("no audit file")
     lines, torn = read_samples(tmp_path)
-    begun = [SampleLine(1, 1, 0, (4, 2), done=False), SampleLine(2, 2, 0, (), done=False)]
+    begun = [SampleLine(1, 1, 0, (4, 2), done=False, of=5), SampleLine(2, 2, 0, (), done=False)]
     assert lines == [*begun, SampleLine(2, 2, -1, (), done=True)]
     assert torn == 2

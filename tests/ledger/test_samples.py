@@ -111,6 +111,20 @@ def test_an_early_stop_is_told_from_a_loss():
     assert (audit.unfinished, audit.torn_lines) == (2, 3)
 
 
+def test_samples_of_a_dropped_batch_are_not_missing():
+    """Of five samples each epoch drops another one."""
+    lines = [SampleLine(1, 1, 0, (4, 1, 2, 0), of=4), SampleLine(1, 2, 1, (0, 3, 2, 1), of=4)]
+    audit = audit_samples(lines, {1: 0})
+    assert audit.complete
+    assert (audit.dataset_size, audit.seen) == (4, 8)
+
+
+def test_a_sample_that_nobody_ever_saw_is_missing():
+    lines = [SampleLine(1, 1, 0, (0, 1), of=3), SampleLine(1, 2, 1, (1, 0), of=3)]
+    audit = audit_samples(lines, {1: 0})
+    assert (audit.missing, audit.unfinished) == (1, 1)
+
+
 def test_no_lines_are_no_proof():
     assert audit_samples([], {}) == SampleAudit()
     assert not SampleAudit().complete

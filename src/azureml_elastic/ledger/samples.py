@@ -34,6 +34,8 @@ class SampleLine:
         epoch: counts from 0; negative in a line that names no samples.
         ids: indices into the data set.
         done: whether the line says that the step is completed.
+        of: samples that the epoch trains; fewer than the data set has where the last batch is dropped. ``None`` where
+            that is not known.
     """
 
     round: int
@@ -41,6 +43,7 @@ class SampleLine:
     epoch: int
     ids: tuple[int, ...]
     done: bool = True
+    of: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def audit_samples(
     Args:
         lines: of all workers of all rounds.
         restored: see :func:`restored_steps`.
-        dataset_size: samples of one epoch; ``None`` takes the largest index that occurs, plus one.
+        dataset_size: samples of one epoch; ``None`` takes what the lines say, else the largest index, plus one.
         torn_lines: passed through.
 
     Returns:
@@ -120,6 +123,8 @@ def audit_samples(
     counted = [line for line in lines if line.step <= surviving[line.round]]
     undone = [line for line in lines if line.step > surviving[line.round]]
     size = dataset_size
+    if size is None:
+        size = max((line.of for line in lines if line.of is not None), default=None)
     if size is None:
         size = max((sample for line in lines for sample in line.ids), default=-1) + 1
     occurrences: dict[int, Counter[int]] = {}

@@ -45,7 +45,8 @@ class Audit:
             window: of this rank; a stand-in counts for nothing.
         """
         ids = list(window.ids[: window.own])
-        self._write({"round": self._round, "step": step, "epoch": window.after.epoch, "ids": ids})
+        what = {"epoch": window.after.epoch, "of": window.epoch_size, "ids": ids}
+        self._write({"round": self._round, "step": step, **what})
 
     def done(self, step: int) -> None:
         """Write down that a step is completed."""

@@ -49,6 +49,7 @@ class Window:
         count: samples of the window over all ranks.
         after: the cursor once the step is committed.
         weight: of this rank's mean loss.
+        epoch_size: samples that the whole epoch trains.
     """
 
     ids: tuple[int, ...]
@@ -56,6 +57,7 @@ class Window:
     count: int
     after: Cursor
     weight: float
+    epoch_size: int
 
 
 class Position:
@@ -197,6 +199,7 @@ class ElasticLoader:
                     count=len(window),
                     after=Cursor(epoch, window.stop),
                     weight=weight(len(mine), len(window), world_size),
+                    epoch_size=self.spec.usable,
                 )
                 begin += len(place)
 
