@@ -116,7 +116,8 @@ class Area:
 
     def __del__(self) -> None:
         """Give it back."""
-        self.release()
+        with contextlib.suppress(Exception):  # the interpreter may have taken CUDA apart before
+            self.release()
 
     def _populate(self, size: int) -> None:
         """Map it, piece by piece: Python does nothing else during each of them."""
