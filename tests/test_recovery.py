@@ -77,7 +77,7 @@ def test_a_killed_worker_costs_no_step(tmp_path, recovery):
     assert_nothing_lost(report)
     failures = [event for event in EventReader(report.paths.events).read() if isinstance(event, WorkerFailed)]
     assert [(event.exit_code, event.failure_kind) for event in failures] == [(128 + signal.SIGKILL, "killed")]
-    assert report.world_sizes == ((2,) if recovery == "restart" else (2, 1, 2))
+    assert after_gathering(report, 2) == ((2,) if recovery == "restart" else (2, 1, 2))
 
 
 def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
@@ -87,8 +87,8 @@ def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
     report = running.run([PROGRAM, "--epochs", "8", "--full", "4"])
     killer.join()
     assert_nothing_lost(report)
-    assert report.world_sizes == (4, 2, 4)
-    first, second, _ = report.rounds
+    assert after_gathering(report, 4) == (4, 2, 4)
+    first, second, _ = report.rounds[-3:]
     events = EventReader(report.paths.events).read()
     steps = [event for event in events if isinstance(event, Progress) and event.node == "node-0"]
     last = max(event.time for event in steps if event.round == first.number)
@@ -106,6 +106,11 @@ def test_survivors_keep_their_processes(tmp_path):
     assert all(len(found) == 1 for found in pids.values()), pids
 
 
+def after_gathering(report, full) -> tuple[int, ...]:
+    """Return the sizes of the world since all nodes had come: a busy machine may start one late."""
+    return report.world_sizes[report.world_sizes.index(full) :]
+
+
 def kill_a_worker(events: Path, step: int, node: str = "node-1") -> None:
     """Kill the worker of a node once a step is reached."""
     until = time.monotonic() + 120
@@ -115,8 +120,9 @@ def kill_a_worker(events: Path, step: int, node: str = "node-1") -> None:
         if reader is None and events.exists():
             reader = EventReader(events)
         seen += reader.read() if reader is not None else []
-        if any(isinstance(event, Progress) and event.step >= step for event in seen):
-            started = [event for event in seen if isinstance(event, WorkersStarted) and event.node == node]
+        started = [event for event in seen if isinstance(event, WorkersStarted) and event.node == node]
+        progress = [event for event in seen if isinstance(event, Progress) and event.step >= step]
+        if started and any(event.round >= started[-1].round for event in progress):
             os.kill(started[-1].pids[0], signal.SIGKILL)
             return
         time.sleep(0.02)
