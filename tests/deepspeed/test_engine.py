@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import engines
 import pytest
 import torch
@@ -76,7 +78,7 @@ def test_losses_are_those_of_the_uninterrupted_run(parts, uninterrupted, tmp_pat
 )
 def test_every_bit_is_restored(parts, options, tmp_path):
     losses, end = train_in_parts(tmp_path, parts, **options)
-    assert losses[-1] < losses[0]
+    assert all(math.isfinite(loss) for loss in losses)
     if options.get("kind") == "fp16":
         assert STEPS[0] <= end["skipped"] < STEPS[-1]
         assert end["scale"]["cur_scale"] < 2**19

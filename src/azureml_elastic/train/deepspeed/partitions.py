@@ -200,8 +200,8 @@ def _problem(engine: Any) -> str | None:
         "it is a pipeline": bool(engine.pipeline_parallelism),
         "it has layers of experts": bool(engine.has_moe_layers),
         "it uses tensor or sequence parallelism": engine.dp_world_size != torch.distributed.get_world_size(),
-        "random layer-token drop keeps a state of its own": bool(engine.random_ltd_enabled()),
-        "curriculum learning keeps a state of its own": bool(engine.curriculum_learning_enabled()),
+        "random layer-token drop keeps a state of its own": _enabled(engine, "random_ltd_enabled"),
+        "curriculum learning keeps a state of its own": _enabled(engine, "curriculum_learning_enabled"),
         "it offloads to NVMe": bool(
             getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False)
         ),
@@ -209,7 +209,7 @@ def _problem(engine: Any) -> str | None:
         "it scatters over a part of the ranks (MiCS)": getattr(settings, "mics_shard_size", 0) > 0,
         "it offloads a part of the optimizer (ratio below 1)": getattr(optimizer, "partial_offload", 1.0) != 1.0,
         "its optimizer is in another process (SuperOffload)": hasattr(optimizer, "superoffload_cpu_optimizer"),
-        "progressive layer drop keeps a state of its own": bool(engine.pld_enabled()),
+        "progressive layer drop keeps a state of its own": _enabled(engine, "pld_enabled"),
         "compression keeps a state of its own": bool(_compression(engine)),
         "its parameters are not contiguous": isinstance(optimizer, Optimizer)
         and not all(each.is_contiguous() for each in engine.module.parameters()),
@@ -227,6 +227,11 @@ def _problem(engine: Any) -> str | None:
         )
     )
     return None if known else f"{type(optimizer).__name__} keeps its state in another way; take ZeRO stage 1"
+
+
+def _enabled(engine: Any, what: str) -> bool:
+    """Tell whether the engine says so; a release that has dropped it says nothing."""
+    return bool(getattr(engine, what, lambda: False)())
 
 
 def _compression(engine: Any) -> bool:
