@@ -14,9 +14,11 @@ from torch import nn
 
 from azureml_elastic import train
 from azureml_elastic.checkpoints.local_storage import LocalStorage
+from azureml_elastic.spec import FixedGlobalBatch
 from azureml_elastic.train.agent import Identity
 from azureml_elastic.train.keeper import Keeper
-from azureml_elastic.train.loader import Position
+from azureml_elastic.train.learning_rate import LearningRate
+from azureml_elastic.train.position import Position
 from azureml_elastic.train.sampling import Cursor, DataSpec
 from azureml_elastic.train.standalone import StandaloneAgent
 from azureml_elastic.train.state import TrackedState
@@ -87,14 +89,15 @@ def different_steps(folder):
     position = Position(identity)
     world = World(identity, torch.device("cpu"))
     world.open()
-    keeper = Keeper(workers.policy(folder), storage, agent, world, position)
-    keeper.use(DataSpec(length=1000, global_batch_size=12, seed=0, shuffle=True, drop_last=False))
+    rate = LearningRate(FixedGlobalBatch(), position, lambda: False)
+    keeper = Keeper(workers.policy(folder), storage, agent, world, position, rate)
+    stream = position.add("train", DataSpec(1000, global_batch_size=12, seed=0, shuffle=True, drop_last=False))
     keeper.track(TrackedState({"model": model, "optimizer": optimizer}))
     for _ in range(rank):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
-    keeper.steps, position.cursor = 3 + rank, Cursor(0, 12 * (3 + rank))
+    keeper.steps, stream.cursor = 3 + rank, Cursor(0, 12 * (3 + rank))
     world.identity = Identity(1 - rank, 0, 2, 5)
     keeper.enter()
     steps = [int(state["step"]) for state in optimizer.state.values()]
-    return [keeper.steps, position.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]
+    return [keeper.steps, stream.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]

@@ -327,7 +327,7 @@ def test_the_audit_says_what_each_step_has_trained(tmp_path, monkeypatch):
     lines = (tmp_path / "samples" / "round-0.rank-0.jsonl").read_text().splitlines()
     expected = []
     for step, ids in enumerate(loop.seen, 1):
-        begun = {"round": 0, "step": step, "epoch": 0, "of": 20, "ids": ids}
+        begun = {"round": 0, "step": step, "loader": "train", "epoch": 0, "of": 20, "ids": ids}
         expected += [begun, {"round": 0, "step": step, "done": True}]
     assert [json.loads(line) for line in lines] == expected
 

@@ -21,7 +21,7 @@ def expected_gradients(length, global_batch_size, drop_last):
     spec = DataSpec(length, global_batch_size, seed=0, shuffle=True, drop_last=drop_last)
     x, y = workers.dataset(length).tensors
     model, found, consumed = workers.network(), [], 0
-    while window := spec.window(consumed):
+    while window := spec.window(consumed, global_batch_size):
         ids = torch.from_numpy(order(spec, 0)(np.arange(window.start, window.stop)))
         model.zero_grad()
         nn.functional.cross_entropy(model(x[ids]), y[ids]).backward()

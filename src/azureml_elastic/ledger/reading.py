@@ -98,6 +98,14 @@ def _parse_samples(text: bytes) -> SampleLine | None:
         if value.get("done") is True:
             return SampleLine(number, step, epoch=-1, ids=())
         ids = tuple(int(sample) for sample in value["ids"])
-        return SampleLine(number, step, epoch=int(value["epoch"]), ids=ids, done=False, of=value.get("of"))
+        return SampleLine(
+            number,
+            step,
+            epoch=int(value["epoch"]),
+            ids=ids,
+            done=False,
+            of=value.get("of"),
+            loader=str(value.get("loader", "train")),
+        )
     except (ValueError, KeyError, TypeError):
         return None

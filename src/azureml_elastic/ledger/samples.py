@@ -36,6 +36,7 @@ class SampleLine:
         done: whether the line says that the step is completed.
         of: samples that the epoch trains; fewer than the data set has where the last batch is dropped. ``None`` where
             that is not known.
+        loader: whose samples they are.
     """
 
     round: int
@@ -44,6 +45,7 @@ class SampleLine:
     ids: tuple[int, ...]
     done: bool = True
     of: int | None = None
+    loader: str = "train"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class SampleAudit:
     """The outcome of the proof.
 
     Args:
-        dataset_size: samples of one epoch.
+        dataset_size: samples of the longest epoch.
         epochs: epochs that were begun.
         steps: steps that count.
         seen: samples seen in them.
@@ -122,25 +124,57 @@ def audit_samples(
     surviving = surviving_steps(restored, (line.round for line in lines))
     counted = [line for line in lines if line.step <= surviving[line.round]]
     undone = [line for line in lines if line.step > surviving[line.round]]
-    size = dataset_size
-    if size is None:
-        size = max((line.of for line in lines if line.of is not None), default=None)
-    if size is None:
-        size = max((sample for line in lines for sample in line.ids), default=-1) + 1
-    occurrences: dict[int, Counter[int]] = {}
+    sizes = _sizes(everything, lines, dataset_size)
+    occurrences: dict[tuple[str, int], Counter[int]] = {}
     for line in counted:
-        occurrences.setdefault(line.epoch, Counter()).update(line.ids)
-    last = max(occurrences, default=-1)
-    absent = {epoch: size - len(occurrences.get(epoch, ())) for epoch in range(last + 1)}
+        occurrences.setdefault((line.loader, line.epoch), Counter()).update(line.ids)
+    last: dict[str, int] = {}
+    for loader, epoch in occurrences:
+        last[loader] = max(epoch, last.get(loader, -1))
+    absent = {
+        (loader, epoch): sizes[loader, epoch] - len(occurrences.get((loader, epoch), ()))
+        for loader, end in last.items()
+        for epoch in range(end + 1)
+    }
     return SampleAudit(
-        dataset_size=size,
-        epochs=last + 1,
+        dataset_size=max(sizes.longest.values(), default=0),
+        epochs=max(last.values(), default=-1) + 1,
         steps=len({line.step for line in counted}),
         seen=sum(seen.total() for seen in occurrences.values()),
-        missing=sum(count for epoch, count in absent.items() if epoch != last),
+        missing=sum(count for (loader, epoch), count in absent.items() if epoch != last[loader]),
         repeated=sum(seen.total() - len(seen) for seen in occurrences.values()),
-        unfinished=absent.get(last, 0),
+        unfinished=sum(absent[loader, epoch] for loader, epoch in last.items()),
         rolled_back_steps=len({(line.round, line.step) for line in undone}),
         rolled_back_samples=sum(len(line.ids) for line in undone),
         torn_lines=torn_lines,
     )
+
+
+class _Sizes(dict[tuple[str, int], int]):
+    """By loader and epoch; an epoch of which nothing is known is as long as the loader's longest."""
+
+    def __init__(self, known: Mapping[tuple[str, int], int], longest: Mapping[str, int]) -> None:
+        super().__init__(known)
+        self.longest = longest
+
+    def __missing__(self, key: tuple[str, int]) -> int:
+        return self.longest[key[0]]
+
+
+def _sizes(everything: Iterable[SampleLine], lines: list[SampleLine], dataset_size: int | None) -> _Sizes:
+    """Return the samples of each epoch: as given, as the last line of the epoch says, or by the largest index."""
+    if dataset_size is not None:
+        return _Sizes({}, {line.loader: dataset_size for line in lines})
+    said: dict[tuple[str, int], tuple[int, int, int]] = {}
+    for line in everything:
+        if line.of is not None:
+            key, latest = (line.loader, line.epoch), (line.round, line.step, line.of)
+            said[key] = max(latest, said.get(key, latest))
+    known = {key: size for key, (_, _, size) in said.items()}
+    longest: dict[str, int] = {}
+    for line in lines:
+        if not any(loader == line.loader for loader, _ in known):
+            longest[line.loader] = max(longest.get(line.loader, 0), max(line.ids, default=-1) + 1)
+    for (loader, _), size in known.items():
+        longest[loader] = max(longest.get(loader, 0), size)
+    return _Sizes(known, longest)

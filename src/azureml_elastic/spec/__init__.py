@@ -1,5 +1,6 @@
 """The frozen models that both sides share: what a user asks for, and the plan that the nodes receive."""
 
+from azureml_elastic.spec.batch import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Ramp
 from azureml_elastic.spec.checkpoint import CheckpointPolicy
 from azureml_elastic.spec.distribution import ElasticDistribution, Recovery
 from azureml_elastic.spec.health import HealthPolicy
@@ -10,14 +11,18 @@ from azureml_elastic.spec.resources import ElasticResources, Placement
 
 __all__ = [
     "PLAN_VERSION",
+    "BatchPolicy",
     "CheckpointPolicy",
     "Credential",
     "ElasticDistribution",
     "ElasticResources",
+    "FixedGlobalBatch",
+    "FixedPerWorkerBatch",
     "HealthPolicy",
     "Placement",
     "Plan",
     "PreemptionPolicy",
+    "Ramp",
     "Recovery",
     "RendezvousTimings",
     "TableRendezvous",

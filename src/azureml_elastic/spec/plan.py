@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from azureml_elastic.errors import PlanError
 from azureml_elastic.spec.base import Spec
+from azureml_elastic.spec.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.spec.checkpoint import CheckpointPolicy
 from azureml_elastic.spec.distribution import ElasticDistribution
 from azureml_elastic.spec.resources import ElasticResources
@@ -26,6 +27,7 @@ class Plan(Spec):
         resources: the node counts.
         distribution: the processes.
         checkpoint: the checkpoints.
+        batch: what becomes of it when the world size changes.
         run_id: names the run in the table; ``None`` takes the id that Azure ML gave the run, which every
             submission gets anew.
         audit: whether workers write down the samples of each step, so that "exactly once" can be proven.
@@ -35,6 +37,7 @@ class Plan(Spec):
     resources: ElasticResources
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
+    batch: BatchPolicy = FixedGlobalBatch()
     run_id: str | None = None
     audit: bool = False
 

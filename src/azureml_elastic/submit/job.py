@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, field_validator
 
 from azureml_elastic.spec.base import PositiveDuration, Spec
+from azureml_elastic.spec.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.spec.checkpoint import CheckpointPolicy
 from azureml_elastic.spec.distribution import ElasticDistribution
 from azureml_elastic.spec.plan import Plan
@@ -40,6 +41,7 @@ class ElasticCommandJob(Spec, Submittable):
         environment_variables: for every process of the job.
         distribution: the processes on the nodes.
         checkpoint: the checkpoints; without a path they go to the workspace's default blob store.
+        batch: what becomes of batch and learning rate when the number of processes changes.
         name: of the run; ``None`` lets azure-ai-ml make a new one for each submission.
         display_name: of the run, in the studio.
         experiment_name: the experiment; ``None`` takes the current folder's name, as azure-ai-ml does.
@@ -67,6 +69,7 @@ class ElasticCommandJob(Spec, Submittable):
     environment_variables: Mapping[str, str] = {}
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
+    batch: BatchPolicy = FixedGlobalBatch()
     name: str | None = None
     display_name: str | None = None
     experiment_name: str | None = None
@@ -99,6 +102,7 @@ class ElasticCommandJob(Spec, Submittable):
             resources=self.resources,
             distribution=self.distribution,
             checkpoint=self.checkpoint,
+            batch=self.batch,
             audit=self.audit,
         )
 

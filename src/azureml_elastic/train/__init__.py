@@ -25,8 +25,10 @@ except ImportError as error:
     raise MissingExtra(error.name or "torch", "node") from error
 
 from azureml_elastic.train.agent import EXIT_AGENT_LOST, EXIT_TERMINATED
+from azureml_elastic.train.lanes import Shards
 from azureml_elastic.train.loader import ElasticLoader
 from azureml_elastic.train.opening import start
+from azureml_elastic.train.schedule import Schedule
 from azureml_elastic.train.session import Session
 
-__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "ElasticLoader", "Session", "start"]
+__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "ElasticLoader", "Schedule", "Session", "Shards", "start"]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.train.agent import Identity
-from azureml_elastic.train.loader import Window
+from azureml_elastic.train.position import Stream, Window
+from azureml_elastic.train.sampling import Cursor
 
 __all__ = ["Audit"]
 
@@ -37,16 +38,27 @@ class Audit:
         path = self._folder / f"round-{identity.round}.rank-{identity.rank}.jsonl"
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def begin(self, step: int, window: Window) -> None:
+    def begin(self, step: int, stream: Stream, window: Window) -> None:
         """Write down what a step is about to train.
 
         Args:
             step: steps completed with it.
-            window: of this rank; a stand-in counts for nothing.
+            stream: whose data they are.
+            window: of this rank.
         """
-        ids = list(window.ids[: window.own])
-        what = {"epoch": window.after.epoch, "of": window.epoch_size, "ids": ids}
-        self._write({"round": self._round, "step": step, **what})
+        what = {"epoch": window.after.epoch, "of": window.epoch_size, "ids": list(window.ids)}
+        self._write({"round": self._round, "step": step, "loader": stream.name, **what})
+
+    def ended(self, step: int, stream: Stream, cursor: Cursor) -> None:
+        """Write down how many samples an epoch has turned out to have.
+
+        Args:
+            step: steps completed.
+            stream: whose data they are.
+            cursor: at the end.
+        """
+        what = {"epoch": cursor.epoch, "of": cursor.consumed, "ids": []}
+        self._write({"round": self._round, "step": step, "loader": stream.name, **what})
 
     def done(self, step: int) -> None:
         """Write down that a step is completed."""

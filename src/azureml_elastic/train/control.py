@@ -59,6 +59,16 @@ class Control:
         dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.group)
         return int(number.item())
 
+    def total(self, value: float) -> float:
+        """Return the sum of the ranks' numbers."""
+        number = torch.tensor([value], dtype=torch.float64)
+        self.add_up(number)
+        return float(number.item())
+
+    def add_up(self, numbers: torch.Tensor) -> None:
+        """Overwrite a CPU tensor by the sum of the ranks'."""
+        dist.all_reduce(numbers, group=self.group)
+
     def together(self, what: str, action: Callable[[], T]) -> list[T]:
         """Run something on every rank and return all results in rank order.
 

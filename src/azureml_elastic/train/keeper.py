@@ -16,9 +16,9 @@ from azureml_elastic.train import randomness
 from azureml_elastic.train.agent import Agent
 from azureml_elastic.train.cadence import Cadence
 from azureml_elastic.train.checkpoint import Checkpoints
-from azureml_elastic.train.loader import Position
-from azureml_elastic.train.sampling import Cursor, DataSpec
-from azureml_elastic.train.snapshot import Offer, Snapshot, choose
+from azureml_elastic.train.learning_rate import LearningRate
+from azureml_elastic.train.position import Position
+from azureml_elastic.train.snapshot import Offer, Snapshot, choose, place_of
 from azureml_elastic.train.state import TrackedState
 from azureml_elastic.train.world import World
 
@@ -39,33 +39,38 @@ class Keeper:
         agent: that keeps the pointer to the committed checkpoint, and states in memory.
         world: the ranks.
         position: in the data.
+        rate: by which the learning rate is scaled.
 
     Attributes:
         steps: optimizer steps that the run has completed, over all its rounds.
-        spec: of the data, once there is a loader.
         half_step: whether the optimizer has stepped since the last completed step.
     """
 
     def __init__(
-        self, policy: CheckpointPolicy, storage: Storage, agent: Agent, world: World, position: Position
+        self,
+        policy: CheckpointPolicy,
+        storage: Storage,
+        agent: Agent,
+        world: World,
+        position: Position,
+        rate: LearningRate,
     ) -> None:
         self._agent = agent
         self._world = world
         self._identity = world.identity  # the world's changes before this process has entered the next round
         self._position = position
+        self._rate = rate
         self._checkpoints = Checkpoints(policy, storage, world, agent)
         self._cadence = Cadence(policy, world.control, clock=time.monotonic)
         rarer = {"every": policy.snapshot_every, "every_steps": policy.snapshot_every_steps}
         self._snapshots = Cadence(policy.model_copy(update=rarer), world.control, clock=time.monotonic)
         self._state: TrackedState | None = None
-        self._saved_spec: DataSpec | None = None
-        self._saved_at: tuple[int, Cursor] | None = None
-        self._saving: tuple[int, Cursor] | None = None
+        self._saved_at: tuple[int, str] | None = None
+        self._saving: tuple[int, str] | None = None
         self._entered_at = 0
         self._owed = False
         self._torn = False
         self.steps = 0
-        self.spec: DataSpec | None = None
         self.half_step = False
 
     @property
@@ -83,6 +88,7 @@ class Keeper:
         self._state = state
         try:
             self._restore(state, self._inherited(state))
+            self._rate.enter(self._identity.world_size)
         except BaseException:
             self._state = None
             raise
@@ -95,8 +101,7 @@ class Keeper:
         """
         offer = None
         if self._state is not None and self.movable:
-            cursor = self._position.cursor
-            position = (cursor.epoch, cursor.consumed)
+            position = place_of(self._data())
             offer = Offer(self.steps, self._identity.round, self._identity.rank, position, self._owed)
         self._identity = self._world.identity
         self._checkpoints.enter()
@@ -104,16 +109,7 @@ class Keeper:
         self._snapshots.enter(self._world.control)
         if self._state is not None:
             self._restore(self._state, (offer, None))
-
-    def use(self, spec: DataSpec) -> None:
-        """Take note of the data.
-
-        Raises:
-            UsageError: they differ from those of the checkpoint.
-        """
-        if self._saved_spec is not None:
-            spec.require_same(self._saved_spec)
-        self.spec = spec
+            self._rate.enter(self._identity.world_size)
 
     def due(self) -> bool:
         """Return whether a checkpoint is due now. A collective at decision steps."""
@@ -121,12 +117,7 @@ class Keeper:
 
     def has_news(self) -> bool:
         """Return whether a checkpoint now would hold more than the last one, beyond the turn of an epoch."""
-        if self._saved_at is None:
-            return self.steps > 0
-        steps, cursor = self._saved_at
-        if self.spec is not None and cursor.consumed >= self.spec.usable:
-            cursor = Cursor(cursor.epoch + 1)
-        return self.steps != steps or self._position.cursor not in {cursor, self._saved_at[1]}
+        return self.steps > 0 if self._saved_at is None else self._saved_at != (self.steps, self._position.here())
 
     def after_step(self) -> None:
         """Look after what goes on beside training. To be called after each step; a collective after some."""
@@ -156,7 +147,7 @@ class Keeper:
         self._cadence.saving(self.steps)
         self._owed = True
         self._checkpoints.begin(self.steps, self._state, self._data(), must_commit=must_commit)
-        self._saving = (self.steps, self._position.cursor)
+        self._saving = (self.steps, self._position.here())
         self.half_step = False  # as above
         self._cadence.saved()
         if must_commit:
@@ -228,11 +219,8 @@ class Keeper:
         self._snapshots.begin(self.steps, 0.0)
 
     def _data(self) -> dict[str, Any] | None:
-        spec = self.spec or self._saved_spec
-        if spec is None:
-            return None
-        cursor = self._position.cursor
-        return {"spec": spec.to_json(), "epoch": cursor.epoch, "consumed": cursor.consumed}
+        position = self._position.to_json()
+        return None if position is None else {**position, "rate": self._rate.to_json()}
 
     def _snapshot(self) -> Snapshot:
         assert self._state is not None
@@ -281,7 +269,7 @@ class Keeper:
                 self._begin(self._cadence.unsaved_seconds)
             where = "memory"
             if reference is not None and reference.step == self.steps:
-                self._saved_at = (self.steps, self._position.cursor)
+                self._saved_at = (self.steps, self._position.here())
             if any(each is not None and each.owed and each.step == chosen.step for each in offers):
                 self._agent.restored(self.steps, where)
                 self.save()
@@ -297,7 +285,7 @@ class Keeper:
             self.steps, data = restored.reference.step, restored.data
         self._go_to(data, live=live)
         if restored is not None:
-            self._saved_at = (self.steps, self._position.cursor)
+            self._saved_at = (self.steps, self._position.here())
         self._begin(unsaved)
         self.half_step = self._torn = False  # restoring an optimizer makes it step, by nothing
         return None if restored is None else restored.reference.directory
@@ -321,15 +309,11 @@ class Keeper:
 
     def _go_to(self, data: Any, *, live: bool) -> None:
         """Take over a position in the data; what the script does between two epochs cannot be repeated or left out."""
-        cursor = Cursor()
-        if data is not None:
-            self._saved_spec = DataSpec.from_json(data["spec"])
-            if self.spec is not None:
-                self.spec.require_same(self._saved_spec)
-            cursor = Cursor(int(data["epoch"]), int(data["consumed"]))
-        if live and cursor.epoch != self._position.cursor.epoch:
+        epochs = self._position.epochs
+        self._position.load(data)
+        self._rate.load(None if data is None else data["rate"])
+        if live and epochs != self._position.epochs:
             raise RoundBroken(
-                f"The state of step {self.steps} is in epoch {cursor.epoch}, but this process's loop is in epoch "
-                f"{self._position.cursor.epoch}."
+                f"The state of step {self.steps} is in the epochs {self._position.epochs} of run and loaders, but this "
+                f"process's loop is in {epochs}."
             )
-        self._position.cursor = cursor

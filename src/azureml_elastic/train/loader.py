@@ -1,33 +1,35 @@
 """The data loader that trains each sample once an epoch, whatever happens to the world size.
 
-Each iteration yields this rank's share of one window, as one batch. The position advances only when ``run.step()``
+Each iteration yields one of this rank's micro-batches of one window. The position advances only when ``run.step()``
 commits, so batches that worker processes have prefetched do not count until they are trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.spec import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
+from azureml_elastic.train.position import MicroBatch, Position, Stream, Window
 from azureml_elastic.train.randomness import seed_of
-from azureml_elastic.train.sampling import Cursor, DataSpec, order, share, weight
+from azureml_elastic.train.sampling import Cursor, DataSpec, order, parts, weight
+from azureml_elastic.train.seeding import SeededCollate, SeededDataset, SeededIds
 
-if TYPE_CHECKING:
-    from azureml_elastic.train.agent import Identity
-
-__all__ = ["ElasticLoader", "Position", "SizedDataset", "Window"]
+__all__ = ["Batching", "ElasticLoader", "MapLoader", "SizedDataset", "require_foreign", "to_device"]
 
 _BLOCK_SAMPLES, _BLOCK_WINDOWS = 1 << 13, 1 << 8
 
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last")
 
 
+@runtime_checkable
 class SizedDataset(Protocol):
     """A map-style dataset."""
 
@@ -39,107 +41,126 @@ class SizedDataset(Protocol):
 
 
 @dataclass(frozen=True)
-class Window:
-    """What a rank trains in one optimizer step.
+class Batching:
+    """How windows become micro-batches.
 
     Args:
-        ids: dataset indices of the batch, at least one.
-        own: how many of them count: all, or none where the window is smaller than the world and the batch is a
-            stand-in, so that this rank takes part in the collectives.
-        count: samples of the window over all ranks.
-        after: the cursor once the step is committed.
-        weight: of this rank's mean loss.
-        epoch_size: samples that the whole epoch trains.
+        policy: of the run.
+        micro_batch_size: samples of a micro-batch at most, ``None`` for any number.
     """
 
-    ids: tuple[int, ...]
-    own: int
-    count: int
-    after: Cursor
-    weight: float
-    epoch_size: int
+    policy: BatchPolicy
+    micro_batch_size: int | None = None
 
-
-class Position:
-    """Where the data stand: the cursor, and the window that is being trained.
-
-    Args:
-        identity: of this process.
-
-    Attributes:
-        cursor: how far the data are trained.
-        open: the window at hand.
-        in_epochs: whether ``run.epochs()`` counts the epochs.
-        when_opened: called with each window before it is trained.
-    """
-
-    def __init__(self, identity: Identity) -> None:
-        self.cursor = Cursor()
-        self.open: Window | None = None
-        self.in_epochs = False
-        self.when_opened: Callable[[Window], None] = lambda _: None
-        self.identity = identity
-        self.generation = 0
-
-    def enter(self, identity: Identity) -> None:
-        """Go on with the ranks of another round, whose shares are others: what was fetched is of no use any more."""
-        self.identity = identity
-        self.generation += 1
-
-    def take(self, window: Window) -> None:
-        """Open a window.
-
-        Raises:
-            UsageError: the one before was not committed.
-        """
-        self.require_committed()
-        self.open = window
-        self.when_opened(window)
-
-    def require_committed(self) -> None:
-        """Check that no window is open.
-
-        Raises:
-            UsageError: one is.
-        """
-        if self.open is not None:
+    def __post_init__(self) -> None:
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise UsageError(
-                f"The loader was asked for the next batch, but run.step() was not called after the last one "
-                f"(epoch {self.cursor.epoch}, sample {self.cursor.consumed}). Call run.step() after optimizer.step() "
-                "in every iteration: it is what counts the samples as trained."
+                f"micro_batch_size={self.micro_batch_size} is below the limit of 1; give the samples of a forward pass."
             )
 
-    def commit(self) -> Window | None:
-        """Count the open window as trained and return it."""
-        window, self.open = self.open, None
-        if window is not None:
-            self.cursor = window.after
-        return window
+    @property
+    def logical_workers(self) -> int | None:
+        """Among which a window is dealt out first."""
+        return self.policy.logical_workers if isinstance(self.policy, FixedGlobalBatch) else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether micro-batches must be the same to the bit at any world size."""
+        return isinstance(self.policy, FixedGlobalBatch) and self.policy.reduce == "exact"
+
+    def require_fitting(self, global_batch_size: int) -> None:
+        """Check that windows can be dealt out.
+
+        Raises:
+            UsageError: they cannot.
+        """
+        workers = self.logical_workers
+        if workers is not None and workers > global_batch_size:
+            raise UsageError(
+                f"logical_workers={workers} is above global_batch_size={global_batch_size}; each needs a sample."
+            )
+        if isinstance(self.policy, FixedPerWorkerBatch) and global_batch_size % self.policy.reference_world_size:
+            raise UsageError(
+                f"global_batch_size={global_batch_size} cannot be divided by "
+                f"reference_world_size={self.policy.reference_world_size}, so there is no batch per worker."
+            )
+
+    def window_size(self, global_batch_size: int, world_size: int) -> int:
+        """Return the samples of a step."""
+        if isinstance(self.policy, FixedPerWorkerBatch):
+            return global_batch_size // self.policy.reference_world_size * world_size
+        return global_batch_size
 
 
-class _Windows:
-    """The batch sampler: a rank's shares of the windows from the cursor to the epoch's end."""
-
-    def __init__(self, loader: ElasticLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for window in self._loader.windows():
-            yield list(window.ids)
-
-    def __len__(self) -> int:
-        return self._loader.spec.windows
-
-
-class ElasticLoader:
+class ElasticLoader(ABC):
     """Yields this rank's batches from the cursor to the end of the epoch.
+
+    Args:
+        spec: what must stay the same over restarts.
+        stream: its place in the run.
+        position: of the run.
+        device: to which the tensors of a batch are moved.
+    """
+
+    def __init__(self, spec: Any, stream: Stream, position: Position, device: torch.device) -> None:
+        self.spec = spec
+        self._stream = stream
+        self._position = position
+        self._device = device
+        self._generator = torch.Generator()
+
+    @property
+    def name(self) -> str:
+        """Under which the run knows it."""
+        return self._stream.name
+
+    @abstractmethod
+    def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield micro-batches of this rank from the cursor to the end of the epoch, with what is fetched for them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches.
+
+        Raises:
+            UsageError: ``run.step()`` was not called after the batch before.
+        """
+        position, stream = self._position, self._stream
+        stream.open = None  # an epoch that was left in the middle of a step
+        if not position.in_epochs and self.spec.over(stream.cursor):
+            stream.cursor = Cursor(stream.cursor.epoch + 1)
+        epoch, again = stream.cursor.epoch, True
+        while again and stream.cursor.epoch == epoch:
+            again, generation = False, position.generation
+            # From here torch seeds its workers; the script's own random numbers are the same however often it begins.
+            place = (stream.cursor.epoch, stream.cursor.consumed)
+            self._generator.manual_seed(seed_of(self.spec.seed, *place, position.identity.rank))
+            for micro, batch in self.batches():
+                if generation != position.generation:
+                    break  # while it was fetched
+                position.take(stream, micro)
+                yield to_device(batch, self._device)
+                dropped = micro.last and stream.open is None and stream.cursor != micro.window.after
+                if dropped or generation != position.generation:
+                    position.require_committed(stream)
+                    again = True
+                    break
+            again = again or generation != position.generation
+        position.require_committed(stream)
+
+
+class MapLoader(ElasticLoader):
+    """Yields batches of a map-style dataset.
 
     Args:
         dataset: map-style.
         spec: what must stay the same over restarts.
-        position: of the run, and of this process in it.
+        batching: how windows become micro-batches.
+        stream: its place in the run.
+        position: of the run.
         device: to which the tensors of a batch are moved.
-        options: further arguments of ``torch.utils.data.DataLoader``.
+        kind: ``torch.utils.data.DataLoader``, or a class of the same arguments, such as torchdata's
+            ``StatefulDataLoader``.
+        options: further arguments of it.
 
     Raises:
         UsageError: an option is one that the loader sets itself.
@@ -149,91 +170,125 @@ class ElasticLoader:
         self,
         dataset: SizedDataset,
         spec: DataSpec,
+        batching: Batching,
         *,
+        stream: Stream,
         position: Position,
         device: torch.device,
+        kind: type[DataLoader[Any]] = DataLoader,
         options: Mapping[str, Any],
     ) -> None:
-        ours = sorted(set(options) & set(_OURS))
-        if ours:
-            raise UsageError(
-                f"run.loader() sets {', '.join(ours)} itself, from global_batch_size, shuffle and drop_last; leave out "
-                "what DataLoader calls so."
-            )
-        self.spec = spec
-        self._position = position
-        self._device = device
-        self._generator = torch.Generator()
+        super().__init__(spec, stream, position, device)
+        self._batching = batching
+        require_foreign(options)
+        source: Any = dataset
+        if batching.exact:
+            source = SeededDataset(dataset)
+            options = {**options, "collate_fn": SeededCollate(options.get("collate_fn") or default_collate)}
         ours_too = {"pin_memory": device.type == "cuda", "generator": self._generator}
-        self._batches: DataLoader[Any] = DataLoader(
-            dataset,  # type: ignore[arg-type]  # torch asks for its class, and uses the two methods
-            batch_sampler=_Windows(self),
+        self._fetched: DataLoader[Any] = kind(
+            source,
+            batch_sampler=_Batches(self),
             **{**ours_too, **options},
         )
 
     def __len__(self) -> int:
-        """Optimizer steps of a whole epoch."""
-        return self.spec.windows
+        """Optimizer steps of a whole epoch, at the reference world size."""
+        windows: int = self.spec.windows
+        return windows
 
-    def windows(self) -> Iterator[Window]:
-        """Yield the windows of this rank from the cursor to the end of the epoch."""
-        cursor = self._position.cursor
-        epoch, consumed = cursor.epoch, cursor.consumed
-        rank, world_size = self._position.identity.rank, self._position.identity.world_size
+    def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield micro-batches with what was fetched for them."""
+        micros = (micro for micro, _ in self.planned())
+        return zip(micros, self._fetched, strict=True)
+
+    def planned(self) -> Iterator[tuple[MicroBatch, list[int]]]:
+        """Yield micro-batches with the samples to fetch, at least one: a stand-in has one that does not count."""
+        epoch, world_size = self._stream.cursor.epoch, self._position.identity.world_size
+        size = self._batching.window_size(self.spec.global_batch_size, world_size)
         samples_at = order(self.spec, epoch)
-        while consumed < self.spec.usable:
-            block: list[tuple[range, range]] = []  # windows, and this rank's shares: the order of many at once is quick
-            size = 0
-            while len(block) < _BLOCK_WINDOWS and size < _BLOCK_SAMPLES and (window := self.spec.window(consumed)):
-                part = share(len(window), world_size, rank)
-                block.append((window, window[part.start : part.stop]))
-                size += len(part)
-                consumed = window.stop
-            positions = [mine or window[:1] for window, mine in block]
-            ids = samples_at(np.concatenate([np.arange(each.start, each.stop) for each in positions])).tolist()
+        for block in self._blocks(size, world_size):
+            fetched = [mine or [window[:1]] for window, mine in block]
+            positions = np.concatenate([np.arange(part.start, part.stop) for each in fetched for part in each])
+            ids = samples_at(positions).tolist()
             begin = 0
-            for (window, mine), place in zip(block, positions, strict=True):
-                yield Window(
-                    ids=tuple(ids[begin : begin + len(place)]),
-                    own=len(mine),
+            for (window, mine), asked in zip(block, fetched, strict=True):
+                whole = Window(
+                    ids=tuple(ids[begin : begin + sum(map(len, mine))]),
                     count=len(window),
+                    before=Cursor(epoch, window.start),
                     after=Cursor(epoch, window.stop),
-                    weight=weight(len(mine), len(window), world_size),
-                    epoch_size=self.spec.usable,
+                    epoch_size=self.spec.trained(window.start, size),
                 )
-                begin += len(place)
+                for index, part in enumerate(asked):
+                    own = len(part) if mine else 0
+                    place = (self.spec.seed, epoch, part.start)
+                    micro = MicroBatch(
+                        window=whole,
+                        samples=own,
+                        weight=weight(own, len(window), world_size),
+                        index=index,
+                        last=index == len(asked) - 1,
+                        place=place,
+                    )
+                    part_ids = ids[begin : begin + len(part)]
+                    yield micro, SeededIds(part_ids, place) if self._batching.exact else part_ids
+                    begin += len(part)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the batches.
-
-        Raises:
-            UsageError: ``run.step()`` was not called after the batch before.
-        """
-        position = self._position
-        position.open = None  # an epoch that was left in the middle of a step
-        if not position.in_epochs and position.cursor.consumed >= self.spec.usable:
-            position.cursor = Cursor(position.cursor.epoch + 1)
-        epoch, generation = position.cursor.epoch, -1
-        while generation != position.generation and position.cursor.epoch == epoch:
-            generation = position.generation
-            # From here torch seeds its workers; the script's own random numbers are the same however often it begins.
-            self._generator.manual_seed(seed_of(self.spec.seed, position.cursor, position.identity.rank))
-            for window, batch in zip(self.windows(), self._batches, strict=True):
-                position.take(window)
-                yield _to_device(batch, self._device)
-                if generation != position.generation:
-                    position.require_committed()
-                    break
-        position.require_committed()
+    def _blocks(self, size: int, world_size: int) -> Iterator[list[tuple[range, list[range]]]]:
+        """Yield windows and this rank's parts of them, many at once: their order is computed quickest so."""
+        rank, consumed = self._position.identity.rank, self._stream.cursor.consumed
+        how = {"logical_workers": self._batching.logical_workers, "most": self._batching.micro_batch_size}
+        block: list[tuple[range, list[range]]] = []
+        samples = 0
+        while window := self.spec.window(consumed, size):
+            mine = parts(len(window), world_size, rank, **how)
+            block.append((window, [window[part.start : part.stop] for part in mine]))
+            samples += sum(map(len, mine))
+            consumed = window.stop
+            if len(block) == _BLOCK_WINDOWS or samples >= _BLOCK_SAMPLES:
+                yield block
+                block, samples = [], 0
+        if block:
+            yield block
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
+class _Batches:
+    """The batch sampler: the samples of a rank's micro-batches, from the cursor to the epoch's end."""
+
+    def __init__(self, loader: MapLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _, ids in self._loader.planned():
+            yield ids
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def require_foreign(options: Mapping[str, Any]) -> None:
+    """Check that options of a ``DataLoader`` are none that an elastic loader sets itself.
+
+    Raises:
+        UsageError: one is.
+    """
+    ours = sorted(set(options) & set(_OURS))
+    if ours:
+        raise UsageError(
+            f"run.loader() sets {', '.join(ours)} itself, from global_batch_size, micro_batch_size, shuffle and "
+            "drop_last; leave out what DataLoader calls so."
+        )
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
-        return {key: _to_device(item, device) for key, item in value.items()}
+        return {key: to_device(item, device) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(item, device) for item in value))
+        return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_to_device(item, device) for item in value)
+        return type(value)(to_device(item, device) for item in value)
     return value

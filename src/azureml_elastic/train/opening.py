@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from azureml_elastic.checkpoints.storage import open_storage
-from azureml_elastic.spec import CheckpointPolicy
+from azureml_elastic.spec import BatchPolicy, CheckpointPolicy, FixedGlobalBatch
 from azureml_elastic.train.agent import Agent
 from azureml_elastic.train.audit import Audit
 from azureml_elastic.train.channel import ChannelAgent
@@ -17,11 +17,14 @@ from azureml_elastic.train.standalone import StandaloneAgent
 __all__ = ["start"]
 
 
-def start(checkpoint: CheckpointPolicy | None = None, *, audit: bool | None = None) -> Session:
+def start(
+    checkpoint: CheckpointPolicy | None = None, *, batch: BatchPolicy | None = None, audit: bool | None = None
+) -> Session:
     """Join the run that this process was started for, or make one of a single process.
 
     Args:
         checkpoint: when checkpoints are taken and where they go; before the plan's.
+        batch: what becomes of batch and learning rate when the world size changes; before the plan's.
         audit: whether to write down the samples of each step; ``None`` does what the plan says.
 
     Returns:
@@ -45,4 +48,6 @@ def start(checkpoint: CheckpointPolicy | None = None, *, audit: bool | None = No
         register_stack_dump(Path(environment.channel).parent, identity)
         agent = ChannelAgent(environment.channel, identity, stays=environment.stays)
     wants_audit = audit if audit is not None else environment.plan is not None and environment.plan.audit
-    return Session(identity, policy, storage, agent, Audit(environment.run_dir) if wants_audit else None)
+    planned = FixedGlobalBatch() if environment.plan is None else environment.plan.batch
+    written = Audit(environment.run_dir) if wants_audit else None
+    return Session(identity, policy, storage, agent, written, batch or planned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,9 +65,14 @@ class ElasticDataParallel(DistributedDataParallel):
         for name, value in kept.items():
             setattr(self, name, value)
 
+    def share_buffers(self) -> None:
+        """Make the buffers of all ranks those of rank 0. A collective."""
+        if self.broadcast_buffers and self.modules_buffers:
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the module; buffers are made equal to rank 0's before."""
-        if self._elastic.void():
+        """Run the module; in training, buffers are made equal to rank 0's before. Else no other rank is involved."""
+        if self._elastic.void() or not torch.is_grad_enabled():
             return self.module(*inputs, **named)
         try:
             return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]

@@ -22,8 +22,8 @@ from azureml_elastic.train.agent import EXIT_AGENT_LOST, Agent, Identity
 from azureml_elastic.train.audit import Audit
 from azureml_elastic.train.ending import leave_quickly
 from azureml_elastic.train.keeper import Keeper
-from azureml_elastic.train.loader import Position
 from azureml_elastic.train.parallel import ElasticDataParallel
+from azureml_elastic.train.position import Position
 from azureml_elastic.train.process import pick_device
 from azureml_elastic.train.world import World, is_peer_error
 
@@ -75,10 +75,14 @@ class Place:
     def parallel(self, model: nn.Module, **options: Any) -> nn.Module:
         """Make a model data-parallel, for as long as this process lives."""
         with self.guard(stay=False):
-            if not self._agent.stays:
-                return nn.parallel.DistributedDataParallel(model, **options)
-            self._models.append(ElasticDataParallel(model, self._absorb, lambda: self.void, **options))
+            absorb = self._absorb if self._agent.stays else lambda _: False
+            self._models.append(ElasticDataParallel(model, absorb, lambda: self.void, **options))
         return self._models[-1]
+
+    def share_buffers(self) -> None:
+        """Make the buffers of all ranks those of rank 0, as a training step would. A collective."""
+        for model in self._models:
+            model.share_buffers()
 
     @property
     def void(self) -> bool:
@@ -89,7 +93,8 @@ class Place:
         """Undo what the script has done in a step that counts for nothing."""
         assert self._void is not None
         self._kept.restore_others(self._void)
-        self._void = self.position.open = None
+        self._void = None
+        self.position.drop()
 
     def give_up(self, *, handed_over: bool = False) -> None:
         """Let the round end after the step at hand, as all ranks do.
@@ -190,7 +195,7 @@ class Place:
         self.position.enter(self.world.identity)
         if self._audit is not None:
             self._audit.enter(self.world.identity)
-        if self.position.open is not None:
+        if self.position.opened:
             self._void = self._kept.others()
 
     def _leave_group(self) -> None:

@@ -8,9 +8,11 @@ it begins at that checkpoint. Generators that a script makes itself are its own 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import xxhash
 
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["begin", "capture", "from_text", "is_tensor_name", "restore", "seed_of", "tensor_name", "to_text"]
+__all__ = ["begin", "capture", "from_text", "is_tensor_name", "kept", "restore", "seed_of", "tensor_name", "to_text"]
 
 _PREFIX = "$random/"
 
@@ -87,6 +89,20 @@ def begin(*place: object) -> None:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(seed & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Go on afterwards as if nothing had been drawn from the generators of the CPU."""
+    numpy = sys.modules.get("numpy.random")
+    states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        if numpy is not None:
+            numpy.set_state(states[2])
 
 
 def seed_of(*place: object) -> int:

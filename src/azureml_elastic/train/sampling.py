@@ -1,15 +1,15 @@
 """Which samples an optimizer step trains, as pure functions that do not know the world size.
 
-One global order per epoch follows from (seed, epoch). A step takes the *window* ``order[consumed : consumed + G]``
-of it, whatever the number of ranks; each rank takes a contiguous share of the window. The state of the data is
+One global order per epoch follows from (seed, epoch). A step takes the *window* ``order[consumed : consumed + size]``
+of it; each rank takes a contiguous share of the window, in one or several *micro-batches*. The state of the data is
 therefore two numbers, the :class:`Cursor`, saved with the checkpoint and advanced only when a step is committed:
 a crash replays the window together with the weights that it was about to change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from typing_extensions import Self
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.permutation import Permutation
 
-__all__ = ["Cursor", "DataSpec", "Order", "order", "share", "weight"]
+__all__ = ["Cursor", "DataSpec", "Order", "order", "parts", "require_same", "share", "weight"]
 
 _ALGORITHM = "feistel-8"
 """Names the way from a seed to an order: another one needs another name."""
@@ -32,11 +32,23 @@ class Cursor:
 
     Args:
         epoch: counted from 0.
-        consumed: samples of this epoch's order that committed steps have trained.
+        consumed: samples of this epoch that committed steps have trained.
+        lanes: for data in shards, where each lane stands: the shard's place in the lane, and samples read of it.
     """
 
     epoch: int = 0
     consumed: int = 0
+    lanes: tuple[tuple[int, int], ...] = ()
+
+    def to_json(self) -> list[Any]:
+        """Return the numbers, to be saved with a checkpoint."""
+        return [self.epoch, self.consumed, *([list(map(list, self.lanes))] if self.lanes else [])]
+
+    @classmethod
+    def from_json(cls, document: list[Any]) -> Self:
+        """Return the inverse of :meth:`to_json`."""
+        epoch, consumed, *rest = document
+        return cls(int(epoch), int(consumed), tuple((int(at), int(read)) for at, read in (rest[0] if rest else ())))
 
 
 @dataclass(frozen=True)
@@ -75,44 +87,61 @@ class DataSpec:
 
     @property
     def usable(self) -> int:
-        """Samples that one epoch trains."""
-        return self.length - self.length % self.global_batch_size if self.drop_last else self.length
+        """Samples that one epoch trains, at the global batch size."""
+        return self.trained(0, self.global_batch_size)
 
     @property
     def windows(self) -> int:
-        """Optimizer steps of one epoch."""
+        """Optimizer steps of one epoch, at the global batch size."""
         return -(-self.usable // self.global_batch_size)
 
-    def window(self, consumed: int) -> range:
+    def trained(self, consumed: int, size: int) -> int:
+        """Return the samples that an epoch will have trained when it goes on from there with windows of that size."""
+        if not self.drop_last:
+            return self.length
+        return consumed + (self.length - consumed) // size * size
+
+    def window(self, consumed: int, size: int) -> range:
         """Return the positions in the epoch's order that the next step trains; empty at the epoch's end."""
-        return range(consumed, min(consumed + self.global_batch_size, self.usable))
+        return range(consumed, max(consumed, min(consumed + size, self.trained(consumed, size))))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, to be saved with a checkpoint."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Self:
-        """Return the inverse of :meth:`to_json`."""
-        return cls(**{field.name: document[field.name] for field in fields(cls)})
+    def over(self, cursor: Cursor) -> bool:
+        """Tell whether the epoch has no more samples."""
+        return cursor.consumed >= self.usable
 
-    def require_same(self, saved: DataSpec) -> None:
+    def require_same(self, saved: Mapping[str, Any]) -> None:
         """Check that a checkpoint's cursor means the same here.
+
+        Args:
+            saved: what :meth:`to_json` returned.
 
         Raises:
             UsageError: it does not; the message names what changed.
         """
-        changed = [
-            f"{field.name} was {getattr(saved, field.name)!r} and is {getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(saved, field.name) != getattr(self, field.name)
-        ]
-        if changed:
-            raise UsageError(
-                f"The data differ from those of the checkpoint: {', '.join(changed)}. Its position in the epoch "
-                "means nothing for other data. Restore the former values, or start anew with an empty "
-                "checkpoint folder."
-            )
+        require_same(saved, self.to_json())
+
+
+def require_same(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Check that a checkpoint's cursor means the same for data as they were and as they are.
+
+    Raises:
+        UsageError: it does not; the message names what changed.
+    """
+    changed = [
+        f"{name} was {saved.get(name)!r} and is {here.get(name)!r}"
+        for name in dict.fromkeys([*saved, *here])
+        if saved.get(name) != here.get(name)
+    ]
+    if changed:
+        raise UsageError(
+            f"The data differ from those of the checkpoint: {', '.join(changed)}. Its position in the epoch "
+            "means nothing for other data. Restore the former values, or start anew with an empty "
+            "checkpoint folder."
+        )
 
 
 Order = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
@@ -133,14 +162,40 @@ def share(count: int, world_size: int, rank: int) -> range:
     return range(start, start + quotient + (rank < rest))
 
 
-def weight(own: int, count: int, world_size: int) -> float:
-    """Return the factor for a rank's mean loss that makes the mean over the ranks the mean over the window.
-
-    The wanted gradient is ``1/count * sum`` over the window; data parallelism computes ``1/world_size * sum``
-    over the ranks of each rank's ``1/own * sum``.
+def parts(
+    count: int, world_size: int, rank: int, *, logical_workers: int | None = None, most: int | None = None
+) -> list[range]:
+    """Return a rank's micro-batches as parts of ``range(count)``; none where it has no sample.
 
     Args:
-        own: samples of the window that the rank trains.
+        count: samples of the window.
+        world_size: ranks.
+        rank: of them.
+        logical_workers: among which the window is dealt out first, so that the micro-batches are the same at any
+            world size; ``None`` deals it out to the ranks.
+        most: samples of a micro-batch, ``None`` for any number.
+    """
+    if logical_workers is None:
+        dealt = [share(count, world_size, rank)]
+    else:
+        dealt = [share(count, logical_workers, worker) for worker in share(logical_workers, world_size, rank)]
+    found = []
+    for whole in dealt:
+        number = 1 if most is None else -(-len(whole) // most)
+        for index in range(number):
+            part = share(len(whole), number, index)
+            found.append(whole[part.start : part.stop])
+    return [each for each in found if each]
+
+
+def weight(own: int, count: int, world_size: int) -> float:
+    """Return the factor for a micro-batch's mean loss that makes the mean over the ranks the mean over the window.
+
+    The wanted gradient is ``1/count * sum`` over the window; data parallelism computes ``1/world_size * sum``
+    over the ranks of the sum over their micro-batches of each one's ``1/own * sum``.
+
+    Args:
+        own: samples of the micro-batch.
         count: samples of the window.
         world_size: ranks.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -18,16 +18,15 @@ from typing_extensions import Self
 
 from azureml_elastic.checkpoints.storage import Storage
 from azureml_elastic.errors import CheckpointError, RoundBroken, UsageError
-from azureml_elastic.spec import CheckpointPolicy
+from azureml_elastic.spec import BatchPolicy, CheckpointPolicy
 from azureml_elastic.train.agent import Action, Agent, Identity
 from azureml_elastic.train.audit import Audit
 from azureml_elastic.train.deepspeed.config import config_for
 from azureml_elastic.train.ending import Ending
 from azureml_elastic.train.keeper import Keeper
-from azureml_elastic.train.loader import ElasticLoader, SizedDataset, Window
 from azureml_elastic.train.place import Place
-from azureml_elastic.train.sampling import Cursor, DataSpec
 from azureml_elastic.train.state import TrackedState
+from azureml_elastic.train.training import Training
 
 __all__ = ["Session"]
 
@@ -37,7 +36,7 @@ _CLOSING_SECONDS = 5.0
 """How long a script that ends early waits for the checkpoint that is being written."""
 
 
-class Session:
+class Session(Training):
     """One process of an elastic run.
 
     Args:
@@ -46,20 +45,22 @@ class Session:
         storage: of them.
         agent: that started the process.
         audit: writes down the samples of each step, if at all.
+        batch: what becomes of the batch when the world size changes.
     """
 
     def __init__(
-        self, identity: Identity, policy: CheckpointPolicy, storage: Storage, agent: Agent, audit: Audit | None
+        self,
+        identity: Identity,
+        policy: CheckpointPolicy,
+        storage: Storage,
+        agent: Agent,
+        audit: Audit | None,
+        batch: BatchPolicy,
     ) -> None:
-        self._agent = agent
-        self._audit = audit
-        self._trained_out = False
-        self._place = Place(agent, identity, audit)
-        world, self._position = self._place.world, self._place.position
-        self._keeper = Keeper(policy, storage, agent, world, self._position)
+        place = Place(agent, identity, audit)
+        super().__init__(place, agent, audit, batch)
+        self._keeper = Keeper(policy, storage, agent, place.world, self._position, self._rate)
         self._place.keep(self._keeper)
-        if audit is not None:
-            self._position.when_opened = self._write_down
         self._ending = Ending(self._finish_at_exit, self._close, self._place.on_uncaught)
 
     @property
@@ -100,7 +101,7 @@ class Session:
     @property
     def epoch(self) -> int:
         """The epoch at hand, counted from 0."""
-        return self._position.cursor.epoch
+        return max(self._position.epochs)
 
     def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
         """Move a model to this process's device and make it data-parallel.
@@ -112,6 +113,8 @@ class Session:
         model = model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
+        if self._gradients.exact:
+            options = {"broadcast_buffers": False, **options}  # they are summed up exactly, too
         options = {"device_ids": [self.device] if self.device.type == "cuda" else None, **options}
         return self._place.parallel(model, **options)
 
@@ -146,87 +149,9 @@ class Session:
             names = self._keeper.state.names
             raise UsageError(f"run.track() was called before, with {names}. Give all objects in one call.")
         state = TrackedState(objects, self._on_optimizer_step)
+        self._attach(state)
         with self._place.guard(stay=False):
             self._keeper.track(state)
-
-    def loader(
-        self,
-        dataset: SizedDataset,
-        *,
-        global_batch_size: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        **options: Any,
-    ) -> ElasticLoader:
-        """Make the run's training loader; for evaluation take torch's own.
-
-        Args:
-            dataset: map-style, the same on all ranks and over all restarts.
-            global_batch_size: samples of one optimizer step over all ranks, at any world size.
-            seed: of the order.
-            shuffle: whether the order is random.
-            drop_last: whether the incomplete batch at the end of an epoch is left out.
-            options: of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ...
-
-        Raises:
-            UsageError: there is one already, or the data differ from those of the checkpoint.
-        """
-        if self._keeper.spec is not None:
-            raise UsageError(
-                "run.loader() was called before; a run has one position in its data. Use torch's DataLoader for "
-                "evaluation."
-            )
-        spec = DataSpec(len(dataset), global_batch_size, seed, shuffle, drop_last)
-        self._keeper.use(spec)
-        return ElasticLoader(dataset, spec, position=self._position, device=self._place.device, options=options)
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that remain of ``count``, the interrupted one first.
-
-        An epoch that a checkpoint found trained to its last sample, but not left, is yielded once more: its loader
-        is empty and what follows the loop over it (an evaluation, say) runs.
-        """
-        self._position.in_epochs = True
-        if self._keeper.spec is not None:
-            spec, cursor = self._keeper.spec, self._position.cursor
-            remaining = (count - cursor.epoch) * spec.windows - -(-cursor.consumed // spec.global_batch_size)
-            self._agent.expects(self.steps + max(0, remaining))
-        try:
-            while self._position.cursor.epoch < count:
-                epoch = self._position.cursor.epoch
-                yield epoch
-                self._position.open = None
-                self._position.cursor = Cursor(epoch + 1)
-            self._trained_out = True
-        finally:
-            self._position.in_epochs = False
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients such that their mean over the ranks is that over the whole window.
-
-        Args:
-            loss: the mean over the samples of this rank's batch.
-
-        Raises:
-            UsageError: there is no batch, or the loss is no mean but one value a sample.
-        """
-        window = self._position.open
-        if window is None:
-            raise UsageError("run.backward() belongs into the loop over run.loader(): there is no batch to weigh.")
-        if loss.numel() != 1:
-            raise UsageError(
-                f"The loss has {loss.numel()} values; run.backward() takes the mean over the batch. Give the loss "
-                'function reduction="mean", or call .mean().'
-            )
-        if self._place.void:
-            return  # the step was given up in the forward pass
-        with self._place.guard():
-            weighed = loss * window.weight
-            if self._keeper.state is None:
-                weighed.backward()  # type: ignore[no-untyped-call]
-            else:
-                self._keeper.state.backward(weighed)
 
     def step(self) -> None:
         """Commit an optimizer step: its samples are trained, and a checkpoint or a change of nodes may follow.
@@ -244,14 +169,14 @@ class Session:
             raise UsageError("run.step() was called before run.track(): a restart would begin from scratch.")
         if self._place.over:
             raise UsageError("run.step() was called after run.finish().")
-        if self._keeper.spec is not None and self._position.open is None:
+        if self._position.streams and not self._position.opened:
             raise UsageError("run.step() was called without a batch: call it once in each iteration over the loader.")
         if self._place.void:
             self._place.end_void_step()
             return
+        self._commit()
         self._keeper.steps += 1
         self._keeper.half_step = False
-        self._position.commit()
         if self._audit is not None:
             self._audit.done(self.steps)
         with self._place.guard():
@@ -305,10 +230,6 @@ class Session:
     def _on_optimizer_step(self) -> None:
         if not self._place.void:
             self._keeper.half_step = True
-
-    def _write_down(self, window: Window) -> None:
-        assert self._audit is not None
-        self._audit.begin(self.steps + 1, window)
 
     def _between_steps(self, action: Action | None) -> None:
         handed_over = action == "rejoin" and self._place.hand_over()

@@ -19,7 +19,7 @@ import torch
 from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.train.control import Control
 
-__all__ = ["Offer", "Snapshot", "choose"]
+__all__ = ["Offer", "Snapshot", "choose", "place_of"]
 
 _ALIGNMENT = 64
 _MAGIC = b"azureml-elastic snapshot 1\n"
@@ -33,20 +33,25 @@ class Offer:
         step: optimizer steps completed.
         round: in which they were.
         rank: that this process, or the one before it on this node, had in it.
-        position: in the data: epoch, and samples of it that are consumed.
+        position: in the data, see :func:`place_of`.
         owed: whether a checkpoint of it was due and could not be completed.
     """
 
     step: int
     round: int
     rank: int
-    position: tuple[int, int] = (0, 0)
+    position: str = ""
     owed: bool = False
 
     def same(self, other: Offer | None) -> bool:
         """Whether both are the same state."""
         mine = (self.step, self.round, self.position)
         return other is not None and mine == (other.step, other.round, other.position)
+
+
+def place_of(data: Mapping[str, Any] | None) -> str:
+    """Name a position in the data, the same for the same."""
+    return "" if data is None else json.dumps(data, sort_keys=True)
 
 
 def choose(offers: list[Offer | None], committed: int | None) -> int | None:
@@ -180,9 +185,9 @@ class Snapshot:
         return cls(**header, tensors=tensors)
 
     @property
-    def position(self) -> tuple[int, int]:
-        """In the data: epoch, and samples of it that are consumed."""
-        return (0, 0) if self.data is None else (int(self.data["epoch"]), int(self.data["consumed"]))
+    def position(self) -> str:
+        """In the data, see :func:`place_of`."""
+        return place_of(self.data)
 
     def header(self) -> dict[str, Any]:
         """Return everything but the tensors."""

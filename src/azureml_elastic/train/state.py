@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.deepspeed.engine import EngineState, is_engine
+from azureml_elastic.train.learning_rate import bare
 from azureml_elastic.train.tracked import ModuleState, OptimizerState, OtherState, Stateful, Tracked, owner_of
 from azureml_elastic.train.zero_redundancy import ZeroRedundancyState, is_zero_redundancy
 
@@ -36,13 +38,30 @@ class TrackedState:
             name: value for name, value in objects.items() if isinstance(value, nn.Module) and name not in engines
         }
         self._tracked: list[Tracked] = []
-        for name, value in objects.items():
+        for name, wrapped in objects.items():
+            value = bare(wrapped)
             if "/" in name:
                 raise UsageError(f"The name {name!r} holds a '/', which separates the parts of tensors' names.")
             self._tracked.append(_tracked(name, value, modules, engines))
-            optimizer = value if isinstance(value, Optimizer) else getattr(self._tracked[-1], "optimizer", None)
-            if optimizer is not None:
-                optimizer.register_step_post_hook(lambda *_: on_step())
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(lambda *_: on_step())
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are tracked by themselves."""
+        return [each.module for each in self._tracked if isinstance(each, ModuleState)]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All that step, an engine's own too."""
+        found = [getattr(each, "optimizer", None) for each in self._tracked]
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        """Torch's schedulers that are tracked as they are."""
+        values = [each.value for each in self._tracked if isinstance(each, OtherState)]
+        return [value for value in values if isinstance(value, LRScheduler)]
 
     @property
     def replicated(self) -> bool:

@@ -152,12 +152,12 @@ class OptimizerState(Tracked):
 
     def __init__(self, name: str, optimizer: Optimizer, owner: nn.Module) -> None:
         super().__init__(name)
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._owner = owner
 
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return the state by the names of the parameters. The first look at it makes it step, by nothing."""
-        return tree.split(self.name, get_optimizer_state_dict(self._owner, self._optimizer))
+        return tree.split(self.name, get_optimizer_state_dict(self._owner, self.optimizer))
 
     def common(self, tensors: Tensors) -> set[str]:
         """Return all of them."""
@@ -166,7 +166,7 @@ class OptimizerState(Tracked):
     def restore(self, plain: Any, tensors: Tensors) -> None:
         """Load it."""
         options = StateDictOptions(strict=False)  # a parameter without a gradient has no state yet
-        set_optimizer_state_dict(self._owner, self._optimizer, tree.join(plain, tensors), options=options)
+        set_optimizer_state_dict(self._owner, self.optimizer, tree.join(plain, tensors), options=options)
 
 
 class OtherState(Tracked):
@@ -174,16 +174,16 @@ class OtherState(Tracked):
 
     def __init__(self, name: str, value: Stateful) -> None:
         super().__init__(name)
-        self._value = value
+        self.value = value
 
     @property
     def scales_gradients(self) -> bool:
         """Whether it is a ``GradScaler``."""
-        return type(self._value).__name__ == "GradScaler"
+        return type(self.value).__name__ == "GradScaler"
 
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return its ``state_dict()``."""
-        return tree.split(self.name, self._value.state_dict())
+        return tree.split(self.name, self.value.state_dict())
 
     def common(self, tensors: Tensors) -> set[str]:  # noqa: ARG002 - nothing is known of it
         """Return none."""
@@ -191,15 +191,15 @@ class OtherState(Tracked):
 
     def restore(self, plain: Any, tensors: Tensors) -> None:
         """Load it."""
-        self._value.load_state_dict(tree.join(plain, tensors))
+        self.value.load_state_dict(tree.join(plain, tensors))
 
     def copy(self) -> Any:
         """Return a copy of its state."""
-        return copy.deepcopy(self._value.state_dict())
+        return copy.deepcopy(self.value.state_dict())
 
     def put_back(self, state: Any) -> None:
         """Load what :meth:`copy` returned."""
-        self._value.load_state_dict(state)
+        self.value.load_state_dict(state)
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]]) -> Any:

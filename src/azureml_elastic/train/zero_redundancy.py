@@ -37,7 +37,7 @@ class ZeroRedundancyState(Tracked):
 
     def __init__(self, name: str, optimizer: Any, owner: nn.Module) -> None:
         super().__init__(name)
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._owner = owner
 
     @property
@@ -53,14 +53,14 @@ class ZeroRedundancyState(Tracked):
         """
         tensors = {}
         for parameter, path in self._owned():
-            for key, value in self._optimizer.optim.state.get(parameter, {}).items():
+            for key, value in self.optimizer.optim.state.get(parameter, {}).items():
                 if not isinstance(value, torch.Tensor):
                     raise UsageError(
                         f"The state of {self.name!r} holds {key}={value!r} for {path!r}; of a ZeroRedundancyOptimizer "
                         "only tensors can be saved. Use an optimizer of torch.optim in it."
                     )
                 tensors[f"{path}/{key}"] = value
-        return {"param_groups": settings_of(self._optimizer.param_groups)}, tensors
+        return {"param_groups": settings_of(self.optimizer.param_groups)}, tensors
 
     def common(self, tensors: Tensors) -> set[str]:
         """Return all of them: they are this rank's own."""
@@ -76,7 +76,7 @@ class ZeroRedundancyState(Tracked):
         Raises:
             ValueError: it has another number of parameter groups.
         """
-        for mine in (self._optimizer.param_groups, self._optimizer.optim.param_groups):
+        for mine in (self.optimizer.param_groups, self.optimizer.optim.param_groups):
             restore_settings(mine, plain["param_groups"])
         by_path: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in tensors.items():
@@ -85,7 +85,7 @@ class ZeroRedundancyState(Tracked):
         for parameter, path in self._owned():
             if found := by_path.get(path):
                 # As torch has it: what has no dimension, such as Adam's step, stays on the CPU.
-                self._optimizer.optim.state[parameter] = {
+                self.optimizer.optim.state[parameter] = {
                     kind: tensor.clone() if tensor.dim() == 0 else tensor.to(parameter.device, copy=True)
                     for kind, tensor in found.items()
                 }
@@ -98,6 +98,6 @@ class ZeroRedundancyState(Tracked):
         names = {parameter: key.removeprefix(_WRAPPER) for key, parameter in self._owner.named_parameters()}
         return [
             (parameter, f"{self.name}/{_STATE}/{names[parameter]}")
-            for group in self._optimizer.optim.param_groups
+            for group in self.optimizer.optim.param_groups
             for parameter in group["params"]
         ]

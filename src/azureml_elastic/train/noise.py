@@ -1,0 +1,66 @@
+"""How noisy gradients are, and what a larger batch gains by it: AdaScale.
+
+T. Johnson, P. Agrawal, H. Gu, C. Guestrin, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training" (ICML
+2020). With the variance v of one sample's gradient and the squared norm m of the expected gradient, a step on N samples
+gains ``(v / G + m) / (v / N + m)`` steps on G samples: 1 where there is no noise, N / G where there is nothing else.
+
+For micro-batches of b_i samples, N together, with mean gradients g_i and their weighted mean g::
+
+    E[sum b_i/N |g_i|^2] = m + S v / N        (S micro-batches)
+    E[|g|^2]             = m + v / N
+
+so that ``v = N (sum b_i/N |g_i|^2 - |g|^2) / (S - 1)`` and ``m = |g|^2 - v / N``, also for uneven micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Noise"]
+
+_LEAST = 1e-6
+"""The paper's limit for a variance that is estimated as zero."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Running estimates.
+
+    Args:
+        moments: the variance in units of the reference batch, the squared norm, and the weight of both; empty before
+            the first step.
+    """
+
+    moments: tuple[float, ...] = ()
+
+    def observe(self, local: float, mean: float, *, micro_batches: int, count: int, reference: int) -> Noise:
+        """Return the estimates after another step.
+
+        Args:
+            local: the sum of ``b_i/N |g_i|^2``.
+            mean: ``|g|^2``.
+            micro_batches: S; with fewer than two, nothing is learnt.
+            count: N, samples of the step.
+            reference: G, samples of a step of the reference.
+        """
+        if micro_batches < 2:  # noqa: PLR2004 - a variance needs two
+            return self
+        sample_variance = max(count * (local - mean) / (micro_batches - 1), 0.0)
+        squared = max(mean - sample_variance / count, 0.0)
+        keep = max(1 - micro_batches / 1000, 0.0)  # the paper's
+        variance_sum, squared_sum, weight = self.moments or (0.0, 0.0, 0.0)
+        add = 1 - keep
+        moments = (
+            keep * variance_sum + add * sample_variance / reference,
+            keep * squared_sum + add * squared,
+            keep * weight + add,
+        )
+        return Noise(moments)
+
+    def gain(self, reference_world_size: int, world_size: int) -> float:
+        """Return the steps of the reference that one step at a world size is worth, between 1 and their ratio."""
+        k = world_size / reference_world_size
+        if not self.moments or k <= 1:
+            return min(k, 1.0)
+        variance, squared = max(self.moments[0] / self.moments[2], _LEAST), self.moments[1] / self.moments[2]
+        return (variance + squared) / (variance / k + squared)

@@ -1,0 +1,83 @@
+"""Random transformations that are the same at any world size: seeded by the micro-batch, not by the process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from azureml_elastic.train import randomness
+
+__all__ = ["SeededCollate", "SeededDataset", "SeededIds", "seeded"]
+
+
+class SeededIds(list[int]):
+    """Samples to fetch, and the name of their micro-batch.
+
+    Args:
+        ids: of the samples.
+        place: of the micro-batch.
+    """
+
+    def __init__(self, ids: Sequence[int] = (), place: tuple[int, ...] = ()) -> None:
+        super().__init__(ids)
+        self.place = place
+
+
+class _Fetched(list[Any]):
+    place: tuple[int, ...]
+
+
+class SeededDataset:
+    """A dataset whose random numbers depend on the micro-batch that is fetched.
+
+    Args:
+        dataset: map-style.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, ids: SeededIds) -> list[Any]:
+        """Return the samples of a micro-batch; torch calls it."""
+        with seeded("fetch", *ids.place):
+            many = getattr(self._dataset, "__getitems__", None)
+            fetched = _Fetched(many(list(ids)) if many else [self._dataset[index] for index in ids])
+        fetched.place = ids.place
+        return fetched
+
+
+class SeededCollate:
+    """The same for what makes a batch of samples.
+
+    Args:
+        collate: of the script.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: _Fetched) -> Any:
+        """Return the batch."""
+        with seeded("collate", *samples.place):
+            return self._collate(list(samples))
+
+
+@contextlib.contextmanager
+def seeded(*place: object, on: bool = True) -> Iterator[None]:
+    """Begin random sequences of a place; the script's own go on afterwards, where they are this process's."""
+    if not on:
+        yield
+        return
+    if get_worker_info() is not None:
+        randomness.begin(*place)
+        yield
+        return
+    with randomness.kept():
+        randomness.begin(*place)
+        yield
