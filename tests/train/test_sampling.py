@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.spec import FixedGlobalBatch
+from azureml_elastic.spec import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.train.agent import Identity
 from azureml_elastic.train.loader import Batching, MapLoader
 from azureml_elastic.train.position import Position
@@ -83,6 +83,61 @@ def test_any_history_trains_the_windows_of_an_undisturbed_run(spec, lives):
     assert trained == expected[: len(trained)]
 
 
+BATCHINGS = st.builds(
+    Batching,
+    st.builds(FixedGlobalBatch, logical_workers=st.none() | st.integers(1, 24))
+    | st.builds(FixedPerWorkerBatch, scaling=st.just("none")),
+    st.none() | st.integers(1, 9),
+)
+
+
+@given(spec=SPECS, batching=BATCHINGS, lives=LIVES)
+@settings(max_examples=200)
+def test_any_history_trains_each_sample_once_an_epoch(spec, batching, lives):
+    trained, history = [], [(0, Cursor())]  # the samples that count with their epochs, and how many at each step
+    for world_size, steps, lost in lives:
+        count, cursor = history[max(0, len(history) - 1 - lost)]
+        del trained[count:]
+        history = [(count, cursor)]
+        while len(history) <= steps:
+            ranks = [
+                list(rank_loader(spec, cursor, rank, world_size, batching).planned()) for rank in range(world_size)
+            ]
+            for micros in zip(*map(by_window, ranks), strict=True):
+                (window,) = {(each[0][0].window.count, each[0][0].window.after) for each in micros}
+                assert sum(micro.weight for each in micros for micro, _ in each) == pytest.approx(world_size)
+                samples = [sample for each in micros for micro, ids in each if micro.samples for sample in ids]
+                assert samples == [sample for each in micros for sample in each[0][0].window.ids]
+                assert len(samples) == window[0]
+                assert max(micro.samples for each in micros for micro, _ in each) <= (
+                    batching.micro_batch_size or 10**9
+                )
+                trained += [(cursor.epoch, sample) for sample in samples]
+                cursor = window[1]
+                history.append((len(trained), cursor))
+                if len(history) > steps:
+                    break
+            else:
+                cursor = Cursor(cursor.epoch + 1)
+                history.append((len(trained), cursor))
+    assert len(set(trained)) == len(trained)
+    for epoch in range(cursor.epoch):
+        dropped = spec.length - sum(1 for found, _ in trained if found == epoch)
+        assert dropped == 0 or (spec.drop_last and dropped < max(life[0] for life in lives) * spec.global_batch_size)
+
+
+def by_window(planned):
+    """Group a rank's micro-batches."""
+    windows = []
+    for micro, ids in planned:
+        if micro.index == 0:
+            windows.append([])
+        windows[-1].append((micro, ids))
+        assert micro.index == len(windows[-1]) - 1
+    assert all(each[-1][0].last and not any(micro.last for micro, _ in each[:-1]) for each in windows)
+    return windows
+
+
 @given(spec=SPECS, epoch=st.integers(0, 5))
 def test_an_epoch_holds_each_sample_once(spec, epoch):
     samples = [sample for window in undisturbed(spec, epoch) for sample in window]
@@ -124,7 +179,7 @@ def test_a_rank_without_a_sample_stands_in_with_weight_zero():
     spec = DataSpec(2, 8, seed=0, shuffle=True, drop_last=False)
     planned = [next(rank_loader(spec, Cursor(), rank, 4).planned()) for rank in range(4)]
     assert [micro.samples for micro, _ in planned] == [1, 1, 0, 0]
-    assert [len(ids) for _, ids in planned] == [1, 1, 1, 1]
+    assert [len(ids) for _, ids in planned] == [1, 1, 2, 2]
     assert [len(micro.window.ids) for micro, _ in planned] == [1, 1, 0, 0]
     assert [micro.weight for micro, _ in planned] == [2.0, 2.0, 0.0, 0.0]
 

@@ -30,6 +30,7 @@ def _child(pipe, environment, function, args):
     for name in [name for name in os.environ if name.startswith("AZUREML_ELASTIC_")]:
         del os.environ[name]
     os.environ.update(environment)
+    multiprocessing.current_process()._config["daemon"] = False  # it may have processes that load data
     try:
         value = function(*args)
     except SystemExit:

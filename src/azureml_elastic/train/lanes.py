@@ -212,14 +212,16 @@ class LaneReader(IterableDataset[Part]):
         return Part(batch, tuple(ids), tuple((lane.number, *lane.at) for lane in lanes), place)
 
     def stand_in(self) -> Any:
-        """Return a batch of one sample, whichever.
+        """Return a batch of a sample or two, whichever; batch normalisation refuses a single one.
 
         Raises:
             UsageError: the data set has none.
         """
         for lane in range(self._spec.lanes):
-            for sample, _ in _Lane(self._dataset, self._spec, lane, self._cursor.epoch, (0, 0)).take(1):
-                return self._collate([sample])
+            lane_begin = _Lane(self._dataset, self._spec, lane, self._cursor.epoch, (0, 0))
+            samples = [sample for sample, _ in lane_begin.take(2)]
+            if samples:
+                return self._collate(samples)
         raise UsageError(f"None of the {self._spec.shards} shards holds a sample; check what reads them.")
 
 

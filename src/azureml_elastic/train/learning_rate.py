@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 from azureml_elastic.errors import UsageError
 from azureml_elastic.spec import BatchPolicy, FixedPerWorkerBatch
 from azureml_elastic.train.noise import Noise
-from azureml_elastic.train.position import Position, Window
+from azureml_elastic.train.position import Position, Spec, Window
+from azureml_elastic.train.sampling import DataSpec
 from azureml_elastic.train.scaling import Scale, adam_betas
+from azureml_elastic.train.zero_redundancy import is_zero_redundancy
 
 __all__ = ["LearningRate", "bare"]
 
@@ -121,8 +123,7 @@ class LearningRate:
         if self._policy.scaling == "adascale":
             assert self._scale is not None
             return self._scale.gain
-        size = spec.global_batch_size
-        return -(-window.after.consumed // size) + (-window.before.consumed // size)
+        return _steps_at(spec, window.after.consumed) - _steps_at(spec, window.before.consumed)
 
     def _momentum(self) -> float:
         values = [0.0]
@@ -159,25 +160,30 @@ class _Hooked:
     def put_back(self) -> None:
         """Undo what the hook before the step has changed; what somebody else has changed since stays."""
         for group, key, original, applied in self._changed:
-            if isinstance(group[key], torch.Tensor):
-                if torch.equal(group[key], applied):
+            if isinstance(applied, torch.Tensor):
+                if isinstance(group[key], torch.Tensor) and torch.equal(group[key], applied):
                     group[key].copy_(original)
-            elif group[key] == applied:
+            elif not isinstance(group[key], torch.Tensor) and group[key] == applied:
                 group[key] = original
         self._changed.clear()
 
     def shrink_momentum(self, factor: float) -> None:
         """Multiply SGD's momentum buffers."""
-        for state in self.optimizer.state.values():
+        owner = self.optimizer.optim if is_zero_redundancy(self.optimizer) else self.optimizer
+        for state in owner.state.values():
             if isinstance(state.get("momentum_buffer"), torch.Tensor):
                 state["momentum_buffer"].mul_(factor)
 
     def _apply(self) -> None:
         self.put_back()  # an exception in a closure has kept the hook after the step from being called
         factor, k = self._before_step()
+        scaled: list[torch.Tensor] = []  # groups may share one: what was given to the optimizer, not to a group
         for group in self.optimizer.param_groups:
-            if factor != 1.0:
-                self._set(group, "lr", group["lr"] * factor)
+            rate = group["lr"]
+            if factor != 1.0 and not any(rate is each for each in scaled):
+                self._set(group, "lr", rate * factor)
+                if isinstance(rate, torch.Tensor):
+                    scaled.append(rate)
             if k is not None and k != 1.0 and "betas" in group:
                 betas, epsilon = adam_betas(k, tuple(map(float, group["betas"])), group["eps"])
                 self._set(group, "betas", betas)
@@ -206,6 +212,13 @@ def _require_fitting(policy: FixedPerWorkerBatch, optimizer: Optimizer) -> None:
         raise UsageError(f'momentum="rescale" divides the momentum buffers of SGD, which {kind} has not. Take Ramp().')
     if policy.scale_betas and not all({"betas", "eps"} <= group.keys() for group in optimizer.param_groups):
         raise UsageError(f"scale_betas=True needs betas and eps, which {kind} has not. Leave it out.")
+
+
+def _steps_at(spec: Spec, consumed: int) -> int:
+    """Return the steps of the reference that so many samples of an epoch complete; its last one may be smaller."""
+    if isinstance(spec, DataSpec):
+        return spec.windows if consumed >= spec.usable else consumed // spec.global_batch_size
+    return -(-consumed // spec.global_batch_size)  # of shards nobody knows beforehand where the epoch ends
 
 
 def _with(scale: Scale, *, gain: float, moments: tuple[float, ...]) -> Scale:

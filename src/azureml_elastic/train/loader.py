@@ -26,6 +26,9 @@ __all__ = ["Batching", "ElasticLoader", "MapLoader", "SizedDataset", "require_fo
 
 _BLOCK_SAMPLES, _BLOCK_WINDOWS = 1 << 13, 1 << 8
 
+_STAND_IN = 2
+"""Samples of a batch that does not count: batch normalisation refuses a single one."""
+
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last")
 
 
@@ -203,12 +206,12 @@ class MapLoader(ElasticLoader):
         return zip(micros, self._fetched, strict=True)
 
     def planned(self) -> Iterator[tuple[MicroBatch, list[int]]]:
-        """Yield micro-batches with the samples to fetch, at least one: a stand-in has one that does not count."""
+        """Yield micro-batches with the samples to fetch, at least one: those of a stand-in do not count."""
         epoch, world_size = self._stream.cursor.epoch, self._position.identity.world_size
         size = self._batching.window_size(self.spec.global_batch_size, world_size)
         samples_at = order(self.spec, epoch)
         for block in self._blocks(size, world_size):
-            fetched = [mine or [window[:1]] for window, mine in block]
+            fetched = [mine or [window[:_STAND_IN]] for window, mine in block]
             positions = np.concatenate([np.arange(part.start, part.stop) for each in fetched for part in each])
             ids = samples_at(positions).tolist()
             begin = 0

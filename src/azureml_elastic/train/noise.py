@@ -14,6 +14,7 @@ so that ``v = N (sum b_i/N |g_i|^2 - |g|^2) / (S - 1)`` and ``m = |g|^2 - v / N`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["Noise"]
@@ -39,11 +40,11 @@ class Noise:
         Args:
             local: the sum of ``b_i/N |g_i|^2``.
             mean: ``|g|^2``.
-            micro_batches: S; with fewer than two, nothing is learnt.
+            micro_batches: S; with fewer than two, nothing is learnt, nor from gradients that overflow.
             count: N, samples of the step.
             reference: G, samples of a step of the reference.
         """
-        if micro_batches < 2:  # noqa: PLR2004 - a variance needs two
+        if micro_batches < 2 or not (math.isfinite(local) and math.isfinite(mean)):  # noqa: PLR2004 - a variance needs two
             return self
         sample_variance = max(count * (local - mean) / (micro_batches - 1), 0.0)
         squared = max(mean - sample_variance / count, 0.0)
@@ -63,4 +64,4 @@ class Noise:
         if not self.moments or k <= 1:
             return min(k, 1.0)
         variance, squared = max(self.moments[0] / self.moments[2], _LEAST), self.moments[1] / self.moments[2]
-        return (variance + squared) / (variance / k + squared)
+        return min(max((variance + squared) / (variance / k + squared), 1.0), k)  # whatever is rounded

@@ -108,7 +108,9 @@ def ramp_steps(ramp: Ramp, ratio: float, momentum: float) -> int:
     """
     if ramp.steps != "auto":
         return ramp.steps
-    return math.ceil(_RAMP_PER_HORIZON * ratio / (1 - momentum)) if 0 < momentum < 1 else 0
+    if not 0 < momentum < 1:
+        return 0
+    return math.ceil(round(_RAMP_PER_HORIZON * ratio / (1 - momentum), 6))  # 1 - 0.9 is a little less than 0.1
 
 
 def target(policy: FixedPerWorkerBatch, world_size: int, gain: float = 1.0) -> float:

@@ -113,8 +113,6 @@ class Session(Training):
         model = model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        if self._gradients.exact:
-            options = {"broadcast_buffers": False, **options}  # they are summed up exactly, too
         options = {"device_ids": [self.device] if self.device.type == "cuda" else None, **options}
         return self._place.parallel(model, **options)
 
