@@ -295,27 +295,24 @@ class Outcome:
 def run(setting: Setting, policy: BatchPolicy) -> Outcome:
     """Train under a policy, and measure."""
     simulation = Simulation(setting, policy)
-    waiting, since = setting.changes[1:], FIRST_STEPS
+    waiting, entered = setting.changes[1:], [0]
     measured: list[tuple[int, torch.Tensor]] = []
+    since = FIRST_STEPS
     while simulation.seen < setting.samples:
         if waiting and simulation.seen >= waiting[0][0]:
             simulation.enter(waiting.pop(0)[1])
+            entered.append(simulation.seen)
             since = 0
         with torch.enable_grad():
             simulation.step()
-        since += 1
-        seen = simulation.seen
+        seen, since = simulation.seen, since + 1
         near = any(at - LEAD < seen <= at + FOLLOW for at, _ in setting.changes[1:])
-        if since <= FIRST_STEPS or (near and seen % EVERY == 0):
+        if since <= FIRST_STEPS or (near and (seen - entered[-1]) % EVERY == 0):
             measured.append((seen, simulation.networks.losses(*simulation.digits.probe)))
     images, labels = simulation.digits.test
     accuracy = (simulation.networks(images).argmax(2) == labels).float().mean(1)
-    return Outcome(
-        simulation.steps,
-        simulation.networks.losses(images, labels),
-        accuracy,
-        [_around(at, measured) for at, _ in setting.changes[1:]],
-    )
+    changes = [_around(at, measured) for at in entered[1:]]
+    return Outcome(simulation.steps, simulation.networks.losses(images, labels), accuracy, changes)
 
 
 def _around(at: int, measured: list[tuple[int, torch.Tensor]]) -> Change:

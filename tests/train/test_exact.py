@@ -17,8 +17,8 @@ EXACT = FixedGlobalBatch(logical_workers=12, reduce="exact")
 FLOATING = FixedGlobalBatch(logical_workers=12)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _alone():
+@pytest.fixture(scope="module")
+def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -63,6 +63,7 @@ TERMS = st.lists(
 )
 
 
+@pytest.mark.usefixtures("alone")
 @given(terms=TERMS, data=st.data())
 @settings(deadline=None)
 def test_a_sum_does_not_depend_on_the_order_and_is_the_right_one(terms, data):
@@ -77,6 +78,7 @@ def test_a_sum_does_not_depend_on_the_order_and_is_the_right_one(terms, data):
     assert bool(((true.abs() > torch.finfo(torch.float32).max) | close).all())
 
 
+@pytest.mark.usefixtures("alone")
 def test_terms_that_are_missing_or_not_finite():
     like = [torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(0)]
     terms = [
