@@ -1,30 +1,28 @@
-"""What becomes of learning when the number of workers changes: SGD with momentum on scikit-learn's digits.
+"""What becomes of learning when the number of workers changes, under each policy for batch and learning rate.
 
-``W`` workers that train ``B`` samples each compute the gradient of a batch of ``W * B`` samples, so one process does
-for all of them; what the world size does to batch, learning rate and momentum is the library's own code, attached to
-torch's SGD. All seeds are trained at once, as one batched network. Sample ``n`` of a seed is the same under each
-policy.
+``W`` workers that train ``B`` samples each compute the mean gradient of ``W * B`` samples, so one process can do it for
+all of them. What a world size does to batch, learning rate, momentum and schedule is the library's own code, attached
+to torch's SGD; only the workers are simulated.
 
-    python samples/dynamic_sgd             # everything; writes docs/dynamic-sgd.md and its picture
-    python samples/dynamic_sgd --samples 60000 --out /tmp    # a quick look
+    python samples/dynamic_sgd                                       # writes docs/dynamic-sgd.md and its picture
+    python samples/dynamic_sgd --samples 60000 --seeds 4 --out /tmp  # a quick look
 
-``pip install 'azureml-elastic[demo]'`` brings what it needs.
+It needs ``pip install 'azureml-elastic[node,demo]'``.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.nn import functional
+from problem import Digits, Networks
+from torch.optim.lr_scheduler import MultiStepLR
 
-from azureml_elastic.spec import BatchPolicy
+from azureml_elastic.spec import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
+from azureml_elastic.train import tree
 from azureml_elastic.train.agent import Identity
 from azureml_elastic.train.learning_rate import LearningRate
 from azureml_elastic.train.loader import Batching
@@ -32,20 +30,25 @@ from azureml_elastic.train.position import MicroBatch, Position, Window
 from azureml_elastic.train.sampling import Cursor, DataSpec
 from azureml_elastic.train.schedule import Schedule
 
-CLASSES, PIXELS = 10, 64
-HELD_OUT = 360
-BLOCK = 960
-"""Samples that are drawn at once."""
-
-PIXEL_NOISE, LABEL_NOISE = 0.25, 0.1
 CHANCE = 2.2
-"""A loss from which a network is lost: guessing has ln 10 = 2.30."""
+"""A test loss from which a network is lost: guessing has ln 10 = 2.30."""
 
 EVERY, FIRST_STEPS = 192, 60
-"""Around a change the loss is measured every so many samples, and after each of the first steps."""
+"""The loss is measured after each of the first steps after a change, and every so many samples around it."""
 
-LEAD, FOLLOW = 4 * 960, 30 * 960
-"""Samples before and after a change of which the loss is measured."""
+BEFORE, AFTER = 3_840, 28_800
+"""Samples around a change in which it is measured; the ramp from 1 to 12 workers takes 96 * 192 = 18,432."""
+
+POLICIES: dict[str, BatchPolicy] = {
+    "fixed global batch": FixedGlobalBatch(),
+    "linear, unprepared": FixedPerWorkerBatch(scaling="linear", momentum="none"),
+    "linear, ramp": FixedPerWorkerBatch(scaling="linear"),
+    "linear, rescale": FixedPerWorkerBatch(scaling="linear", momentum="rescale"),
+    "linear up to 6, ramp": FixedPerWorkerBatch(scaling="linear", max_scale=6),
+    "square root, ramp": FixedPerWorkerBatch(scaling="sqrt"),
+    "no scaling": FixedPerWorkerBatch(scaling="none"),
+}
+"""AdaScale is not among them: it needs the gradient of each worker, and a factor for each seed."""
 
 
 @dataclass(frozen=True)
@@ -55,120 +58,26 @@ class Setting:
     Args:
         worlds: world sizes, each with the share of all samples from which on it holds.
         samples: that are trained in all.
-        lr: at one worker, before decays.
+        rate: learning rate of one worker, before decays.
         decays: shares of all samples at which the learning rate is divided by ten.
         momentum: of SGD.
-        weight_decay: of SGD.
         batch: samples of a worker and step.
         seeds: networks that are trained at once.
-        seed: of all of them.
+        seed: of their weights and data.
     """
 
     worlds: tuple[tuple[float, int], ...] = ((0, 1), (1 / 3, 12), (2 / 3, 1))
     samples: int = 360_000
-    lr: float = 0.05
+    rate: float = 0.05
     decays: tuple[float, ...] = (1 / 2, 5 / 6)
     momentum: float = 0.9
-    weight_decay: float = 1e-4
     batch: int = 16
     seeds: int = 10
     seed: int = 0
 
-    def at(self, share: float) -> int:
-        """Return a share of all samples, in whole steps of one worker."""
-        return round(share * self.samples / self.batch) * self.batch
-
-    @property
-    def changes(self) -> list[tuple[int, int]]:
-        """From which sample on which world size holds."""
-        return [(self.at(share), world_size) for share, world_size in self.worlds]
-
-
-class Digits:
-    """Images of digits, each shifted by up to one pixel, with noise in pixels and labels.
-
-    Args:
-        setting: of the study.
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        digits = load_digits()
-        generator = torch.Generator().manual_seed(1234)
-        order = torch.randperm(len(digits.target), generator=generator)
-        images = torch.tensor(digits.images, dtype=torch.float32)[order] / 16  # (1797, 8, 8)
-        labels = torch.tensor(digits.target)[order]
-        self._images, self._labels = _shifted(images[HELD_OUT:]), labels[HELD_OUT:]
-        held_out = _shifted(images[:HELD_OUT])
-        self.test = self._noisy(held_out, labels[:HELD_OUT].repeat(5), torch.arange(HELD_OUT).repeat(5), generator)
-        self.probe = self._noisy(self._images, self._labels[:1024], torch.arange(1024), generator)
-
-    def window(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return images (seeds, samples, 64) and labels (seeds, samples)."""
-        first, last = start // BLOCK, (stop - 1) // BLOCK
-        blocks = [_block(self, number) for number in range(first, last + 1)]
-        images, labels = (blocks[0] if len(blocks) == 1 else [torch.cat(each, 1) for each in zip(*blocks, strict=True)])
-        here = slice(start - first * BLOCK, stop - first * BLOCK)
-        return images[:, here], labels[:, here]
-
-    def draw(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a block of samples."""
-        generator = torch.Generator().manual_seed(self._setting.seed * 1_000_003 + number)
-        shape = (self._setting.seeds, BLOCK)
-        ids = torch.randint(len(self._labels), shape, generator=generator)
-        images, labels = self._noisy(self._images, self._labels[ids], ids, generator)
-        wrong = torch.rand(shape, generator=generator) < LABEL_NOISE
-        return images, torch.where(wrong, torch.randint(CLASSES, shape, generator=generator), labels)
-
-    @staticmethod
-    def _noisy(
-        shifted: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        images = shifted[torch.randint(len(shifted), ids.shape, generator=generator), ids]
-        return images + PIXEL_NOISE * torch.randn(images.shape, generator=generator), labels
-
-
-@lru_cache(maxsize=2)
-def _block(digits: Digits, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return digits.draw(number)
-
-
-def _shifted(images: torch.Tensor) -> torch.Tensor:
-    """Return the images (n, 8, 8) in each of nine places, as (9, n, 64)."""
-    wide = functional.pad(images, (1, 1, 1, 1))
-    places = [wide[:, down : down + 8, right : right + 8] for down in range(3) for right in range(3)]
-    return torch.stack(places).flatten(2)
-
-
-class Networks(nn.Module):
-    """One multilayer perceptron for each seed; their parameters have the seeds as first dimension.
-
-    Args:
-        seeds: their number.
-        seed: of all initial weights.
-        widths: of the layers.
-    """
-
-    def __init__(self, seeds: int, seed: int, widths: tuple[int, ...] = (PIXELS, 128, 128, CLASSES)) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
-            self.weights.append(torch.randn(seeds, fan_in, fan_out, generator=generator) * math.sqrt(2 / fan_in))
-            self.biases.append(torch.zeros(seeds, 1, fan_out))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the logits (seeds, samples, 10) of images (seeds, samples, 64), or of (samples, 64) for all seeds."""
-        x = images.expand(len(self.weights[0]), -1, -1)
-        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = torch.baddbmm(bias, x if layer == 0 else torch.relu(x), weight)
-        return x
-
-    def losses(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return each seed's mean loss."""
-        logits = self(images)
-        labels = labels.expand(logits.shape[:2])
-        return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
+    def steps_until(self, share: float) -> int:
+        """Return the steps in which one worker trains a share of all samples."""
+        return round(share * self.samples / self.batch)
 
 
 class Simulation:
@@ -177,74 +86,70 @@ class Simulation:
     Args:
         setting: of the study.
         policy: of the run.
+        world_size: workers at its beginning, or when a saved state is loaded.
     """
 
-    def __init__(self, setting: Setting, policy: BatchPolicy) -> None:
-        self.setting = setting
-        self.digits = Digits(setting)
+    def __init__(self, setting: Setting, policy: BatchPolicy, world_size: int) -> None:
+        self.digits = Digits(setting.seeds, setting.seed)
         self.networks = Networks(setting.seeds, setting.seed)
-        self.optimizer = torch.optim.SGD(
-            self.networks.parameters(), setting.lr, setting.momentum, weight_decay=setting.weight_decay
-        )
-        self.batching = Batching(policy)
-        self.position = Position(_identity(setting.worlds[0][1]))
-        self.spec = DataSpec(setting.samples, setting.batch, seed=0, shuffle=False, drop_last=False)
-        self.stream = self.position.add("digits", self.spec)
-        self.rate = LearningRate(policy, self.position, lambda: False)
-        self.rate.attach([self.optimizer])
-        self.rate.enter(self.world_size)
-        milestones = [setting.at(share) // setting.batch for share in setting.decays]
-        decay = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, milestones)
-        self.schedule = Schedule(decay, lambda: self.rate.steps_of(self.position.opened[0].open.window))
+        self.optimizer = torch.optim.SGD(self.networks.parameters(), setting.rate, setting.momentum, weight_decay=1e-4)
         self.steps = 0
-
-    @property
-    def world_size(self) -> int:
-        """Workers."""
-        return self.position.identity.world_size
+        self._spec = DataSpec(setting.samples, setting.batch, seed=0, shuffle=False, drop_last=False)
+        self._batching = Batching(policy)
+        self._position = Position(_identity(world_size))
+        self._stream = self._position.add("digits", self._spec)
+        self.rate = LearningRate(policy, self._position, void=lambda: False)
+        self.rate.attach([self.optimizer])
+        self.rate.enter(world_size)
+        decay = MultiStepLR(self.optimizer, [setting.steps_until(share) for share in setting.decays])
+        self._schedule = Schedule(decay, lambda: self.rate.steps_of(self._open))
+        self._open: Window | None = None
 
     @property
     def seen(self) -> int:
         """Samples that are trained."""
-        return self.stream.cursor.consumed
+        return self._stream.cursor.consumed
 
     def enter(self, world_size: int) -> None:
         """Go on with another number of workers."""
-        self.position.enter(_identity(world_size))
+        self._position.enter(_identity(world_size))
         self.rate.enter(world_size)
 
     def step(self) -> None:
-        """Train the samples of one step of all workers."""
-        size = self.batching.window_size(self.spec.global_batch_size, self.world_size)
-        part = self.spec.window(self.seen, size)
-        window = Window((), len(part), Cursor(0, part.start), Cursor(0, part.stop), self.spec.length)
-        self.position.take(self.stream, MicroBatch(window, len(part), weight=1.0))
+        """Train what all workers train in one step."""
+        size = self._batching.window_size(self._spec.global_batch_size, self._position.identity.world_size)
+        part = self._spec.window(self.seen, size)
+        self._open = Window((), len(part), Cursor(0, part.start), Cursor(0, part.stop), self._spec.length)
+        self._position.take(self._stream, MicroBatch(self._open, samples=len(part), weight=1.0))
         self.optimizer.zero_grad()
-        self.networks.losses(*self.digits.window(part.start, part.stop)).sum().backward()
+        self.networks.losses(*self.digits.between(part.start, part.stop)).sum().backward()
         self.optimizer.step()
-        self.schedule.step()
-        self.position.commit()
+        self._schedule.step()
+        self._position.commit()
         self.rate.begin()
-        self.rate.commit(window)
+        self.rate.commit(self._open)
         self.steps += 1
 
-    def save(self) -> tuple[bytes, str]:
-        """Return the state as the bytes of its tensors, and the rest as JSON."""
-        file = io.BytesIO()
-        torch.save({"networks": self.networks.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
-        rest = {"position": self.position.to_json(), "rate": self.rate.to_json(), "steps": self.steps}
-        return file.getvalue(), json.dumps({**rest, "schedule": self.schedule.state_dict()})
+    def save(self) -> tuple[str, dict[str, torch.Tensor]]:
+        """Return the state as a checkpoint holds it: JSON and tensors."""
+        tracked = {"networks": self.networks, "optimizer": self.optimizer, "schedule": self._schedule}
+        plain, tensors = tree.split("state", {name: each.state_dict() for name, each in tracked.items()})
+        data = {"position": self._position.to_json(), "rate": self.rate.to_json()}
+        return json.dumps({"state": plain, "steps": self.steps, **data}), {
+            name: tensor.clone() for name, tensor in tensors.items()
+        }
 
-    def load(self, tensors: bytes, document: str) -> None:
-        """Go to a saved state; the world size is that of this object."""
-        state, rest = torch.load(io.BytesIO(tensors), weights_only=True), json.loads(document)
+    def load(self, document: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Go to a saved state, with the workers of now."""
+        saved = json.loads(document)
+        state = tree.join(saved["state"], tensors)
         self.networks.load_state_dict(state["networks"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(rest["schedule"])
-        self.position.load(rest["position"])
-        self.rate.load(rest["rate"])
-        self.rate.enter(self.world_size)
-        self.steps = rest["steps"]
+        self._schedule.load_state_dict(state["schedule"])
+        self.steps = saved["steps"]
+        self._position.load(saved["position"])
+        self.rate.load(saved["rate"])
+        self.rate.enter(self._position.identity.world_size)
 
 
 def _identity(world_size: int) -> Identity:
@@ -257,8 +162,8 @@ class Change:
 
     Args:
         at: samples trained before it.
-        seen: samples that were trained before each measurement.
-        losses: of a fixed probe, (measurements, seeds).
+        seen: samples trained before each measurement.
+        losses: of the probe, (measurements, seeds).
     """
 
     at: int
@@ -272,49 +177,82 @@ class Change:
 
     @property
     def peak(self) -> torch.Tensor:
-        """Each seed's highest loss afterwards; infinite for one that has diverged."""
-        return self.losses[self.seen > self.at].nan_to_num(nan=torch.inf).max(0).values
+        """Each seed's highest loss afterwards, as a multiple of the loss before; infinite where it has diverged."""
+        highest = self.losses[self.seen > self.at].nan_to_num(nan=math.inf).max(0).values
+        return highest / self.before
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has come to; tensors have one element for each seed."""
+    """What a run has come to.
+
+    Args:
+        steps: of the optimizer.
+        losses: on the test images, (seeds,).
+        accuracies: on the test images, (seeds,).
+        changes: of the world size.
+    """
 
     steps: int
-    test_loss: torch.Tensor
-    accuracy: torch.Tensor
-    changes: list[Change] = field(default_factory=list)
+    losses: torch.Tensor
+    accuracies: torch.Tensor
+    changes: tuple[Change, ...]
 
     @property
     def lost(self) -> int:
-        """Seeds that have diverged, or only guess."""
-        return int((~(self.test_loss < CHANCE)).sum())
+        """Seeds that have diverged or guess."""
+        return int((~(self.losses < CHANCE)).sum())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of the mean test losses of two runs.
+
+    Args:
+        mean: positive where the first is worse.
+        error: its standard error, of as many pairs as there are seeds, or as if they were no pairs.
+    """
+
+    mean: float
+    error: float
+
+    @property
+    def significant(self) -> bool:
+        """Whether it is beyond two standard errors."""
+        return abs(self.mean) > 2 * self.error
+
+
+def difference(ours: Outcome, theirs: Outcome, *, paired: bool) -> Difference:
+    """Compare two runs; paired, seed by seed, which begin with the same weights and train the same samples."""
+    each = ours.losses - theirs.losses
+    variance = each.var() if paired else ours.losses.var() + theirs.losses.var()
+    return Difference(float(each.mean()), float((variance / len(each)).sqrt()))
 
 
 @torch.no_grad()
 def run(setting: Setting, policy: BatchPolicy) -> Outcome:
     """Train under a policy, and measure."""
-    simulation = Simulation(setting, policy)
-    waiting, entered = setting.changes[1:], [0]
+    (_, first), *later = [(setting.steps_until(share) * setting.batch, size) for share, size in setting.worlds]
+    places = [at for at, _ in later]
+    simulation = Simulation(setting, policy, first)
     measured: list[tuple[int, torch.Tensor]] = []
-    since = FIRST_STEPS
+    entered, since = [0], FIRST_STEPS
     while simulation.seen < setting.samples:
-        if waiting and simulation.seen >= waiting[0][0]:
-            simulation.enter(waiting.pop(0)[1])
+        if later and simulation.seen >= later[0][0]:
+            simulation.enter(later.pop(0)[1])
             entered.append(simulation.seen)
             since = 0
         with torch.enable_grad():
             simulation.step()
-        seen, since = simulation.seen, since + 1
-        near = any(at - LEAD < seen <= at + FOLLOW for at, _ in setting.changes[1:])
+        since += 1
+        seen = simulation.seen
+        near = any(at - BEFORE < seen <= at + AFTER + EVERY for at in places)
         if since <= FIRST_STEPS or (near and (seen - entered[-1]) % EVERY == 0):
             measured.append((seen, simulation.networks.losses(*simulation.digits.probe)))
-    images, labels = simulation.digits.test
-    accuracy = (simulation.networks(images).argmax(2) == labels).float().mean(1)
-    changes = [_around(at, measured) for at in entered[1:]]
-    return Outcome(simulation.steps, simulation.networks.losses(images, labels), accuracy, changes)
+    test, changes = simulation.digits.test, tuple(_around(at, measured) for at in entered[1:])
+    return Outcome(simulation.steps, simulation.networks.losses(*test), simulation.networks.accuracies(*test), changes)
 
 
-def _around(at: int, measured: list[tuple[int, torch.Tensor]]) -> Change:
-    near = [(seen, losses) for seen, losses in measured if at - LEAD < seen <= at + FOLLOW]
+def _around(at: int, measured: Sequence[tuple[int, torch.Tensor]]) -> Change:
+    near = [(seen, losses) for seen, losses in measured if at - BEFORE < seen <= at + AFTER]
     return Change(at, torch.tensor([seen for seen, _ in near]), torch.stack([losses for _, losses in near]))

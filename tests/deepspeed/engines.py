@@ -6,6 +6,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed import zero
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 from workers import dataset, policy
@@ -14,6 +15,9 @@ from azureml_elastic import train
 from azureml_elastic.errors import UsageError
 
 GLOBAL_BATCH = 10
+
+LOSES_GRADIENTS = not hasattr(DeepSpeedZeroOptimizer, "_record_offload_copy")
+"""Whether this release does, where it accumulates them and offloads the optimizer."""
 
 
 class Net(nn.Module):
@@ -56,33 +60,38 @@ def config(stage, kind=None, offload=False):
     return found
 
 
-def make(run, stage, kind=None, offload=False, seed=0, accumulation=1):
+def make(run, stage, kind=None, offload=False, seed=0, accumulation=None, micro=None):
     torch.manual_seed(seed)
     model = Net()
-    settings = run.deepspeed_config(config(stage, kind, offload), global_batch_size=GLOBAL_BATCH)
-    settings |= {
-        "gradient_accumulation_steps": accumulation,
-        "train_batch_size": settings["train_batch_size"] * accumulation,
-    }
+    sizes = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro}
+    settings = run.deepspeed_config(config(stage, kind, offload), **sizes)
+    if accumulation is not None:
+        settings |= {
+            "gradient_accumulation_steps": accumulation,
+            "train_batch_size": settings["train_micro_batch_size_per_gpu"] * accumulation * run.world_size,
+        }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, config=settings)[0]
 
 
-def fit(folder, until, stage, kind=None, offload=False):
+def fit(folder, until, stage, kind=None, offload=False, micro=None):
     """Train up to a number of steps; return the loss of each, and what the engine has then."""
     run = train.start(policy(folder))
-    engine = make(run, stage, kind, offload, seed=run.rank if until == 0 else 0)
+    engine = make(run, stage, kind, offload, seed=run.rank if until == 0 else 0, micro=micro)
     run.track(engine=engine)
-    began, losses = describe(engine), []
-    loader = run.loader(dataset(), global_batch_size=GLOBAL_BATCH)
+    began, losses, total = describe(engine), [], 0.0
+    loader = run.loader(dataset(), global_batch_size=GLOBAL_BATCH, micro_batch_size=micro)
     for _ in run.epochs(1_000):
         for x, y in loader:
             loss = nn.functional.cross_entropy(engine(x.float()), y)
             run.backward(loss)
+            total += loss.detach().double() * len(y)
+            if run.accumulating:
+                continue
             engine.step()
-            total = loss.detach().double() * len(y)
             dist.all_reduce(total)
             losses.append(total.item() / GLOBAL_BATCH)
+            total = 0.0
             run.step()
             if run.steps == until:
                 run.finish()
@@ -122,7 +131,7 @@ def describe(engine):
     }
 
 
-def refused(folder, stage, accumulation=1, track="engine"):
+def refused(folder, stage, accumulation=None, track="engine", micro=None):
     """Return what is said to a script that does it wrong."""
     run = train.start(policy(folder))
     engine = make(run, stage, accumulation=accumulation)
@@ -131,7 +140,7 @@ def refused(folder, stage, accumulation=1, track="engine"):
         parts["model"] = engine.module
     try:
         run.track(**parts)
-        for x, y in run.loader(dataset(), global_batch_size=GLOBAL_BATCH):
+        for x, y in run.loader(dataset(), global_batch_size=GLOBAL_BATCH, micro_batch_size=micro):
             run.backward(nn.functional.cross_entropy(engine(x.float()), y))
             break
     except UsageError as error:

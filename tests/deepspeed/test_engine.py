@@ -23,10 +23,10 @@ def uninterrupted(tmp_path_factory):
     return losses, end
 
 
-def train_in_parts(folder, parts, kind=None, offload=False):
+def train_in_parts(folder, parts, kind=None, offload=False, micro=None):
     losses, before = [], None
     for (size, stage), until in zip(parts, STEPS, strict=False):
-        values = World(size, engines.fit, folder, until, stage, kind, offload).values()
+        values = World(size, engines.fit, folder, until, stage, kind, offload, micro).values()
         more, began, end = values[0]
         for other, other_began, other_end in values[1:]:
             assert other == more
@@ -68,6 +68,26 @@ def test_losses_are_those_of_the_uninterrupted_run(parts, uninterrupted, tmp_pat
 @pytest.mark.parametrize(
     ("parts", "options"),
     [
+        ([(1, 1), (3, 1), (2, 1)], {}),
+        ([(2, 2), (3, 3), (1, 2)], {}),
+        ([(3, 3), (1, 0), (2, 3)], {}),
+        ([(2, 2), (3, 2), (1, 2)], {"offload": True}),
+        ([(2, 3), (3, 3), (1, 3)], {"offload": True}),
+    ],
+    ids=["zero1", "zero2-3-2", "zero3-0-3", "offload2", "offload3"],
+)
+def test_accumulated_micro_batches_change_nothing(parts, options, uninterrupted, tmp_path):
+    if options and parts[0][1] == 2 and engines.LOSES_GRADIENTS:
+        (outcome,) = World(1, engines.fit, tmp_path, 1, 2, None, True, 2).outcomes()
+        assert "loses gradients" in outcome.error
+        return
+    losses, _ = train_in_parts(tmp_path, parts, micro=2, **options)
+    assert losses == pytest.approx(uninterrupted[0], rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parts", "options"),
+    [
         ([(2, 1), (3, 2), (2, 3)], {"kind": "bf16"}),
         ([(3, 3), (2, 1)], {"kind": "bf16"}),
         ([(2, 2), (3, 3), (2, 1)], {"kind": "fp16"}),
@@ -104,7 +124,7 @@ def first_net():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((1, 2), "gradient_accumulation_steps is 2"),
+        ((1, 1, "engine", 3), "gradient_accumulation_steps is 1, but a step has several micro-batches"),
         ((2, 1, "model"), "Track the engine alone"),
     ],
 )

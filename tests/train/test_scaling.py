@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -81,6 +81,7 @@ def test_a_ramp_takes_as_long_as_the_momentum_remembers(ratio, momentum, steps):
 
 
 @given(st.integers(1, 48), st.integers(1, 48), st.integers(1, 999))
+@example(12, 1, 900)
 def test_the_steps_of_a_ramp_are_those_of_exact_arithmetic(after, before, thousandths):
     exact = Fraction(8, 10) * Fraction(after, before) / (1 - Fraction(thousandths, 1000))
     assert ramp_steps(Ramp(), after / before, thousandths / 1000) == math.ceil(exact)
@@ -177,6 +178,7 @@ def test_without_compensation_a_factor_rises_at_once():
 
 
 @given(MOMENTS, st.integers(1, 8), SIZES)
+@example((2.524234954175899, 0.0, 1.0), 4, 7)
 def test_a_gain_is_between_one_and_the_ratio_of_the_batches(moments, reference, size):
     gain, k = Noise(moments).gain(reference, size), size / reference
     assert min(1, k) <= gain <= max(1, k)

@@ -42,13 +42,9 @@ def exact_sum(
     if not like:
         return []
     device = like[0].device
-    largest = torch.full((len(like),), _ABSENT, dtype=torch.float64)
+    largest = torch.full((len(like),), _ABSENT, dtype=torch.float64, device=device)
     for term in terms:
-        for index, tensor in enumerate(term):
-            if tensor is not None:
-                top = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-                largest[index] = max(float(largest[index]), math.inf if math.isnan(top) else top)
-    largest = largest.to(device)
+        largest = torch.maximum(largest, _largest_of(term, device))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     tops: list[float] = largest.tolist()
     room = _BITS - max(count - 1, 0).bit_length()
@@ -56,19 +52,32 @@ def exact_sum(
     bucket: list[int] = []
     size = 0
     for index, top in enumerate(tops):
-        if top == _ABSENT:
-            continue
         if not math.isfinite(top):
             sums[index] = torch.full_like(like[index], math.nan)
-            continue
-        bucket.append(index)
-        size += like[index].numel()
+        elif top != _ABSENT:
+            bucket.append(index)
+            size += like[index].numel()
         if size >= _BUCKET:
             _reduce(bucket, terms, like, tops, room, sums)
             bucket, size = [], 0
     if bucket:
         _reduce(bucket, terms, like, tops, room, sums)
     return sums
+
+
+def _largest_of(term: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """Return the largest number of each tensor of a term; infinite where one is not finite."""
+    found = torch.full((len(term),), _ABSENT, dtype=torch.float64, device=device)
+    there = [(index, tensor.detach()) for index, tensor in enumerate(term) if tensor is not None]
+    for index, tensor in there:
+        if not tensor.numel():
+            found[index] = 0.0
+    there = [(index, tensor) for index, tensor in there if tensor.numel()]
+    if there:
+        tensors = [tensor if tensor.is_floating_point() else tensor.double() for _, tensor in there]
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(tensors, math.inf)])  # noqa: SLF001
+        found[[index for index, _ in there]] = norms.nan_to_num(nan=math.inf, posinf=math.inf)
+    return found
 
 
 def _reduce(
@@ -79,15 +88,22 @@ def _reduce(
     room: int,
     sums: list[torch.Tensor | None],
 ) -> None:
-    flat = torch.zeros(sum(like[index].numel() for index in bucket), dtype=torch.int64, device=like[0].device)
-    places = flat.split([like[index].numel() for index in bucket])  # type: ignore[no-untyped-call]
+    device, sizes = like[0].device, [like[index].numel() for index in bucket]
     # |top| < 2**exponent, so that a term has at most `room` bits; doubles reach to 2**1023.
-    shifts = [min(room - math.frexp(tops[index])[1], 1000) for index in bucket]
-    for place, index, shift in zip(places, bucket, shifts, strict=True):
-        for term in terms:
-            tensor = term[index]
-            if tensor is not None:
-                place += (tensor.detach().flatten().double() * 2.0**shift).round_().to(torch.int64)  # noqa: PLW2901
-    dist.all_reduce(flat)
-    for place, index, shift in zip(places, bucket, shifts, strict=True):
-        sums[index] = (place.double() * 2.0**-shift).to(like[index].dtype).view_as(like[index])
+    powers = [2.0 ** min(room - math.frexp(tops[index])[1], 1000) for index in bucket]
+    scale = torch.tensor(powers, dtype=torch.float64, device=device)
+    scale = scale.repeat_interleave(torch.tensor(sizes, device=device), output_size=sum(sizes))
+    total = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    for term in terms:
+        parts = [_flat(term[index], like[index]) for index in bucket]
+        total += torch.cat(parts).mul_(scale).round_().to(torch.int64)
+    dist.all_reduce(total)
+    found = total.double().div_(scale)
+    for index, part in zip(bucket, found.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+        sums[index] = part.to(like[index].dtype).view_as(like[index])
+
+
+def _flat(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    if tensor is None:
+        return torch.zeros(like.numel(), dtype=torch.float64, device=like.device)
+    return tensor.detach().flatten().double()

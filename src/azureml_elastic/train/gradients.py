@@ -7,7 +7,7 @@ part with a weight of zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ class Gradients:
         self._syncing: tuple[bool, int] | None = None
         self._sum: _ExactSum | None = None
         self._tokens: int | None = None
-        self._squares: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
         self._local = 0.0
 
     def attach(self, state: TrackedState) -> None:
@@ -113,14 +113,14 @@ class Gradients:
             self._tokens += own
         # As if the window's samples were its tokens, whose number is known in the end.
         weight = sampling.weight(own, micro.window.count, 1 if self.exact else self._world.control.world_size)
-        self._squares.clear()
-        weighed = loss * weight
+        self._norms.clear()
+        weighed = loss if weight == 1 else loss * weight
         if self._state is None:
             weighed.backward()  # type: ignore[no-untyped-call]
         else:
             self._state.backward(weighed)
         if self._measures_noise and weight:
-            self._local += micro.samples / micro.window.count * float(sum(self._squares)) / weight**2
+            self._local += micro.samples / micro.window.count * _squared(self._norms) / weight**2
         if self._sum is not None:
             self._sum.add(micro)
         if not micro.last or self._position.accumulating:
@@ -146,6 +146,8 @@ class Gradients:
                     f"{type(module).__name__} cannot accumulate gradients over micro-batches here. Take fully_shard(), "
                     "or leave out micro_batch_size and logical_workers."
                 )
+        if self._state is not None:
+            self._state.accumulate(last=on)
         self._syncing = (on, self._position.generation)
 
     def _normalise(self, tokens: float, samples: int) -> None:
@@ -156,11 +158,12 @@ class Gradients:
                     parameter.grad.mul_(samples / tokens)
 
     def _measure(self, gradient: torch.Tensor) -> None:
-        self._squares.append(gradient.detach().double().square().sum())
+        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=_dtype_of_norm(gradient)))
 
     def _learn(self, micro: MicroBatch) -> None:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        mean = float(sum(gradient.detach().double().square().sum() for gradient in gradients))
+        gradients = [each.to(_dtype_of_norm(each)) for each in gradients]
+        mean = _squared(torch._foreach_norm(gradients))  # noqa: SLF001 - what clip_grad_norm_ uses
         local = self._world.control.total(self._local)
         batches = self._world.control.total(float((micro.index + 1) if micro.samples else 0))
         spec = self._position.first_spec
@@ -215,6 +218,15 @@ class _ExactSum:
             if total is not None:
                 buffer.add_(total)
         self._terms = []
+
+
+def _dtype_of_norm(gradient: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)
+
+
+def _squared(norms: Sequence[torch.Tensor]) -> float:
+    """Return the sum of the squares."""
+    return float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
 
 
 def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

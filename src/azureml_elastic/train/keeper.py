@@ -218,9 +218,8 @@ class Keeper:
         self._cadence.begin(self.steps, unsaved_seconds)
         self._snapshots.begin(self.steps, 0.0)
 
-    def _data(self) -> dict[str, Any] | None:
-        position = self._position.to_json()
-        return None if position is None else {**position, "rate": self._rate.to_json()}
+    def _data(self) -> dict[str, Any]:
+        return {**self._position.to_json(), "rate": self._rate.to_json()}
 
     def _snapshot(self) -> Snapshot:
         assert self._state is not None

@@ -202,7 +202,7 @@ class LaneReader(IterableDataset[Part]):
             return Part(None)
         begin = lanes[0]
         place = (self._spec.seed, self._cursor.epoch, begin.number, *begin.at)
-        with seeded("fetch", *place, on=self._is_seeded):
+        with seeded(*place, on=self._is_seeded):
             samples, ids = [], []
             for lane in lanes:
                 for sample, name in lane.take(len(share(self._window_size, self._spec.lanes, lane.number))):

@@ -68,9 +68,10 @@ class LearningRate:
         if self._policy is None:
             return
         if self._scale is None:
-            gain = Noise().gain(self._policy.reference_world_size, world_size)
-            self._scale = Scale(world_size, gain=gain, progress=self._progress)
-            return
+            # A run that begins has no momentum to wait for; one that had another policy has gone at a factor of 1.
+            reference = self._policy.reference_world_size
+            size = reference if self._progress else world_size
+            self._scale = Scale(size, gain=Noise().gain(reference, size), progress=self._progress)
         self._scale, shrink = self._scale.enter(self._policy, world_size, self._momentum())
         if shrink != 1.0:
             for each in self._hooked:
@@ -87,11 +88,15 @@ class LearningRate:
         self._scale = _with(self._scale, gain=gain, moments=noise.moments)
 
     def steps_of(self, window: Window | None) -> int:
-        """Return by how many steps a schedule goes on with the step at hand."""
+        """Return by how many steps a schedule goes on with the step at hand.
+
+        Args:
+            window: of the first loader, ``None`` where it is not taken from.
+        """
         return math.floor(self._progress_now + self._advance_of(window)) - math.floor(self._progress_now)
 
     def commit(self, window: Window | None) -> None:
-        """Count a completed step."""
+        """Count a completed step, see :meth:`steps_of`."""
         advance = self._advance_of(window)
         if self._scale is None:
             self._progress += advance
@@ -116,8 +121,10 @@ class LearningRate:
 
     def _advance_of(self, window: Window | None) -> float:
         spec = self._position.first_spec
-        if window is None or spec is None:
-            return 1
+        if spec is None:
+            return 1  # a script with a loader of its own, whose samples nobody has counted
+        if window is None:
+            return 0
         if self._policy is None:
             return 1
         if self._policy.scaling == "adascale":
@@ -133,8 +140,8 @@ class LearningRate:
                 values.append(float(group.get("betas", (0.0,))[0]))
         return max(values)
 
-    def _before_step(self) -> tuple[float, float | None]:
-        if not self._void():
+    def _before_step(self, optimizer: Optimizer) -> tuple[float, float | None]:
+        if self._position.accumulating and not self._void() and _moves(optimizer):
             self._position.require_whole()
         if self._policy is None or self._scale is None:
             return 1.0, None
@@ -147,10 +154,10 @@ class _Hooked:
 
     Args:
         optimizer: to change the rates of.
-        before_step: returns the factor, and by how much the batch is larger where betas are to follow it.
+        before_step: takes it; returns the factor, and by how much the batch is larger where betas are to follow it.
     """
 
-    def __init__(self, optimizer: Optimizer, before_step: Callable[[], tuple[float, float | None]]) -> None:
+    def __init__(self, optimizer: Optimizer, before_step: Callable[[Optimizer], tuple[float, float | None]]) -> None:
         self.optimizer = optimizer
         self._before_step = before_step
         self._changed: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -161,22 +168,22 @@ class _Hooked:
         """Undo what the hook before the step has changed; what somebody else has changed since stays."""
         for group, key, original, applied in self._changed:
             if isinstance(applied, torch.Tensor):
-                if isinstance(group[key], torch.Tensor) and torch.equal(group[key], applied):
-                    group[key].copy_(original)
+                if isinstance(group[key], torch.Tensor):  # without waiting for a GPU
+                    group[key].copy_(torch.where(group[key] == applied, original, group[key]))
             elif not isinstance(group[key], torch.Tensor) and group[key] == applied:
                 group[key] = original
         self._changed.clear()
 
     def shrink_momentum(self, factor: float) -> None:
         """Multiply SGD's momentum buffers."""
-        owner = self.optimizer.optim if is_zero_redundancy(self.optimizer) else self.optimizer
-        for state in owner.state.values():
+        owner: Any = self.optimizer
+        for state in (owner.optim if is_zero_redundancy(owner) else owner).state.values():
             if isinstance(state.get("momentum_buffer"), torch.Tensor):
                 state["momentum_buffer"].mul_(factor)
 
     def _apply(self) -> None:
         self.put_back()  # an exception in a closure has kept the hook after the step from being called
-        factor, k = self._before_step()
+        factor, k = self._before_step(self.optimizer)
         scaled: list[torch.Tensor] = []  # groups may share one: what was given to the optimizer, not to a group
         for group in self.optimizer.param_groups:
             rate = group["lr"]
@@ -204,6 +211,11 @@ def bare(optimizer: Any) -> Any:
     while type(optimizer).__name__ == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _moves(optimizer: Optimizer) -> bool:
+    """Tell whether a step may change weights; the look at an optimizer's state makes it step at a rate of 0."""
+    return any(float(group["lr"]) for group in optimizer.param_groups)
 
 
 def _require_fitting(policy: FixedPerWorkerBatch, optimizer: Optimizer) -> None:

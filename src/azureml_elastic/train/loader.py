@@ -7,6 +7,7 @@ commits, so batches that worker processes have prefetched do not count until the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -183,6 +184,7 @@ class MapLoader(ElasticLoader):
     ) -> None:
         super().__init__(spec, stream, position, device)
         self._batching = batching
+        self._plan: deque[MicroBatch] = deque()
         require_foreign(options)
         source: Any = dataset
         if batching.exact:
@@ -191,7 +193,7 @@ class MapLoader(ElasticLoader):
         ours_too = {"pin_memory": device.type == "cuda", "generator": self._generator}
         self._fetched: DataLoader[Any] = kind(
             source,
-            batch_sampler=_Batches(self),
+            batch_sampler=_Batches(self, self._plan),
             **{**ours_too, **options},
         )
 
@@ -202,8 +204,8 @@ class MapLoader(ElasticLoader):
 
     def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield micro-batches with what was fetched for them."""
-        micros = (micro for micro, _ in self.planned())
-        return zip(micros, self._fetched, strict=True)
+        for batch in self._fetched:
+            yield self._plan.popleft(), batch
 
     def planned(self) -> Iterator[tuple[MicroBatch, list[int]]]:
         """Yield micro-batches with the samples to fetch, at least one: those of a stand-in do not count."""
@@ -257,13 +259,21 @@ class MapLoader(ElasticLoader):
 
 
 class _Batches:
-    """The batch sampler: the samples of a rank's micro-batches, from the cursor to the epoch's end."""
+    """The batch sampler: the samples of a rank's micro-batches, from the cursor to the epoch's end.
 
-    def __init__(self, loader: MapLoader) -> None:
+    Args:
+        loader: that plans them.
+        plan: where the micro-batches are noted down whose samples are being fetched, in order.
+    """
+
+    def __init__(self, loader: MapLoader, plan: deque[MicroBatch]) -> None:
         self._loader = loader
+        self._plan = plan
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _, ids in self._loader.planned():
+        self._plan.clear()
+        for micro, ids in self._loader.planned():
+            self._plan.append(micro)
             yield ids
 
     def __len__(self) -> int:

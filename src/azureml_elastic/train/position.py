@@ -156,8 +156,14 @@ class Position:
 
     @property
     def first_spec(self) -> Spec | None:
-        """That of the first loader, in whose steps the run counts."""
+        """That of the first loader, in whose steps schedules count."""
         return next(iter(self._specs.values()), None)
+
+    @property
+    def first_window(self) -> Window | None:
+        """The window of the first loader, ``None`` where it is not open."""
+        first = next(iter(self.streams.values()), None)
+        return None if first is None or first.open is None else first.open.window
 
     @property
     def epochs(self) -> tuple[int, ...]:
@@ -208,18 +214,16 @@ class Position:
                     "more of its samples are to come. Write `if run.accumulating: continue` after run.backward()."
                 )
 
-    def commit(self) -> list[Window]:
-        """Count the open windows as trained and return them.
+    def commit(self) -> None:
+        """Count the open windows as trained.
 
         Raises:
             UsageError: they are not whole.
         """
         self.require_whole()
-        windows = [micro.window for micro in self._micros()]
         for stream in self.opened:
             assert stream.open is not None
             stream.cursor, stream.open = stream.open.window.after, None
-        return windows
 
     def drop(self) -> None:
         """Forget the open windows."""
@@ -242,12 +246,12 @@ class Position:
             places[name] = [stream.cursor.epoch + 1, 0] if over else stream.cursor.to_json()
         return repr(sorted(places.items()))
 
-    def to_json(self) -> dict[str, Any] | None:
-        """Return the position, to be saved with a checkpoint; ``None`` without a loader, now or before."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the position, to be saved with a checkpoint."""
         loaders = dict(self._saved)
         for name, stream in self.streams.items():
             loaders[name] = {"spec": self._specs[name].to_json(), "cursor": stream.cursor.to_json()}
-        return {"epoch": self.epoch, "loaders": loaders} if loaders else None
+        return {"epoch": self.epoch, "loaders": loaders}
 
     def load(self, document: Mapping[str, Any] | None) -> None:
         """Go to a saved position, ``None`` for the beginning.

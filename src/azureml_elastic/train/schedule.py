@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "plain", "steps_of"]
 
 
 class Schedule:
@@ -19,19 +19,20 @@ class Schedule:
     besides ``step()`` is its own.
 
     Args:
-        scheduler: to step.
+        scheduler: to step, of torch or Accelerate's wrapper of one.
         due: returns the steps that the optimizer step at hand stands for, ``None`` outside of one.
 
     Raises:
         UsageError: it follows a metric, not steps.
     """
 
-    def __init__(self, scheduler: LRScheduler, due: Callable[[], int | None]) -> None:
+    def __init__(self, scheduler: Any, due: Callable[[], int | None]) -> None:
+        scheduler = plain(scheduler)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UsageError(
                 "ReduceLROnPlateau follows a metric, at any world size; step it yourself, without run.schedule()."
             )
-        self._scheduler = scheduler
+        self._scheduler: LRScheduler = scheduler
         self._due = due
 
     def step(self) -> None:
@@ -62,3 +63,15 @@ class Schedule:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["_scheduler"], name)
+
+
+def plain(scheduler: Any) -> Any:
+    """Return the scheduler within Accelerate's wrapper, which steps once for each process; others as they are."""
+    return scheduler.scheduler if type(scheduler).__name__ == "AcceleratedScheduler" else scheduler
+
+
+def steps_of(scheduler: Any) -> int:
+    """Return how often one of torch's schedulers was stepped."""
+    while not hasattr(scheduler, "last_epoch"):  # a chain is stepped as its parts are
+        scheduler = scheduler._schedulers[0]  # noqa: SLF001
+    return int(scheduler.last_epoch)

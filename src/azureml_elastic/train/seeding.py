@@ -27,7 +27,9 @@ class SeededIds(list[int]):
 
 
 class _Fetched(list[Any]):
-    place: tuple[int, ...]
+    """Samples on their way to be a batch, within the random sequences of their micro-batch."""
+
+    ending: contextlib.ExitStack
 
 
 class SeededDataset:
@@ -45,15 +47,16 @@ class SeededDataset:
 
     def __getitems__(self, ids: SeededIds) -> list[Any]:
         """Return the samples of a micro-batch; torch calls it."""
-        with seeded("fetch", *ids.place):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(seeded(*ids.place))
             many = getattr(self._dataset, "__getitems__", None)
             fetched = _Fetched(many(list(ids)) if many else [self._dataset[index] for index in ids])
-        fetched.place = ids.place
+            fetched.ending = stack.pop_all()
         return fetched
 
 
 class SeededCollate:
-    """The same for what makes a batch of samples.
+    """The same for what makes a batch of samples, which torch calls next.
 
     Args:
         collate: of the script.
@@ -64,7 +67,7 @@ class SeededCollate:
 
     def __call__(self, samples: _Fetched) -> Any:
         """Return the batch."""
-        with seeded("collate", *samples.place):
+        with samples.ending:
             return self._collate(list(samples))
 
 
@@ -73,11 +76,10 @@ def seeded(*place: object, on: bool = True) -> Iterator[None]:
     """Begin random sequences of a place; the script's own go on afterwards, where they are this process's."""
     if not on:
         yield
-        return
-    if get_worker_info() is not None:
-        randomness.begin(*place)
+    elif get_worker_info() is not None:
+        randomness.begin("fetch", *place)
         yield
-        return
-    with randomness.kept():
-        randomness.begin(*place)
-        yield
+    else:
+        with randomness.kept():
+            randomness.begin("fetch", *place)
+            yield

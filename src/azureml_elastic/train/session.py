@@ -24,6 +24,7 @@ from azureml_elastic.train.audit import Audit
 from azureml_elastic.train.deepspeed.config import config_for
 from azureml_elastic.train.ending import Ending
 from azureml_elastic.train.keeper import Keeper
+from azureml_elastic.train.loader import Batching
 from azureml_elastic.train.place import Place
 from azureml_elastic.train.state import TrackedState
 from azureml_elastic.train.training import Training
@@ -116,17 +117,23 @@ class Session(Training):
         options = {"device_ids": [self.device] if self.device.type == "cuda" else None, **options}
         return self._place.parallel(model, **options)
 
-    def deepspeed_config(self, config: Mapping[str, Any], *, global_batch_size: int) -> dict[str, Any]:
+    def deepspeed_config(
+        self, config: Mapping[str, Any], *, global_batch_size: int, micro_batch_size: int | None = None
+    ) -> dict[str, Any]:
         """Return a copy of a DeepSpeed configuration with batch sizes for the ranks of this round.
 
         Args:
             config: DeepSpeed's; its ``elasticity`` and ``nebula`` blocks are left out.
             global_batch_size: that of the loader.
+            micro_batch_size: that of the loader, where it has one.
 
         Raises:
-            UsageError: it wants to accumulate gradients, or names another global batch.
+            UsageError: it names another global batch, or an accumulation that the loader does not have.
         """
-        return config_for(config, global_batch_size, self.world_size)
+        size = Batching(self._batch, micro_batch_size).window_size(global_batch_size, self.world_size)
+        if config.get("train_batch_size") == global_batch_size:  # at the reference world size
+            config = {**config, "train_batch_size": size}
+        return config_for(config, size, micro_batch_size, self.world_size)
 
     def track(self, **objects: Any) -> None:
         """Say what a checkpoint holds, and restore it where the run has one.

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.deepspeed.engine import EngineState, is_engine
 from azureml_elastic.train.learning_rate import bare
+from azureml_elastic.train.schedule import plain
 from azureml_elastic.train.tracked import ModuleState, OptimizerState, OtherState, Stateful, Tracked, owner_of
 from azureml_elastic.train.zero_redundancy import ZeroRedundancyState, is_zero_redundancy
 
@@ -59,9 +60,17 @@ class TrackedState:
 
     @property
     def schedulers(self) -> list[LRScheduler]:
-        """Torch's schedulers that are tracked as they are."""
-        values = [each.value for each in self._tracked if isinstance(each, OtherState)]
-        return [value for value in values if isinstance(value, LRScheduler)]
+        """Torch's schedulers of steps or epochs that are tracked as they are."""
+        values = [plain(each.value) for each in self._tracked if isinstance(each, OtherState)]
+        return [
+            value for value in values if isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau)
+        ]
+
+    @property
+    def schedulers_of_engines(self) -> list[Any]:
+        """What engines step themselves."""
+        found = [each.scheduler for each in self._tracked if isinstance(each, EngineState)]
+        return [scheduler for scheduler in found if scheduler is not None]
 
     @property
     def replicated(self) -> bool:
@@ -84,6 +93,16 @@ class TrackedState:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             engine.backward(loss)
+
+    def accumulate(self, *, last: bool) -> None:
+        """Tell the engine, where one is tracked, whether the next pass is the last one of a step.
+
+        Raises:
+            UsageError: it is not set up for several.
+        """
+        for each in self._tracked:
+            if isinstance(each, EngineState):
+                each.accumulate(last=last)
 
     def drop_gradients(self) -> None:
         """Forget all gradients: an optimizer step then changes nothing."""

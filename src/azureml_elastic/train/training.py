@@ -22,7 +22,7 @@ from azureml_elastic.train.loader import Batching, ElasticLoader, MapLoader, Siz
 from azureml_elastic.train.place import Place
 from azureml_elastic.train.position import MicroBatch, Stream
 from azureml_elastic.train.sampling import DataSpec
-from azureml_elastic.train.schedule import Schedule
+from azureml_elastic.train.schedule import Schedule, steps_of
 from azureml_elastic.train.shard_loader import ShardLoader
 from azureml_elastic.train.state import TrackedState
 
@@ -49,7 +49,7 @@ class Training(ABC):
         self._gradients = Gradients(batch, place.world, self._position, self._rate)
         self._trained: TrackedState | None = None
         self._trained_out = False
-        self._counts: list[int] = []
+        self._counted: tuple[Any, list[int]] | None = None
         self._position.when_opened = self._opened
         if audit is not None:
             self._position.when_ended = lambda stream, cursor: audit.ended(self.steps, stream, cursor)
@@ -226,16 +226,22 @@ class Training(ABC):
 
     def _opened(self, stream: Stream, micro: MicroBatch) -> None:
         self._gradients.begin(micro)
+        self._count_schedules()
         if micro.index == 0 and self._audit is not None:
             self._audit.begin(self.steps + 1, stream, micro.window)
-        if micro.index == 0 and self._trained is not None:
-            self._counts = [scheduler.last_epoch for scheduler in self._trained.schedulers]
 
     def _exchange(self, numbers: torch.Tensor) -> None:
         with self._place.guard():
             self._place.world.control.add_up(numbers)
 
     def _attach(self, state: TrackedState) -> None:
+        if isinstance(self._batch, FixedPerWorkerBatch) and any(
+            not isinstance(scheduler, Schedule) for scheduler in state.schedulers_of_engines
+        ):
+            raise UsageError(
+                "The DeepSpeed engine has a scheduler that counts steps, but the samples of a step depend on the world "
+                "size. Leave it out of the configuration: deepspeed.initialize(lr_scheduler=run.schedule(scheduler))."
+            )
         self._gradients.attach(state)
         self._rate.attach(state.optimizers)
         self._trained = state
@@ -243,22 +249,40 @@ class Training(ABC):
     def _commit(self) -> None:
         """Count the step at hand as trained."""
         self._require_scaled_schedules()
-        windows = self._position.commit()
+        self._position.require_whole()
         self._rate.begin()
-        self._rate.commit(windows[0] if windows else None)
+        self._rate.commit(self._position.first_window)
+        self._position.commit()
 
     def _steps_of_schedule(self) -> int | None:
         if self._place.void:
             return 0
-        opened = self._position.opened
-        return self._rate.steps_of(opened[0].open.window) if opened and opened[0].open is not None else None
+        if self._position.streams and not self._position.opened:
+            return None
+        self._position.require_whole()
+        self._rate.begin()  # a scheduler may compute a rate from the one before
+        return self._rate.steps_of(self._position.first_window)
 
     def _require_scaled_schedules(self) -> None:
-        """Check that no scheduler counts steps of which each may train another number of samples."""
+        """Check that no scheduler counts steps of which each may train another number of samples.
+
+        Raises:
+            UsageError: one was stepped between two steps of an epoch, and not by us.
+        """
+        before = self._counted
+        self._count_schedules(anew=True)
+        if before is None or self._counted is None or before[0] != self._counted[0] or self._trained is None:
+            return
+        for scheduler, old, new in zip(self._trained.schedulers, before[1], self._counted[1], strict=True):
+            if old != new:
+                raise UsageError(
+                    f"{type(scheduler).__name__} was stepped with the optimizer, but the samples of a step depend "
+                    "on the world size. Wrap it: scheduler = run.schedule(scheduler), and track that."
+                )
+
+    def _count_schedules(self, *, anew: bool = False) -> None:
+        """Note down how often the schedulers were stepped, at an epoch's first step at least."""
         if isinstance(self._batch, FixedPerWorkerBatch) and self._trained is not None:
-            for scheduler, before in zip(self._trained.schedulers, self._counts, strict=False):
-                if scheduler.last_epoch != before:
-                    raise UsageError(
-                        f"{type(scheduler).__name__} was stepped with the optimizer, but the samples of a step depend "
-                        "on the world size. Wrap it: scheduler = run.schedule(scheduler), and track that."
-                    )
+            within = (self._position.epochs, self._position.generation)
+            if anew or self._counted is None or self._counted[0] != within:
+                self._counted = (within, [steps_of(scheduler) for scheduler in self._trained.schedulers])

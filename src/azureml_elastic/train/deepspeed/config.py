@@ -21,16 +21,19 @@ _OURS = ("elasticity", "nebula")
 """What this library does instead; newer releases of DeepSpeed refuse it."""
 
 
-def config_for(config: Mapping[str, Any], global_batch_size: int, world_size: int) -> dict[str, Any]:
+def config_for(
+    config: Mapping[str, Any], global_batch_size: int, micro_batch_size: int | None, world_size: int
+) -> dict[str, Any]:
     """Return a copy of a configuration with the batch sizes of this world.
 
     Args:
         config: DeepSpeed's; its ``elasticity`` and ``nebula`` blocks are left out.
         global_batch_size: samples of one optimizer step over all ranks.
+        micro_batch_size: of the loader.
         world_size: ranks.
 
     Raises:
-        UsageError: it wants to accumulate gradients, or names another global batch.
+        UsageError: it names another global batch, or an accumulation that the loader does not have.
     """
     named = config.get(_BATCH, "auto")
     if named not in ("auto", global_batch_size):
@@ -38,11 +41,14 @@ def config_for(config: Mapping[str, Any], global_batch_size: int, world_size: in
             f"The configuration's {_BATCH} is {named}, but the loader's global batch is {global_batch_size}. Remove "
             "it, or make them equal."
         )
-    if config.get(_ACCUMULATION, "auto") not in ("auto", 1):
+    if config.get(_ACCUMULATION, "auto") not in ("auto", 1) and micro_batch_size is None:
         raise UsageError(
             f"The configuration's {_ACCUMULATION} is {config[_ACCUMULATION]}; run.loader() yields the batch of a whole "
-            "optimizer step. Remove it, or set it to 1."
+            "optimizer step unless it has a micro_batch_size. Give that to both, or remove the field."
         )
     result = {key: copy.deepcopy(value) for key, value in config.items() if key not in _OURS}
-    micro = -(-global_batch_size // world_size)
-    return {**result, _MICRO: micro, _ACCUMULATION: 1, _BATCH: micro * world_size}
+    share = -(-global_batch_size // world_size)
+    micro = min(micro_batch_size or share, share)
+    # More than one, where another world may need it: DeepSpeed makes room for sums by it, and has no other use here.
+    batches = 1 if micro_batch_size is None else max(2, -(-share // micro))
+    return {**result, _MICRO: micro, _ACCUMULATION: batches, _BATCH: micro * batches * world_size}

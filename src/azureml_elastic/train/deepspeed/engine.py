@@ -51,6 +51,7 @@ class EngineState(Tracked):
         super().__init__(name)
         self._engine = engine
         self._partitions = partitions_of(engine)
+        self._told = False
         self._names = {parameter: key for key, parameter in engine.module.named_parameters()}
 
     @staticmethod
@@ -65,23 +66,37 @@ class EngineState(Tracked):
         return False
 
     @property
+    def scheduler(self) -> Any:
+        """What it steps with each optimizer step, ``None`` for nothing."""
+        return self._engine.lr_scheduler
+
+    @property
     def optimizer(self) -> Optimizer:
         """What steps in it."""
         return self._partitions.optimizer
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients.
+    def accumulate(self, *, last: bool) -> None:
+        """Say before a forward pass whether it is the last one of an optimizer step, whatever the configuration says.
 
         Raises:
-            UsageError: the engine accumulates them over several batches, of which the loader knows nothing.
+            UsageError: there are to be several, but the configuration, or this release, does not allow for it.
         """
-        batches = self._engine.gradient_accumulation_steps()
-        if batches != 1:
+        if not last and self._engine.gradient_accumulation_steps() == 1:
             raise UsageError(
-                f"gradient_accumulation_steps is {batches}, but run.loader() yields the batch of a whole optimizer "
-                "step. Set it to 1, or take run.deepspeed_config(…)."
+                "gradient_accumulation_steps is 1, but a step has several micro-batches. Give run.deepspeed_config() "
+                "the loader's micro_batch_size, and take what it returns."
             )
-        self._engine.backward(loss)
+        if not last and _loses_gradients(self._engine.optimizer):
+            raise UsageError(
+                "This release of DeepSpeed loses gradients where it accumulates them over more than two micro-batches "
+                "and offloads the optimizer at stage 1 or 2. Update it (0.19.8 does not), or leave out one of both."
+            )
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._told = True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a loss that is weighted already."""
+        self._engine.backward(loss, scale_wrt_gas=False)
 
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return what this rank has.
@@ -90,7 +105,7 @@ class EngineState(Tracked):
             UsageError: an optimizer step is in the middle, or the optimizer keeps what cannot be saved.
         """
         engine = self._engine
-        if engine.micro_steps % engine.gradient_accumulation_steps():
+        if not self._told and engine.micro_steps % engine.gradient_accumulation_steps():
             raise UsageError(
                 f"A checkpoint was due after {engine.micro_steps} batches, in the middle of "
                 f"{engine.gradient_accumulation_steps()} that are accumulated. Call run.step() after the last of them."
@@ -269,3 +284,9 @@ def _restore_scaler(scaler: Any, saved: Mapping[str, Any] | None) -> None:
         return
     for key, value in saved["values"].items():
         setattr(scaler, key, value)
+
+
+def _loses_gradients(optimizer: Any) -> bool:
+    """Tell whether sums in the CPU's memory are not written back, as up to 0.17.6 at least."""
+    stages_1_and_2 = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
+    return stages_1_and_2 and bool(optimizer.cpu_offload) and not hasattr(optimizer, "_record_offload_copy")

@@ -1,0 +1,214 @@
+"""What the sampler and the hooks cost a step, and how long an epoch of a billion samples takes to begin.
+
+Runs the same loop with torch's own ``DistributedSampler`` and with this library's loader and batch policies, in
+one process, in turn, many times. The model is small, so that what remains is overhead. Prints a table and writes
+``docs/benchmarks-data.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from string import Template
+
+import torch
+import torch.distributed as dist
+from measurements import machine
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from azureml_elastic import CheckpointPolicy, FixedGlobalBatch, FixedPerWorkerBatch, train
+from azureml_elastic.train.agent import Identity
+from azureml_elastic.train.loader import Batching, MapLoader
+from azureml_elastic.train.position import Position
+from azureml_elastic.train.sampling import DataSpec
+
+HERE = Path(__file__).resolve()
+PAGE = HERE.parent.parent / "docs" / "benchmarks-data.md"
+STEP_SECONDS = 0.010
+SAMPLES, BATCH, STEPS = 200_000, 32, 400
+BILLION, MANY = 1_000_000_000, 20_000_000
+
+TORCH = "torch: DistributedSampler, DDP"
+POLICIES = {
+    "fixed global batch": FixedGlobalBatch(),
+    "4 logical workers": FixedGlobalBatch(logical_workers=4),
+    "fixed per worker, linear": FixedPerWorkerBatch(scaling="linear"),
+    "fixed per worker, AdaScale": FixedPerWorkerBatch(scaling="adascale"),
+    "4 logical workers, exact": FixedGlobalBatch(logical_workers=4, reduce="exact"),
+}
+
+
+def network() -> nn.Module:
+    """Return a model of 24 parameters of 4,096 numbers each, for which hooks and loops count, not arithmetic."""
+    return nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())])
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def torch_loop(stack: ExitStack) -> Iterator[None]:
+    """Train with torch alone; yields after each optimizer step."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stack.callback(dist.destroy_process_group)
+    dataset = TensorDataset(torch.randn(SAMPLES, 64))
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for (x,) in DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset)):
+        loss_of(model, x).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield
+
+
+def our_loop(stack: ExitStack, name: str) -> Iterator[None]:
+    """Train with this library; yields after each optimizer step."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
+    run = stack.enter_context(train.start(CheckpointPolicy(path=folder, every=None), batch=POLICIES[name]))
+    model = run.wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    schedule = run.schedule(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+    run.track(model=model, optimizer=optimizer, schedule=schedule)
+    for (x,) in run.loader(TensorDataset(torch.randn(SAMPLES, 64)), global_batch_size=BATCH):
+        run.backward(loss_of(model, x))
+        if run.accumulating:
+            continue
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        run.step()
+        yield
+
+
+def plain_micro_batches(stack: ExitStack) -> Iterator[None]:
+    """Accumulate over four micro-batches with torch alone: what logical workers are to be compared with."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stack.callback(dist.destroy_process_group)
+    dataset = TensorDataset(torch.randn(SAMPLES, 64))
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for index, (x,) in enumerate(DataLoader(dataset, BATCH // 4, sampler=DistributedSampler(dataset))):
+        if index % 4 < 3:
+            with model.no_sync():
+                (loss_of(model, x) / 4).backward()
+            continue
+        (loss_of(model, x) / 4).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield
+
+
+def seconds_of_a_step(loop: Callable[[ExitStack], Iterator[None]]) -> float:
+    """Return the median time of a step."""
+    with ExitStack() as stack:
+        times = []
+        steps = loop(stack)
+        for _ in range(STEPS):
+            next(steps, None)
+            times.append(time.perf_counter())
+        steps.close()
+        return statistics.median(later - earlier for earlier, later in pairwise(times[50:]))
+
+
+def measure(runs: int) -> dict[str, list[float]]:
+    """Return for each loop its times, one for each run, all loops in turn."""
+    loops = {TORCH: torch_loop, "torch: 4 micro-batches, no_sync": plain_micro_batches}
+    loops |= {name: lambda stack, name=name: our_loop(stack, name) for name in POLICIES}
+    found: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(runs):
+        for name, loop in loops.items():
+            found[name].append(seconds_of_a_step(loop))
+    return found
+
+
+def first_batch(kind: str, length: int) -> tuple[float, float]:
+    """Return the seconds until the first batch of an epoch, and the megabytes that it took, in this process."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begun = time.perf_counter()
+    if kind == "torch":
+        sampler = DistributedSampler(range(length), num_replicas=8, rank=3)
+        iterator = iter(sampler)
+        [next(iterator) for _ in range(BATCH)]
+    else:
+        position = Position(Identity(3, 0, 8, 0))
+        spec = DataSpec(length, 8 * BATCH, seed=0, shuffle=True, drop_last=False)
+        where = {"stream": position.add("train", spec), "position": position, "device": torch.device("cpu")}
+        loader = MapLoader(range(length), spec, Batching(FixedGlobalBatch()), options={}, **where)
+        next(iter(loader))
+    seconds = time.perf_counter() - begun
+    return seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def in_a_process_of_its_own(kind: str, length: int) -> tuple[float, float]:
+    words = [sys.executable, str(HERE), "--first-batch", kind, str(length)]
+    seconds, megabytes = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-2:]
+    return float(seconds), float(megabytes)
+
+
+def tables(runs: int) -> tuple[str, str]:
+    """Return what a step costs, and what the begin of an epoch does."""
+    medians = {name: statistics.median(times) for name, times in measure(runs).items()}
+    rows = ["| | a step | more than torch | of a 10 ms step |", "| --- | --- | --- | --- |"]
+    for name, seconds in medians.items():
+        peer = medians["torch: 4 micro-batches, no_sync" if "4" in name else TORCH]
+        more = "" if name.startswith("torch") else f"{(seconds - peer) * 1e6:.0f} µs"
+        part = "" if name.startswith("torch") else f"{(seconds - peer) / STEP_SECONDS:.2%}"
+        rows.append(f"| {name} | {seconds * 1e6:.0f} µs | {more} | {part} |")
+    begins = ["| | samples | first batch after | memory |", "| --- | --- | --- | --- |"]
+    for name, kind, length in (
+        ("DistributedSampler", "torch", MANY),
+        ("azureml-elastic", "ours", MANY),
+        ("azureml-elastic", "ours", BILLION),
+    ):
+        found = [in_a_process_of_its_own(kind, length) for _ in range(3)]
+        seconds, megabytes = (statistics.median(values) for values in zip(*found, strict=True))
+        begins.append(f"| {name} | {length:,} | {seconds:.3f} s | {megabytes:.0f} MB |")
+    return "\n".join(rows), "\n".join(begins)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--dry", action="store_true", help="print, but leave the page as it is")
+    parser.add_argument("--first-batch", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.first_batch is not None:
+        kind, length = arguments.first_batch
+        print(*first_batch(kind, int(length)))
+        return 0
+    load = os.getloadavg()[0]
+    steps, begins = tables(arguments.runs)
+    print(f"{steps}\n\n{begins}")
+    if not arguments.dry:
+        page = Template((HERE.parent / "feeding_page.md").read_text("utf-8")).substitute(
+            date=f"{datetime.now().astimezone():%Y-%m-%d}",
+            machine=machine(),
+            load=f"{load:.1f}",
+            runs=arguments.runs,
+            steps=steps,
+            begins=begins,
+        )
+        PAGE.write_text(page, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
