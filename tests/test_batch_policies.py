@@ -8,12 +8,12 @@ import pytest
 
 from azureml_elastic.local.chaos import parse_schedule
 from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.spec import ElasticDistribution
+from azureml_elastic.spec import ElasticDistribution, FixedPerWorkerBatch
 
 PROGRAM = str(Path(__file__).parent / "training" / "policy_train.py")
 
 
-def learnt(tmp_path, *arguments, nodes=(1, 3), chaos="", recovery="restart"):
+def learnt(tmp_path, *arguments, nodes=(1, 3), chaos="", recovery="restart", **options):
     """Return the report, and what the run has printed in the end: digest, loss, learning rate, steps."""
     report = LocalCluster(
         nodes,
@@ -23,6 +23,7 @@ def learnt(tmp_path, *arguments, nodes=(1, 3), chaos="", recovery="restart"):
         checkpoint_steps=10,
         timeout_s=150,
         distribution=ElasticDistribution(recovery=recovery),
+        **options,
     ).run([PROGRAM, *arguments])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert report.audit.complete, report.audit
@@ -63,3 +64,12 @@ def test_a_batch_per_worker_follows_the_world(policy, recovery, tmp_path):
     if policy == "per-worker":
         assert elastic[2] == static[2]  # the schedule counts samples
     assert float.fromhex(elastic[1]) < 3 * float.fromhex(static[1]) + 1
+
+
+def test_the_plan_can_say_the_policy(tmp_path):
+    arguments = ["--epochs", "1", "--step-delay", "0"]
+    policy = FixedPerWorkerBatch(scaling="linear")
+    _, planned = learnt(tmp_path, "planned", *arguments, nodes=(2, 2), batch=policy)
+    _, written = learnt(tmp_path / "other", "per-worker", *arguments, nodes=(2, 2))
+    assert planned == written
+    assert int(planned[3]) == 10

@@ -8,6 +8,8 @@ import os
 import torch
 import workers
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, TensorDataset
 
 from azureml_elastic import train
@@ -31,13 +33,27 @@ def network(normalised=False):
 
 
 def flat(model):
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).tolist()
+    found = [parameter.grad for parameter in model.parameters()]
+    found = [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+    return torch.cat([each.flatten() for each in found]).tolist()
 
 
-def of_each_step(folder, length, global_batch_size, policy, options=None, weighted=True):
-    """Return the gradient of each step of an epoch, with the weights held still."""
+def noise(folder, length, global_batch_size, policy, options):
+    """Return what AdaScale has learnt from the first step."""
     run = train.start(workers.policy(folder), batch=policy)
     model = run.wrap(network())
+    run.track(model=model)
+    for x, y in run.loader(data(length), global_batch_size=global_batch_size, **options):
+        run.backward(nn.functional.cross_entropy(model(x), y))
+        if not run.accumulating:
+            break
+    return run._rate._scale.moments, run.learning_rate_factor
+
+
+def of_each_step(folder, length, global_batch_size, policy, options=None, weighted=True, sharded=False):
+    """Return the gradient of each step of an epoch, with the weights held still."""
+    run = train.start(workers.policy(folder), batch=policy)
+    model = fully_shard(network()) if sharded else run.wrap(network())
     run.track(model=model)
     found = []
     for x, y in run.loader(data(length), global_batch_size=global_batch_size, **(options or {})):

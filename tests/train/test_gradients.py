@@ -9,7 +9,8 @@ from torch import nn
 from worlds import World
 
 from azureml_elastic.spec import FixedGlobalBatch, FixedPerWorkerBatch
-from azureml_elastic.train.sampling import Cursor, DataSpec, order
+from azureml_elastic.train.noise import Noise
+from azureml_elastic.train.sampling import Cursor, DataSpec, order, parts
 
 LENGTH, GLOBAL_BATCH = 53, 24  # the last window has 5 samples: fewer than most worlds here have ranks
 SIZES = (1, 2, 3, 4, 5, 7, 12)
@@ -90,3 +91,36 @@ def test_means_over_tokens_are_weighted_by_tokens(world_size, policy, options, t
     arguments = (tmp_path, LENGTH, GLOBAL_BATCH, policy, options)
     for found in World(world_size, gradients.of_tokens, *arguments).values():
         assert error(found, of_one_process(tokens=True)) <= 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 3}], ids=["whole", "micro-batches"])
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_sharded_gradients_are_weighted_too(world_size, options, tmp_path):
+    arguments = (tmp_path, LENGTH, GLOBAL_BATCH, FixedGlobalBatch(), options, True, True)
+    for found in World(world_size, gradients.of_each_step, *arguments).values():
+        assert error(found, of_one_process()) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(3, {}), (2, {"micro_batch_size": 5}), (7, {"micro_batch_size": 2})]
+)
+def test_the_noise_is_that_of_the_micro_batches(world_size, options, tmp_path):
+    size = 8  # of a worker
+    count = min(size * world_size, LENGTH)
+    ids = order(DataSpec(LENGTH, size, seed=0, shuffle=True, drop_last=False), 0)(torch.arange(count).numpy()).tolist()
+    squares, batches, mean = 0.0, 0, torch.zeros(())
+    for rank in range(world_size):
+        for part in parts(count, world_size, rank, most=options.get("micro_batch_size")):
+            x, y = gradients.data(LENGTH)[[ids[index] for index in part]]
+            model = gradients.network().double()
+            nn.functional.cross_entropy(model(x.double()), y).backward()
+            gradient = torch.tensor(gradients.flat(model), dtype=torch.float64)
+            squares, batches = squares + len(part) / count * float(gradient.square().sum()), batches + 1
+            mean = mean + len(part) / count * gradient
+    squared = float(mean.square().sum())
+    expected = Noise().observe(squares, squared, micro_batches=batches, count=count, reference=size)
+    policy = FixedPerWorkerBatch(scaling="adascale")
+    for moments, factor in World(world_size, gradients.noise, tmp_path, LENGTH, size, policy, options).values():
+        assert moments == pytest.approx(expected.moments, rel=1e-5)
+        assert factor == pytest.approx(expected.gain(1, world_size), rel=1e-5)
+        assert 1 < factor <= world_size

@@ -227,9 +227,10 @@ def test_workers_below_a_shell_are_found_by_their_files(tmp_path):
     shell = subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, text=True)
     try:
         assert shell.stdout.readline() == "ready\n"
-        (found,) = collect(tmp_path, {0: Worker(0, 0, shell.pid)}, seconds=5)
+        workers = {0: Worker(0, 0, shell.pid)}
+        until(lambda: "in forever" in collect(tmp_path, workers, seconds=5)[0].text)
+        (found,) = collect(tmp_path, workers, seconds=5)
         assert found.pid != shell.pid
-        assert "in forever" in found.text
     finally:
         for child in psutil.Process(shell.pid).children(recursive=True):
             child.kill()

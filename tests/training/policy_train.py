@@ -17,6 +17,7 @@ POLICIES = {
     "lanes": FixedGlobalBatch(logical_workers=4),
     "per-worker": FixedPerWorkerBatch(scaling="linear"),
     "adascale": FixedPerWorkerBatch(scaling="adascale"),
+    "planned": None,
 }
 
 parser = argparse.ArgumentParser()

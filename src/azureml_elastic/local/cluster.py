@@ -16,7 +16,7 @@ from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.settings import check_table, local_plan, open_table_choice
 from azureml_elastic.local.view import View
-from azureml_elastic.spec import ElasticDistribution
+from azureml_elastic.spec import BatchPolicy, ElasticDistribution, FixedGlobalBatch
 
 __all__ = ["NODE_COMMAND", "LocalCluster", "new_run_dir"]
 
@@ -39,6 +39,7 @@ class LocalCluster:
         snapshot_path: a folder for these copies, in place of the nodes' local disks; ``None`` has none.
         audit: whether to prove that each sample was seen exactly once.
         max_restarts: worker failures that the run may have.
+        batch: what becomes of it when the world size changes.
         distribution: everything else about the processes; the arguments above come before it.
         timeout_s: after which the run is stopped and has failed.
         exit_grace_s: for the other nodes to exit once the run has ended.
@@ -59,6 +60,7 @@ class LocalCluster:
         snapshot_path: Path | None = None,
         audit: bool = False,
         max_restarts: int = 3,
+        batch: BatchPolicy = FixedGlobalBatch(),  # noqa: B008 - frozen
         distribution: ElasticDistribution | None = None,
         timeout_s: float | None = None,
         exit_grace_s: float = 20.0,
@@ -75,6 +77,7 @@ class LocalCluster:
         self._snapshot_path = snapshot_path
         self._audit = audit
         self._max_restarts = max_restarts
+        self._batch = batch
         self._distribution = distribution or ElasticDistribution()
         self._timeout_s = timeout_s
         self._exit_grace_s = exit_grace_s
@@ -101,6 +104,7 @@ class LocalCluster:
                 max_restarts=self._max_restarts,
                 distribution=self._distribution,
                 checkpoint_steps=self._checkpoint_steps,
+                batch=self._batch,
                 snapshot_steps=self._snapshot_steps,
                 snapshot_path=self._snapshot_path,
                 audit=self._audit,

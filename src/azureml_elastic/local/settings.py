@@ -15,10 +15,12 @@ from azureml_elastic.local.faults import Schedule
 from azureml_elastic.local.table_proxy import TableProxy
 from azureml_elastic.node.table.opening import emulator_connection_string
 from azureml_elastic.spec import (
+    BatchPolicy,
     CheckpointPolicy,
     Credential,
     ElasticDistribution,
     ElasticResources,
+    FixedGlobalBatch,
     Plan,
     TableRendezvous,
     environment,
@@ -163,6 +165,7 @@ def local_plan(
     max_restarts: int,
     distribution: ElasticDistribution,
     checkpoint_steps: int | None,
+    batch: BatchPolicy = FixedGlobalBatch(),  # noqa: B008 - frozen
     snapshot_steps: int | None = None,
     snapshot_path: Path | None = None,
     audit: bool,
@@ -178,6 +181,7 @@ def local_plan(
         max_restarts: worker failures that the run may have.
         distribution: everything else about the processes.
         checkpoint_steps: steps between two checkpoints, ``None`` for those by time alone.
+        batch: what becomes of it when the world size changes.
         snapshot_steps: steps between two copies in memory, ``None`` for none.
         snapshot_path: where these copies are as well, ``None`` for nowhere.
         audit: whether workers write down the samples of each step.
@@ -210,6 +214,7 @@ def local_plan(
             snapshot_every_steps=snapshot_steps,
             snapshot_path=None if snapshot_path is None else str(snapshot_path),
         ),
+        batch=batch,
         run_id=run_id,
         audit=audit,
     )

@@ -133,7 +133,7 @@ class Session(Training):
         size = Batching(self._batch, micro_batch_size).window_size(global_batch_size, self.world_size)
         if config.get("train_batch_size") == global_batch_size:  # at the reference world size
             config = {**config, "train_batch_size": size}
-        return config_for(config, size, micro_batch_size, self.world_size)
+        return config_for(config, size, self.world_size, micro_batch_size)
 
     def track(self, **objects: Any) -> None:
         """Say what a checkpoint holds, and restore it where the run has one.

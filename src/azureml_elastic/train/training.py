@@ -184,7 +184,8 @@ class Training(ABC):
         if isinstance(spec, DataSpec):
             cursor = next(iter(position.streams.values())).cursor
             remaining = (count - position.epoch) * spec.windows - -(-cursor.consumed // spec.global_batch_size)
-            self._agent.expects(self.steps + max(0, remaining))
+            size = Batching(self._batch, None).window_size(spec.global_batch_size, position.identity.world_size)
+            self._agent.expects(self.steps + max(0, -(-remaining * spec.global_batch_size // size)))
         try:
             while position.epoch < count:
                 yield position.epoch

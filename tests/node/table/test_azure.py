@@ -6,6 +6,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -232,7 +233,10 @@ def _get_after_the_end(azurite, open_azure):
 
     with Azurite() as short_lived:
         table = open_azure(short_lived.connection_string, patience=0.3)
-    table.get("key")
+    with socket.socket() as nobody:  # else another test's service may come by the port, with the same account
+        nobody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        nobody.bind(("127.0.0.1", urlsplit(short_lived.endpoint).port))
+        table.get("key")
 
 
 def test_many_threads_keep_their_connections(azurite, open_azure, caplog):

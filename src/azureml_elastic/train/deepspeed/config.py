@@ -22,15 +22,15 @@ _OURS = ("elasticity", "nebula")
 
 
 def config_for(
-    config: Mapping[str, Any], global_batch_size: int, micro_batch_size: int | None, world_size: int
+    config: Mapping[str, Any], global_batch_size: int, world_size: int, micro_batch_size: int | None = None
 ) -> dict[str, Any]:
     """Return a copy of a configuration with the batch sizes of this world.
 
     Args:
         config: DeepSpeed's; its ``elasticity`` and ``nebula`` blocks are left out.
         global_batch_size: samples of one optimizer step over all ranks.
-        micro_batch_size: of the loader.
         world_size: ranks.
+        micro_batch_size: of the loader, where it has one.
 
     Raises:
         UsageError: it names another global batch, or an accumulation that the loader does not have.
