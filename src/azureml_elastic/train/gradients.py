@@ -104,15 +104,15 @@ class Gradients:
             self._tokens = None if tokens is None else 0
         elif (tokens is None) != (self._tokens is None):
             raise UsageError("run.backward() got count= for some micro-batches of a step and not for others.")
-        own = micro.samples
+        weight = micro.samples / micro.window.count if self.exact else micro.weight
         if tokens is not None:
             if not self._parameters:
                 raise UsageError("run.backward(count=…) needs the model tracked, by itself and not as an engine.")
             assert self._tokens is not None
             own = tokens if micro.samples else 0
             self._tokens += own
-        # As if the window's samples were its tokens, whose number is known in the end.
-        weight = sampling.weight(own, micro.window.count, 1 if self.exact else self._world.control.world_size)
+            # As if the window's samples were its tokens, whose number is known in the end.
+            weight = sampling.weight(own, micro.window.count, 1 if self.exact else self._world.control.world_size)
         self._norms.clear()
         weighed = loss if weight == 1 else loss * weight
         if self._state is None:

@@ -296,6 +296,8 @@ def require_foreign(options: Mapping[str, Any]) -> None:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device."""
+    if device.type == "cpu":
+        return value
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):

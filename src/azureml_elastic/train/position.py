@@ -133,7 +133,10 @@ class Position:
     @property
     def accumulating(self) -> bool:
         """Whether more micro-batches of the step at hand are to come."""
-        return any(not micro.last for micro in self._micros())
+        for stream in self.streams.values():  # noqa: SIM110 - several times a step
+            if stream.open is not None and not stream.open.last:
+                return True
+        return False
 
     def add(self, name: str, spec: Spec) -> Stream:
         """Take note of a loader, whose place may be known from a checkpoint.
@@ -267,6 +270,3 @@ class Position:
         self.epoch = 0 if document is None else int(document["epoch"])
         for name, stream in self.streams.items():
             stream.cursor = Cursor.from_json(saved[name]["cursor"]) if name in saved else Cursor(self.epoch)
-
-    def _micros(self) -> list[MicroBatch]:
-        return [stream.open for stream in self.streams.values() if stream.open is not None]

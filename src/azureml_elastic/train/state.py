@@ -44,6 +44,7 @@ class TrackedState:
             if "/" in name:
                 raise UsageError(f"The name {name!r} holds a '/', which separates the parts of tensors' names.")
             self._tracked.append(_tracked(name, value, modules, engines))
+        self._engine = next((each for each in self._tracked if isinstance(each, EngineState)), None)
         for optimizer in self.optimizers:
             optimizer.register_step_post_hook(lambda *_: on_step())
 
@@ -88,11 +89,10 @@ class TrackedState:
         Raises:
             UsageError: the engine is set up for something else.
         """
-        engine = next((each for each in self._tracked if isinstance(each, EngineState)), None)
-        if engine is None:
+        if self._engine is None:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
-            engine.backward(loss)
+            self._engine.backward(loss)
 
     def accumulate(self, *, last: bool) -> None:
         """Tell the engine, where one is tracked, whether the next pass is the last one of a step.
@@ -100,9 +100,8 @@ class TrackedState:
         Raises:
             UsageError: it is not set up for several.
         """
-        for each in self._tracked:
-            if isinstance(each, EngineState):
-                each.accumulate(last=last)
+        if self._engine is not None:
+            self._engine.accumulate(last=last)
 
     def drop_gradients(self) -> None:
         """Forget all gradients: an optimizer step then changes nothing."""

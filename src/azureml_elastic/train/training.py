@@ -215,15 +215,12 @@ class Training(ABC):
             )
         if self._place.void:
             return  # the step was given up in the forward pass
-        micros = [stream.open for stream in opened if stream.open is not None]
-        if len({(micro.weight, micro.samples) for micro in micros}) > 1:
-            shares = {stream.name: micro.samples for stream, micro in zip(opened, micros, strict=True)}
-            raise UsageError(
-                f"The batches at hand have different numbers of samples ({shares}), so the loss has no one weight. "
-                "Give the loaders the same global_batch_size and lengths, or drop_last=True."
-            )
+        micro = opened[0].open
+        assert micro is not None
+        if len(opened) > 1:
+            _require_same_weight(opened)
         with self._place.guard():
-            self._gradients.backward(loss, micros[0], None if count is None else int(count))
+            self._gradients.backward(loss, micro, None if count is None else int(count))
 
     def _opened(self, stream: Stream, micro: MicroBatch) -> None:
         self._gradients.begin(micro)
@@ -287,3 +284,18 @@ class Training(ABC):
             within = (self._position.epochs, self._position.generation)
             if anew or self._counted is None or self._counted[0] != within:
                 self._counted = (within, [steps_of(scheduler) for scheduler in self._trained.schedulers])
+
+
+def _require_same_weight(opened: list[Stream]) -> None:
+    """Check that one weight suits the batches of several loaders.
+
+    Raises:
+        UsageError: it does not.
+    """
+    micros = {stream.name: stream.open for stream in opened if stream.open is not None}
+    if len({(micro.weight, micro.samples) for micro in micros.values()}) > 1:
+        shares = {name: micro.samples for name, micro in micros.items()}
+        raise UsageError(
+            f"The batches at hand have different numbers of samples ({shares}), so the loss has no one weight. "
+            "Give the loaders the same global_batch_size and lengths, or drop_last=True."
+        )
