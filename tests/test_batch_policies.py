@@ -55,7 +55,7 @@ def test_shards_are_read_once_whatever_happens_to_the_nodes(policy, recovery, tm
 @pytest.mark.parametrize("policy", ["per-worker", "adascale"])
 @pytest.mark.parametrize("recovery", ["restart", "in_process"])
 def test_a_batch_per_worker_follows_the_world(policy, recovery, tmp_path):
-    arguments = [policy, "--epochs", "12"]
+    arguments = [policy, "--epochs", "20"]
     _, static = learnt(tmp_path, *arguments, "--step-delay", "0", nodes=(1, 1))
     chaos = "kill=rank0@step:15,add@step:25"
     report, elastic = learnt(tmp_path, *arguments, "--full", "3", chaos=chaos, recovery=recovery)

@@ -137,7 +137,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "docs", help="folder of the page")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    began = time.monotonic()
 
     whole = Setting(samples=arguments.samples, seeds=arguments.seeds, seed=arguments.seed)
     third = replace(whole, samples=whole.samples // 3)
@@ -188,7 +187,7 @@ def main() -> int:
         root_more=more(main_, ROOT),
         rescale_more=more(main_, RESCALE),
         none_more=more(main_, NONE),
-        minutes=max(1, round((time.monotonic() - began) / 60)),
+        minutes=max(1, round(time.process_time() / 60)),
         date=f"{datetime.now().astimezone():%Y-%m-%d}",
         machine=machine(),
     )
@@ -197,7 +196,7 @@ def main() -> int:
         "Linear scaling of the learning rate needs a ramp upwards, and none downwards",
         [
             Panel("1 → 12 workers", {name: main_[name].changes[0] for name in (ONE, UNPREPARED, RAMP, RESCALE, ROOT)}),
-            Panel("12 → 1 worker", {name: drop[name].changes[1] for name in (ONE, RAMP, ROOT, NONE)}),
+            Panel("12 → 1 worker, no decay", {name: drop[name].changes[1] for name in (ONE, RAMP, ROOT, NONE)}),
         ],
     )
     (arguments.out / "assets").mkdir(exist_ok=True)

@@ -11,7 +11,7 @@ from study import AFTER, BEFORE, Change
 
 WIDTH, HEIGHT = 920, 430
 LEFT, RIGHT, GAP = 56, 24, 44
-TOP, BOTTOM = 118, 48
+TOP, BOTTOM = 112, 48
 
 STYLE = """
     .card { fill: #ffffff; stroke: #d0d7de; }
@@ -85,9 +85,8 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
             line = "L".join(f"{x(seen):.1f} {y(mean):.1f}" for seen, mean in _points(change))
             parts.append(f'<path class="curve c{names.index(name)}" d="M{line}"/>')
     parts.append(
-        f'<text class="small" x="{WIDTH - RIGHT}" y="{HEIGHT - 12}" text-anchor="end">samples since the change</text>'
+        f'<text class="small" x="{WIDTH - RIGHT}" y="{HEIGHT - 12}" text-anchor="end">mean loss of all seeds over samples since the change</text>'
     )
-    parts.append(f'<text class="small" x="24" y="{TOP - 34}">mean loss of all seeds</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
