@@ -85,7 +85,8 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
             line = "L".join(f"{x(seen):.1f} {y(mean):.1f}" for seen, mean in _points(change))
             parts.append(f'<path class="curve c{names.index(name)}" d="M{line}"/>')
     parts.append(
-        f'<text class="small" x="{WIDTH - RIGHT}" y="{HEIGHT - 12}" text-anchor="end">mean loss of all seeds over samples since the change</text>'
+        f'<text class="small" x="{WIDTH - RIGHT}" y="{HEIGHT - 12}" text-anchor="end">'
+        "mean loss of all seeds over samples since the change</text>"
     )
     return "\n".join([*parts, "</svg>", ""])
 

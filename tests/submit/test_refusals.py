@@ -24,10 +24,6 @@ def make(**fields):
     )
 
 
-class Service:
-    nodes = "all"
-
-
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
@@ -41,7 +37,15 @@ class Service:
             {"resources": ElasticResources(max_instance_count=2, placement="service", docker_args=("-e", "A=1 2"))},
             ["['-e', 'A=1 2']", "docker_args=\"-e 'A=1 2'\""],
         ),
-        ({"services": {"lab": Service()}}, ["'lab'", "nodes='all'"]),
+        (
+            {"resources": ElasticResources(max_instance_count=2, docker_args=("-i",), locations=("westeurope",))},
+            ["drops locations=['westeurope']", "docker_args='-i'"],
+        ),
+        ({"parent_job_name": "above"}, ["parent_job_name='above'", "'fan_out'", "'gang'"]),
+        (
+            {"outputs": {"model": {"type": "uri_folder", "name": "model", "version": "3"}}},
+            ["output 'model'", "version='3'", "each of 2 nodes", "Leave the version out"],
+        ),
         ({"code": "nowhere"}, ["code='nowhere'", "does not exist"]),
     ],
 )
@@ -57,6 +61,8 @@ def test_fields_that_contradict_each_other(fields, parts):
     [
         ("bash run.sh", "starts no Python program"),
         ("torchrun --standalone train.py", "takes the launcher's place"),
+        ("python -m torch.distributed.run --nproc_per_node 2 train.py", "process_count_per_instance=2"),
+        ("accelerate launch train.py", "command='python train.py'"),
         ("python other.py", "'other.py', which is not in code='src'"),
         ("python src/train.py", "'src/train.py', which is not in code='src'"),
     ],

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.errors import MissingExtra, SubmitError
 from azureml_elastic.submit import wiring
 from azureml_elastic.submit.refusals import check
+from azureml_elastic.submit.services import kind_of_service, services_of_node
 from azureml_elastic.submit.staging import stage_runtime
 
 try:
     from azure.ai.ml import Input, Output, PyTorchDistribution, command
-    from azure.ai.ml.entities import Command, JobResourceConfiguration, PipelineJob, PipelineJobSettings
+    from azure.ai.ml.entities import (
+        Command,
+        Environment,
+        JobResourceConfiguration,
+        JupyterLabJobService,
+        PipelineJob,
+        PipelineJobSettings,
+        SshJobService,
+        TensorBoardJobService,
+        VsCodeJobService,
+    )
 except ModuleNotFoundError as error:
     raise MissingExtra("azure-ai-ml", "submit") from error
 
@@ -27,6 +39,12 @@ if TYPE_CHECKING:
 __all__ = ["compile_job"]
 
 _LITERALS = {bool: "boolean", int: "integer", float: "number", str: "string"}
+_SERVICES = {
+    "jupyter_lab": JupyterLabJobService,
+    "ssh": SshJobService,
+    "tensor_board": TensorBoardJobService,
+    "vs_code": VsCodeJobService,
+}
 _LITERAL_TYPES = frozenset(_LITERALS.values())
 
 
@@ -58,6 +76,7 @@ def _fan_out(job: ElasticCommandJob, text: str) -> PipelineJob:
     for index in range(job.resources.max_instance_count):
         child = node(**{name: f"${{{{parent.inputs.{name}}}}}" for name in inputs})
         child.resources = _resources(job, instance_count=1)
+        child.services = _services(services_of_node(job.services, index))
         children[f"node_{index}"] = child
     return PipelineJob(
         jobs=children,
@@ -86,6 +105,8 @@ def _single(job: ElasticCommandJob, text: str) -> Command:
         inputs=_inputs(job),
         compute=job.compute,
         distribution=PyTorchDistribution(process_count_per_instance=1) if many else None,
+        services=_services(job.services),
+        parent_job_name=job.parent_job_name,
         **_identification(job),
     )
     entity.resources = _resources(job, **counts)
@@ -96,17 +117,49 @@ def _command(job: ElasticCommandJob, text: str, **fields: Any) -> Command:
     return command(
         command=text,
         code=None if job.code is None else str(job.code),
-        environment=copy.deepcopy(job.environment),
+        environment=_environment(job.environment),
         environment_variables=wiring.environment_variables(job),
         outputs=_outputs(job),
         identity=copy.deepcopy(job.identity),
-        services=copy.deepcopy(dict(job.services)) if job.services else None,
         timeout=None if job.timeout is None else math.ceil(job.timeout.total_seconds()),
         job_tier=job.job_tier,
         priority=job.priority,
         is_deterministic=False,
         **fields,
     )
+
+
+def _environment(environment: Any) -> str | Environment:
+    if isinstance(environment, str):
+        return environment
+    if type(environment) is dict:
+        return Environment(**environment)
+    if not isinstance(environment, Environment):
+        raise SubmitError(
+            f"environment={environment!r} is a {type(environment).__name__}. Give a name, as in "
+            "'azureml:my-environment@latest', an Environment from azure.ai.ml.entities, or its fields."
+        )
+    return copy.deepcopy(environment)
+
+
+def _services(services: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return new services; from fields the object of their kind, for azure-ai-ml drops the kind of a dictionary."""
+    if not services:
+        return None
+    made: dict[str, Any] = {}
+    for name, service in services.items():
+        kind = kind_of_service(service)
+        if type(service) is not dict:
+            made[name] = copy.deepcopy(service)
+        elif kind in _SERVICES:
+            fields = {key: value for key, value in service.items() if key not in {"type", "job_service_type"}}
+            made[name] = _SERVICES[kind](**fields)
+        else:
+            raise SubmitError(
+                f"The service {name!r} has type={kind!r}. Give one of {sorted(_SERVICES)}, or an object of "
+                "azure.ai.ml.entities."
+            )
+    return made
 
 
 def _identification(job: ElasticCommandJob) -> dict[str, Any]:
@@ -168,7 +221,14 @@ def _declaration(value: Any) -> Input:
 
 
 def _outputs(job: ElasticCommandJob) -> dict[str, Any]:
-    outputs: dict[str, Any] = copy.deepcopy(dict(job.outputs))
+    outputs: dict[str, Any] = {}
+    for name, output in job.outputs.items():
+        if not (output is None or type(output) is dict or isinstance(output, Output)):
+            raise SubmitError(
+                f"The output {name!r} is a {type(output).__name__}. Give an Output from azure.ai.ml, as in "
+                "Output(type='uri_folder', path=...), or its fields."
+            )
+        outputs[name] = copy.deepcopy(output)
     uri = wiring.checkpoint_output(job)
     if uri is not None:
         outputs[wiring.CHECKPOINTS] = Output(type="uri_folder", mode="rw_mount", path=uri)

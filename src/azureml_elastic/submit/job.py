@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
 
 from azureml_elastic.spec.base import PositiveDuration, Spec
 from azureml_elastic.spec.batch import BatchPolicy, FixedGlobalBatch
@@ -17,9 +18,22 @@ from azureml_elastic.spec.resources import ElasticResources
 from azureml_elastic.submit.acceptance import Submittable
 
 if TYPE_CHECKING:
-    from azure.ai.ml.entities import Command, PipelineJob
+    from azure.ai.ml.entities import Command, CommandJob, PipelineJob
 
 __all__ = ["ElasticCommandJob"]
+
+
+_ELSEWHERE = {
+    "docker_args": "give resources=ElasticResources(docker_args=...)",
+    "instance_count": "give resources=ElasticResources(min_instance_count=..., max_instance_count=...)",
+    "instance_type": "give resources=ElasticResources(instance_type=...)",
+    "is_deterministic": "nothing is ever answered from an earlier run; leave it out",
+    "limits": "give timeout=...",
+    "locations": "give resources=ElasticResources(locations=...)",
+    "queue_settings": "give job_tier=... and priority=...",
+    "shm_size": "give resources=ElasticResources(shm_size=...)",
+}
+"""Fields of azure-ai-ml's command jobs that an elastic job has in another place."""
 
 
 class ElasticCommandJob(Spec, Submittable):
@@ -50,9 +64,11 @@ class ElasticCommandJob(Spec, Submittable):
         properties: of the run.
         identity: ``UserIdentityConfiguration`` or another, with which the nodes reach data and table.
         timeout: after which Azure ML cancels a node's job.
-        services: interactive services, such as ``JupyterLabJobService``.
+        services: interactive services, such as ``JupyterLabJobService``. With ``fan_out`` each node has its own;
+            TensorBoard is on node 0 unless it has ``nodes="all"``.
         job_tier: of serverless compute: ``"Spot"``, ``"Basic"``, ``"Standard"``, ``"Premium"``.
         priority: in the compute's queue.
+        parent_job_name: the job below which Azure ML shows this one; not with ``fan_out``.
         runtime: ``"ship"`` sends this library along and adds what the environment lacks; ``"environment"``
             takes the library that the environment has.
         audit: whether workers write down the samples of each step.
@@ -66,7 +82,7 @@ class ElasticCommandJob(Spec, Submittable):
     compute: str | None = None
     inputs: Mapping[str, Any] = {}
     outputs: Mapping[str, Any] = {}
-    environment_variables: Mapping[str, str] = {}
+    environment_variables: Mapping[str, str] = Field(default={}, repr=False)
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
@@ -81,8 +97,20 @@ class ElasticCommandJob(Spec, Submittable):
     services: Mapping[str, Any] | None = None
     job_tier: Literal["Spot", "Basic", "Standard", "Premium"] | None = None
     priority: Literal["low", "medium", "high"] | None = None
+    parent_job_name: str | None = None
     runtime: Literal["ship", "environment"] = "ship"
     audit: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _says_it_elsewhere(cls, fields: Any) -> Any:
+        said = sorted(_ELSEWHERE.keys() & fields.keys()) if isinstance(fields, dict) else []
+        if said:
+            raise ValueError(
+                f"{said[0]}={fields[said[0]]!r} is no field of an elastic job: {_ELSEWHERE[said[0]]} "
+                "(ElasticCommandJob.from_command() translates a job of azure-ai-ml)"
+            )
+        return fields
 
     @field_validator("distribution", "resources", "checkpoint", mode="before")
     @classmethod
@@ -94,6 +122,46 @@ class ElasticCommandJob(Spec, Submittable):
                 f"from azureml_elastic import {ours.__name__}"
             )
         return value
+
+    @classmethod
+    def from_command(
+        cls,
+        command_job: Command | CommandJob,
+        *,
+        resources: ElasticResources | Mapping[str, Any] | None = None,
+        distribution: ElasticDistribution | Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Self:
+        """Return the elastic job that does what a command job of azure-ai-ml does; the given one is not changed.
+
+        A launcher in the command (``torchrun``, ``python -m torch.distributed.run``) and a ``PyTorchDistribution``
+        become the distribution. What an elastic job cannot carry is refused by name.
+
+        Args:
+            command_job: what ``command(...)`` or ``load_job("job.yml")`` returned.
+            resources: the nodes; what it leaves open (VM size, ``shm_size``, ...) is taken from the job. ``None``
+                makes a job of ``instance_count`` > 1 an elastic one of 1 to ``instance_count`` nodes.
+            distribution: the processes, in place of what the job says.
+            **changes: fields of the elastic job, before those of the given one.
+
+        Raises:
+            SubmitError: it is no command job, or has something that an elastic job cannot carry.
+            CommandError: its command has a launcher whose options cannot be translated.
+            MissingExtra: azure-ai-ml is not installed.
+        """
+        from azureml_elastic.submit.conversion import fields_of
+
+        return cls(**fields_of(command_job, resources, distribution, changes))
+
+    def __str__(self) -> str:
+        from azureml_elastic.submit.display import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from azureml_elastic.submit.display import as_html
+
+        return as_html(self)
 
     @property
     def plan(self) -> Plan:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.spec import environment as variables
 from azureml_elastic.spec.command import FoundProgram, find_program, parse_program
+from azureml_elastic.submit.launchers import refuse_launcher
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
@@ -38,6 +39,10 @@ def check(job: ElasticCommandJob) -> FoundProgram:
     """
     _check_names(job)
     _check_placement(job)
+    _check_docker_args(job)
+    if job.resources.effective_placement == "fan_out":
+        _check_fan_out(job)
+    refuse_launcher(job.command)
     found = find_program(job.command)
     _check_script(job, found)
     return found
@@ -61,7 +66,6 @@ def _check_names(job: ElasticCommandJob) -> None:
 
 def _check_placement(job: ElasticCommandJob) -> None:
     resources = job.resources
-    placement = resources.effective_placement
     if job.compute is None and resources.instance_type is None and job.job_tier is None:
         raise SubmitError(
             f"The job names no compute for its {resources.max_instance_count} node(s). Give compute='<cluster>', or, "
@@ -72,18 +76,36 @@ def _check_placement(job: ElasticCommandJob) -> None:
             "compute='local' would run a single node in a container of this machine. To try the job here, run "
             "'azureml-elastic local'; to submit it, give the name of a cluster."
         )
-    if placement == "service" and resources.docker_args is not None and not isinstance(resources.docker_args, str):
+
+
+def _check_docker_args(job: ElasticCommandJob) -> None:
+    resources = job.resources
+    if resources.docker_args is None or isinstance(resources.docker_args, str):
+        return
+    text = shlex.join(resources.docker_args)
+    said = f"docker_args={list(resources.docker_args)!r} is a list, and with a list azure-ai-ml drops"
+    if resources.effective_placement == "service":
         raise SubmitError(
-            f"docker_args={list(resources.docker_args)!r} is a list, and with a list azure-ai-ml drops the "
-            "max_instance_count that the placement 'service' rests on. Give one string, "
-            f"docker_args={shlex.join(resources.docker_args)!r}, or take the placement 'fan_out'."
+            f"{said} the max_instance_count that the placement 'service' rests on. Give one string, "
+            f"docker_args={text!r}, or take the placement 'fan_out'."
         )
-    if placement == "fan_out" and job.services:
-        ports = sorted(name for name, service in job.services.items() if getattr(service, "nodes", None) == "all")
-        if ports:
+    if resources.locations is not None:
+        raise SubmitError(f"{said} locations={list(resources.locations)!r}. Give one string, docker_args={text!r}.")
+
+
+def _check_fan_out(job: ElasticCommandJob) -> None:
+    if job.parent_job_name is not None:
+        raise SubmitError(
+            f"parent_job_name={job.parent_job_name!r} cannot be carried by the placement 'fan_out', whose nodes have "
+            "the pipeline as their parent. Leave it out, or take the placement 'gang' or 'service'."
+        )
+    for name, output in job.outputs.items():
+        version = output.get("version") if isinstance(output, dict) else getattr(output, "version", None)
+        if version is not None and job.resources.max_instance_count > 1:
             raise SubmitError(
-                f"The service {ports[0]!r} asks for nodes='all', but with the placement 'fan_out' each node is a job "
-                "of its own. Leave nodes out: each of them gets the service."
+                f"The output {name!r} registers version={version!r}, but with the placement 'fan_out' each of "
+                f"{job.resources.max_instance_count} nodes would register it. Leave the version out, and each node "
+                "registers one of its own, or take the placement 'gang' or 'service'."
             )
 
 

@@ -1,0 +1,200 @@
+"""An existing command job of azure-ai-ml as the fields of an elastic one; the given job is only read.
+
+What an elastic job says in another way (``instance_count``, a ``PyTorchDistribution``, ``torchrun``) is translated;
+what it cannot say is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from azureml_elastic.errors import SubmitError
+from azureml_elastic.spec.distribution import ElasticDistribution
+from azureml_elastic.spec.resources import ElasticResources
+from azureml_elastic.submit.acceptance import fields_of_command, plain_command_job
+from azureml_elastic.submit.launchers import read_launcher, refuse_launcher
+
+__all__ = ["fields_of", "refuse_unknown"]
+
+_SAME = ("name", "description", "display_name", "experiment_name", "compute", "parent_job_name")
+_KNOWN = frozenset(
+    {
+        *("name", "description", "tags", "properties", "display_name", "experiment_name", "command", "code"),
+        *("environment", "environment_variables", "distribution", "compute", "inputs", "outputs", "instance_count"),
+        *("instance_type", "locations", "docker_args", "shm_size", "timeout", "identity", "is_deterministic"),
+        *("services", "job_tier", "priority", "parent_job_name"),
+    }
+)
+"""The fields of ``command()`` that are taken over here, in one way or another."""
+
+_OF_THE_NODE = ("instance_type", "shm_size", "docker_args", "locations", "properties")
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)
+_ASSET = re.compile(r"[\w.-]+(?::[\w.-]+|@[\w.-]+)", re.ASCII)
+_RESOURCE = re.compile(r"/subscriptions/", re.IGNORECASE)
+
+
+def fields_of(
+    command_job: Any,
+    resources: ElasticResources | Mapping[str, Any] | None,
+    distribution: ElasticDistribution | Mapping[str, Any] | None,
+    changes: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the fields of the elastic job that does what the given one does.
+
+    Args:
+        command_job: a ``Command`` or a ``CommandJob``.
+        resources: the nodes; what it leaves open is taken from the job. ``None`` makes a job of ``n`` > 1 nodes an
+            elastic one of 1 to ``n``.
+        distribution: the processes; ``None`` takes them from the job's distribution and its launcher.
+        changes: fields of the elastic job, before those of the given one.
+
+    Raises:
+        SubmitError: the job is no command job, or has what an elastic one cannot carry.
+        CommandError: its launcher has options that cannot be translated.
+        MissingExtra: azure-ai-ml is not installed.
+    """
+    job = plain_command_job(command_job)
+    for holder in (command_job, job):
+        refuse_unknown(vars(holder), fields_of_command())
+    base = Path(getattr(command_job, "base_path", None) or ".")
+    fields: dict[str, Any] = {name: getattr(job, name) for name in _SAME if getattr(job, name, None) is not None}
+    for name in ("tags", "properties"):
+        fields[name] = {key: str(value) for key, value in (getattr(job, name) or {}).items()}
+    for name in ("environment", "identity", "services"):
+        if getattr(job, name) is not None:
+            fields[name] = copy.deepcopy(getattr(job, name))
+    if job.limits is not None and job.limits.timeout is not None:
+        fields["timeout"] = job.limits.timeout
+    fields |= _queue(job.queue_settings)
+    fields["environment_variables"] = {
+        name: value if isinstance(value, str) else str(value)
+        for name, value in (job.environment_variables or {}).items()
+    }
+    fields["inputs"] = {name: _located_input(value, base) for name, value in job.inputs.items() if value is not None}
+    fields["outputs"] = {name: copy.deepcopy(value) or {} for name, value in (job.outputs or {}).items()}
+    if job.code is not None:
+        fields["code"] = _located(str(job.code), base)
+    said: Mapping[str, Any] = {}
+    if "command" not in changes:
+        fields["command"], said = _program(str(job.command or ""))
+    if "environment" not in fields and "environment" not in changes:
+        raise SubmitError(
+            "The command job has no environment. Give environment='<name>@latest', or an Environment, to from_command."
+        )
+    return {
+        **fields,
+        "resources": _resources(job.resources, resources),
+        "distribution": _distribution(job.distribution, said) if distribution is None else distribution,
+        **changes,
+    }
+
+
+def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:
+    """Check that the job uses no field that a newer azure-ai-ml has and this library does not know.
+
+    Args:
+        held: the job's attributes.
+        names: the fields of ``command()``.
+
+    Raises:
+        SubmitError: it does; the message names the field.
+    """
+    for name in sorted(set(names) - _KNOWN):
+        value = held.get(name, held.get(f"_{name}"))
+        if value is not None:
+            raise SubmitError(
+                f"{name}={value!r} cannot be carried: this release of azureml-elastic does not know the field, which "
+                "azure-ai-ml has added since. Leave it out, or install a newer azureml-elastic."
+            )
+
+
+def _program(command: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the command without its launcher, and what the launcher was told."""
+    launched = read_launcher(command)
+    if launched is None:
+        return command, {}
+    if launched.refused:
+        refuse_launcher(command)
+    return launched.command, launched.fields
+
+
+def _queue(settings: Any) -> dict[str, str]:
+    """Return the queue's settings as an elastic job spells them: azure-ai-ml takes any case."""
+    said: dict[str, str] = {}
+    if settings is not None and settings.job_tier and settings.job_tier.lower() != "null":
+        said["job_tier"] = settings.job_tier.capitalize()
+    if settings is not None and settings.priority:
+        said["priority"] = settings.priority.lower()
+    return said
+
+
+def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) -> ElasticResources:
+    """Return the nodes: the counts as given, the rest from the job where it was not given."""
+    count = getattr(held, "instance_count", None) or 1
+    most = getattr(held, "max_instance_count", None) or count
+    if given is not None:
+        counts = given if isinstance(given, ElasticResources) else ElasticResources.model_validate(given)
+    elif most > count:
+        counts = ElasticResources(min_instance_count=count, max_instance_count=most)
+    elif count > 1:
+        counts = ElasticResources(max_instance_count=count)
+    else:
+        raise SubmitError(
+            f"The command job has instance_count={count}, which does not say how far an elastic job may grow. Give "
+            "from_command(..., resources=ElasticResources(max_instance_count=...))."
+        )
+    kept: dict[str, Any] = {name: getattr(held, name, None) for name in _OF_THE_NODE if getattr(counts, name) is None}
+    if kept.get("properties"):
+        kept["properties"] = copy.deepcopy(dict(kept["properties"]))
+    update = {name: value for name, value in kept.items() if value}
+    return ElasticResources.model_validate({**dict(counts), **update})
+
+
+def _distribution(held: Any, said: Mapping[str, Any]) -> ElasticDistribution:
+    """Return the processes that the job's distribution and its launcher ask for together."""
+    kind = "" if held is None else str(getattr(held, "type", type(held).__name__)).lower()
+    if kind not in {"", "pytorch"}:
+        raise SubmitError(
+            f"distribution={type(held).__name__} cannot be carried: an elastic job starts PyTorch workers. Give "
+            "from_command(..., distribution=ElasticDistribution(...)) if the script runs without it."
+        )
+    if held is None:
+        return ElasticDistribution(**said)
+    count = held.process_count_per_instance or 1
+    launched = said.get("process_count_per_instance")
+    if launched is None:
+        return ElasticDistribution(**{**said, "process_count_per_instance": count})
+    if count > 1 and launched not in {1, count}:
+        raise SubmitError(
+            f"The job's distribution starts {count} processes on each node, and the launcher in its command "
+            f"{launched!r} in each of them. Say how many workers a node is to have: "
+            "from_command(..., distribution=ElasticDistribution(process_count_per_instance=...))."
+        )
+    return ElasticDistribution(**{**said, "process_count_per_instance": count if launched == 1 else launched})
+
+
+def _located_input(value: Any, base: Path) -> Any:
+    """Return a new input whose local path does not depend on where the job was loaded from."""
+    if getattr(value, "path", None) is None:
+        return copy.deepcopy(value)
+    located = copy.deepcopy(value)
+    located.path = _located(str(value.path), base)
+    return located
+
+
+def _located(path: str, base: Path) -> str:
+    """Return a path that means the same everywhere: absolute, or with its scheme.
+
+    azure-ai-ml takes ``azureml:`` off the names of assets when it reads YAML, and leaves ``name:version``.
+    """
+    if _RESOURCE.match(path):
+        return f"azureml:{path}"
+    if _ASSET.fullmatch(path) and not path.startswith(("azureml:", "file:")) and not (base / path).exists():
+        return f"azureml:{path}"
+    if _SCHEME.match(path) or Path(path).is_absolute():
+        return path
+    return str((base / path).absolute())

@@ -1,0 +1,110 @@
+"""What a job looks like in a terminal and in a notebook: short, and without secrets.
+
+Values of environment variables, arguments of the program, and what follows ``?`` in an address are not shown.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from azureml_elastic.errors import CommandError
+from azureml_elastic.spec.command import find_program, parse_program
+
+if TYPE_CHECKING:
+    from azureml_elastic.submit.job import ElasticCommandJob
+
+__all__ = ["as_html", "as_text", "rows"]
+
+
+def rows(job: ElasticCommandJob) -> list[tuple[str, str]]:
+    """Return what is worth knowing of a job, as names and texts; what was not given is left out.
+
+    Args:
+        job: any job, also one that could not be compiled.
+    """
+    resources = job.resources
+    least, most = resources.min_instance_count, resources.max_instance_count
+    nodes = f"{least} to {most}" if least != most else str(most)
+    machine = ", ".join(part for part in (job.compute or "serverless", resources.instance_type, job.job_tier) if part)
+    each = job.distribution.process_count_per_instance
+    found = [
+        ("name", job.name),
+        ("display name", job.display_name),
+        ("experiment", job.experiment_name),
+        ("program", _program(job.command)),
+        ("code", None if job.code is None else _address(str(job.code))),
+        ("environment", _environment(job.environment)),
+        ("nodes", f"{nodes}, placement {resources.effective_placement}"),
+        ("compute", machine),
+        ("workers a node", "one for each GPU" if each == "auto" else str(each)),
+        ("inputs", ", ".join(f"{name}: {_value(value)}" for name, value in job.inputs.items())),
+        ("outputs", ", ".join(f"{name}: {_value(value)}" for name, value in job.outputs.items())),
+        ("environment variables", ", ".join(sorted(job.environment_variables))),
+        ("services", ", ".join(job.services or {})),
+        ("identity", None if job.identity is None else type(job.identity).__name__),
+        ("timeout", None if job.timeout is None else str(job.timeout)),
+        ("checkpoints", _address(job.checkpoint.path) if job.checkpoint.path else "default blob store"),
+        ("tags", ", ".join(f"{name}={value}" for name, value in job.tags.items())),
+    ]
+    return [(name, text) for name, text in found if text]
+
+
+def as_text(job: ElasticCommandJob) -> str:
+    """Return the job as lines for a terminal.
+
+    Args:
+        job: any job.
+    """
+    shown = rows(job)
+    width = max(len(name) for name, _ in shown)
+    return "\n".join(["ElasticCommandJob", *(f"  {name:<{width}}  {text}" for name, text in shown)])
+
+
+def as_html(job: ElasticCommandJob) -> str:
+    """Return the job as a table for a notebook.
+
+    Args:
+        job: any job.
+    """
+    cells = "".join(
+        f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:left">{escape(text)}</td></tr>'
+        for name, text in rows(job)
+    )
+    return f"<table><caption>ElasticCommandJob</caption>{cells}</table>"
+
+
+def _program(command: str) -> str:
+    try:
+        program = parse_program([find_program(command).program])
+    except CommandError:
+        return "none that can be started, see compile()"
+    target = f"-m {program.target}" if program.kind == "module" else program.target
+    return f"{program.interpreter or 'python'} {target}{' …' if program.arguments else ''}"
+
+
+def _environment(environment: Any) -> str:
+    if isinstance(environment, str):
+        return environment
+    named = getattr(environment, "image", None) or getattr(environment, "name", None)
+    return f"{type(environment).__name__} {named}" if named else type(environment).__name__
+
+
+def _value(value: Any) -> str:
+    """Return an input or output: of what type, and where; of a literal its type alone."""
+    fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if not fields:
+        return type(value).__name__ if value is not None else "uri_folder"
+    kind, path = str(fields.get("type") or "uri_folder"), fields.get("path")
+    return f"{kind} {_address(str(path))}" if path else kind
+
+
+def _address(path: str) -> str:
+    """Return an address without its query, which may be a signature, and without a user."""
+    scheme, separator, rest = path.partition("://")
+    if not separator:
+        return path
+    host, slash, tail = rest.partition("?")[0].partition("/")
+    if "http" in scheme:
+        host = host.rpartition("@")[2]
+    return f"{scheme}://{host}{slash}{tail}"

@@ -1,0 +1,37 @@
+"""A workspace of Azure ML on one machine, to which the unmodified ``MLClient`` submits and which runs what it gets.
+
+What tests take from here is imported when it is first asked for: pytest loads this package at every start, for its
+fixture.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from azureml_elastic.testing.evictions import Evicted, Eviction, read_trace
+    from azureml_elastic.testing.machines import Pool
+    from azureml_elastic.testing.workspace import LocalWorkspace
+
+__all__ = ["Evicted", "Eviction", "LocalWorkspace", "Pool", "read_trace"]
+
+_HOMES = {
+    "Evicted": "evictions",
+    "Eviction": "evictions",
+    "LocalWorkspace": "workspace",
+    "Pool": "machines",
+    "read_trace": "evictions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

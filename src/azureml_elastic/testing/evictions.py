@@ -1,0 +1,137 @@
+"""Which nodes of a job are taken away, and when: as data, and by a pure decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from azureml_elastic.errors import UsageError
+
+__all__ = ["Evicted", "Eviction", "Target", "due", "read_trace"]
+
+_FEWEST_COLUMNS = 2
+_MOST_COLUMNS = 3
+_NOTICE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A node's machine is taken away, as Azure does with low-priority ones.
+
+    It hits the first job of the workspace that has such a node running, and each eviction happens once. Give one of
+    ``after_s`` and ``at_step``.
+
+    Args:
+        node: number of the node within the job, from 0: of the step in a pipeline, else of the rank.
+        after_s: seconds after the job's first node began to run.
+        at_step: once the job has completed this many training steps, by what its nodes write down.
+        notice_s: between the announcement as a scheduled event and the machine's end; 0 ends it unannounced.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+
+    node: int
+    after_s: float | None = None
+    at_step: int | None = None
+    notice_s: float = _NOTICE_S
+
+    def __post_init__(self) -> None:
+        if (self.after_s is None) == (self.at_step is None):
+            raise UsageError(f"{self} needs a time: give one of after_s and at_step.")
+        if self.node < 0 or self.notice_s < 0 or (self.after_s or 0) < 0 or (self.at_step or 0) < 0:
+            raise UsageError(f"{self} has a value below the limit of 0.")
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """An eviction that has happened.
+
+    Args:
+        eviction: as it was asked for.
+        job: name of the job that the node was running: in a pipeline the step's.
+        machine: that was taken away.
+        step: training steps that the run had completed.
+    """
+
+    eviction: Eviction
+    job: str
+    machine: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A submitted job as an eviction sees it.
+
+    Args:
+        seconds: since its first node began to run.
+        step: training steps that it has completed.
+        nodes: numbers of the nodes that can be taken away now.
+    """
+
+    seconds: float
+    step: int
+    nodes: frozenset[int]
+
+
+def due(evictions: Sequence[Eviction], targets: Mapping[str, Target]) -> list[tuple[Eviction, str]]:
+    """Return the evictions whose time has come, each with the job that it hits.
+
+    An eviction whose node is not there waits for it. Two at once do not take the same node.
+
+    Args:
+        evictions: that have not happened.
+        targets: the running jobs in the order of their submission.
+    """
+    found: list[tuple[Eviction, str]] = []
+    taken: set[tuple[str, int]] = set()
+    for eviction in evictions:
+        for name, target in targets.items():
+            if eviction.node not in target.nodes or (name, eviction.node) in taken:
+                continue
+            late = eviction.after_s is not None and target.seconds >= eviction.after_s
+            far = eviction.at_step is not None and target.step >= eviction.at_step
+            if late or far:
+                found.append((eviction, name))
+                taken.add((name, eviction.node))
+                break
+    return found
+
+
+def read_trace(path: Path) -> tuple[Eviction, ...]:
+    """Read a trace of evictions: lines of ``seconds,node`` or ``seconds,node,notice``; ``#`` begins a comment.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        UsageError: a line is of another form.
+    """
+    evictions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        try:
+            evictions.append(_read(text))
+        except ValueError as error:
+            raise UsageError(
+                f"Line {number} of {path} is no eviction ({error}): {line!r}. Write seconds,node or "
+                "seconds,node,notice, such as 12.5,1,30."
+            ) from error
+    return tuple(evictions)
+
+
+def _read(text: str) -> Eviction:
+    """Read one line.
+
+    Raises:
+        ValueError: it is of another form.
+    """
+    words = text.split(",")
+    if not _FEWEST_COLUMNS <= len(words) <= _MOST_COLUMNS:
+        raise ValueError(f"{len(words)} columns")
+    notice = float(words[2]) if len(words) == _MOST_COLUMNS else _NOTICE_S
+    return Eviction(node=int(words[1]), after_s=float(words[0]), notice_s=notice)

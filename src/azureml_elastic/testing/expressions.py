@@ -1,0 +1,70 @@
+"""The expressions of Azure ML in a command: ``${{inputs.x}}``, ``${{outputs.x}}`` and what stands in ``$[[...]]``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from azureml_elastic.errors import UsageError
+
+__all__ = ["expand", "parent_reference"]
+
+_EXPRESSION = re.compile(r"\$\{\{\s*([^{}]*?)\s*\}\}")
+_OPTIONAL = re.compile(r"\$\[\[(.*?)\]\]", re.DOTALL)
+_NAMED = re.compile(r"(inputs|outputs)\.([\w.]+)")
+_PARENT = re.compile(r"parent\.(inputs|outputs)\.([\w.]+)")
+
+
+def expand(text: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> str:
+    """Return the text with each expression replaced by its value.
+
+    What stands in ``$[[...]]`` stays where all its inputs have values, and goes where one has none.
+
+    Args:
+        text: a command.
+        inputs: paths and literals by name; those without a value are not there.
+        outputs: paths by name.
+
+    Raises:
+        UsageError: an expression names nothing, or is of no known form.
+    """
+    known = {"inputs": inputs, "outputs": outputs}
+
+    def value(match: re.Match[str]) -> str:
+        named = _NAMED.fullmatch(match[1])
+        if named is None:
+            raise UsageError(
+                f"The expression {match[0]} is of no form that the local workspace knows. In a command write "
+                "${{inputs.<name>}} or ${{outputs.<name>}}."
+            )
+        found = known[named[1]].get(named[2])
+        if found is None:
+            there = ", ".join(sorted(known[named[1]])) or "none"
+            raise UsageError(f"The expression {match[0]} names no value; the job's {named[1]} are: {there}.")
+        return found
+
+    def option(match: re.Match[str]) -> str:
+        names = [_NAMED.fullmatch(found) for found in _EXPRESSION.findall(match[1])]
+        missing = any(name is not None and name[2] not in known[name[1]] for name in names)
+        return "" if missing else match[1]
+
+    return _EXPRESSION.sub(value, _OPTIONAL.sub(option, text))
+
+
+def parent_reference(value: object) -> tuple[str, str] | None:
+    """Return ``("inputs" or "outputs", name)`` of ``${{parent.inputs.name}}``; ``None`` for what is no expression.
+
+    Raises:
+        UsageError: it is another expression, such as the output of another step.
+    """
+    if not isinstance(value, str) or "${{" not in value:
+        return None
+    match = _EXPRESSION.fullmatch(value.strip())
+    named = _PARENT.fullmatch(match[1]) if match is not None else None
+    if named is None:
+        raise UsageError(
+            f"The local workspace does not know the binding {value!r}: the steps of its pipelines run side by side, "
+            "each on ${{parent.inputs.<name>}} and ${{parent.outputs.<name>}}. Submit steps that depend on each other "
+            "one after the other."
+        )
+    return named[1], named[2]

@@ -1,0 +1,114 @@
+"""The pools of a local workspace: how many machines there are, of which tier, and how long a new one takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from azureml_elastic.errors import UsageError
+
+__all__ = ["Machine", "Machines", "Pool"]
+
+_FIRST_ADDRESS = 2
+_LAST_ADDRESS = 254
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A compute of the workspace.
+
+    Args:
+        nodes: the most machines at once.
+        tier: only ``low_priority`` machines are evicted.
+        provisioning_s: from the wish for a machine to its being there.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+
+    nodes: int = 8
+    tier: Literal["low_priority", "dedicated"] = "low_priority"
+    provisioning_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.provisioning_s < 0:
+            raise UsageError(f"{self} makes no sense: a pool has at least one node, and none is there before its time.")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a pool.
+
+    Args:
+        name: unique within the workspace; a machine that was taken away never comes back.
+        address: its own, on this machine's loopback.
+        pool: name of its pool.
+        tier: of its pool.
+    """
+
+    name: str
+    address: str
+    pool: str
+    tier: str
+
+
+class Machines:
+    """All machines of a workspace, for several threads.
+
+    Args:
+        pools: by name.
+    """
+
+    def __init__(self, pools: dict[str, Pool]) -> None:
+        self._pools = pools
+        self._used = dict.fromkeys(pools, 0)
+        self._made = 0
+        self._addresses = [f"127.0.0.{number}" for number in range(_FIRST_ADDRESS, _LAST_ADDRESS + 1)]
+        self._change = threading.Condition()
+
+    def pool(self, name: str) -> Pool | None:
+        """Return the pool of this name."""
+        return self._pools.get(name)
+
+    def take(self, pool: str, count: int, cancelled: Callable[[], bool]) -> tuple[Machine, ...] | None:
+        """Wait until so many machines are free at once and return them; ``None`` once cancelled.
+
+        Args:
+            pool: its name.
+            count: of machines.
+            cancelled: asked again and again.
+        """
+        with self._change:
+            while not cancelled():
+                machines = self._take(pool, count)
+                if machines is not None:
+                    return machines
+                self._change.wait(_LOOK_S)
+        return None
+
+    def try_take(self, pool: str) -> Machine | None:
+        """Return a machine if one is free."""
+        with self._change:
+            machines = self._take(pool, 1)
+        return machines[0] if machines else None
+
+    def give_back(self, machine: Machine) -> None:
+        """Free a machine's place, because its job is over or it was taken away."""
+        with self._change:
+            self._used[machine.pool] -= 1
+            self._addresses.append(machine.address)
+            self._change.notify_all()
+
+    def _take(self, pool: str, count: int) -> tuple[Machine, ...] | None:
+        if self._pools[pool].nodes - self._used[pool] < count or len(self._addresses) < count:
+            return None
+        self._used[pool] += count
+        machines = []
+        for _ in range(count):
+            name = f"{pool}-{self._made}"
+            machines.append(Machine(name, self._addresses.pop(0), pool, self._pools[pool].tier))
+            self._made += 1
+        return tuple(machines)

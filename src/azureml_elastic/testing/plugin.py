@@ -1,0 +1,33 @@
+"""A plugin of pytest: the fixture ``local_workspace``, and the mark of the same name with which it is made.
+
+Nothing but the fixture itself imports more than pytest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from azureml_elastic.testing.workspace import LocalWorkspace
+
+__all__ = ["local_workspace", "pytest_configure"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line(
+        "markers", "local_workspace(**arguments): the arguments of LocalWorkspace for the fixture local_workspace"
+    )
+
+
+@pytest.fixture
+def local_workspace(request: pytest.FixtureRequest) -> Iterator[LocalWorkspace]:
+    """A workspace of Azure ML on this machine, made with the arguments of the mark ``local_workspace``."""
+    from azureml_elastic.testing.workspace import LocalWorkspace
+
+    mark = request.node.get_closest_marker("local_workspace")
+    with LocalWorkspace(**({} if mark is None else mark.kwargs)) as workspace:
+        yield workspace

@@ -1,0 +1,230 @@
+"""A workspace of Azure ML on this machine: the real ``MLClient`` submits to it, and it runs what it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from azureml_elastic.errors import MissingExtra, UsageError
+from azureml_elastic.local.processes import NodeProcesses
+from azureml_elastic.local.scheduled_events import MetadataService
+from azureml_elastic.testing.certificates import server_context, write_bundle
+from azureml_elastic.testing.evictions import Evicted, Eviction
+from azureml_elastic.testing.execution import Setting
+from azureml_elastic.testing.gateway import Gateway
+from azureml_elastic.testing.history import API_HOST, History
+from azureml_elastic.testing.machines import Machines, Pool
+from azureml_elastic.testing.mirror import Mirror
+from azureml_elastic.testing.node_environment import Site
+from azureml_elastic.testing.resources import ARM_HOST, Resources
+from azureml_elastic.testing.runs import Runs
+from azureml_elastic.testing.service import Service
+from azureml_elastic.testing.storage import Storage
+from azureml_elastic.testing.tokens import StaticCredential, answer_node
+from azureml_elastic.testing.verdicts import TERMINAL
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+
+__all__ = ["LocalWorkspace"]
+
+_SUBSCRIPTION = "00000000-0000-0000-0000-0000000000aa"
+_GROUP = "local"
+_NAME = "local"
+_PROXIES = ("HTTPS_PROXY", "https_proxy")
+_BUNDLES = ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+_EXCEPTIONS = ("NO_PROXY", "no_proxy")
+
+
+class LocalWorkspace:
+    """A workspace; a context manager.
+
+    While it lasts, this process's environment sends HTTPS through the workspace: ``management.azure.com``, the
+    workspace's own data plane and its storage account are answered here, and all other hosts are reached as ever. One
+    process has one workspace at a time.
+
+    Args:
+        pools: its computes by name; ``serverless`` is always there.
+        evictions: machines that are taken away.
+        requeue: whether the service starts a preempted job again from the beginning, as Azure's documentation says,
+            instead of failing it, as users report.
+        lenient: whether a pipeline with ``continue_on_step_failure`` completes although steps failed, if at least one
+            completed.
+        folder: for all files, kept; ``None`` takes a temporary one, which goes with the workspace.
+
+    Raises:
+        MissingExtra: azure-ai-ml is not installed.
+        UsageError: on entering: neither Azurite nor Node.js is there.
+    """
+
+    def __init__(
+        self,
+        *,
+        pools: Mapping[str, Pool] | None = None,
+        evictions: Sequence[Eviction] = (),
+        requeue: bool = False,
+        lenient: bool = True,
+        folder: Path | None = None,
+    ) -> None:
+        self._pools = {"serverless": Pool(), **({"cluster": Pool()} if pools is None else pools)}
+        self._evictions = tuple(evictions)
+        self._requeue = requeue
+        self._folder = folder
+        self._runs = Runs(lenient=lenient)
+        self._stack = contextlib.ExitStack()
+        self._storage = Storage()
+        self._service: Service | None = None
+        self._client: MLClient | None = None
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            folder = self._folder or Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="azureml-elastic-workspace-"))
+            )
+            folder.mkdir(parents=True, exist_ok=True)
+            storage = stack.enter_context(self._storage)
+            root = (
+                f"/subscriptions/{_SUBSCRIPTION}/resourceGroups/{_GROUP}"
+                f"/providers/Microsoft.MachineLearningServices/workspaces/{_NAME}"
+            )
+            resources = Resources(root, storage, self._runs, self._pools, self._submit)
+            hosts = {ARM_HOST: resources.answer, API_HOST: History(self._runs).answer, **storage.hosts}
+            context, authority = server_context(sorted(hosts), folder)
+            gateway = stack.enter_context(Gateway(hosts, answer_node, context))
+            given = os.environ.get(_BUNDLES[0])
+            bundle = write_bundle(
+                authority, Path(given) if given and Path(given).is_file() else None, folder / "certificates.pem"
+            )
+            trust = {
+                **dict.fromkeys(_PROXIES, gateway.address),
+                **dict.fromkeys((*_BUNDLES, "CURL_CA_BUNDLE"), str(bundle)),
+            }
+            site = Site(_SUBSCRIPTION, _GROUP, _NAME, gateway.address, f"https://{API_HOST}", trust)
+            setting = Setting(
+                site,
+                Machines(self._pools),
+                stack.enter_context(NodeProcesses(folder / "logs")),
+                Mirror(storage, folder / "mirror"),
+                stack.enter_context(MetadataService()),
+                folder / "nodes",
+                self._requeue,
+            )
+            service = Service(setting, self._runs, resources.properties, self._evictions)
+            stack.callback(service.close)
+            service.start()
+            stack.enter_context(_environment({**trust, **dict.fromkeys(_EXCEPTIONS)}))
+            self._service = service
+            self._client = _client()
+            stack.callback(self._close_client)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def ml_client(self) -> MLClient:
+        """The real client of azure-ai-ml, for this workspace."""
+        if self._client is None:
+            raise UsageError(
+                "The local workspace is not open. Use it as a context manager: with LocalWorkspace() as ws."
+            )
+        return self._client
+
+    @property
+    def table_endpoint(self) -> str:
+        """The URL of the workspace's tables, for a rendezvous that is to name one; without one nodes find it."""
+        return self._storage.table_endpoint
+
+    @property
+    def evicted(self) -> tuple[Evicted, ...]:
+        """The evictions that have happened, in their order."""
+        return () if self._service is None else self._service.evicted
+
+    def evict(self, eviction: Eviction) -> None:
+        """Have one more eviction.
+
+        Raises:
+            UsageError: the workspace is not open.
+        """
+        if self._service is None:
+            raise UsageError("The local workspace is not open. Give evictions= when it is made.")
+        self._service.evict(eviction)
+
+    def wait(self, name: str, timeout_s: float | None = None) -> str:
+        """Wait for a job's end, which ``jobs.stream`` notices seconds later, and return its state.
+
+        Args:
+            name: of the job.
+            timeout_s: after which to give up.
+
+        Raises:
+            UsageError: there is no such job.
+            TimeoutError: it has not ended in time.
+        """
+        run = self._runs.get(name)
+        if run is None:
+            raise UsageError(f"The local workspace has no job {name!r}.")
+        if not run.over.wait(timeout_s):
+            raise TimeoutError(f"The job {name!r} is {self._runs.status(run)} after {timeout_s:g} s.")
+        status = self._runs.status(run)
+        assert status in TERMINAL
+        return status
+
+    def log(self, name: str) -> str:
+        """Return what the processes of a job have written so far, one after the other.
+
+        Raises:
+            UsageError: there is no such job.
+        """
+        run = self._runs.get(name)
+        if run is None:
+            raise UsageError(f"The local workspace has no job {name!r}.")
+        return "".join(run.log(log).decode(errors="replace") for log in sorted(run.logs))
+
+    def _close_client(self) -> None:
+        """Forget the client: without the workspace around it, it would call Azure itself."""
+        self._client = None
+
+    def _submit(self, name: str, properties: dict[str, Any]) -> None:
+        assert self._service is not None
+        self._service.submit(name, properties)
+
+
+def _client() -> MLClient:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what azure-ai-ml does with marshmallow while it is imported
+            from azure.ai.ml import MLClient
+    except ModuleNotFoundError as error:
+        raise MissingExtra("azure-ai-ml", "submit") from error
+    return MLClient(StaticCredential(), _SUBSCRIPTION, _GROUP, _NAME, enable_telemetry=False)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of this process, ``None`` removes one, and restore them."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

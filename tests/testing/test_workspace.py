@@ -1,0 +1,229 @@
+"""Jobs that the real client submits, and that run here."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from azure.ai.ml import Input, Output, command, dsl
+from azure.ai.ml.exceptions import JobException
+from azure.core.exceptions import HttpResponseError
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.testing import LocalWorkspace, Pool
+
+SHARED = "azureml://datastores/workspaceblobstore/paths/shared/"
+TELL = """
+import json, os, sys
+from pathlib import Path
+told = {"argv": sys.argv[1:], "environment": dict(os.environ), "beside": Path("beside.txt").read_text()}
+told["data"] = Path(sys.argv[1], "a.txt").read_text()
+Path(sys.argv[2], "told.json").write_text(json.dumps(told))
+Path("outputs").mkdir()
+Path("outputs/artifact.txt").write_text("kept")
+print("said")
+"""
+
+
+def make(text, **fields):
+    return command(command=text, environment="azureml:anything@latest", compute="cluster", **fields)
+
+
+def downloaded(client, name, folder="downloaded"):
+    client.jobs.download(name, download_path=folder, all=True)
+    return {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def workspace(request):
+    """One workspace for the tests that do not disturb each other."""
+    with LocalWorkspace(pools={"cluster": Pool(nodes=4), "small": Pool(nodes=1)}) as workspace:
+        yield workspace
+
+
+@pytest.fixture
+def client(workspace):
+    return workspace.ml_client
+
+
+def test_a_job_finds_its_code_its_inputs_and_its_environment_and_its_outputs_are_downloaded(
+    client, workspace, project, script, capfd
+):
+    script(TELL)
+    script("in the code", "beside.txt")
+    (project / "data").mkdir()
+    (project / "data" / "a.txt").write_text("the data")
+    job = client.jobs.create_or_update(
+        make(
+            "python train.py ${{inputs.data}} ${{outputs.model}} --lr ${{inputs.lr}} && echo after",
+            code="src",
+            inputs={"data": Input(type="uri_folder", path="data", mode="download"), "lr": 0.5},
+            outputs={"model": Output(type="uri_folder")},
+            environment_variables={"MINE": "1"},
+            experiment_name="exp",
+        )
+    )
+    client.jobs.stream(job.name)
+    assert client.jobs.get(job.name).status == "Completed"
+    assert job.name in [known.name for known in client.jobs.list()]
+    files = downloaded(client, job.name)
+    told = json.loads(files["named-outputs/model/told.json"].read_text())
+    assert told["data"] == "the data"
+    assert told["beside"] == "in the code"
+    assert told["argv"][2:] == ["--lr", "0.5"]
+    assert files["artifacts/outputs/artifact.txt"].read_text() == "kept"
+    assert files["artifacts/user_logs/std_log.txt"].read_text() == workspace.log(job.name) == "said\nafter\n"
+    environment = told["environment"]
+    expected = {
+        "AZUREML_RUN_ID": job.name,
+        "AZUREML_ROOT_RUN_ID": job.name,
+        "AZUREML_ARM_WORKSPACE_NAME": "local",
+        "AZUREML_ARM_PROJECT_NAME": "exp",
+        "AZURE_ML_INPUT_lr": "0.5",
+        "AZURE_ML_INPUT_data": told["argv"][0],
+        "AZURE_ML_OUTPUT_model": told["argv"][1],
+        "MINE": "1",
+    }
+    assert {name: environment.get(name) for name in expected} == expected
+    assert json.loads(environment["AZUREML_CR_COMPUTE_CONTEXT"])["vm_priority"] == "low_priority"
+    assert "WORLD_SIZE" not in environment
+    assert "PYTEST_CURRENT_TEST" not in environment
+
+
+def test_a_step_of_a_pipeline_is_a_job_of_its_own_and_writes_where_the_others_read(client, project, script):
+    script(
+        "import os, sys; from pathlib import Path\n"
+        "Path(sys.argv[1], sys.argv[2]).write_text(os.environ['AZUREML_RUN_ID'])"
+    )
+    step = command(
+        command="python train.py ${{outputs.shared}} ${{inputs.word}}",
+        code="src",
+        environment="azureml:anything@latest",
+        inputs={"word": Input(type="string")},
+        outputs={"shared": Output(type="uri_folder", mode="rw_mount", path=SHARED)},
+    )
+
+    @dsl.pipeline
+    def both(word):
+        step(word=word)
+        step(word="second")
+
+    pipeline = both(word="first")
+    pipeline.settings.default_compute = "cluster"
+    job = client.jobs.create_or_update(pipeline, experiment_name="exp")
+    client.jobs.stream(job.name)
+    assert client.jobs.get(job.name).status == "Completed"
+    children = list(client.jobs.list(parent_job_name=job.name))
+    assert [child.status for child in children] == ["Completed", "Completed"]
+    files = downloaded(client, children[0].name)
+    names = {child.name for child in children}
+    assert {files[f"named-outputs/shared/{word}"].read_text() for word in ("first", "second")} == names
+
+
+def test_nodes_of_one_job_know_of_each_other(client, workspace, script):
+    script(
+        "import os; names = ['NODE_RANK', 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR']\n"
+        "print(*(os.environ[name] for name in names))"
+    )
+    job = client.jobs.create_or_update(
+        make(
+            "python train.py",
+            code="src",
+            instance_count=2,
+            distribution={"type": "pytorch", "process_count_per_instance": 2},
+        )
+    )
+    assert workspace.wait(job.name, 60) == "Completed"
+    lines = [line.split() for line in workspace.log(job.name).splitlines()]
+    assert [line[:4] for line in lines] == [
+        ["0", "0", "0", "4"],
+        ["0", "1", "1", "4"],
+        ["1", "2", "0", "4"],
+        ["1", "3", "1", "4"],
+    ]
+    assert len({line[4] for line in lines}) == 1
+
+
+def test_a_job_that_fails_says_what_its_command_said_last(client):
+    job = client.jobs.create_or_update(make("echo before; echo 'the reason' >&2; exit 7"))
+    with pytest.raises(JobException, match=r"exited with status code 7[^\"]*the reason"):
+        client.jobs.stream(job.name)
+    assert client.jobs.get(job.name).status == "Failed"
+
+
+def test_a_command_that_names_no_output_fails(client, workspace):
+    job = client.jobs.create_or_update(make("echo ${{outputs.nothing}}"))
+    assert workspace.wait(job.name, 60) == "Failed"
+    with pytest.raises(JobException, match="names no value"):
+        client.jobs.stream(job.name)
+
+
+def test_a_cancelled_job_is_ended_with_all_that_it_has_started(client, workspace):
+    job = client.jobs.create_or_update(make("sleep 1000 & sleep 1001"))
+    while client.jobs.get(job.name).status != "Running":
+        pass
+    client.jobs.begin_cancel(job.name)
+    assert workspace.wait(job.name, 60) == "Canceled"
+    assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "1001"]]
+
+
+def test_a_job_waits_for_a_machine(client, workspace):
+    first = client.jobs.create_or_update(make("sleep 1000"), compute="small")
+    second = client.jobs.create_or_update(make("true"), compute="small")
+    while client.jobs.get(first.name).status != "Running":
+        pass
+    assert client.jobs.get(second.name).status == "Queued"
+    client.jobs.begin_cancel(first.name)
+    assert workspace.wait(second.name, 60) == "Completed"
+
+
+def test_a_job_that_takes_too_long_is_cancelled(client, workspace):
+    job = make("sleep 1000")
+    job.set_limits(timeout=1)
+    name = client.jobs.create_or_update(job).name
+    assert workspace.wait(name, 60) == "Canceled"
+
+
+def test_what_cannot_be_run_is_refused_with_a_reason(client):
+    with pytest.raises(HttpResponseError, match="no compute 'nowhere'"):
+        client.jobs.create_or_update(make("true"), compute="nowhere")
+    with pytest.raises(HttpResponseError, match="above the limit of 1"):
+        client.jobs.create_or_update(make("true", instance_count=2), compute="small")
+    with pytest.raises(HttpResponseError, match="not in the local workspace"):
+        client.jobs.create_or_update(
+            make("true", inputs={"data": Input(type="uri_folder", path="https://example.com/data")})
+        )
+
+
+def test_a_node_gets_tokens_and_reads_the_workspace_as_on_azure(client, workspace, script):
+    script("""
+import json, os, urllib.request
+with urllib.request.urlopen(os.environ["MSI_ENDPOINT"] + "?resource=https://management.azure.com") as answer:
+    token = json.load(answer)["access_token"]
+scope = [os.environ["AZUREML_ARM_" + name] for name in ("SUBSCRIPTION", "RESOURCEGROUP", "WORKSPACE_NAME")]
+path = "/subscriptions/{}/resourceGroups/{}/providers/Microsoft.MachineLearningServices/workspaces/{}".format(*scope)
+request = urllib.request.Request("https://management.azure.com" + path, headers={"Authorization": "Bearer " + token})
+with urllib.request.urlopen(request) as answer:
+    print(json.load(answer)["properties"]["storageAccount"])
+""")
+    job = client.jobs.create_or_update(make("python train.py", code="src"))
+    assert workspace.wait(job.name, 60) == "Completed", workspace.log(job.name)
+    assert workspace.log(job.name).strip().endswith("/storageAccounts/devstoreaccount1")
+
+
+def test_a_workspace_leaves_nothing_behind():
+    environment, threads = dict(os.environ), set(threading.enumerate())
+    with LocalWorkspace() as workspace:
+        job = workspace.ml_client.jobs.create_or_update(make("sleep 1000 & sleep 1002"))
+        while workspace.ml_client.jobs.get(job.name).status != "Running":
+            pass
+        folder = Path(os.environ["REQUESTS_CA_BUNDLE"]).parent
+    assert dict(os.environ) == environment
+    assert set(threading.enumerate()) <= threads
+    assert not folder.exists()
+    assert workspace.wait(job.name) == "Canceled"
+    assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "1002"]]
+    with pytest.raises(UsageError, match="not open"):
+        workspace.ml_client  # noqa: B018
