@@ -127,6 +127,69 @@ def seconds_of_a_step(loop: Callable[[ExitStack], Iterator[None]]) -> float:
         return statistics.median(later - earlier for earlier, later in pairwise(times[50:]))
 
 
+PHASES = ("batch from the loader", "backward pass", "optimizer", "schedule", "run.step()")
+
+
+def seconds_of_phases(kind: str) -> list[float]:
+    """Return the median times of a step's phases, with torch or under a fixed global batch."""
+    with ExitStack() as stack:
+        dataset, run = TensorDataset(torch.randn(SAMPLES, 64)), None
+        if kind == "torch":
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
+            model: nn.Module = DistributedDataParallel(network())
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
+            run = stack.enter_context(train.start(CheckpointPolicy(path=folder, every=None)))
+            model = run.wrap(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        if run is None:
+            batches = iter(DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset)))
+        else:
+            schedule = run.schedule(schedule)
+            run.track(model=model, optimizer=optimizer, schedule=schedule)
+            batches = iter(run.loader(dataset, global_batch_size=BATCH))
+        found: list[list[float]] = [[] for _ in PHASES]
+        for _ in range(STEPS):
+            times = [time.perf_counter()]
+            (x,) = next(batches)
+            times.append(time.perf_counter())
+            loss = loss_of(model, x)
+            begun = time.perf_counter()
+            loss.backward() if run is None else run.backward(loss)
+            times.append(times[-1] + time.perf_counter() - begun)
+            begun = time.perf_counter()
+            optimizer.step()
+            times.append(times[-1] + time.perf_counter() - begun)
+            begun = time.perf_counter()
+            schedule.step()
+            times.append(times[-1] + time.perf_counter() - begun)
+            optimizer.zero_grad()
+            begun = time.perf_counter()
+            if run is not None:
+                run.step()
+            times.append(times[-1] + time.perf_counter() - begun)
+            for phase, (earlier, later) in zip(found, pairwise(times), strict=True):
+                phase.append(later - earlier)
+        return [statistics.median(phase[50:]) for phase in found]
+
+
+def phases(runs: int) -> str:
+    """Return what each phase of a step takes more than torch's: medians of the differences within a run."""
+    pairs = [(seconds_of_phases("torch"), seconds_of_phases("ours")) for _ in range(runs)]
+    rows = ["| | torch | azureml-elastic | more | of a 10 ms step |", "| --- | --- | --- | --- | --- |"]
+    more = []
+    for index, name in enumerate(PHASES):
+        torchs, ours = (statistics.median(pair[side][index] for pair in pairs) for side in (0, 1))
+        more.append(statistics.median(pair[1][index] - pair[0][index] for pair in pairs))
+        cells = f"{torchs * 1e6:.0f} µs | {ours * 1e6:.0f} µs | {more[-1] * 1e6:.0f} µs | {more[-1] / STEP_SECONDS:.2%}"
+        rows.append(f"| {name} | {cells} |")
+    hooks = sum(more[:-1])
+    rows.append(f"| sampler, weights and hooks together | | | {hooks * 1e6:.0f} µs | {hooks / STEP_SECONDS:.2%} |")
+    return "\n".join(rows)
+
+
 def measure(runs: int) -> dict[str, list[float]]:
     """Return for each loop its times, one for each run, all loops in turn."""
     loops = {TORCH: torch_loop, "torch: 4 micro-batches, no_sync": plain_micro_batches}
@@ -164,12 +227,14 @@ def in_a_process_of_its_own(kind: str, length: int) -> tuple[float, float]:
 
 def tables(runs: int) -> tuple[str, str]:
     """Return what a step costs, and what the begin of an epoch does."""
-    medians = {name: statistics.median(times) for name, times in measure(runs).items()}
+    measured = measure(runs)
+    medians = {name: statistics.median(times) for name, times in measured.items()}
     rows = ["| | a step | more than torch | of a 10 ms step |", "| --- | --- | --- | --- |"]
     for name, seconds in medians.items():
-        peer = medians["torch: 4 micro-batches, no_sync" if "4" in name else TORCH]
-        more = "" if name.startswith("torch") else f"{(seconds - peer) * 1e6:.0f} µs"
-        part = "" if name.startswith("torch") else f"{(seconds - peer) / STEP_SECONDS:.2%}"
+        peers = measured["torch: 4 micro-batches, no_sync" if "4" in name else TORCH]
+        difference = statistics.median(ours - peer for ours, peer in zip(measured[name], peers, strict=True))
+        more = "" if name.startswith("torch") else f"{difference * 1e6:.0f} µs"
+        part = "" if name.startswith("torch") else f"{difference / STEP_SECONDS:.2%}"
         rows.append(f"| {name} | {seconds * 1e6:.0f} µs | {more} | {part} |")
     begins = ["| | samples | first batch after | memory |", "| --- | --- | --- | --- |"]
     for name, kind, length in (
@@ -195,14 +260,16 @@ def main() -> int:
         print(*first_batch(kind, int(length)))
         return 0
     load = os.getloadavg()[0]
+    parts = phases(arguments.runs)
     steps, begins = tables(arguments.runs)
-    print(f"{steps}\n\n{begins}")
+    print(f"{parts}\n\n{steps}\n\n{begins}")
     if not arguments.dry:
         page = Template((HERE.parent / "feeding_page.md").read_text("utf-8")).substitute(
             date=f"{datetime.now().astimezone():%Y-%m-%d}",
             machine=machine(),
             load=f"{load:.1f}",
             runs=arguments.runs,
+            phases=parts,
             steps=steps,
             begins=begins,
         )
