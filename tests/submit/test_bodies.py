@@ -241,7 +241,7 @@ def test_the_compute_given_at_submission_moves_every_node(client, sent):
 
 def test_an_environment_that_has_the_library_gets_nothing_shipped(client, sent, components, workspace):
     client.jobs.create_or_update(
-        make(runtime="environment", command="/opt/py/bin/python -u -m pkg", environment=Environment(image="image:1"))
+        make(delivery="environment", command="/opt/py/bin/python -u -m pkg", environment=Environment(image="image:1"))
     )
     (body,), (component,) = sent(), components()
     assert component["command"] == (

@@ -76,7 +76,7 @@ def send(client, workspace, sent, components):
                 "command": "python train.py",
                 "environment": "azureml:env:1",
                 "compute": "gpu",
-                "runtime": "environment",
+                "delivery": "environment",
                 "resources": ElasticResources(max_instance_count=2, placement=placement, **moved),
                 **fields,
             }

@@ -188,7 +188,7 @@ def _resources(job: ElasticCommandJob, **counts: int) -> JobResourceConfiguratio
 
 def _inputs(job: ElasticCommandJob) -> dict[str, Any]:
     inputs = {name: _value(name, value) for name, value in job.inputs.items()}
-    if job.runtime == "ship":
+    if job.delivery == "ship":
         inputs[wiring.RUNTIME] = Input(type="uri_folder", path=str(stage_runtime()), mode="download")
     return inputs
 

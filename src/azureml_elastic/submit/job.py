@@ -69,7 +69,7 @@ class ElasticCommandJob(Spec, Submittable):
         job_tier: of serverless compute: ``"Spot"``, ``"Basic"``, ``"Standard"``, ``"Premium"``.
         priority: in the compute's queue.
         parent_job_name: the job below which Azure ML shows this one; not with ``fan_out``.
-        runtime: ``"ship"`` sends this library along and adds what the environment lacks; ``"environment"``
+        delivery: ``"ship"`` sends this library along and adds what the environment lacks; ``"environment"``
             takes the library that the environment has.
         audit: whether workers write down the samples of each step.
     """
@@ -98,7 +98,7 @@ class ElasticCommandJob(Spec, Submittable):
     job_tier: Literal["Spot", "Basic", "Standard", "Premium"] | None = None
     priority: Literal["low", "medium", "high"] | None = None
     parent_job_name: str | None = None
-    runtime: Literal["ship", "environment"] = "ship"
+    delivery: Literal["ship", "environment"] = "ship"
     audit: bool = False
 
     @model_validator(mode="before")

@@ -112,7 +112,7 @@ def _requirements() -> dict[str, str]:
     except PackageNotFoundError as error:
         raise SubmitError(
             "azureml-elastic runs from a folder without being installed, so it cannot tell the nodes what it needs. "
-            "Install it (pip install azureml-elastic), or set runtime='environment'."
+            "Install it (pip install azureml-elastic), or set delivery='environment'."
         ) from error
     needed: dict[str, str] = {}
     for line in lines:

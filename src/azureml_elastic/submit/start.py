@@ -26,7 +26,7 @@ __all__ = ["is_satisfied", "main", "unmet"]
 
 _NEXT_STEP = (
     "Use an environment that has it, as from pip install 'azureml-elastic[node]', in which case "
-    "runtime='environment' may be set too."
+    "delivery='environment' may be set too."
 )
 _TAIL = 15
 

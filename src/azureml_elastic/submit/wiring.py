@@ -65,7 +65,7 @@ def command_text(job: ElasticCommandJob, found: FoundProgram) -> str:
         found: where its program stands.
     """
     interpreter = parse_program([found.program]).interpreter or "python"
-    if job.runtime == "ship":
+    if job.delivery == "ship":
         entry = f"{_quoted(interpreter)} ${{{{inputs.{RUNTIME}}}}}/start.py"
     else:
         entry = f"{_quoted(interpreter)} -m azureml_elastic.node"
