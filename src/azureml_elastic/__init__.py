@@ -18,10 +18,12 @@ if TYPE_CHECKING:
         FixedGlobalBatch,
         FixedPerWorkerBatch,
         HealthPolicy,
+        NodePool,
         Plan,
         PreemptionPolicy,
         Ramp,
         RendezvousTimings,
+        SupervisionPolicy,
         TableRendezvous,
     )
     from azureml_elastic.submit import ElasticCommandJob
@@ -35,10 +37,12 @@ __all__ = [
     "FixedGlobalBatch",
     "FixedPerWorkerBatch",
     "HealthPolicy",
+    "NodePool",
     "Plan",
     "PreemptionPolicy",
     "Ramp",
     "RendezvousTimings",
+    "SupervisionPolicy",
     "TableRendezvous",
     "errors",
     "train",
@@ -53,10 +57,12 @@ _HOMES = {
     "FixedGlobalBatch": "spec",
     "FixedPerWorkerBatch": "spec",
     "HealthPolicy": "spec",
+    "NodePool": "spec",
     "Plan": "spec",
     "PreemptionPolicy": "spec",
     "Ramp": "spec",
     "RendezvousTimings": "spec",
+    "SupervisionPolicy": "spec",
     "TableRendezvous": "spec",
 }
 

@@ -31,6 +31,7 @@ except ModuleNotFoundError:
         "test_compilation.py",
         "test_conversion.py",
         "test_fields.py",
+        "test_pools.py",
         "test_submission.py",
     ]
 

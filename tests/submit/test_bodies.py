@@ -115,7 +115,7 @@ def test_fan_out_is_a_pipeline_of_single_nodes(submit, sent, components):
                     "azureml_elastic_runtime": RUNTIME,
                 },
                 "outputs": {},
-                "jobs": {"node_0": node, "node_1": node},
+                "jobs": {name: {**node, "display_name": name} for name in ("node_0", "node_1")},
             }
         }
     ]

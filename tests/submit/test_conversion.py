@@ -273,7 +273,7 @@ def test_a_launcher_that_cannot_be_translated_is_refused_with_the_command_to_wri
 
 
 def test_a_change_that_is_no_field_is_refused_by_name():
-    with pytest.raises(ValidationError, match="shm_size='8g' is no field of an elastic job"):
+    with pytest.raises(ValidationError, match="shm_size is no field of an elastic job"):
         ElasticCommandJob.from_command(sdk_job(), resources=TWO, shm_size="8g")
 
 

@@ -5,9 +5,11 @@ from azureml_elastic.spec.checkpoint import CheckpointPolicy
 from azureml_elastic.spec.distribution import ElasticDistribution, Recovery
 from azureml_elastic.spec.health import HealthPolicy
 from azureml_elastic.spec.plan import PLAN_VERSION, Plan
+from azureml_elastic.spec.pools import NodePool
 from azureml_elastic.spec.preemption import PreemptionPolicy
 from azureml_elastic.spec.rendezvous import Credential, RendezvousTimings, TableRendezvous
 from azureml_elastic.spec.resources import ElasticResources, Placement
+from azureml_elastic.spec.supervision import SupervisionPolicy
 
 __all__ = [
     "PLAN_VERSION",
@@ -19,11 +21,13 @@ __all__ = [
     "FixedGlobalBatch",
     "FixedPerWorkerBatch",
     "HealthPolicy",
+    "NodePool",
     "Placement",
     "Plan",
     "PreemptionPolicy",
     "Ramp",
     "Recovery",
     "RendezvousTimings",
+    "SupervisionPolicy",
     "TableRendezvous",
 ]

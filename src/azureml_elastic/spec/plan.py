@@ -12,7 +12,9 @@ from azureml_elastic.spec.base import Spec
 from azureml_elastic.spec.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.spec.checkpoint import CheckpointPolicy
 from azureml_elastic.spec.distribution import ElasticDistribution
+from azureml_elastic.spec.pools import NodePool
 from azureml_elastic.spec.resources import ElasticResources
+from azureml_elastic.spec.supervision import SupervisionPolicy
 
 __all__ = ["PLAN_VERSION", "Plan"]
 
@@ -28,6 +30,8 @@ class Plan(Spec):
         distribution: the processes.
         checkpoint: the checkpoints.
         batch: what becomes of it when the world size changes.
+        pools: the computes in the order of preference; none where all nodes have one compute.
+        supervision: how lost nodes are replaced; ``None`` for not at all.
         run_id: names the run in the table; ``None`` takes the id that Azure ML gave the run, which every
             submission gets anew.
         audit: whether workers write down the samples of each step, so that "exactly once" can be proven.
@@ -38,6 +42,8 @@ class Plan(Spec):
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
+    pools: tuple[NodePool, ...] = ()
+    supervision: SupervisionPolicy | None = None
     run_id: str | None = None
     audit: bool = False
 

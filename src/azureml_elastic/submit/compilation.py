@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.errors import MissingExtra, SubmitError
+from azureml_elastic.spec.pools import SERVERLESS, NodePool, first_nodes, step_names
 from azureml_elastic.submit import wiring
 from azureml_elastic.submit.refusals import check
 from azureml_elastic.submit.services import kind_of_service, services_of_node
@@ -26,6 +27,7 @@ try:
         JupyterLabJobService,
         PipelineJob,
         PipelineJobSettings,
+        QueueSettings,
         SshJobService,
         TensorBoardJobService,
         VsCodeJobService,
@@ -73,18 +75,31 @@ def _fan_out(job: ElasticCommandJob, text: str) -> PipelineJob:
     inputs = _inputs(job)
     node = _command(job, text, inputs={name: _declaration(value) for name, value in inputs.items()})
     children: dict[str, Any] = {}
-    for index in range(job.resources.max_instance_count):
+    for name, pool in _first_nodes(job):
         child = node(**{name: f"${{{{parent.inputs.{name}}}}}" for name in inputs})
-        child.resources = _resources(job, instance_count=1)
-        child.services = _services(services_of_node(job.services, index))
-        children[f"node_{index}"] = child
+        child.display_name = name
+        child.resources = _resources(job, pool, instance_count=1)
+        child.services = _services(services_of_node(job.services, len(children)))
+        if pool is not None:
+            child.compute = pool.compute
+            if pool.job_tier is not None:
+                child.queue_settings = QueueSettings(job_tier=pool.job_tier, priority=job.priority)
+        children[name] = child
     return PipelineJob(
         jobs=children,
         inputs=inputs,
-        compute=job.compute or "serverless",
+        compute=job.pools[0].compute if job.pools else str(job.compute or SERVERLESS),
         settings=PipelineJobSettings(continue_on_step_failure=True, force_rerun=True),
         **_identification(job),
     )
+
+
+def _first_nodes(job: ElasticCommandJob) -> Iterator[tuple[str, NodePool | None]]:
+    """Yield the nodes that are asked for at once: their names and their pools."""
+    stems = step_names(job.pools)
+    counts = first_nodes(job.pools, job.resources.max_instance_count) or (job.resources.max_instance_count,)
+    for stem, pool, count in zip(stems, job.pools or (None,), counts, strict=True):
+        yield from ((f"{stem}_{number}", pool) for number in range(count))
 
 
 def _single(job: ElasticCommandJob, text: str) -> Command:
@@ -109,7 +124,7 @@ def _single(job: ElasticCommandJob, text: str) -> Command:
         parent_job_name=job.parent_job_name,
         **_identification(job),
     )
-    entity.resources = _resources(job, **counts)
+    entity.resources = _resources(job, None, **counts)
     return entity
 
 
@@ -173,12 +188,12 @@ def _identification(job: ElasticCommandJob) -> dict[str, Any]:
     }
 
 
-def _resources(job: ElasticCommandJob, **counts: int) -> JobResourceConfiguration:
+def _resources(job: ElasticCommandJob, pool: NodePool | None, **counts: int) -> JobResourceConfiguration:
     resources = job.resources
     docker_args = resources.docker_args
     return JobResourceConfiguration(
         **counts,
-        instance_type=resources.instance_type,
+        instance_type=resources.instance_type if pool is None else pool.instance_type,
         locations=None if resources.locations is None else list(resources.locations),
         docker_args=docker_args if docker_args is None or isinstance(docker_args, str) else list(docker_args),
         shm_size=resources.shm_size,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.errors import CommandError
 from azureml_elastic.spec.command import find_program, parse_program
+from azureml_elastic.spec.pools import SERVERLESS, NodePool
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
@@ -26,7 +27,9 @@ def rows(job: ElasticCommandJob) -> list[tuple[str, str]]:
     resources = job.resources
     least, most = resources.min_instance_count, resources.max_instance_count
     nodes = f"{least} to {most}" if least != most else str(most)
-    machine = ", ".join(part for part in (job.compute or "serverless", resources.instance_type, job.job_tier) if part)
+    machine = "; ".join(_pool(pool) for pool in job.pools) or ", ".join(
+        part for part in (str(job.compute or SERVERLESS), resources.instance_type, job.job_tier) if part
+    )
     each = job.distribution.process_count_per_instance
     found = [
         ("name", job.name),
@@ -72,6 +75,20 @@ def as_html(job: ElasticCommandJob) -> str:
         for name, text in rows(job)
     )
     return f"<table><caption>ElasticCommandJob</caption>{cells}</table>"
+
+
+def _pool(pool: NodePool) -> str:
+    least, most = pool.min_instance_count, pool.max_instance_count
+    return " ".join(
+        part
+        for part in (
+            f"{pool.compute}: {least} to {most}" if least != most else f"{pool.compute}: {most}",
+            pool.instance_type,
+            pool.job_tier,
+            None if pool.price_per_hour is None else f"at {pool.price_per_hour:g} USD an hour",
+        )
+        if part
+    )
 
 
 def _program(command: str) -> str:

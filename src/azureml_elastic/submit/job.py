@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
 from azureml_elastic.spec.base import PositiveDuration, Spec
@@ -14,7 +14,9 @@ from azureml_elastic.spec.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.spec.checkpoint import CheckpointPolicy
 from azureml_elastic.spec.distribution import ElasticDistribution
 from azureml_elastic.spec.plan import Plan
+from azureml_elastic.spec.pools import NodePool
 from azureml_elastic.spec.resources import ElasticResources
+from azureml_elastic.spec.supervision import SupervisionPolicy
 from azureml_elastic.submit.acceptance import Submittable
 
 if TYPE_CHECKING:
@@ -36,6 +38,10 @@ _ELSEWHERE = {
 """Fields of azure-ai-ml's command jobs that an elastic job has in another place."""
 
 
+_WITHOUT: Any = None
+"""What ``resources`` has where it was not given: pools say it, or it is refused."""
+
+
 class ElasticCommandJob(Spec, Submittable):
     """A command job of Azure ML that starts small, grows, and survives the loss of any node.
 
@@ -46,15 +52,18 @@ class ElasticCommandJob(Spec, Submittable):
         command: shell commands of which exactly one starts a Python program, as in
             ``"pip install -r requirements.txt && python train.py --data ${{inputs.data}}"``.
         environment: the name of a registered environment, or an ``Environment``.
-        resources: how many nodes, and of which kind.
+        resources: how many nodes, and of which kind. May be left out with pools: training then needs their floors, one
+            node at least, and takes all that they may give.
         code: the local folder with the script, or a remote one that azure-ai-ml knows how to take.
-        compute: the cluster's name; ``None`` for serverless compute.
+        compute: the cluster's name; ``None`` for serverless compute; or :class:`NodePool` objects in the order of
+            preference, as in ``[NodePool("spot", max_instance_count=6), NodePool("dedicated", max_instance_count=2)]``.
         inputs: literals, ``Input`` objects or their fields as a dictionary.
         outputs: ``Output`` objects or their fields. With ``fan_out`` an output without a path is a folder of
             its own for each node.
         environment_variables: for every process of the job.
         distribution: the processes on the nodes.
         checkpoint: the checkpoints; without a path they go to the workspace's default blob store.
+        supervision: how lost nodes are replaced; ``None`` for not at all.
         batch: what becomes of batch and learning rate when the number of processes changes.
         name: of the run; ``None`` lets azure-ai-ml make a new one for each submission.
         display_name: of the run, in the studio.
@@ -74,17 +83,20 @@ class ElasticCommandJob(Spec, Submittable):
         audit: whether workers write down the samples of each step.
     """
 
+    model_config = ConfigDict(hide_input_in_errors=True)  # pydantic would show values of environment variables
+
     type: Literal["elastic_command"] = "elastic_command"
     command: str
     environment: Any = Field(repr=False)
-    resources: ElasticResources
+    resources: ElasticResources = Field(default=_WITHOUT)
     code: str | os.PathLike[str] | None = None
-    compute: str | None = None
+    compute: str | tuple[NodePool, ...] | None = None
     inputs: Mapping[str, Any] = {}
     outputs: Mapping[str, Any] = {}
     environment_variables: Mapping[str, str] = Field(default={}, repr=False)
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
+    supervision: SupervisionPolicy | None = SupervisionPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
     name: str | None = None
     display_name: str | None = None
@@ -107,10 +119,33 @@ class ElasticCommandJob(Spec, Submittable):
         said = sorted(_ELSEWHERE.keys() & fields.keys()) if isinstance(fields, dict) else []
         if said:
             raise ValueError(
-                f"{said[0]}={fields[said[0]]!r} is no field of an elastic job: {_ELSEWHERE[said[0]]} "
+                f"{said[0]} is no field of an elastic job: {_ELSEWHERE[said[0]]} "
                 "(ElasticCommandJob.from_command() translates a job of azure-ai-ml)"
             )
         return fields
+
+    @model_validator(mode="before")
+    @classmethod
+    def _counts_of_pools(cls, fields: Any) -> Any:
+        """Take the node counts from the pools where nobody has given them; each node of a pool is a job of its own."""
+        compute = fields.get("compute") if isinstance(fields, dict) else None
+        if compute is None or isinstance(compute, str):
+            return fields
+        given = fields.get("resources")
+        try:
+            pools = TypeAdapter(tuple[NodePool, ...]).validate_python(compute)
+            resources = None if given is None else ElasticResources.model_validate(given)
+        except ValidationError:  # what is wrong is refused by its name
+            return fields if given is not None else {**fields, "resources": ElasticResources(max_instance_count=1)}
+        if not pools:
+            raise ValueError("compute=[] has no pool; give at least one NodePool, or the name of a cluster")
+        if resources is None:
+            least = max(1, sum(pool.min_instance_count for pool in pools))
+            most = sum(pool.max_instance_count for pool in pools)
+            resources = ElasticResources(min_instance_count=least, max_instance_count=most)
+        if resources.placement is None:
+            resources = resources.model_copy(update={"placement": "fan_out"})
+        return {**fields, "compute": pools, "resources": resources}
 
     @field_validator("distribution", "resources", "checkpoint", mode="before")
     @classmethod
@@ -164,6 +199,11 @@ class ElasticCommandJob(Spec, Submittable):
         return as_html(self)
 
     @property
+    def pools(self) -> tuple[NodePool, ...]:
+        """The node pools in the order of preference; none where ``compute`` names a single compute."""
+        return self.compute if isinstance(self.compute, tuple) else ()
+
+    @property
     def plan(self) -> Plan:
         """What the nodes will receive. It names no run: each submission gets its name from Azure ML."""
         return Plan(
@@ -171,6 +211,8 @@ class ElasticCommandJob(Spec, Submittable):
             distribution=self.distribution,
             checkpoint=self.checkpoint,
             batch=self.batch,
+            pools=self.pools,
+            supervision=self.supervision,
             audit=self.audit,
         )
 

@@ -11,6 +11,7 @@ from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.spec import environment as variables
 from azureml_elastic.spec.command import FoundProgram, find_program, parse_program
 from azureml_elastic.submit.launchers import refuse_launcher
+from azureml_elastic.submit.pools import check_pools
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
@@ -40,6 +41,7 @@ def check(job: ElasticCommandJob) -> FoundProgram:
     _check_names(job)
     _check_placement(job)
     _check_docker_args(job)
+    check_pools(job)
     if job.resources.effective_placement == "fan_out":
         _check_fan_out(job)
     refuse_launcher(job.command)
@@ -71,7 +73,7 @@ def _check_placement(job: ElasticCommandJob) -> None:
             f"The job names no compute for its {resources.max_instance_count} node(s). Give compute='<cluster>', or, "
             "for serverless compute, resources.instance_type='<VM size>' (with job_tier='Spot' for spot machines)."
         )
-    if job.compute == "local":
+    if job.compute == "local":  # a pool refuses that itself
         raise SubmitError(
             "compute='local' would run a single node in a container of this machine. To try the job here, run "
             "'azureml-elastic local'; to submit it, give the name of a cluster."
