@@ -11,12 +11,14 @@
     │   ├── TableForbidden         the table's account refuses our identity
     │   ├── TableNotFound          the table's account does not answer or does not exist
     │   ├── KeyInvalid             a row key that no backend could store
+    │   ├── WorkspaceForbidden     the workspace refuses our identity, or does not exist
     │   └── MissingExtra           an optional package is not installed (also an ImportError)
     ├── TableError                 a call to the table
     │   ├── RowExists              insert found the row already there
     │   ├── RowChanged             replace or delete found another version, or none
     │   ├── ValueTooLarge          the row would not fit
     │   └── TableUnavailable       throttled, timed out or reset; the call may be repeated
+    ├── WorkspaceUnavailable       the workspace does not answer; the call may be repeated
     ├── RunClosed                  the run has ended and takes no more nodes
     │   ├── RunSucceeded
     │   └── RunFailed
@@ -51,6 +53,8 @@ __all__ = [
     "TableUnavailable",
     "UsageError",
     "ValueTooLarge",
+    "WorkspaceForbidden",
+    "WorkspaceUnavailable",
 ]
 
 
@@ -90,6 +94,10 @@ class KeyInvalid(UsageError):
     """A row key that no backend could store."""
 
 
+class WorkspaceForbidden(UsageError):
+    """The workspace refuses our identity, or there is no such workspace; the message names the missing role."""
+
+
 class MissingExtra(UsageError, ImportError):
     """An optional package is not installed.
 
@@ -122,6 +130,10 @@ class ValueTooLarge(TableError):
 
 class TableUnavailable(TableError):
     """The table throttled, timed out or reset the connection. The call may be repeated."""
+
+
+class WorkspaceUnavailable(ElasticError):
+    """The workspace does not answer. The call may be repeated."""
 
 
 class RunClosed(ElasticError):

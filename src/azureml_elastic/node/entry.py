@@ -24,6 +24,7 @@ from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.round import Limits
 from azureml_elastic.node.server_time import ServerClock
 from azureml_elastic.node.strikes import Strikes
+from azureml_elastic.node.supervision.on_node import supervise_from_here
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.warm.process import WarmProcess
 from azureml_elastic.spec import environment as variables
@@ -112,6 +113,9 @@ class _Node:
         self._warm = WarmProcess(interpreter, options, program, os.environ) if distribution.warm_workers else None
         if self._warm is not None:
             stack.callback(self._warm.close)
+        self._supervision = supervise_from_here(identity, table, self._leads, os.environ)
+        if self._supervision is not None:
+            stack.callback(self._supervision.close)
         self._admission = Admission(
             distribution.health,
             lambda: HealthCheck(self._probes(clock)),
@@ -156,6 +160,8 @@ class _Node:
             return end.exit_code, str(end)
         except InterruptedError:
             ending = Ending.LEFT
+        if ending is not Ending.LEFT and self._supervision is not None:
+            self._supervision.finish()
         if ending is Ending.SUCCEEDED:
             return 0, "the run ended well"
         if ending is Ending.FAILED:
@@ -166,6 +172,10 @@ class _Node:
         self._rendezvous.leave(reason)
         self._preemption.acknowledge()
         return self._preemption.exit_code, reason
+
+    def _leads(self) -> bool:
+        """Return whether it is this node that looks after what concerns the whole run."""
+        return self._rendezvous.leads or self._rendezvous.hub.stands_first()
 
     def _agent(self) -> NodeAgent:
         try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["CHANNEL", "HISTORY", "LOCAL_ADDRESS", "NODE_ID", "PLAN", "ROUND", "RUN_DIR", "RUN_ID", "SCHEDULED_EVENTS"]
+__all__ = ["CHANNEL", "FIRST_JOB", "HISTORY", "LOCAL_ADDRESS", "NODE_ID", "PLAN", "ROUND", "RUN_DIR", "RUN_ID", "SCHEDULED_EVENTS"]
 
 PLAN = "AZUREML_ELASTIC_PLAN"
 """The plan as JSON, set by the submission."""
 
 RUN_ID = "AZUREML_ELASTIC_RUN_ID"
 """Names the run in the table; before ``AZUREML_ROOT_RUN_ID``."""
+
+FIRST_JOB = "AZUREML_ELASTIC_FIRST_JOB"
+"""The name of the job with which the run was submitted; set for the nodes that were asked for later."""
 
 NODE_ID = "AZUREML_ELASTIC_NODE_ID"
 """Names this node; without it a name is made from the host name and a nonce."""

@@ -27,7 +27,10 @@ from azureml_elastic.testing.verdicts import NodeState, Verdict, verdict
 __all__ = ["Execution", "Setting"]
 
 _POLL_S = 0.03
+_LOOK_S = 0.2
 _TAIL = 20
+_GRACE_S = 10.0
+"""From SIGTERM to SIGKILL for a job that is cancelled, as for a container that is stopped."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ class Execution:
         try:
             while True:
                 if self.run.cancel.is_set():
+                    self._terminate()
                     return "failed"
                 if body.timeout_s is not None and time.monotonic() - began > body.timeout_s:
                     self.run.cancel.set()
@@ -138,6 +142,16 @@ class Execution:
                 self.run.cancel.wait(_POLL_S)
         finally:
             self._clear()
+
+    def _terminate(self) -> None:
+        """Tell all nodes to end, and give them the time that a container is given."""
+        with self._lock:
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            node.terminate()
+        until = time.monotonic() + _GRACE_S
+        while any(node.is_alive() for node in nodes) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
 
     def _arrive(self, first: str) -> None:
         """Start the nodes whose machines are there: the first ones all at once."""
@@ -221,7 +235,7 @@ class Execution:
         node.kill()
         if not node.gone:
             self._keep(node)
-        self._setting.machines.give_back(node.machine)
+        self._setting.machines.give_back(node.machine, evicted=node.taken)
 
     def _clear(self) -> None:
         for number in list(self._nodes):

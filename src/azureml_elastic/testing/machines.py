@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +25,7 @@ class Pool:
         nodes: the most machines at once.
         tier: only ``low_priority`` machines are evicted.
         provisioning_s: from the wish for a machine to its being there.
+        refill_s: after an eviction, before Azure has another machine in its place; ``math.inf`` for never.
 
     Raises:
         UsageError: a value makes no sense.
@@ -32,9 +34,10 @@ class Pool:
     nodes: int = 8
     tier: Literal["low_priority", "dedicated"] = "low_priority"
     provisioning_s: float = 0.0
+    refill_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.provisioning_s < 0:
+        if self.nodes < 1 or self.provisioning_s < 0 or self.refill_s < 0:
             raise UsageError(f"{self} makes no sense: a pool has at least one node, and none is there before its time.")
 
 
@@ -65,6 +68,7 @@ class Machines:
     def __init__(self, pools: dict[str, Pool]) -> None:
         self._pools = pools
         self._used = dict.fromkeys(pools, 0)
+        self._away: dict[str, list[float]] = {name: [] for name in pools}
         self._made = 0
         self._addresses = [f"127.0.0.{number}" for number in range(_FIRST_ADDRESS, _LAST_ADDRESS + 1)]
         self._change = threading.Condition()
@@ -95,15 +99,25 @@ class Machines:
             machines = self._take(pool, 1)
         return machines[0] if machines else None
 
-    def give_back(self, machine: Machine) -> None:
-        """Free a machine's place, because its job is over or it was taken away."""
+    def give_back(self, machine: Machine, *, evicted: bool = False) -> None:
+        """Free a machine's place, because its job is over or it was taken away.
+
+        Args:
+            machine: that is not used any more.
+            evicted: whether it was taken away: then the pool has one machine less until it is refilled.
+        """
         with self._change:
             self._used[machine.pool] -= 1
+            if evicted:
+                self._away[machine.pool].append(time.monotonic() + self._pools[machine.pool].refill_s)
             self._addresses.append(machine.address)
             self._change.notify_all()
 
     def _take(self, pool: str, count: int) -> tuple[Machine, ...] | None:
-        if self._pools[pool].nodes - self._used[pool] < count or len(self._addresses) < count:
+        now = time.monotonic()
+        self._away[pool] = [until for until in self._away[pool] if until > now]
+        there = self._pools[pool].nodes - len(self._away[pool])
+        if there - self._used[pool] < count or len(self._addresses) < count:
             return None
         self._used[pool] += count
         machines = []

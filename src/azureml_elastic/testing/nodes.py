@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,6 +71,16 @@ class Node:
         codes = [process.exit_code() for process in self.processes]
         failed = [code for code in codes if code]
         return failed[0] if failed else None if None in codes else 0
+
+    def terminate(self) -> None:
+        """Tell the shells and their programs to end; what those have started themselves is theirs to end."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+
+    def is_alive(self) -> bool:
+        """Return whether anything that the node has started is still there."""
+        return any(process.tree() for process in self.processes)
 
     def kill(self) -> None:
         """End all that the node has started."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from email.message import Message
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -13,14 +16,35 @@ from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 from azureml_elastic.errors import TableUnavailable, UsageError
 from azureml_elastic.node.table.patience import PATIENCE, repeat
 
-__all__ = ["fetch"]
+__all__ = ["Reply", "exchange", "fetch"]
 
 _TIMEOUT_S = 4.0
 _TRANSIENT = frozenset({408, 410, 425, 429, 500, 502, 503, 504})
 
 
+@dataclass(frozen=True)
+class Reply:
+    """A final answer.
+
+    Args:
+        status: of HTTP.
+        document: the JSON document, ``None`` where the answer is none.
+        headers: by their names in lower case.
+    """
+
+    status: int
+    document: Any
+    headers: Mapping[str, str]
+
+
 def fetch(request: Request, what: str, *, direct: bool = False, patience: timedelta = PATIENCE) -> tuple[int, Any]:
-    """Return the HTTP status and the JSON document, ``None`` where the answer is no JSON.
+    """Return the status and the document that :func:`exchange` gets; takes what that takes, and raises the same."""
+    reply = exchange(request, what, direct=direct, patience=patience)
+    return reply.status, reply.document
+
+
+def exchange(request: Request, what: str, *, direct: bool = False, patience: timedelta = PATIENCE) -> Reply:
+    """Send a request and return the final answer.
 
     Throttling, server errors and broken connections are waited out while the patience lasts.
 
@@ -40,9 +64,9 @@ def fetch(request: Request, what: str, *, direct: bool = False, patience: timede
         raise UsageError(f"The address {address!r} for {what} is no HTTP address. Correct the variable that holds it.")
     opener = build_opener(ProxyHandler({})) if direct else build_opener()
 
-    def attempt(left_s: float) -> tuple[int, Any]:
+    def attempt(left_s: float) -> Reply:
         try:
-            status, body = _send(opener, request, min(_TIMEOUT_S, left_s))
+            status, body, headers = _send(opener, request, min(_TIMEOUT_S, left_s))
         except (OSError, http.client.HTTPException) as error:
             raise TableUnavailable(
                 f"{address} does not answer the request for {what}: {error}. It may be repeated."
@@ -50,17 +74,21 @@ def fetch(request: Request, what: str, *, direct: bool = False, patience: timede
         if status in _TRANSIENT:
             raise TableUnavailable(f"{address} is busy (HTTP {status}) and does not give {what}. It may be repeated.")
         try:
-            return status, json.loads(body)
+            return Reply(status, json.loads(body), headers)
         except ValueError:
-            return status, None
+            return Reply(status, None, headers)
 
     return repeat(attempt, lambda error: isinstance(error, TableUnavailable), patience)
 
 
-def _send(opener: OpenerDirector, request: Request, timeout_s: float) -> tuple[int, bytes]:
+def _send(opener: OpenerDirector, request: Request, timeout_s: float) -> tuple[int, bytes, dict[str, str]]:
     try:
         with opener.open(request, timeout=timeout_s) as response:
-            return response.status, response.read()
+            return response.status, response.read(), _lowered(response.headers)
     except HTTPError as error:
         with error:
-            return error.code, error.read()
+            return error.code, error.read(), _lowered(error.headers)
+
+
+def _lowered(headers: Message) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}

@@ -1,0 +1,1 @@
+"""Lost nodes are replaced, and nodes that nobody needs any more are not waited for."""

@@ -1,0 +1,117 @@
+"""Runs that replace their lost nodes, fall back to another pool, and let go what nobody needs."""
+
+import math
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, SupervisionPolicy
+from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.ledger.summary import Paths, audit_folder
+from azureml_elastic.submit import ElasticCommandJob as Registered
+from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
+
+SAMPLE = Path(__file__).parents[2] / "samples" / "digits.py"
+SPOT = NodePool("spot", max_instance_count=2)
+DEDICATED = NodePool("dedicated", min_instance_count=1, max_instance_count=3)
+THREE = ElasticResources(min_instance_count=1, max_instance_count=3)
+MACHINES = {"spot": Pool(nodes=2, refill_s=math.inf), "dedicated": Pool(nodes=3, tier="dedicated")}
+
+
+def make(*pools, epochs, resources=THREE, delay=0.1, **supervision):
+    assert Registered is ElasticCommandJob
+    return ElasticCommandJob(
+        code="src",
+        command=f"python digits.py --epochs {epochs} --step-delay {delay}",
+        environment="azureml:anything@latest",
+        compute=pools,
+        resources=resources,
+        supervision=SupervisionPolicy(**{"interval": 1, "fallback_after": 2, "retry_after": 1, **supervision}),
+        audit=True,
+    )
+
+
+@pytest.fixture(autouse=True)
+def digits(project):
+    shutil.copy(SAMPLE, project / "src")
+
+
+def nodes_of(client, name):
+    """Return the state of each node job of a run: those of its first job and those that were asked for later."""
+    found = {}
+    for job in client.jobs.list():
+        if job.name == name or job.name.startswith(f"{name}-"):
+            found |= {child.display_name: child.status for child in client.jobs.list(parent_job_name=job.name)}
+    return found
+
+
+def node_of(client, name, node):
+    """Return the job of a node."""
+    for job in client.jobs.list():
+        for child in client.jobs.list(parent_job_name=job.name):
+            if job.name.startswith(name) and child.display_name == node:
+                return child
+    raise AssertionError(node)
+
+
+def audited(folder):
+    paths = Paths.of(folder / "together")
+    for disk in folder.glob("nodes/*/work/outputs/azureml-elastic"):
+        shutil.copytree(disk, paths.run_dir, dirs_exist_ok=True)
+    return audit_folder(paths, read_events(paths.events))
+
+
+def until(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it has not happened in time"
+        time.sleep(0.1)
+
+
+def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_is_seen_once(tmp_path):
+    evictions = [Eviction(node=0, at_step=15), Eviction(node=1, at_step=30, notice_s=0)]
+    with LocalWorkspace(pools=MACHINES, evictions=evictions, folder=tmp_path / "workspace") as workspace:
+        client = workspace.ml_client
+        run = client.jobs.create_or_update(make(SPOT, DEDICATED, epochs=8))
+        assert workspace.wait(run.name, 220) == "Completed"
+        assert len(workspace.evicted) == 2
+        until(
+            lambda: all(status in ("Completed", "Failed", "Canceled") for status in nodes_of(client, run.name).values())
+        )
+        nodes = nodes_of(client, run.name)
+        assert {name: status for name, status in nodes.items() if name in ("spot_0", "spot_1")} == {
+            "spot_0": "Failed",
+            "spot_1": "Failed",
+        }
+        assert [nodes[f"dedicated_{number}"] for number in range(3)] == ["Completed"] * 3
+        # Asked for, and let go when the run had ended: no spot machine came.
+        assert {nodes[name] for name in nodes.keys() - {"spot_0", "spot_1"} if name.startswith("spot")} == {"Canceled"}
+        floor = node_of(client, run.name, "dedicated_0")
+        text = workspace.log(floor.name)
+        assert "accuracy" in text
+        client.jobs.download(floor.name, output_name="azureml_elastic_checkpoints")
+    sizes = [line.split("round ")[1].split(", contin")[0] for line in text.splitlines() if "ranks, continuing" in line]
+    assert [size.split(": ")[1] for size in sizes][-1] == "3 ranks"
+    assert audited(tmp_path / "workspace").exactly_once
+    assert list(Path("named-outputs/azureml_elastic_checkpoints").rglob("manifest.json"))
+
+
+def test_a_dedicated_node_goes_when_the_spot_node_that_it_stands_in_for_has_come():
+    machines = {"spot": Pool(nodes=1, refill_s=10), "dedicated": Pool(nodes=2, tier="dedicated")}
+    pools = (NodePool("spot", max_instance_count=1), NodePool("dedicated", min_instance_count=1, max_instance_count=2))
+    job = make(*pools, resources=ElasticResources(max_instance_count=2), epochs=40)
+    with LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)]) as workspace:
+        client = workspace.ml_client
+        run = client.jobs.create_or_update(job)
+        until(lambda: nodes_of(client, run.name).get("dedicated_1") == "Running")
+        assert nodes_of(client, run.name)["spot_1"] == "Queued"
+        until(lambda: nodes_of(client, run.name).get("dedicated_1") == "Canceled")
+        assert nodes_of(client, run.name)["spot_1"] == "Running"
+        left = workspace.log(node_of(client, run.name, "dedicated_1").name)
+        assert "leaving at the next step" in left
+        # The owner cancels the run: nothing is asked for any more.
+        client.jobs.begin_cancel(run.name)
+        until(lambda: set(nodes_of(client, run.name).values()) == {"Canceled", "Failed"})
+        assert sorted(nodes_of(client, run.name)) == ["dedicated_0", "dedicated_1", "spot_0", "spot_1"]
