@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 from urllib.request import Request
 
 from azureml_elastic.errors import TableUnavailable, UsageError, WorkspaceForbidden, WorkspaceUnavailable
@@ -182,7 +182,9 @@ class WorkspaceJobs:
     def _history_of(self, address: str, what: str) -> Reply | None:
         if self._history is None:
             self._history = self._find_history()
-        url = address if address.startswith("https://") else f"{self._history}{address}"
+        url = address if "://" in address else f"{self._history}{address}"
+        if urlsplit(url)[:2] != urlsplit(self._history)[:2]:  # the token is for this server alone
+            raise WorkspaceUnavailable(f"The run history gives {what} at another server, {urlsplit(url).netloc!r}.")
         reply = self._send(Request(url), _ML_SCOPE, what)  # noqa: S310 - exchange checks the scheme
         if reply.status == HTTPStatus.NOT_FOUND:
             return None
