@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["CHANNEL", "FIRST_JOB", "HISTORY", "LOCAL_ADDRESS", "NODE_ID", "PLAN", "ROUND", "RUN_DIR", "RUN_ID", "SCHEDULED_EVENTS"]
+__all__ = [
+    "CHANNEL",
+    "FIRST_JOB",
+    "HISTORY",
+    "LOCAL_ADDRESS",
+    "NODE_ID",
+    "PLAN",
+    "ROUND",
+    "RUN_DIR",
+    "RUN_ID",
+    "SCHEDULED_EVENTS",
+]
 
 PLAN = "AZUREML_ELASTIC_PLAN"
 """The plan as JSON, set by the submission."""

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from azureml_elastic.spec.base import Spec
 
-__all__ = ["SERVERLESS", "NodePool", "first_nodes", "step_names"]
+__all__ = ["SERVERLESS", "NodePool", "first_nodes", "replacement_name", "step_names"]
 
 SERVERLESS = "serverless"
 """The compute that Azure ML makes by itself, of a VM size."""
@@ -101,3 +101,14 @@ def step_names(pools: Sequence[NodePool]) -> tuple[str, ...]:
             stem += "_x"
         stems.append(stem)
     return tuple(stems)
+
+
+def replacement_name(first: str, stem: str, number: int) -> str:
+    """Return the name of the job that brings a node: the same for everyone who submits it, so that one alone does.
+
+    Args:
+        first: name of the run's first job.
+        stem: of the pool's nodes.
+        number: of the node within its pool.
+    """
+    return f"{first}-{stem.replace('_', '-')}-{number}"

@@ -8,7 +8,10 @@ from pydantic import Field
 
 from azureml_elastic.spec.base import Duration, PositiveDuration, Spec
 
-__all__ = ["SupervisionPolicy"]
+__all__ = ["CANCELLED_TAG", "SupervisionPolicy"]
+
+CANCELLED_TAG = "azureml_elastic.cancelled"
+"""Of the first job of a run that its owner has cancelled: Azure ML cannot cancel a job whose nodes have all been lost."""
 
 
 class SupervisionPolicy(Spec):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["Evicted", "Eviction", "Target", "due", "read_trace"]
+__all__ = ["Evicted", "Eviction", "Target", "due", "parse_eviction", "read_trace"]
 
 _FEWEST_COLUMNS = 2
 _MOST_COLUMNS = 3
 _NOTICE_S = 30.0
+_NUMBER = r"\d+(?:\.\d+)?"
+_EVICTION = re.compile(
+    rf"(?P<node>\d+)@(?:step:(?P<step>\d+)|(?P<seconds>{_NUMBER})s)(?:/(?P<notice>{_NUMBER})s)?", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,27 @@ def due(evictions: Sequence[Eviction], targets: Mapping[str, Target]) -> list[tu
                 taken.add((name, eviction.node))
                 break
     return found
+
+
+def parse_eviction(text: str) -> Eviction:
+    """Read an eviction as the command line has it: ``1@20s``, ``1@step:30``, each with ``/5s`` for the notice.
+
+    Args:
+        text: the node's number, when, and for how long it is announced.
+
+    Raises:
+        UsageError: it is of another form.
+    """
+    match = _EVICTION.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"{text!r} is no eviction. Write the node and the time, as in 1@20s or 1@step:30, and after a slash the "
+            "notice, as in 1@20s/0s."
+        )
+    notice = _NOTICE_S if match["notice"] is None else float(match["notice"])
+    if match["step"] is not None:
+        return Eviction(node=int(match["node"]), at_step=int(match["step"]), notice_s=notice)
+    return Eviction(node=int(match["node"]), after_s=float(match["seconds"]), notice_s=notice)
 
 
 def read_trace(path: Path) -> tuple[Eviction, ...]:

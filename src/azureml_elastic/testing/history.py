@@ -16,6 +16,8 @@ API_HOST = "local.api.azureml.ms"
 
 _RUNS = r".*/workspaces/[^/]+(?:/experiment(?:id)?s/[^/]+)?/"
 _ASSET = "azureml-output"
+_LABELS = ("description", "displayName", "tags")
+"""What a submitted job can be changed in."""
 
 
 class History:
@@ -47,6 +49,10 @@ class History:
             run = self._runs.get(match[1])
             if run is None:
                 return _no_run(match[1])
+            if request.method == "PATCH" and not match[2]:
+                changes = request.json()
+                run.body.update({name: changes[name] for name in _LABELS if changes.get(name) is not None})
+                return document(self._record(run))
             if match[2] == "/children":
                 return document({"value": [self._record(child) for child in self._runs.children(run.name)]})
             return document(self._details(run) if match[2] else self._record(run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -10,11 +11,14 @@ from typing import Literal
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["Machine", "Machines", "Pool"]
+__all__ = ["Machine", "Machines", "Pool", "parse_pool"]
 
 _FIRST_ADDRESS = 2
 _LAST_ADDRESS = 254
 _LOOK_S = 0.05
+_POOL = re.compile(
+    r"(?P<name>[\w-]+)=(?P<nodes>\d+)(?::(?P<tier>low_priority|dedicated))?(?::(?P<seconds>\d+(?:\.\d+)?)s)?", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,25 @@ class Pool:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.provisioning_s < 0 or self.refill_s < 0:
             raise UsageError(f"{self} makes no sense: a pool has at least one node, and none is there before its time.")
+
+
+def parse_pool(text: str) -> tuple[str, Pool]:
+    """Read a pool as the command line has it: ``name=nodes``, with ``:tier`` and ``:seconds`` to get a machine.
+
+    Args:
+        text: such as ``spot=6``, ``sure=2:dedicated`` or ``sure=2:dedicated:5s``.
+
+    Raises:
+        UsageError: it is of another form.
+    """
+    match = _POOL.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"{text!r} is no pool. Write its name and its nodes, as in spot=6, and with colons its tier (low_priority "
+            "or dedicated) and the seconds until a machine is there, as in sure=2:dedicated:5s."
+        )
+    tier: Literal["low_priority", "dedicated"] = "dedicated" if match["tier"] == "dedicated" else "low_priority"
+    return match["name"], Pool(int(match["nodes"]), tier, float(match["seconds"] or 0))
 
 
 @dataclass(frozen=True)

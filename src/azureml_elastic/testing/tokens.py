@@ -41,5 +41,13 @@ def answer_node(request: Request) -> Answer:
     if "resource" not in asked:
         return refusal(400, "BadRequest", "Name the resource that the token is for.")
     expires = int(time.time()) + _TOKEN_S
-    token = _mint(asked["resource"][0], expires)
-    return document({"access_token": token, "expires_on": str(expires), "token_type": "Bearer"})
+    resource = asked["resource"][0]
+    return document(
+        {
+            "access_token": _mint(resource, expires),
+            "expires_in": str(_TOKEN_S),
+            "expires_on": str(expires),
+            "resource": resource,
+            "token_type": "Bearer",
+        }
+    )

@@ -83,6 +83,7 @@ class LocalWorkspace:
         self._storage = Storage()
         self._service: Service | None = None
         self._client: MLClient | None = None
+        self._variables: Mapping[str, str] = {}
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -120,7 +121,11 @@ class LocalWorkspace:
             service = Service(setting, self._runs, resources.properties, self._evictions)
             stack.callback(service.close)
             service.start()
-            stack.enter_context(_environment({**trust, **dict.fromkeys(_EXCEPTIONS)}))
+            # So that the login that azure-identity finds by itself is one of this workspace.
+            login = {"MSI_ENDPOINT": f"{gateway.address}/token", "MSI_SECRET": None}
+            changes = {**trust, **login, **dict.fromkeys(_EXCEPTIONS)}
+            stack.enter_context(_environment(changes))
+            self._variables = {name: value for name, value in changes.items() if value is not None}
             self._service = service
             self._client = _client()
             stack.callback(self._close_client)
@@ -140,6 +145,16 @@ class LocalWorkspace:
                 "The local workspace is not open. Use it as a context manager: with LocalWorkspace() as ws."
             )
         return self._client
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """What another process's environment needs for its ``MLClient`` and login to be those of this workspace."""
+        return dict(self._variables)
+
+    @property
+    def config(self) -> Mapping[str, str]:
+        """What ``config.json`` holds for ``MLClient.from_config()`` and for the command line."""
+        return {"subscription_id": _SUBSCRIPTION, "resource_group": _GROUP, "workspace_name": _NAME}
 
     @property
     def table_endpoint(self) -> str:

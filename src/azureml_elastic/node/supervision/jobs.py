@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -46,6 +46,7 @@ class RunRecord:
         waited_s: seconds from its submission to its start, or until now.
         ran_s: seconds from its start to its end, or until now; 0 before.
         ended_s: seconds since its end, 0 before.
+        tags: that it has.
     """
 
     name: str
@@ -54,6 +55,7 @@ class RunRecord:
     waited_s: float
     ran_s: float
     ended_s: float
+    tags: Mapping[str, str] = field(default_factory=dict)
 
 
 def workspace_id(environ: Mapping[str, str]) -> str:
@@ -238,6 +240,7 @@ def _record(run: Mapping[str, Any], now: datetime) -> RunRecord:
         waited_s=_seconds(created, started or last),
         ran_s=_seconds(started, last),
         ended_s=_seconds(ended, now),
+        tags=run.get("tags") or {},
     )
 
 

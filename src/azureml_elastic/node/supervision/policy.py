@@ -206,7 +206,7 @@ def _stops(pools: Sequence[NodePool], wanted: int, alive: Sequence[NodeJob]) -> 
         if surplus <= 0:
             break
         if counts[job.pool] > pools[job.pool].min_instance_count:
-            stops.append(Stop(job, "nodes that are wanted more have come"))
+            stops.append(Stop(job, "more nodes run than are wanted"))
             counts[job.pool] -= 1
             surplus -= 1
     if len(running) - len(stops) < wanted:

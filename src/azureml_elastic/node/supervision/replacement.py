@@ -18,7 +18,7 @@ from azureml_elastic.spec import environment as variables
 from azureml_elastic.spec.plan import Plan
 from azureml_elastic.spec.pools import SERVERLESS, NodePool, step_names
 
-__all__ = ["SINGLE", "Place", "place_of", "plan_of", "replacement", "replacement_name"]
+__all__ = ["SINGLE", "Place", "place_of", "plan_of", "replacement", "run_of"]
 
 SINGLE = "job"
 """The stem of a run that is a single job."""
@@ -65,6 +65,16 @@ def plan_of(document: Mapping[str, Any]) -> Plan:
     return Plan.from_json(texts[0])
 
 
+def run_of(document: Mapping[str, Any]) -> str | None:
+    """Return the run that a submitted job says it belongs to, ``None`` where it begins one of its own.
+
+    Args:
+        document: the properties of a job of this library.
+    """
+    found = [name for step in _steps(document).values() if (name := _variables(step).get(variables.RUN_ID))]
+    return found[0] if found else None
+
+
 def place_of(name: str, plan: Plan) -> Place | None:
     """Return which node a step is by its name, ``None`` for a step that is not ours.
 
@@ -75,17 +85,6 @@ def place_of(name: str, plan: Plan) -> Place | None:
     stem, _, number = name.rpartition("_")
     stems = step_names(plan.pools)
     return Place(stems.index(stem), int(number)) if stem in stems and number.isdecimal() else None
-
-
-def replacement_name(first: str, stem: str, number: int) -> str:
-    """Return the name of the job that brings a node: the same for everyone who submits it, so that one alone does.
-
-    Args:
-        first: name of the run's first job.
-        stem: of the pool's nodes.
-        number: of the node within its pool.
-    """
-    return f"{first}-{stem.replace('_', '-')}-{number}"
 
 
 def replacement(

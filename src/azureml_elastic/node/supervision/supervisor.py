@@ -16,18 +16,11 @@ from azureml_elastic.node.rendezvous.keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.round import Round
 from azureml_elastic.node.supervision.jobs import RunRecord, WorkspaceJobs
 from azureml_elastic.node.supervision.policy import JobState, NodeJob, Start, Stop, decide
-from azureml_elastic.node.supervision.replacement import (
-    SINGLE,
-    Place,
-    place_of,
-    plan_of,
-    replacement,
-    replacement_name,
-)
+from azureml_elastic.node.supervision.replacement import SINGLE, Place, place_of, plan_of, replacement
 from azureml_elastic.node.table import Table
 from azureml_elastic.spec.plan import Plan
-from azureml_elastic.spec.pools import NodePool, step_names
-from azureml_elastic.spec.supervision import SupervisionPolicy
+from azureml_elastic.spec.pools import NodePool, replacement_name, step_names
+from azureml_elastic.spec.supervision import CANCELLED_TAG, SupervisionPolicy
 
 __all__ = ["Outlook", "Supervisor"]
 
@@ -106,7 +99,7 @@ class Supervisor:
             if claim.get("first") == self._first:
                 place = Place(stems.index(str(claim["stem"])), int(claim["number"]))
                 jobs.append(self._later_job(name, place, stopped))
-        cancelled = own is not None and own.status in _CANCELLED and not _is_single(document)
+        cancelled = own is not None and (own.status in _CANCELLED or CANCELLED_TAG in own.tags)
         return self._outlook(pools, tuple(jobs), cancelled=cancelled)
 
     def act(self) -> Outlook:

@@ -1,0 +1,43 @@
+"""``azureml-elastic status``: what became of a run and of each of its nodes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+
+__all__ = ["RunName", "status"]
+
+RunName = Annotated[str, typer.Argument(help="The name of the job that submitting returned.")]
+
+
+def status(
+    run: RunName,
+    subscription: SubscriptionOption = None,
+    group: GroupOption = None,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Show a run's job and the jobs of its nodes, those that were asked for later among them."""
+    with explained():
+        place = find_workspace(subscription, group, workspace)
+
+        from rich.console import Console
+        from rich.table import Table
+
+        from azureml_elastic.submit.client import connect, said_plainly
+        from azureml_elastic.submit.submitted import SubmittedRun
+
+        with said_plainly(f"give the run {run!r}"):
+            submitted = SubmittedRun(connect(place.subscription, place.group, place.name), run)
+            nodes = submitted.nodes()
+        console = Console()
+        console.print(f"{run}: {submitted.status}", highlight=False)
+        if submitted.job.studio_url:
+            console.print(submitted.job.studio_url, soft_wrap=True, highlight=False)
+        table = Table("node", "pool", "status", "job")
+        for node in nodes:
+            table.add_row(node.node, node.pool or "", node.status, node.job)
+        console.print(table)

@@ -1,0 +1,104 @@
+"""The command line against a workspace: what became of a run, its logs and outputs, its end."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, SupervisionPolicy
+from azureml_elastic.cli import app
+from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
+
+SAMPLE = Path(__file__).parents[2] / "samples" / "digits.py"
+
+
+@pytest.fixture
+def run(project):
+    shutil.copy(SAMPLE, project / "src")
+    runner = CliRunner()
+
+    def invoke(*words):
+        return runner.invoke(app, list(words))
+
+    return invoke
+
+
+def make(epochs=2, delay=0.05, most=2, **fields):
+    return ElasticCommandJob(
+        code="src",
+        command=f"python digits.py --epochs {epochs} --step-delay {delay}",
+        environment="azureml:anything@latest",
+        **{"compute": "cluster", "resources": ElasticResources(max_instance_count=most), **fields},
+    )
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it has not happened in time"
+        time.sleep(0.1)
+
+
+def configure(workspace):
+    Path("config.json").write_text(json.dumps(dict(workspace.config)))
+
+
+def test_a_run_is_watched_read_and_downloaded(run):
+    with LocalWorkspace() as workspace:
+        configure(workspace)
+        job = workspace.ml_client.jobs.create_or_update(make())
+        assert workspace.wait(job.name, 120) == "Completed"
+        shown = run("status", job.name)
+        assert shown.exit_code == 0, shown.output
+        assert "node_0" in shown.output
+        assert shown.output.count("Completed") == 3
+        shown = run("logs", job.name, "--node", "node_1")
+        assert shown.exit_code == 0, shown.output
+        shown = run("download", job.name, "--to", "there")
+        assert shown.exit_code == 0, shown.output
+        assert list(Path("there").rglob("manifest.json"))
+        shown = run("cancel", job.name)
+        assert "has ended already" in shown.output
+        shown = run("status", "no-such-run")
+        assert shown.exit_code == 2
+        assert "give the run 'no-such-run'" in shown.output
+        shown = run("logs", job.name, "--node", "node_7")
+        assert "has no node 'node_7'. There are: node_0, node_1" in shown.output
+
+
+def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_all_its_jobs(run):
+    machines = {"spot": Pool(nodes=1, refill_s=math.inf), "dedicated": Pool(nodes=1, tier="dedicated")}
+    pools = (NodePool("spot", max_instance_count=1), NodePool("dedicated", max_instance_count=1))
+    policy = SupervisionPolicy(by_nodes=False, interval=1, fallback_after=1, retry_after=1)
+    job = make(epochs=200, compute=pools, resources=ElasticResources(max_instance_count=1), supervision=policy)
+    with LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)]) as workspace:
+        configure(workspace)
+        client = workspace.ml_client
+        submitted = client.jobs.create_or_update(job)
+        assert workspace.wait(submitted.name, 120) == "Failed"
+        with Path("watched.txt").open("w") as out:
+            command = [sys.executable, "-c", "from azureml_elastic.cli import main; main()"]
+            watching = subprocess.Popen([*command, "supervise", submitted.name, "--every", "1"], stdout=out, stderr=out)
+        try:
+            name = f"{submitted.name}-dedicated-0"
+            until(lambda: name in [job.name for job in client.jobs.list()])
+            (node,) = client.jobs.list(parent_job_name=name)
+            until(lambda: "continuing after step" in workspace.log(node.name))
+            shown = run("status", submitted.name)
+            assert "dedicated_0" in shown.output
+            shown = run("cancel", submitted.name)
+            assert f"cancelling {name}" in shown.output, shown.output
+            assert watching.wait(60) == 1, Path("watched.txt").read_text()
+        finally:
+            watching.kill()
+            watching.wait()
+    watched = Path("watched.txt").read_text()
+    assert f"submitted {submitted.name}-spot-1: a node was lost" in watched
+    assert f"submitted {name}: nodes of spot do not come" in watched
+    assert "The run was cancelled." in watched
