@@ -30,6 +30,8 @@
 
 from __future__ import annotations
 
+from azureml_elastic.masking import masked
+
 __all__ = [
     "ChaosError",
     "CheckpointDamaged",
@@ -67,7 +69,10 @@ class UsageError(ElasticError):
 
 
 class CommandError(UsageError):
-    """The command starts no Python program, or one that does not exist."""
+    """The command starts no Python program, or one that does not exist; what looks like a secret in it is masked."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(masked(message))
 
 
 class PlanError(UsageError):
@@ -79,7 +84,10 @@ class ChaosError(UsageError):
 
 
 class SubmitError(UsageError):
-    """The job cannot be compiled or submitted as it is."""
+    """The job cannot be compiled or submitted as it is; what looks like a secret in it is masked."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(masked(message))
 
 
 class TableForbidden(UsageError):

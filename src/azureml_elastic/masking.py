@@ -1,0 +1,34 @@
+"""Takes out of a text what looks like a secret: for messages that quote what somebody has written.
+
+Secrets belong into neither commands nor addresses, and are found there all the same.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["MASK", "masked"]
+
+MASK = "***"
+
+_WORD = r"(?:(?:pass|api|account|sharedaccess)?key|token|secret|passw(?:or)?d|pwd|credentials?|sas|(?:sharedaccess)?signature|sig|connection[-_]?string)"
+_NAME = rf"(?:[\w.]+[-_.])*(?:{_WORD})(?:[-_.\d]\w*)*"
+_VALUE = r"""(?:'[^']*'|"(?:[^"\\]|\\.)*"|[^\s'";&|)]+)"""
+
+_OPTION = re.compile(rf"(?P<said>(?<![\w-])--?{_NAME}(?:=|\s+))(?!-)(?P<value>{_VALUE})", re.IGNORECASE)
+_ASSIGNED = re.compile(rf"(?P<said>\b{_NAME}=)(?P<value>{_VALUE})", re.IGNORECASE)
+_QUERY = re.compile(r"(?P<said>\b[a-z][\w+.-]*://[^\s'\"?]*\?)(?P<value>[^\s'\"]+)", re.IGNORECASE)
+_LOGIN = re.compile(r"(?P<said>\bhttps?://)(?P<value>[^\s/@'\"]+)(?=@)", re.IGNORECASE)
+
+
+def masked(text: str) -> str:
+    """Return the text with ``***`` in place of values of options and variables that are named like secrets.
+
+    What follows ``?`` in an address, and the user in it, go too.
+
+    Args:
+        text: any.
+    """
+    for pattern in (_OPTION, _ASSIGNED, _QUERY, _LOGIN):
+        text = pattern.sub(rf"\g<said>{MASK}", text)
+    return text
