@@ -21,12 +21,14 @@ if TYPE_CHECKING:
         NodePool,
         Plan,
         PreemptionPolicy,
+        Presets,
+        Profile,
         Ramp,
         RendezvousTimings,
         SupervisionPolicy,
         TableRendezvous,
     )
-    from azureml_elastic.submit import ElasticCommandJob
+    from azureml_elastic.submit import ElasticCommandJob, SubmittedRun, load_elastic_job
 
 __all__ = [
     "CheckpointPolicy",
@@ -40,11 +42,15 @@ __all__ = [
     "NodePool",
     "Plan",
     "PreemptionPolicy",
+    "Presets",
+    "Profile",
     "Ramp",
     "RendezvousTimings",
+    "SubmittedRun",
     "SupervisionPolicy",
     "TableRendezvous",
     "errors",
+    "load_elastic_job",
     "train",
 ]
 
@@ -60,10 +66,14 @@ _HOMES = {
     "NodePool": "spec",
     "Plan": "spec",
     "PreemptionPolicy": "spec",
+    "Presets": "spec",
+    "Profile": "spec",
     "Ramp": "spec",
     "RendezvousTimings": "spec",
+    "SubmittedRun": "submit",
     "SupervisionPolicy": "spec",
     "TableRendezvous": "spec",
+    "load_elastic_job": "submit",
 }
 
 

@@ -31,8 +31,14 @@ except ModuleNotFoundError:
         "test_compilation.py",
         "test_conversion.py",
         "test_fields.py",
+        "test_paths_on_compute.py",
         "test_pools.py",
+        "test_presets.py",
         "test_submission.py",
+        "test_yaml_job.py",
+        "test_yaml_overrides.py",
+        "test_yaml_round_trip.py",
+        "test_yaml_schema.py",
     ]
 
 SUBSCRIPTION = "00000000-0000-0000-0000-0000000000aa"

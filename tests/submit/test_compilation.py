@@ -48,3 +48,21 @@ def test_literals_keep_their_types(client, components, workspace, value, kind, s
     (component,), (body,) = components(), workspace.jobs
     assert component["inputs"]["x"] == {"type": kind}
     assert body["properties"]["inputs"]["x"] == {"value": sent, "jobInputType": "literal"}
+
+
+@pytest.mark.parametrize("name", ["azureml:my-env@latest", "my-env@latest"])
+def test_the_label_of_an_environment_is_looked_up_by_the_name_alone(client, workspace, name):
+    identifier = (
+        "/subscriptions/00000000-0000-0000-0000-0000000000aa/resourceGroups/group/providers"
+        "/Microsoft.MachineLearningServices/workspaces/workspace/environments/my-env/versions/7"
+    )
+    workspace.entities["/environments/my-env/versions/7"] = {
+        "id": identifier,
+        "name": "7",
+        "properties": {"image": "i"},
+        "systemData": {},
+    }
+    client.jobs.create_or_update(make(environment=name))
+    asked = [request for request in workspace.requests if "/environments/" in request]
+    assert asked
+    assert not [request for request in asked if "azureml:" in request]

@@ -286,7 +286,7 @@ def test_nodes_without_a_service_of_their_own_have_none(send):
     [
         ({"services": {"web": {"type": "web"}}}, ["service 'web'", "type='web'", "tensor_board"]),
         ({"outputs": {"o": "azureml://x"}}, ["output 'o'", "is a str", "Output(type="]),
-        ({"environment": 3}, ["environment=3", "int"]),
+        ({"environment": 3}, ["environment is a int"]),
     ],
 )
 def test_values_of_the_wrong_kind_are_refused_by_name(send, placement, fields, parts):

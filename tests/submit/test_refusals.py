@@ -24,6 +24,13 @@ def make(**fields):
     )
 
 
+class Declared:
+    """An input with fields, as azure-ai-ml has it."""
+
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
@@ -35,11 +42,11 @@ def make(**fields):
         ({"compute": "local"}, ["azureml-elastic local"]),
         (
             {"resources": ElasticResources(max_instance_count=2, placement="service", docker_args=("-e", "A=1 2"))},
-            ["['-e', 'A=1 2']", "docker_args=\"-e 'A=1 2'\""],
+            ["docker_args is a list", "max_instance_count", "docker_args=shlex.join("],
         ),
         (
             {"resources": ElasticResources(max_instance_count=2, docker_args=("-i",), locations=("westeurope",))},
-            ["drops locations=['westeurope']", "docker_args='-i'"],
+            ["drops locations=['westeurope']", "docker_args=shlex.join("],
         ),
         ({"parent_job_name": "above"}, ["parent_job_name='above'", "'fan_out'", "'gang'"]),
         (
@@ -47,6 +54,17 @@ def make(**fields):
             ["output 'model'", "version='3'", "each of 2 nodes", "Leave the version out"],
         ),
         ({"code": "nowhere"}, ["code='nowhere'", "does not exist"]),
+        (
+            {"outputs": {"o": {"type": "uri_folder", "path_on_compute": "/data"}}},
+            ["output 'o'", "path_on_compute='/data'", "drops it in silence", "${{outputs.o}}"],
+        ),
+        (
+            {"inputs": {"i": Declared(path_on_compute="/data")}},
+            ["input 'i'", "path_on_compute='/data'", "cannot submit"],
+        ),
+        ({"inputs": {"i": {"type": "string", "default": "c", "enum": ["a", "b"]}}}, ["input 'i'", "enum ['a', 'b']"]),
+        ({"inputs": {"i": Declared(default=0, min=1)}}, ["input 'i', 0", "beyond its min 1"]),
+        ({"inputs": {"i": Declared(default=7.5, min=1, max=5)}}, ["input 'i', 7.5", "beyond its min 1 and max 5"]),
     ],
 )
 def test_fields_that_contradict_each_other(fields, parts):
@@ -88,6 +106,13 @@ def test_commands_that_start_no_program_of_the_job(command, part):
         {"compute": None, "resources": ElasticResources(max_instance_count=2, instance_type="x")},
         {"environment_variables": {"AZUREML_ELASTIC_RUN_ID": "mine"}},
         {"resources": ElasticResources(max_instance_count=2, docker_args=("-e", "A=1"))},
+        {
+            "inputs": {
+                "i": {"type": "string", "default": "b", "enum": ["a", "b"]},
+                "n": Declared(default=1, min=1, max=1),
+            }
+        },
+        {"inputs": {"i": Declared(default=0, min=None, max=None, enum=None), "p": Declared(path="azureml:a:1", max=3)}},
     ],
 )
 def test_what_may_well_work_is_let_through(fields):

@@ -1,15 +1,33 @@
 """The folder that goes to the nodes."""
 
+import ast
 import json
+import os
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.submit.staging import cache_folder, stage_runtime
+from azureml_elastic.spec import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.spec import environment as names
+from azureml_elastic.submit import start as starter
+from azureml_elastic.submit.staging import cache_folder, copy_runtime, stage_runtime
+
+SCRIPT = """
+import json, os
+import azureml_elastic, azureml_elastic.nebula
+from azureml_elastic import train
+from azureml_elastic.train.deepspeed import engine
+
+run = train.start()
+print(json.dumps([azureml_elastic.__file__, run.round, run.world_size]), flush=True)
+run.finish()
+"""
 
 
 def listing(place):
@@ -19,7 +37,7 @@ def listing(place):
 def test_holds_the_library_its_starter_and_what_they_need(tmp_path):
     content = listing(stage_runtime(tmp_path))
     assert {"start.py", "requirements.json", "site/azureml_elastic/__init__.py"} <= content.keys()
-    assert content["start.py"] == content["site/azureml_elastic/submit/start.py"]
+    assert content["start.py"] == Path(starter.__file__).read_bytes()
     assert {"site/azureml_elastic/py.typed", "site/azureml_elastic/node/__main__.py"} <= content.keys()
     assert not [name for name in content if "__pycache__" in name or name.endswith(".pyc")]
     needed = json.loads(content["requirements.json"])
@@ -83,6 +101,114 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
         stage_runtime(tmp_path / "file")
 
 
+def test_a_copy_beside_a_file_is_the_same_and_written_once(tmp_path):
+    place, written = copy_runtime(tmp_path / "compiled")
+    assert (place, written) == (tmp_path / "compiled" / "azureml_elastic_runtime", True)
+    assert listing(place) == listing(stage_runtime(tmp_path / "cache"))
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    assert copy_runtime(tmp_path / "compiled") == (place, False)
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+def test_an_older_copy_is_replaced_as_a_whole(tmp_path):
+    folder = tmp_path / "compiled"
+    place, _ = copy_runtime(folder)
+    whole = listing(place)
+    (place / "start.py").write_text("older")
+    (place / "gone.py").write_text("older")
+    assert copy_runtime(folder) == (place, True)
+    assert listing(place) == whole
+    assert list(folder.iterdir()) == [place]
+
+
+def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
+    (tmp_path / "azureml_elastic_runtime").mkdir()
+    (tmp_path / "azureml_elastic_runtime" / "mine.txt").write_text("mine")
+    with pytest.raises(SubmitError, match="holds something else"):
+        copy_runtime(tmp_path)
+    assert (tmp_path / "azureml_elastic_runtime" / "mine.txt").read_text() == "mine"
+
+
+def test_a_copy_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SubmitError, match=r"azureml_elastic_runtime \("):
+        copy_runtime(tmp_path / "file")
+
+
 def test_the_cache_is_the_user_s(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "azureml-elastic"
+
+
+def imported(path):
+    """Yield the modules that a file imports or starts, but for those that only type checkers see."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield node.module
+            if node.module == "azureml_elastic":
+                yield from (f"azureml_elastic.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "find_spec")):
+            yield from (str(argument.value) for argument in node.args if isinstance(argument, ast.Constant))
+        elif isinstance(node, (ast.List, ast.Tuple)):  # an interpreter's arguments
+            words = [getattr(element, "value", None) for element in node.elts]
+            yield from (module for option, module in pairwise(words) if option == "-m")
+
+
+def test_a_shipped_module_imports_nothing_that_is_not_shipped(tmp_path):
+    site = stage_runtime(tmp_path) / "site"
+    lacking, found = [], 0
+    for path in site.rglob("*.py"):
+        for name in imported(path):
+            if str(name).partition(".")[0] != "azureml_elastic":
+                continue
+            found += 1
+            place = site.joinpath(*name.split("."))
+            if not (place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()):
+                lacking.append(f"{path.relative_to(site)} imports {name}")
+    assert not lacking, f"what nodes need must not be in _STAYS of submit/staging.py: {lacking}"
+    assert found > 300
+
+
+def test_what_only_the_submitting_machine_needs_stays_there(tmp_path):
+    parts = {path.name for path in (stage_runtime(tmp_path) / "site" / "azureml_elastic").iterdir()}
+    assert {"node", "train", "nebula", "py.typed"} <= parts
+    assert parts.isdisjoint({"cli", "local", "report", "submit", "testing"})
+
+
+def test_a_node_trains_with_the_shipped_folder_alone(tmp_path):
+    pytest.importorskip("torch")
+    place = stage_runtime(tmp_path / "cache")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plan = Plan(
+        resources=ElasticResources(max_instance_count=1),
+        distribution=ElasticDistribution(rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite"))),
+        checkpoint=CheckpointPolicy(path=str(tmp_path / "checkpoints")),
+        run_id="alone",
+    )
+    variables = {
+        names.PLAN: plan.to_json(),
+        names.NODE_ID: "node-0",
+        names.RUN_DIR: str(tmp_path / "run"),
+        names.LOCAL_ADDRESS: "127.0.0.1",
+        names.SCHEDULED_EVENTS: "",
+    }
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        [sys.executable, place / "start.py", "--checkpoint-dir", tmp_path / "checkpoints", "--", "python", "train.py"],
+        cwd=tmp_path,
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "__init__.py" in line]
+    assert json.loads(line[line.index('["') :]) == [str(place / "site" / "azureml_elastic" / "__init__.py"), 1, 1]

@@ -7,10 +7,20 @@ from typing import Annotated
 
 import typer
 
+from azureml_elastic.cli.cancel import cancel
 from azureml_elastic.cli.checkpoints import checkpoints
+from azureml_elastic.cli.compile import compile_
 from azureml_elastic.cli.demo import demo
+from azureml_elastic.cli.download import download
+from azureml_elastic.cli.init import init
 from azureml_elastic.cli.local import local
+from azureml_elastic.cli.logs import logs
 from azureml_elastic.cli.report import report
+from azureml_elastic.cli.schema import schema
+from azureml_elastic.cli.status import status
+from azureml_elastic.cli.submit import submit
+from azureml_elastic.cli.supervise import supervise
+from azureml_elastic.cli.workspace import workspace
 
 __all__ = ["app", "main"]
 
@@ -19,13 +29,22 @@ app = typer.Typer(
     help="Elastic, preemption-proof distributed PyTorch jobs on Azure Machine Learning.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 # Options end where the program begins; everything after it is the program's.
 app.command(context_settings={"allow_interspersed_args": False})(local)
 app.command()(demo)
 app.command()(report)
+app.command()(init)
+app.command(name="compile")(compile_)
+app.command()(schema)
+app.command()(submit)
+app.command()(status)
+app.command()(logs)
+app.command()(cancel)
+app.command()(download)
+app.command()(supervise)
 app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(workspace, name="workspace")
 
 
 def _show_version(wanted: bool) -> None:

@@ -7,6 +7,8 @@ from azureml_elastic.spec.health import HealthPolicy
 from azureml_elastic.spec.plan import PLAN_VERSION, Plan
 from azureml_elastic.spec.pools import NodePool
 from azureml_elastic.spec.preemption import PreemptionPolicy
+from azureml_elastic.spec.presets import Presets
+from azureml_elastic.spec.profile import Profile
 from azureml_elastic.spec.rendezvous import Credential, RendezvousTimings, TableRendezvous
 from azureml_elastic.spec.resources import ElasticResources, Placement
 from azureml_elastic.spec.supervision import SupervisionPolicy
@@ -25,6 +27,8 @@ __all__ = [
     "Placement",
     "Plan",
     "PreemptionPolicy",
+    "Presets",
+    "Profile",
     "Ramp",
     "Recovery",
     "RendezvousTimings",

@@ -13,6 +13,7 @@ from azureml_elastic.spec.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.spec.checkpoint import CheckpointPolicy
 from azureml_elastic.spec.distribution import ElasticDistribution
 from azureml_elastic.spec.pools import NodePool
+from azureml_elastic.spec.profile import Profile
 from azureml_elastic.spec.resources import ElasticResources
 from azureml_elastic.spec.supervision import SupervisionPolicy
 
@@ -35,6 +36,7 @@ class Plan(Spec):
         run_id: names the run in the table; ``None`` takes the id that Azure ML gave the run, which every
             submission gets anew.
         audit: whether workers write down the samples of each step, so that "exactly once" can be proven.
+        profile: the steps and ranks that PyTorch's profiler records; ``None`` for none.
     """
 
     version: Literal[1] = Field(default=1)
@@ -46,6 +48,7 @@ class Plan(Spec):
     supervision: SupervisionPolicy | None = None
     run_id: str | None = None
     audit: bool = False
+    profile: Profile | None = None
 
     def to_json(self) -> str:
         """Return the document, one line, keys in order: the same plan gives the same text."""

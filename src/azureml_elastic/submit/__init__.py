@@ -7,15 +7,22 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
+    from azureml_elastic.submit.job_file import load_elastic_job
+    from azureml_elastic.submit.submitted import SubmittedRun
 
-__all__ = ["ElasticCommandJob"]
+__all__ = ["ElasticCommandJob", "SubmittedRun", "load_elastic_job"]
+
+_HOMES = {"SubmittedRun": "submitted", "load_elastic_job": "job_file"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"azureml_elastic.submit.{_HOMES[name]}"), name)
     if name != "ElasticCommandJob":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from azureml_elastic.submit import acceptance, job

@@ -13,7 +13,7 @@ from azureml_elastic.errors import MissingExtra, SubmitError
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
-__all__ = ["connect", "said_plainly"]
+__all__ = ["connect", "quietly", "said_plainly"]
 
 
 def connect(subscription: str, group: str, workspace: str) -> MLClient:
@@ -34,9 +34,14 @@ def connect(subscription: str, group: str, workspace: str) -> MLClient:
             from azure.identity import DefaultAzureCredential
     except ModuleNotFoundError as error:
         raise MissingExtra("azure-ai-ml", "submit") from error
-    logging.getLogger("azure.identity").setLevel(logging.ERROR)  # each login that it tries in vain is a warning
-    logging.getLogger("azure.ai.ml").setLevel(logging.CRITICAL)  # and a job that is not there an error
+    quietly()
     return MLClient(DefaultAzureCredential(), subscription, group, workspace, enable_telemetry=False)
+
+
+def quietly() -> None:
+    """Silence what Azure's packages log about themselves: logins tried in vain, experimental classes, missing jobs."""
+    logging.getLogger("azure.identity").setLevel(logging.ERROR)
+    logging.getLogger("azure.ai.ml").setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.errors import MissingExtra, SubmitError
 from azureml_elastic.spec.pools import SERVERLESS, NodePool, first_nodes, step_names
+from azureml_elastic.spec.presets import Presets, mode_of_input
 from azureml_elastic.submit import wiring
 from azureml_elastic.submit.refusals import check
 from azureml_elastic.submit.services import kind_of_service, services_of_node
@@ -47,6 +49,7 @@ _SERVICES = {
     "tensor_board": TensorBoardJobService,
     "vs_code": VsCodeJobService,
 }
+_LABELLED = re.compile(r"azureml:[\w.-]+@[\w.-]+", re.ASCII)
 _LITERAL_TYPES = frozenset(_LITERALS.values())
 
 
@@ -146,12 +149,13 @@ def _command(job: ElasticCommandJob, text: str, **fields: Any) -> Command:
 
 def _environment(environment: Any) -> str | Environment:
     if isinstance(environment, str):
-        return environment
+        # The label of an asset is looked up by the name as it is, where a version is by the name without the scheme.
+        return environment.removeprefix("azureml:") if _LABELLED.fullmatch(environment) else environment
     if type(environment) is dict:
         return Environment(**environment)
     if not isinstance(environment, Environment):
         raise SubmitError(
-            f"environment={environment!r} is a {type(environment).__name__}. Give a name, as in "
+            f"The environment is a {type(environment).__name__}. Give a name, as in "
             "'azureml:my-environment@latest', an Environment from azure.ai.ml.entities, or its fields."
         )
     return copy.deepcopy(environment)
@@ -202,7 +206,7 @@ def _resources(job: ElasticCommandJob, pool: NodePool | None, **counts: int) -> 
 
 
 def _inputs(job: ElasticCommandJob) -> dict[str, Any]:
-    inputs = {name: _value(name, value) for name, value in job.inputs.items()}
+    inputs = {name: _with_mode(_value(name, value), job.presets) for name, value in job.inputs.items()}
     if job.delivery == "ship":
         inputs[wiring.RUNTIME] = Input(type="uri_folder", path=str(stage_runtime()), mode="download")
     return inputs
@@ -226,6 +230,13 @@ def _value(name: str, value: Any) -> Any:
             "value for a number or a text."
         )
     return given if value.type in _LITERAL_TYPES else copy.deepcopy(value)
+
+
+def _with_mode(value: Any, presets: Presets) -> Any:
+    """Return the same value, with the presets' mode where it is an input that names none."""
+    if isinstance(value, Input) and value.mode is None:
+        value.mode = mode_of_input(presets.data, str(value.type))
+    return value
 
 
 def _declaration(value: Any) -> Input:

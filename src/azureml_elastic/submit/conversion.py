@@ -7,6 +7,7 @@ what it cannot say is refused by name.
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -18,10 +19,10 @@ from azureml_elastic.spec.resources import ElasticResources
 from azureml_elastic.submit.acceptance import fields_of_command, plain_command_job
 from azureml_elastic.submit.launchers import read_launcher, refuse_launcher
 
-__all__ = ["fields_of", "refuse_unknown"]
+__all__ = ["FIELDS_OF_COMMAND", "FIELDS_OF_RESOURCES", "fields_of", "located", "refuse_unknown"]
 
 _SAME = ("name", "description", "display_name", "experiment_name", "compute", "parent_job_name")
-_KNOWN = frozenset(
+FIELDS_OF_COMMAND = frozenset(
     {
         *("name", "description", "tags", "properties", "display_name", "experiment_name", "command", "code"),
         *("environment", "environment_variables", "distribution", "compute", "inputs", "outputs", "instance_count"),
@@ -31,7 +32,9 @@ _KNOWN = frozenset(
 )
 """The fields of ``command()`` that are taken over here, in one way or another."""
 
-_OF_THE_NODE = ("instance_type", "shm_size", "docker_args", "locations", "properties")
+FIELDS_OF_RESOURCES = ("instance_type", "shm_size", "docker_args", "locations", "properties")
+"""The fields of the elastic resources that a command job has, too."""
+
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)
 _ASSET = re.compile(r"[\w.-]+(?::[\w.-]+|@[\w.-]+)", re.ASCII)
 _RESOURCE = re.compile(r"/subscriptions/", re.IGNORECASE)
@@ -77,7 +80,7 @@ def fields_of(
     fields["inputs"] = {name: _located_input(value, base) for name, value in job.inputs.items() if value is not None}
     fields["outputs"] = {name: copy.deepcopy(value) or {} for name, value in (job.outputs or {}).items()}
     if job.code is not None:
-        fields["code"] = _located(str(job.code), base)
+        fields["code"] = located(str(job.code), base)
     said: Mapping[str, Any] = {}
     if "command" not in changes:
         fields["command"], said = _program(str(job.command or ""))
@@ -103,7 +106,7 @@ def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:
     Raises:
         SubmitError: it does; the message names the field.
     """
-    for name in sorted(set(names) - _KNOWN):
+    for name in sorted(set(names) - FIELDS_OF_COMMAND):
         value = held.get(name, held.get(f"_{name}"))
         if value is not None:
             raise SubmitError(
@@ -147,7 +150,9 @@ def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) ->
             f"The command job has instance_count={count}, which does not say how far an elastic job may grow. Give "
             "from_command(..., resources=ElasticResources(max_instance_count=...))."
         )
-    kept: dict[str, Any] = {name: getattr(held, name, None) for name in _OF_THE_NODE if getattr(counts, name) is None}
+    kept: dict[str, Any] = {
+        name: getattr(held, name, None) for name in FIELDS_OF_RESOURCES if getattr(counts, name) is None
+    }
     if kept.get("properties"):
         kept["properties"] = copy.deepcopy(dict(kept["properties"]))
     update = {name: value for name, value in kept.items() if value}
@@ -181,15 +186,19 @@ def _located_input(value: Any, base: Path) -> Any:
     """Return a new input whose local path does not depend on where the job was loaded from."""
     if getattr(value, "path", None) is None:
         return copy.deepcopy(value)
-    located = copy.deepcopy(value)
-    located.path = _located(str(value.path), base)
-    return located
+    moved = copy.deepcopy(value)
+    moved.path = located(str(value.path), base)
+    return moved
 
 
-def _located(path: str, base: Path) -> str:
+def located(path: str, base: Path) -> str:
     """Return a path that means the same everywhere: absolute, or with its scheme.
 
     azure-ai-ml takes ``azureml:`` off the names of assets when it reads YAML, and leaves ``name:version``.
+
+    Args:
+        path: of code or of an input.
+        base: what a local path is relative to.
     """
     if _RESOURCE.match(path):
         return f"azureml:{path}"
@@ -197,4 +206,5 @@ def _located(path: str, base: Path) -> str:
         return f"azureml:{path}"
     if _SCHEME.match(path) or Path(path).is_absolute():
         return path
-    return str((base / path).absolute())
+    # azure-ai-ml would call the folder '..' by that name.
+    return os.path.normpath((base / path).absolute())

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from azureml_elastic.errors import CommandError
 from azureml_elastic.spec.command import find_program, parse_program
 from azureml_elastic.spec.pools import SERVERLESS, NodePool
+from azureml_elastic.spec.presets import connection
+from azureml_elastic.submit.wiring import nodes_of
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
 
-__all__ = ["as_html", "as_text", "rows"]
+__all__ = ["as_html", "as_text", "as_words", "rows"]
 
 
 def rows(job: ElasticCommandJob) -> list[tuple[str, str]]:
@@ -44,6 +46,7 @@ def rows(job: ElasticCommandJob) -> list[tuple[str, str]]:
         ("inputs", ", ".join(f"{name}: {_value(value)}" for name, value in job.inputs.items())),
         ("outputs", ", ".join(f"{name}: {_value(value)}" for name, value in job.outputs.items())),
         ("environment variables", ", ".join(sorted(job.environment_variables))),
+        ("presets", _presets(job)),
         ("services", ", ".join(job.services or {})),
         ("identity", None if job.identity is None else type(job.identity).__name__),
         ("timeout", None if job.timeout is None else str(job.timeout)),
@@ -51,6 +54,16 @@ def rows(job: ElasticCommandJob) -> list[tuple[str, str]]:
         ("tags", ", ".join(f"{name}={value}" for name, value in job.tags.items())),
     ]
     return [(name, text) for name, text in found if text]
+
+
+def as_words(job: ElasticCommandJob) -> str:
+    """Return the job as one line.
+
+    Args:
+        job: any job.
+    """
+    shown = ", ".join(f"{name.replace(' ', '_')}={text!r}" for name, text in rows(job))
+    return f"ElasticCommandJob({shown})"
 
 
 def as_text(job: ElasticCommandJob) -> str:
@@ -98,6 +111,21 @@ def _program(command: str) -> str:
         return "none that can be started, see compile()"
     target = f"-m {program.target}" if program.kind == "module" else program.target
     return f"{program.interpreter or 'python'} {target}{' …' if program.arguments else ''}"
+
+
+def _presets(job: ElasticCommandJob) -> str:
+    """Return what the presets do here beyond their defaults, the network that was chosen included."""
+    presets = job.presets
+    sizes, together = nodes_of(job)
+    network = connection(presets.network, sizes, together=together)
+    unset = [name for name in ("network", "mount") if getattr(presets, name) is None]
+    parts = {
+        "network": network,
+        "mount": None if presets.mount == "uncached" else presets.mount,
+        "data": presets.data,
+        "profile": presets.profile,
+    }
+    return ", ".join([*(f"{name} {part}" for name, part in parts.items() if part), *(f"{name} off" for name in unset)])
 
 
 def _environment(environment: Any) -> str:

@@ -15,6 +15,7 @@ from azureml_elastic.spec.checkpoint import CheckpointPolicy
 from azureml_elastic.spec.distribution import ElasticDistribution
 from azureml_elastic.spec.plan import Plan
 from azureml_elastic.spec.pools import NodePool
+from azureml_elastic.spec.presets import Presets
 from azureml_elastic.spec.resources import ElasticResources
 from azureml_elastic.spec.supervision import SupervisionPolicy
 from azureml_elastic.submit.acceptance import Submittable
@@ -37,6 +38,9 @@ _ELSEWHERE = {
 }
 """Fields of azure-ai-ml's command jobs that an elastic job has in another place."""
 
+
+_OF_THE_SUBMISSION = ("docker_args", "instance_type", "locations", "properties", "shm_size")
+"""Resources that are nothing to the nodes."""
 
 _WITHOUT: Any = None
 """What ``resources`` has where it was not given: pools say it, or it is refused."""
@@ -65,6 +69,7 @@ class ElasticCommandJob(Spec, Submittable):
         checkpoint: the checkpoints; without a path they go to the workspace's default blob store.
         supervision: how lost nodes are replaced; ``None`` for not at all.
         batch: what becomes of batch and learning rate when the number of processes changes.
+        presets: what is set for network, mounts, data and profiler beside what the job itself says.
         name: of the run; ``None`` lets azure-ai-ml make a new one for each submission.
         display_name: of the run, in the studio.
         experiment_name: the experiment; ``None`` takes the current folder's name, as azure-ai-ml does.
@@ -98,6 +103,7 @@ class ElasticCommandJob(Spec, Submittable):
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     supervision: SupervisionPolicy | None = SupervisionPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
+    presets: Presets = Presets()
     name: str | None = None
     display_name: str | None = None
     experiment_name: str | None = None
@@ -188,6 +194,11 @@ class ElasticCommandJob(Spec, Submittable):
 
         return cls(**fields_of(command_job, resources, distribution, changes))
 
+    def __repr__(self) -> str:
+        from azureml_elastic.submit.display import as_words
+
+        return as_words(self)
+
     def __str__(self) -> str:
         from azureml_elastic.submit.display import as_text
 
@@ -207,13 +218,14 @@ class ElasticCommandJob(Spec, Submittable):
     def plan(self) -> Plan:
         """What the nodes will receive. It names no run: each submission gets its name from Azure ML."""
         return Plan(
-            resources=self.resources,
+            resources=self.resources.model_copy(update=dict.fromkeys(_OF_THE_SUBMISSION)),
             distribution=self.distribution,
             checkpoint=self.checkpoint,
             batch=self.batch,
             pools=self.pools,
             supervision=self.supervision,
             audit=self.audit,
+            profile=self.presets.profile,
         )
 
     def compile(self) -> Command | PipelineJob:

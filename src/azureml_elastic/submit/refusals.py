@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.spec import environment as variables
@@ -39,6 +38,8 @@ def check(job: ElasticCommandJob) -> FoundProgram:
         CommandError: the command starts no Python program, or one that is not in ``code``.
     """
     _check_names(job)
+    _check_paths_on_compute(job)
+    _check_limits_of_inputs(job)
     _check_placement(job)
     _check_docker_args(job)
     check_pools(job)
@@ -66,6 +67,37 @@ def _check_names(job: ElasticCommandJob) -> None:
         )
 
 
+def _check_paths_on_compute(job: ElasticCommandJob) -> None:
+    for kind, values in (("input", job.inputs), ("output", job.outputs)):
+        for name, value in values.items():
+            path = _said(value, "path_on_compute")
+            if path is not None:
+                does = "drops it in silence" if kind == "output" else "cannot submit a job with it"
+                raise SubmitError(
+                    f"The {kind} {name!r} has path_on_compute={path!r}, but azure-ai-ml {does}, with any placement. "
+                    f"Leave it out, and take the folder that ${{{{{kind}s.{name}}}}} names in the command."
+                )
+
+
+def _check_limits_of_inputs(job: ElasticCommandJob) -> None:
+    """Check literals against what their own declaration allows: azure-ai-ml sends the value alone."""
+    for name, value in job.inputs.items():
+        given, choices = _said(value, "default"), _said(value, "enum")
+        least, most = _said(value, "min"), _said(value, "max")
+        if given is None:
+            continue
+        if choices and given not in choices:
+            raise SubmitError(f"The value of the input {name!r} is not in its enum {list(choices)}. Give one of these.")
+        if (least is not None and given < least) or (most is not None and given > most):
+            limits = " and ".join(f"{word} {one}" for word, one in (("min", least), ("max", most)) if one is not None)
+            raise SubmitError(f"The value of the input {name!r}, {given}, is beyond its {limits}. Correct one of them.")
+
+
+def _said(value: Any, name: str) -> Any:
+    """Return a field of an ``Input`` or ``Output``, or of their fields as a dictionary."""
+    return value.get(name) if type(value) is dict else getattr(value, name, None)
+
+
 def _check_placement(job: ElasticCommandJob) -> None:
     resources = job.resources
     if job.compute is None and resources.instance_type is None and job.job_tier is None:
@@ -84,15 +116,16 @@ def _check_docker_args(job: ElasticCommandJob) -> None:
     resources = job.resources
     if resources.docker_args is None or isinstance(resources.docker_args, str):
         return
-    text = shlex.join(resources.docker_args)
-    said = f"docker_args={list(resources.docker_args)!r} is a list, and with a list azure-ai-ml drops"
+    said = "docker_args is a list, and with a list azure-ai-ml drops"
     if resources.effective_placement == "service":
         raise SubmitError(
             f"{said} the max_instance_count that the placement 'service' rests on. Give one string, "
-            f"docker_args={text!r}, or take the placement 'fan_out'."
+            "docker_args=shlex.join([...]), or take the placement 'fan_out'."
         )
     if resources.locations is not None:
-        raise SubmitError(f"{said} locations={list(resources.locations)!r}. Give one string, docker_args={text!r}.")
+        raise SubmitError(
+            f"{said} locations={list(resources.locations)!r}. Give one string, docker_args=shlex.join([...])."
+        )
 
 
 def _check_fan_out(job: ElasticCommandJob) -> None:

@@ -20,10 +20,13 @@ from pathlib import Path
 import azureml_elastic
 from azureml_elastic.errors import SubmitError
 
-__all__ = ["cache_folder", "stage_runtime"]
+__all__ = ["cache_folder", "copy_runtime", "stage_runtime"]
 
 _DISTRIBUTION = "azureml-elastic"
 _NAME = "azureml_elastic_runtime"
+_STAYS = frozenset({"cli", "local", "report", "submit", "testing"})
+"""Parts of the library that neither nodes nor training scripts import: they are for the machine that submits."""
+
 _LEFT_BEHIND = frozenset({".orig", ".pyc", ".pyo", ".rej", ".swp"})
 _MODULES = {
     "pydantic": "pydantic",
@@ -62,28 +65,63 @@ def stage_runtime(cache: Path | None = None) -> Path:
     """
     content = _content()
     place = (cache or cache_folder()) / "runtime" / _digest(content) / _NAME
-    if _matches(place, content):
-        return place
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent.parent))
-        try:
-            _write(scratch / "new", content)
-            if _matches(place, content):  # another process was faster
-                return place
-            if place.exists():
-                place.rename(scratch / "old")
-            (scratch / "new").rename(place)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        _put(place, content, place.parent.parent)
     except OSError as error:
-        if _matches(place, content):  # faster still, between the look and the renaming
-            return place
         raise SubmitError(
             f"The runtime for the nodes cannot be written to {place} ({error}). Free or permit that folder, or set "
             "XDG_CACHE_HOME to another one."
         ) from error
     return place
+
+
+def copy_runtime(folder: Path) -> tuple[Path, bool]:
+    """Return a copy of the same folder below another one, and whether it had to be written.
+
+    Args:
+        folder: below which it lies; made if it is missing.
+
+    Raises:
+        SubmitError: something else has the copy's name, or it cannot be written.
+    """
+    place = folder / _NAME
+    if place.exists() and not (place / "start.py").exists():
+        raise SubmitError(
+            f"{place} is there already and holds something else. Move it away, or write the job elsewhere."
+        )
+    try:
+        return place, _put(place, _content(), folder)
+    except OSError as error:
+        raise SubmitError(f"The runtime for the nodes cannot be written to {place} ({error}). Permit it.") from error
+
+
+def _put(place: Path, content: Mapping[str, bytes], near: Path) -> bool:
+    """Make a folder hold the content and nothing else, at once; return whether it did not already.
+
+    Args:
+        place: the folder.
+        content: the files.
+        near: a folder on the same disk, where it is prepared.
+    """
+    if _matches(place, content):
+        return False
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=near))
+        try:
+            _write(scratch / "new", content)
+            if _matches(place, content):  # another process was faster
+                return False
+            if place.exists():
+                place.rename(scratch / "old")
+            (scratch / "new").rename(place)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError:
+        if _matches(place, content):  # faster still, between the look and the renaming
+            return False
+        raise
+    return True
 
 
 def _content() -> dict[str, bytes]:
@@ -96,11 +134,12 @@ def _content() -> dict[str, bytes]:
 
 
 def _sources(package: Path) -> dict[str, Path]:
-    """Return the package's files but for those that Python and editors leave behind."""
+    """Return the files that nodes need, but for those that Python and editors leave behind."""
     return {
         relative.as_posix(): package / relative
         for relative in (path.relative_to(package) for path in sorted(package.rglob("*")) if path.is_file())
-        if relative.suffix not in _LEFT_BEHIND
+        if relative.parts[0] not in _STAYS
+        and relative.suffix not in _LEFT_BEHIND
         and not any(part == "__pycache__" or part.startswith(".") for part in relative.parts)
     }
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from azureml_elastic.spec.command import FoundProgram, parse_program
 from azureml_elastic.spec.environment import PLAN
+from azureml_elastic.spec.pools import SERVERLESS
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
@@ -21,6 +22,7 @@ __all__ = [
     "checkpoint_output",
     "command_text",
     "environment_variables",
+    "nodes_of",
 ]
 
 RUNTIME = "azureml_elastic_runtime"
@@ -31,19 +33,26 @@ CHECKPOINTS = "azureml_elastic_checkpoints"
 
 _DEFAULT_CHECKPOINTS = "azureml://datastores/workspaceblobstore/paths/azureml-elastic/"
 
-_UNCACHED_MOUNTS = {
-    "DATASET_MOUNT_CACHE_SIZE": "0",
-    "DATASET_MOUNT_ATTRIBUTE_CACHE_TTL": "1",
-    "DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "False",
-    "DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED": "False",
-    "DATASET_MOUNT_MEMORY_CACHE_SIZE": "0",
-}
-"""A mounted folder caches what it has read; a restarted node must see what another has just written."""
-
 
 def environment_variables(job: ElasticCommandJob) -> dict[str, str]:
-    """Return the variables of the job: the mount's, the user's, which go before them, and the plan."""
-    return {**_UNCACHED_MOUNTS, **job.environment_variables, PLAN: job.plan.to_json()}
+    """Return the variables of the job: the presets', the user's, which go before them, and the plan."""
+    sizes, together = nodes_of(job)
+    presets = job.presets.environment_variables(sizes, together=together)
+    return {**presets, **job.environment_variables, PLAN: job.plan.to_json()}
+
+
+def nodes_of(job: ElasticCommandJob) -> tuple[tuple[str | None, ...], bool]:
+    """Return the VM sizes of the nodes, as far as the job says them, and whether all are in one cluster or one job.
+
+    Nodes of a cluster are near each other; each job on serverless compute gets machines of its own.
+    """
+    if job.pools:
+        computes = {pool.compute for pool in job.pools}
+        sizes: tuple[str | None, ...] = tuple(pool.instance_type for pool in job.pools)
+    else:
+        computes, sizes = {str(job.compute or SERVERLESS)}, (job.resources.instance_type,)
+    one_job = job.resources.effective_placement != "fan_out" or job.resources.max_instance_count == 1
+    return sizes, one_job or (len(computes) == 1 and SERVERLESS not in computes)
 
 
 def checkpoint_output(job: ElasticCommandJob) -> str | None:

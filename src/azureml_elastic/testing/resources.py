@@ -222,7 +222,7 @@ class Resources:
             return document(entities[rest])
         prefix = rest if rest.endswith("/versions") else f"{rest}/versions"
         versions = [entity for key, entity in entities.items() if key.startswith(f"{prefix}/")]
-        if rest.startswith("/environments/") and not versions:
+        if rest.startswith("/environments/") and not versions and ":" not in rest:
             versions = [self._environment(rest.split("/")[2], "1")]
             if "/versions/" in rest:
                 return document(self._environment(*rest.split("/")[2::2]))

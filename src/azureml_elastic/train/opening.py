@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from azureml_elastic.checkpoints.storage import open_storage
-from azureml_elastic.spec import BatchPolicy, CheckpointPolicy, FixedGlobalBatch
+from azureml_elastic.spec import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, Profile
 from azureml_elastic.train.agent import Agent
 from azureml_elastic.train.audit import Audit
 from azureml_elastic.train.channel import ChannelAgent
-from azureml_elastic.train.process import Environment
+from azureml_elastic.train.process import Environment, pick_device, trace_folder
+from azureml_elastic.train.profiling import Profiling
 from azureml_elastic.train.session import Session
 from azureml_elastic.train.stacks import register_stack_dump
 from azureml_elastic.train.standalone import StandaloneAgent
@@ -18,7 +19,11 @@ __all__ = ["start"]
 
 
 def start(
-    checkpoint: CheckpointPolicy | None = None, *, batch: BatchPolicy | None = None, audit: bool | None = None
+    checkpoint: CheckpointPolicy | None = None,
+    *,
+    batch: BatchPolicy | None = None,
+    audit: bool | None = None,
+    profile: Profile | None = None,
 ) -> Session:
     """Join the run that this process was started for, or make one of a single process.
 
@@ -26,6 +31,7 @@ def start(
         checkpoint: when checkpoints are taken and where they go; before the plan's.
         batch: what becomes of batch and learning rate when the world size changes; before the plan's.
         audit: whether to write down the samples of each step; ``None`` does what the plan says.
+        profile: the steps and ranks that PyTorch's profiler records; before the plan's.
 
     Returns:
         The session. It ends by ``with``, by :meth:`Session.finish`, or with the interpreter.
@@ -50,4 +56,9 @@ def start(
     wants_audit = audit if audit is not None else environment.plan is not None and environment.plan.audit
     planned = FixedGlobalBatch() if environment.plan is None else environment.plan.batch
     written = Audit(environment.run_dir) if wants_audit else None
-    return Session(identity, policy, storage, agent, written, batch or planned)
+    profile = profile or (None if environment.plan is None else environment.plan.profile)
+    profiling = None
+    if profile is not None:
+        folder = trace_folder(profile.folder, environment.run_dir)
+        profiling = Profiling(profile, folder, environment.node, pick_device(identity), agent)
+    return Session(identity, policy, storage, agent, written, batch or planned, profiling)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from string import Template
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ from azureml_elastic.spec import CheckpointPolicy, Plan
 from azureml_elastic.spec import environment as names
 from azureml_elastic.train.agent import Identity
 
-__all__ = ["Environment", "close_group", "open_group", "pick_device", "read_history"]
+__all__ = ["Environment", "close_group", "open_group", "pick_device", "read_history", "trace_folder"]
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,14 @@ class Environment:
         channel: the path of the agent's socket, ``None`` without an agent.
         run_dir: for audit files, ``None`` for the working directory.
         plan: the run's plan, ``None`` without one.
+        node: names the machine, in files.
     """
 
     identity: Identity
     channel: str | None
     run_dir: str | None
     plan: Plan | None
+    node: str
 
     @property
     def stays(self) -> bool:
@@ -62,7 +67,10 @@ class Environment:
         text = variables.get(names.PLAN)
         if channel is not None and names.ROUND not in variables:
             raise PlanError(f"{names.CHANNEL} is set without {names.ROUND}; the node's agent sets both.")
-        return cls(identity, channel, variables.get(names.RUN_DIR), None if text is None else Plan.from_json(text))
+        plan = None if text is None else Plan.from_json(text)
+        return cls(
+            identity, channel, variables.get(names.RUN_DIR), plan, variables.get(names.NODE_ID) or socket.gethostname()
+        )
 
     def policy(self, wanted: CheckpointPolicy | None) -> CheckpointPolicy:
         """Return the checkpoint policy: the script's argument, else the plan's, else the defaults.
@@ -82,6 +90,17 @@ def read_history(variables: Mapping[str, str] = os.environ) -> tuple[int, float]
     """Return how many losses the run has had, and for how many seconds it has trained before this round."""
     losses, _, seconds = variables.get(names.HISTORY, "0 0").partition(" ")
     return int(losses), float(seconds)
+
+
+def trace_folder(wanted: str | None, run_dir: str | None, variables: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for the profiler's traces.
+
+    Args:
+        wanted: with variables in it, or ``None`` for ``profiles`` in the run's folder.
+        run_dir: that folder, ``None`` for the working directory.
+        variables: the environment.
+    """
+    return Path(run_dir or ".") / "profiles" if wanted is None else Path(Template(wanted).safe_substitute(variables))
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -26,6 +26,7 @@ from azureml_elastic.train.ending import Ending
 from azureml_elastic.train.keeper import Keeper
 from azureml_elastic.train.loader import Batching
 from azureml_elastic.train.place import Place
+from azureml_elastic.train.profiling import Profiling
 from azureml_elastic.train.state import TrackedState
 from azureml_elastic.train.training import Training
 
@@ -47,6 +48,7 @@ class Session(Training):
         agent: that started the process.
         audit: writes down the samples of each step, if at all.
         batch: what becomes of the batch when the world size changes.
+        profiling: records steps, if at all.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class Session(Training):
         agent: Agent,
         audit: Audit | None,
         batch: BatchPolicy,
+        profiling: Profiling | None = None,
     ) -> None:
         place = Place(agent, identity, audit)
         super().__init__(place, agent, audit, batch)
         self._keeper = Keeper(policy, storage, agent, place.world, self._position, self._rate)
         self._place.keep(self._keeper)
+        self._profiling = profiling
         self._ending = Ending(self._finish_at_exit, self._close, self._place.on_uncaught)
 
     @property
@@ -157,6 +161,8 @@ class Session(Training):
         self._attach(state)
         with self._place.guard(stay=False):
             self._keeper.track(state)
+        if self._profiling is not None:
+            self._profiling.enter(self._place.world.identity, self.steps)
 
     def step(self) -> None:
         """Commit an optimizer step: its samples are trained, and a checkpoint or a change of nodes may follow.
@@ -178,6 +184,8 @@ class Session(Training):
             raise UsageError("run.step() was called without a batch: call it once in each iteration over the loader.")
         if self._place.void:
             self._place.end_void_step()
+            if self._profiling is not None:
+                self._profiling.after_step(self._place.world.identity, self.steps)
             return
         self._commit()
         self._keeper.steps += 1
@@ -186,6 +194,8 @@ class Session(Training):
             self._audit.done(self.steps)
         with self._place.guard():
             self._between_steps(self._agent.completed(self.steps))
+        if self._profiling is not None:
+            self._profiling.after_step(self._place.world.identity, self.steps)
 
     def finish(self) -> None:
         """Take the last checkpoint, so that the same script started again trains nothing again. Only once.
@@ -198,6 +208,8 @@ class Session(Training):
         """
         if self._place.over:
             return
+        if self._profiling is not None:
+            self._profiling.finish(self.steps)
         self._keeper.settle()
         if self._keeper.state is not None:
             if self._keeper.half_step:
@@ -252,6 +264,8 @@ class Session(Training):
 
     def _close(self) -> None:
         self._ending.cancel()
+        if self._profiling is not None:
+            self._profiling.close()
         if not self._place.over:
             self._keeper.settle(_CLOSING_SECONDS)
         self._agent.close()

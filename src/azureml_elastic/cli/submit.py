@@ -1,0 +1,54 @@
+"""``azureml-elastic submit``: submits a job file, with the user's own login."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from azureml_elastic.cli.compile import JobFile, Overrides
+from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+
+__all__ = ["submit"]
+
+
+def submit(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be submitted, and contact nobody.")
+    ] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Show the run until it ends.")] = False,
+    subscription: SubscriptionOption = None,
+    group: GroupOption = None,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Submit JOB.YML; prints the name of the run, for the other commands.
+
+    The workspace is that of config.json, of the variables of Azure ML, or of the options. The login is the one that
+    azure-identity finds: az login, the variables of a service principal, a managed identity.
+    """
+    with explained():
+        from azureml_elastic.submit.client import connect, quietly, said_plainly
+
+        quietly()
+        if dry_run:
+            from azureml_elastic.submit.compiled_file import compile_file
+
+            typer.echo(compile_file(job_file, None, overrides or ()).text, nl=False)
+            return
+        place = find_workspace(subscription, group, workspace)
+
+        from azureml_elastic.submit.job_file import load_elastic_job
+
+        job = load_elastic_job(job_file, overrides or ())
+        client = connect(place.subscription, place.group, place.name)
+        with said_plainly(f"submit {job_file}"):
+            submitted = client.jobs.create_or_update(job)
+        typer.echo(submitted.name)
+        if submitted.studio_url:
+            typer.echo(submitted.studio_url, err=True)
+        if stream:
+            with said_plainly(f"stream {submitted.name}"):
+                client.jobs.stream(submitted.name)

@@ -1,0 +1,298 @@
+"""Entities of azure-ai-ml as the fields that the YAML of a job has for them.
+
+They are read by their public names. What they hold that YAML has no field for is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.acceptance import plain_command_job
+from azureml_elastic.submit.conversion import located
+
+__all__ = ["Places", "document_of", "real_path"]
+
+_SCHEMA = "https://azuremlschemas.azureedge.net/latest/{}Job.schema.json"
+_ANONYMOUS = re.compile(r"CliV2AnonymousEnvironment|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_IDENTIFICATION = ("name", "display_name", "experiment_name", "description", "tags", "properties")
+_NODE = ("resources", "limits", "identity", "services", "queue_settings", "distribution")
+_FIELDS = {
+    "input": ("type", "path", "mode", "datastore"),
+    "output": ("type", "path", "mode", "name", "version"),
+    "resources": (
+        *("instance_count", "max_instance_count", "instance_type", "shm_size", "docker_args", "locations"),
+        "properties",
+    ),
+    "limits": ("timeout",),
+    "identity": ("type", "client_id", "object_id"),
+    "service": ("type", "nodes", "port", "log_dir", "ssh_public_keys", "properties"),
+    "queue_settings": ("job_tier", "priority"),
+    "distribution": ("type", "process_count_per_instance"),
+    "settings": ("continue_on_step_failure", "force_rerun", "default_compute", "default_datastore"),
+}
+"""What YAML has a field for, of each kind of entity."""
+
+_LOWER_CASE = frozenset({"job_tier", "priority"})
+"""Names that YAML has in lower case alone."""
+
+_UNWRITTEN = {
+    "pipeline": ("identity", "services", "outputs"),
+    "node": ("description", "comment", "tags", "properties"),
+    "component": ("display_name", "description", "tags", "properties", "resources", "distribution"),
+}
+"""What these entities have places for, but elastic jobs have nothing in."""
+
+_ALWAYS = {"limits": "type"}
+"""What an entity holds always, and says by what it is."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """How local paths are written.
+
+    Args:
+        folder: of the file that is written; ``None`` writes all of them absolute.
+        absolute: paths that stay absolute.
+        base: what the paths that are read are relative to.
+        resolved: whether links are followed to their ends, as azure-ai-ml does when it reads YAML.
+    """
+
+    folder: Path | None = None
+    absolute: frozenset[str] = frozenset()
+    base: Path = Path()
+    resolved: bool = False
+
+    def spelled(self, path: str) -> str:
+        """Return a path as the file has it: relative to its folder, absolute, or with its scheme."""
+        whole = located(path, self.base)
+        if not Path(whole).is_absolute():
+            return whole
+        there = real_path(whole, named=not self.resolved)
+        if self.folder is None or there in self.absolute:
+            return there
+        try:
+            relative = Path(os.path.relpath(there, os.path.realpath(self.folder)))
+        except ValueError:  # on another drive of Windows
+            return there
+        return relative.as_posix() if relative.parts[:1] == ("..",) else f"./{relative.as_posix()}".removesuffix("/.")
+
+
+def real_path(path: str | os.PathLike[str], *, named: bool = True) -> str:
+    """Return where a path leads.
+
+    Args:
+        path: of a file or folder.
+        named: whether its own name stays if it is a link, as its author has written it.
+    """
+    parent, name = os.path.split(Path(path).absolute())
+    return str(Path(os.path.realpath(parent), name)) if named and name != ".." else os.path.realpath(path)
+
+
+def document_of(entity: Any, places: Places, absent: Collection[str] = ()) -> dict[str, Any]:
+    """Return a compiled job as YAML has it: a command job, or a pipeline of command nodes.
+
+    Args:
+        entity: what ``ElasticCommandJob.compile()`` or ``load_job`` returned.
+        places: how local paths are written.
+        absent: outputs that the nodes of a pipeline do not mention.
+
+    Raises:
+        SubmitError: it has something that YAML has no field for.
+    """
+    if hasattr(type(entity), "jobs"):
+        return _pipeline(entity, places, absent)
+    return _command(plain_command_job(entity), places)
+
+
+def _command(job: Any, places: Places) -> dict[str, Any]:
+    return {
+        "$schema": _SCHEMA.format("command"),
+        "type": "command",
+        **_identification(job),
+        **_computed(job.compute),
+        **_program(job, places),
+        **_said("environment_variables", dict(job.environment_variables or {})),
+        **_said("inputs", {name: _input(name, value, places) for name, value in (job.inputs or {}).items()}),
+        **_said("outputs", {name: _output(name, value) for name, value in (job.outputs or {}).items()}),
+        **_node(job),
+        **_said("parent_job_name", getattr(job, "parent_job_name", None)),
+    }
+
+
+def _pipeline(job: Any, places: Places, absent: Collection[str]) -> dict[str, Any]:
+    """Return a pipeline, whose equal parts are one object each: YAML has an anchor for them."""
+    parts: dict[str, list[Any]] = {}
+    nodes = {}
+    _check_unwritten("pipeline", job)
+    for name, node in job.jobs.items():
+        _check_unwritten("node", node)
+        _check_unwritten("component", node.component)
+        build = getattr(node.component.environment, "build", None)
+        if build is not None and "://" in str(build.path):
+            raise SubmitError(
+                f"The environment is built from {build.path!r}, for which azure-ai-ml makes another name whenever "
+                "it reads it, so each node would get an environment of its own. Register it with "
+                "ml_client.environments.create_or_update(...), and give its name."
+            )
+        outputs = {key: _node_output(key, node) for key in node.component.outputs if key not in absent}
+        said = {
+            "type": "command",
+            **_said("display_name", node.display_name),
+            **_computed(node.compute),
+            "component": _component(node.component, places),
+            **_said("environment_variables", dict(node.environment_variables or {})),
+            **_said("inputs", {key: f"${{{{parent.inputs.{key}}}}}" for key in node.component.inputs}),
+            **_said("outputs", outputs),
+            **_node(node),
+        }
+        nodes[name] = {key: _shared(value, parts.setdefault(key, [])) for key, value in said.items()}
+    return {
+        "$schema": _SCHEMA.format("pipeline"),
+        "type": "pipeline",
+        **_identification(job),
+        **_computed(job.compute),
+        "settings": _fields("settings", "The pipeline's settings", job.settings),
+        **_said("inputs", {name: _input(name, value.result(), places) for name, value in job.inputs.items()}),
+        "jobs": nodes,
+    }
+
+
+def _check_unwritten(kind: str, held: Any) -> None:
+    for name in _UNWRITTEN[kind]:
+        if getattr(held, name, None):
+            raise SubmitError(f"The {kind} has {name}, which is not written as YAML. Submit the job from Python.")
+
+
+def _component(component: Any, places: Places) -> dict[str, Any]:
+    inputs = {name: _fields("input", f"The input {name!r}", value) for name, value in component.inputs.items()}
+    outputs = {
+        name: {key: getattr(value, key) for key in ("type", "mode") if getattr(value, key) is not None}
+        for name, value in component.outputs.items()
+    }
+    return {
+        "type": "command",
+        **_program(component, places),
+        "is_deterministic": component.is_deterministic,
+        **_said("inputs", inputs),
+        **_said("outputs", outputs),
+    }
+
+
+def _node_output(name: str, node: Any) -> dict[str, Any]:
+    """Return an output of a pipeline's node: what it says itself, and the rest from its component."""
+    own, declared = node.outputs[name], node.component.outputs[name]
+    said = {key: getattr(own, key, None) or getattr(declared, key, None) for key in _FIELDS["output"]}
+    _fields("output", f"The output {name!r}", declared)
+    return {key: value for key, value in said.items() if value is not None}
+
+
+def _identification(job: Any) -> dict[str, Any]:
+    found = {name: getattr(job, name, None) for name in _IDENTIFICATION}
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in found.items() if value}
+
+
+def _program(holder: Any, places: Places) -> dict[str, Any]:
+    code = getattr(holder, "code", None)
+    return {
+        **_said("code", None if code is None else places.spelled(str(code))),
+        "command": holder.command,
+        "environment": _environment(holder.environment, places),
+    }
+
+
+def _computed(compute: Any) -> dict[str, str]:
+    return {} if not compute else {"compute": compute if str(compute).startswith("azureml:") else f"azureml:{compute}"}
+
+
+def _node(holder: Any) -> dict[str, Any]:
+    """Return how a node runs: its machine, its limits, its identity and so on."""
+    said: dict[str, Any] = {}
+    for name in _NODE:
+        value = getattr(holder, name, None)
+        if name == "services" and value:
+            said[name] = {key: _fields("service", f"The service {key!r}", one) for key, one in value.items()}
+        elif name != "services" and value is not None:
+            said |= _said(name, _fields(name, name, value))
+    return said
+
+
+def _input(name: str, value: Any, places: Places) -> Any:
+    if isinstance(value, bool | int | float | str):
+        return value
+    said = _fields("input", f"The input {name!r}", value)
+    return said | _said("path", None if said.get("path") is None else places.spelled(str(said["path"])))
+
+
+def _output(name: str, value: Any) -> dict[str, Any] | None:
+    return None if value is None else _fields("output", f"The output {name!r}", value)
+
+
+def _environment(environment: Any, places: Places) -> Any:
+    if isinstance(environment, str):
+        scheme = environment.startswith(("azureml:", "azureml://"))
+        return environment if scheme else f"azureml:{environment}"
+    if environment.id:
+        return f"azureml:{environment.id}"
+    if environment.name and not _ANONYMOUS.fullmatch(environment.name):
+        raise SubmitError(
+            f"The environment {environment.name!r} would be registered by the job, which YAML cannot say. Register it "
+            f"with ml_client.environments.create_or_update(...), and give environment='azureml:{environment.name}:"
+            f"{environment.version or 1}'."
+        )
+    said = {
+        name: getattr(environment, name, None) for name in ("image", "os_type", "description", "tags", "properties")
+    }
+    for name in ("inference_config", "datastore"):
+        if getattr(environment, name, None):
+            raise SubmitError(f"The environment has {name}, which the YAML of a job cannot say. Leave it out.")
+    if environment.conda_file:
+        said["conda_file"] = _plain(environment.conda_file)
+    if environment.build is not None:
+        local = environment.path or environment.build.path
+        said["build"] = {
+            **_said("path", None if local is None else places.spelled(str(local))),
+            **_said("dockerfile_path", environment.build.dockerfile_path),
+        }
+    return {name: value for name, value in said.items() if value}
+
+
+def _fields(kind: str, what: str, held: Any) -> dict[str, Any]:
+    """Return what an entity holds; what YAML has no field for is refused by name."""
+    names = _FIELDS[kind]
+    for name in sorted(vars(held)):
+        expected = name.startswith("_") or name in names or name == _ALWAYS.get(kind)
+        if not expected and vars(held)[name] not in (None, False, {}, []):
+            raise SubmitError(
+                f"{what} has {name}, which the YAML of a job cannot say. Leave it out, or submit the job from Python."
+            )
+    found = {name: _plain(getattr(held, name, None)) for name in names}
+    said = {name: value for name, value in found.items() if value not in (None, {}, [])}
+    return {name: value.lower() if name in _LOWER_CASE else value for name, value in said.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of plain dictionaries and lists."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _said(name: str, value: Any) -> dict[str, Any]:
+    return {} if value is None or value == {} else {name: value}
+
+
+def _shared(found: Any, earlier: list[Any]) -> Any:
+    """Return an equal one of those that there are already, or this one, which then is there."""
+    if not isinstance(found, dict):
+        return found
+    for one in earlier:
+        if one == found:
+            return one
+    earlier.append(found)
+    return found

@@ -1,0 +1,107 @@
+"""Values that are set in a job's document from outside: ``--set elastic.max_instance_count=12``."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from azureml_elastic.errors import MissingExtra, SubmitError
+
+try:
+    import yaml
+except ModuleNotFoundError as error:
+    raise MissingExtra("PyYAML", "submit") from error
+
+__all__ = ["apply_overrides", "parse_override"]
+
+_KEY = re.compile(r'"(?P<quoted>[^"]*)"|(?P<plain>[^."=]+)')
+
+
+def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return a new document in which each override has set one value; later ones go before earlier ones.
+
+    Blocks that are not there yet are made. Whether a field exists is for whoever reads the document.
+
+    Args:
+        document: of a job file.
+        overrides: each ``path=value``, see :func:`parse_override`.
+
+    Raises:
+        SubmitError: an override cannot be read, or its path leads through a value that is no block.
+    """
+    changed: dict[str, Any] = copy.deepcopy(dict(document))
+    for override in overrides:
+        path, value = parse_override(override)
+        _set(changed, path, value)
+    return changed
+
+
+def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
+    """Return the keys that lead to a value, and the value.
+
+    Args:
+        override: ``a.b=c``: keys with dots between them, those that have dots themselves in double quotes; numbers for
+            the entries of a list; and a value as YAML writes it on one line. Nothing after ``=`` is an empty text.
+
+    Raises:
+        SubmitError: it has no ``=`` or no keys, or its value is no YAML. No value is ever shown.
+    """
+    path, equals, text = _split(override)
+    if not path or not equals:
+        raise SubmitError(
+            f"--set {override.partition('=')[0]!r} sets nothing. Give a path and a value, such as "
+            "elastic.max_instance_count=12 or inputs.lr=0.5."
+        )
+    try:
+        return path, "" if not text.strip() else yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise SubmitError(
+            f"The value that --set gives to {'.'.join(path)} is no YAML. Put text with special characters in quotes, "
+            "as in --set 'tags.note=\"a: b\"'."
+        ) from None
+
+
+def _split(override: str) -> tuple[tuple[str, ...], str, str]:
+    """Return the keys, ``=`` and the text of the value; no keys where they cannot be read."""
+    keys: list[str] = []
+    position = -1
+    while position < 0 or override.startswith(".", position):
+        match = _KEY.match(override, position + 1)
+        if match is None:
+            return (), "", ""
+        keys.append(match["plain"] if match["quoted"] is None else match["quoted"])
+        position = match.end()
+    return tuple(keys), override[position : position + 1], override[position + 1 :]
+
+
+def _set(document: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    here: Any = document
+    for number, key in enumerate(path):
+        last = number == len(path) - 1
+        if isinstance(here, list):
+            index = _index(here, path[: number + 1])
+            if last:
+                here[index] = value
+            here = here[index]
+        elif isinstance(here, dict):
+            if last:
+                here[key] = value
+            elif here.get(key) is None:
+                here[key] = {}
+            here = here[key]
+        else:
+            raise SubmitError(
+                f"--set {'.'.join(path)}: {'.'.join(path[:number])} is a {type(here).__name__}, which has no {key!r}. "
+                f"Set {'.'.join(path[:number])} as a whole, or correct the path."
+            )
+
+
+def _index(entries: list[Any], path: Sequence[str]) -> int:
+    if not path[-1].isdecimal() or int(path[-1]) >= len(entries):
+        raise SubmitError(
+            f"--set {'.'.join(path)}: {'.'.join(path[:-1])} is a list of {len(entries)}, whose entries are 0 to "
+            f"{len(entries) - 1}. Give one of these numbers, or set the list as a whole, as in [a, b]."
+        )
+    return int(path[-1])
