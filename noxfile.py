@@ -40,7 +40,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests against the installed wheel."""
-    install_wheel(session, "all", groups=("test", "integrations"))
+    install_wheel(session, "all", groups=("test", "integrations", "notebooks"))
     # Most of the time is spent waiting for processes to start and to die, so more run at once than there are cores.
     session.run("python", "-m", "pytest", *(session.posargs or ("-n", "3", "--dist", "worksteal", "--durations=10")))
 

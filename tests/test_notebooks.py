@@ -60,7 +60,8 @@ def test_every_notebook_is_tested_and_has_no_outputs():
 def test_quick_start(project):
     evictions = [Eviction(node=1, at_step=40)]
     text, outputs = execute(project, "quick_start", pools={"cpu-cluster": Pool(nodes=3)}, evictions=evictions)
-    (table,) = [o["data"]["text/html"] for o in outputs if "ElasticCommandJob" in o.get("data", {}).get("text/html", "")]
+    shown = [output.get("data", {}).get("text/html", "") for output in outputs]
+    (table,) = [text for text in shown if "ElasticCommandJob" in text]
     assert "cpu-cluster" in table
     assert "node_1     Failed" in text
     assert "node_0     Completed" in text

@@ -11,7 +11,10 @@ __all__ = ["MASK", "masked"]
 
 MASK = "***"
 
-_WORD = r"(?:(?:pass|api|account|sharedaccess)?key|token|secret|passw(?:or)?d|pwd|credentials?|sas|(?:sharedaccess)?signature|sig|connection[-_]?string)"
+_WORD = (
+    r"(?:(?:pass|api|account|sharedaccess)?key|token|secret|passw(?:or)?d|pwd|credentials?|sas|(?:sharedaccess)?signature"
+    r"|sig|connection[-_]?string)"
+)
 _NAME = rf"(?:[\w.]+[-_.])*(?:{_WORD})(?:[-_.\d]\w*)*"
 _VALUE = r"""(?:'[^']*'|"(?:[^"\\]|\\.)*"|[^\s'";&|)]+)"""
 

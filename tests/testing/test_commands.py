@@ -33,7 +33,7 @@ def make(epochs=2, delay=0.05, most=2, **fields):
     return ElasticCommandJob(
         code="src",
         command=f"python digits.py --epochs {epochs} --step-delay {delay}",
-        environment="azureml:anything@latest",
+        environment="anything@latest",
         **{"compute": "cluster", "resources": ElasticResources(max_instance_count=most), **fields},
     )
 

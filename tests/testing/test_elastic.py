@@ -20,7 +20,7 @@ def make(placement, least=1, most=3):
     return ElasticCommandJob(
         code="src",
         command="python digits.py --epochs 3 --step-delay 0.1",
-        environment="azureml:anything@latest",
+        environment="anything@latest",
         compute="cluster",
         resources=ElasticResources(min_instance_count=least, max_instance_count=most, placement=placement),
         audit=True,

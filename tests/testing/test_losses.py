@@ -45,7 +45,7 @@ def make(**fields):
     return command(
         command="python train.py ${{outputs.shared}}",
         code="src",
-        environment="azureml:anything@latest",
+        environment="anything@latest",
         compute="cluster",
         outputs={"shared": SHARED},
         **fields,

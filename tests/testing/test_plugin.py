@@ -18,7 +18,7 @@ def test_the_fixture_is_a_workspace_made_with_the_arguments_of_the_mark(local_wo
     job = local_workspace.ml_client.jobs.create_or_update(
         command(
             command='case "$AZUREML_CR_COMPUTE_CONTEXT" in *\'"run_attempt_count": 1\'*) sleep 1000;; esac',
-            environment="azureml:anything@latest",
+            environment="anything@latest",
             compute="spot",
         )
     )

@@ -55,7 +55,7 @@ def make(**fields):
         **{
             "code": "src",
             "command": f"python train.py --key {USERS}",
-            "environment": "azureml:anything@latest",
+            "environment": "anything@latest",
             "compute": [NodePool("spot", max_instance_count=2)],
             "environment_variables": {"THEIR_KEY": USERS},
             "supervision": SupervisionPolicy(interval=1, retry_after=1),

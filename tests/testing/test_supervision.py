@@ -25,7 +25,7 @@ def make(*pools, epochs, resources=THREE, delay=0.1, **supervision):
     return ElasticCommandJob(
         code="src",
         command=f"python digits.py --epochs {epochs} --step-delay {delay}",
-        environment="azureml:anything@latest",
+        environment="anything@latest",
         compute=pools,
         resources=resources,
         supervision=SupervisionPolicy(**{"interval": 1, "fallback_after": 2, "retry_after": 1, **supervision}),
@@ -74,7 +74,7 @@ def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_i
     evictions = [Eviction(node=0, at_step=15), Eviction(node=1, at_step=30, notice_s=0)]
     with LocalWorkspace(pools=MACHINES, evictions=evictions, folder=tmp_path / "workspace") as workspace:
         client = workspace.ml_client
-        run = client.jobs.create_or_update(make(SPOT, DEDICATED, epochs=8))
+        run = client.jobs.create_or_update(make(SPOT, DEDICATED, epochs=14))
         assert workspace.wait(run.name, 220) == "Completed"
         assert len(workspace.evicted) == 2
         until(
@@ -99,18 +99,20 @@ def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_i
 
 
 def test_a_dedicated_node_goes_when_the_spot_node_that_it_stands_in_for_has_come():
-    machines = {"spot": Pool(nodes=1, refill_s=10), "dedicated": Pool(nodes=2, tier="dedicated")}
+    machines = {"spot": Pool(nodes=1, refill_s=25), "dedicated": Pool(nodes=2, tier="dedicated")}
     pools = (NodePool("spot", max_instance_count=1), NodePool("dedicated", min_instance_count=1, max_instance_count=2))
     job = make(*pools, resources=ElasticResources(max_instance_count=2), epochs=40)
     with LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)]) as workspace:
         client = workspace.ml_client
         run = client.jobs.create_or_update(job)
+        first = node_of(client, run.name, "dedicated_0").name
         until(lambda: nodes_of(client, run.name).get("dedicated_1") == "Running")
         assert nodes_of(client, run.name)["spot_1"] == "Queued"
+        stand_in = node_of(client, run.name, "dedicated_1").name
+        until(lambda: "round 3: 2 ranks" in workspace.log(first) + workspace.log(stand_in))
         until(lambda: nodes_of(client, run.name).get("dedicated_1") == "Canceled")
         assert nodes_of(client, run.name)["spot_1"] == "Running"
-        left = workspace.log(node_of(client, run.name, "dedicated_1").name)
-        assert "leaving at the next step" in left
+        assert "leaving at the next step" in workspace.log(stand_in)
         # The owner cancels the run: nothing is asked for any more.
         client.jobs.begin_cancel(run.name)
         until(lambda: set(nodes_of(client, run.name).values()) == {"Canceled", "Failed"})

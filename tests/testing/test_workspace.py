@@ -28,7 +28,7 @@ print("said")
 
 
 def make(text, **fields):
-    return command(command=text, environment="azureml:anything@latest", compute="cluster", **fields)
+    return command(command=text, environment="anything@latest", compute="cluster", **fields)
 
 
 def downloaded(client, name, folder="downloaded"):
@@ -100,7 +100,7 @@ def test_a_step_of_a_pipeline_is_a_job_of_its_own_and_writes_where_the_others_re
     step = command(
         command="python train.py ${{outputs.shared}} ${{inputs.word}}",
         code="src",
-        environment="azureml:anything@latest",
+        environment="anything@latest",
         inputs={"word": Input(type="string")},
         outputs={"shared": Output(type="uri_folder", mode="rw_mount", path=SHARED)},
     )

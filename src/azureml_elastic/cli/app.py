@@ -11,6 +11,7 @@ from azureml_elastic.cli.cancel import cancel
 from azureml_elastic.cli.checkpoints import checkpoints
 from azureml_elastic.cli.compile import compile_
 from azureml_elastic.cli.demo import demo
+from azureml_elastic.cli.doctor import doctor
 from azureml_elastic.cli.download import download
 from azureml_elastic.cli.init import init
 from azureml_elastic.cli.local import local
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command(context_settings={"allow_interspersed_args": False})(local)
 app.command()(demo)
 app.command()(report)
+app.command()(doctor)
 app.command()(init)
 app.command(name="compile")(compile_)
 app.command()(schema)

@@ -24,9 +24,13 @@ def cancel(
         from azureml_elastic.submit.client import connect, said_plainly
         from azureml_elastic.submit.submitted import SubmittedRun
 
-        with said_plainly(f"cancel the run {run!r}"):
-            asked = SubmittedRun(connect(place.subscription, place.group, place.name), run).cancel()
-        for name in asked:
+        asked: list[str] = []
+
+        def tell(name: str) -> None:
+            asked.append(name)
             typer.echo(f"cancelling {name}")
+
+        with said_plainly(f"cancel the run {run!r}"):
+            SubmittedRun(connect(place.subscription, place.group, place.name), run).cancel(tell)
         if not asked:
             typer.echo(f"{run} has ended already.")

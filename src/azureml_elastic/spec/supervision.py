@@ -11,7 +11,7 @@ from azureml_elastic.spec.base import Duration, PositiveDuration, Spec
 __all__ = ["CANCELLED_TAG", "SupervisionPolicy"]
 
 CANCELLED_TAG = "azureml_elastic.cancelled"
-"""Of the first job of a run that its owner has cancelled: Azure ML cannot cancel a job whose nodes have all been lost."""
+"""Of the first job of a run that its owner has cancelled: Azure ML cannot cancel a job whose nodes are all lost."""
 
 
 class SupervisionPolicy(Spec):

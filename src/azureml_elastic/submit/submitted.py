@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,27 +103,28 @@ class SubmittedRun:
             raise SubmitError(f"The run {self.name!r} has no node {name!r}. There are: {there}.")
         return chosen[0]
 
-    def cancel(self) -> list[str]:
-        """Ask all jobs of the run to end, and return the names of those that had not ended.
+    def cancel(self, asked: Callable[[str], object] = lambda _: None) -> None:
+        """Ask all jobs of the run to end.
 
         A first job that has ended cannot be cancelled any more; it is marked, so that no supervisor brings the run
         back.
 
+        Args:
+            asked: is told the name of each job that had not ended.
+
         Raises:
             SubmitError: the jobs were told to end, but the first one could not be marked.
         """
-        problem = self._mark() if self.status in TERMINAL else None
-        asked = []
+        problem = self._mark() if self.status in ("Failed", "Canceled") else None
         for name in self.jobs:
             if _status(self._client.jobs.get(name)) not in TERMINAL:
                 self._client.jobs.begin_cancel(name)
-                asked.append(name)
+                asked(name)
         if problem is not None:
             raise SubmitError(
                 f"All jobs of {self.name} are told to end, but the run could not be marked as cancelled ({problem}). "
                 "End every 'azureml-elastic supervise' of it, which would bring it back."
             )
-        return asked
 
     def _mark(self) -> str | None:
         """Mark the first job; return why that failed. Releases of azure-ai-ml before 1.35 send it whole again."""

@@ -16,6 +16,7 @@ API_HOST = "local.api.azureml.ms"
 
 _RUNS = r".*/workspaces/[^/]+(?:/experiment(?:id)?s/[^/]+)?/"
 _ASSET = "azureml-output"
+_SNAKE_CASE_SINCE = (1, 35)
 _LABELS = ("description", "displayName", "tags")
 """What a submitted job can be changed in."""
 
@@ -42,7 +43,7 @@ class History:
                 return _no_run(match[1])
             return Answer(200, (("Content-Type", "text/plain; charset=utf-8"),), self._log(run, match[2]))
         if path.endswith("/rundata"):
-            return self._data(str(request.json().get("runId")))
+            return self._data(str(request.json().get("runId")), request.headers.get("user-agent", ""))
         if path.endswith("/dataversion/batchGetResolvedUris"):
             return document({"values": self._resolved(request.json().get("values") or [])})
         if match := re.fullmatch(_RUNS + r"runs/([^/]+)(/details|/children)?", path):
@@ -97,9 +98,14 @@ class History:
                 return child.error[0], f"The step {child.display_name} failed. {child.error[1]}"
         return "UserError", "The job failed."
 
-    def _data(self, name: str) -> Answer:
+    def _data(self, name: str, client: str) -> Answer:
         run = self._runs.get(name)
-        return _no_run(name) if run is None else document({"runMetadata": self._record(run)})
+        if run is None:
+            return _no_run(name)
+        record = self._record(run)
+        for output in record["outputs"].values():
+            output["type"] = _kind_for(client, output["type"])
+        return document({"runMetadata": record})
 
     def _resolved(self, assets: list[str]) -> dict[str, Any]:
         found = {}
@@ -121,6 +127,14 @@ class History:
             if child.ended is not None and child.status in TERMINAL:
                 lines.append((child.ended, f"{child.display_name} ({child.name}): {child.status}"))
         return "".join(f"[{when:%Y-%m-%d %H:%M:%SZ}] {text}\n" for when, text in sorted(lines)).encode()
+
+
+def _kind_for(client: str, kind: str) -> str:
+    """Return the kind of an output as the client knows it: azure-ai-ml before 1.35 looks for ``UriFolder``."""
+    release = re.match(r"azure-ai-ml/(\d+)\.(\d+)", client)
+    if release is None or (int(release[1]), int(release[2])) >= _SNAKE_CASE_SINCE:
+        return kind
+    return {"uri_folder": "UriFolder", "uri_file": "UriFile", "mltable": "MLTable"}.get(kind, kind)
 
 
 def _no_run(name: str) -> Answer:

@@ -59,6 +59,8 @@ class Resources:
     def answer(self, request: Request) -> Answer:
         """Return the answer to one request."""
         rest = self._relative(request.path)
+        if rest is None and request.path == self._account:
+            return document(self._storage_document())
         if rest is None:
             return refusal(
                 404, "ResourceNotFound", f"There is nothing here but the local workspace {self._root}: {request.path}"
@@ -77,9 +79,29 @@ class Resources:
             return path[len(self._root) :]
         return None
 
+    @property
+    def _account(self) -> str:
+        """The id of the storage account's resource."""
+        scope = self._root.partition("/providers/")[0]
+        return f"{scope}/providers/Microsoft.Storage/storageAccounts/{self._storage.account}"
+
+    def _storage_document(self) -> dict[str, Any]:
+        return {
+            "id": self._account,
+            "name": self._storage.account,
+            "kind": "StorageV2",
+            "location": _LOCATION,
+            "properties": {
+                "primaryEndpoints": {
+                    "blob": f"https://{self._storage.blob_host}/",
+                    "table": f"https://{self._storage.table_host}/",
+                },
+                "publicNetworkAccess": "Enabled",
+            },
+        }
+
     def _workspace(self, request: Request, rest: str) -> Answer:
         del request, rest
-        scope = self._root.partition("/providers/")[0]
         return document(
             {
                 "id": self._root,
@@ -90,7 +112,7 @@ class Resources:
                 "properties": {
                     "workspaceId": "00000000-0000-0000-0000-0000000000bb",
                     "discoveryUrl": f"https://{API_HOST}/discovery",
-                    "storageAccount": f"{scope}/providers/Microsoft.Storage/storageAccounts/{self._storage.account}",
+                    "storageAccount": self._account,
                 },
             }
         )
@@ -133,6 +155,8 @@ class Resources:
         if parts[0] not in DATASTORES:
             return refusal(404, "NotFound", f"The local workspace has no datastore {parts[0]!r}.")
         if parts[1:] == ["listSecrets"]:
+            if request.body and request.json().get("expirableSecret"):
+                return document({"secretsType": "Sas", "sasToken": self._storage.blob_signature})
             return document({"secretsType": "AccountKey", "key": self._storage.key})
         return document(self._datastore_document(parts[0])) if request.method == "GET" else _cannot(request)
 

@@ -128,6 +128,8 @@ def decide(
     if over == "ended":
         return [Stop(job, "the run has ended") for job in alive if job.state == "waiting"]
     wanted = most - sum(_is_removed(job) for job in jobs)
+    if wanted <= 0:
+        return [Stop(job, "the run was cancelled") for job in alive]
     return [*_starts(pools, wanted, jobs, alive, policy, most), *_stops(pools, wanted, alive)]
 
 

@@ -87,7 +87,7 @@ class Supervisor:
             TableError: the table does not answer.
         """
         plan, document = self._plan()
-        pools, stems, _ = _shape(plan, document)
+        pools, stems, most = _shape(plan, document)
         claims = {row.key.removeprefix(_CLAIM_PREFIX): row.value for row in self._table.query(_CLAIM_PREFIX)}
         stopped = frozenset(row.key.removeprefix(_STOP_PREFIX) for row in self._table.query(_STOP_PREFIX))
         own = self._workspace.record(self._first)
@@ -100,6 +100,7 @@ class Supervisor:
                 place = Place(stems.index(str(claim["stem"])), int(claim["number"]))
                 jobs.append(self._later_job(name, place, stopped))
         cancelled = own is not None and (own.status in _CANCELLED or CANCELLED_TAG in own.tags)
+        cancelled = cancelled or sum(job.state == "cancelled" and not job.stopped for job in jobs) >= most
         return self._outlook(pools, tuple(jobs), cancelled=cancelled)
 
     def act(self) -> Outlook:
