@@ -67,6 +67,15 @@ def test_a_plain_script_with_its_own_checkpoint_is_elastic_too(tmp_path):
     assert report.world_sizes == (3, 2, 3)
 
 
+def test_a_sharded_model_is_resharded_for_the_nodes_that_are_there(tmp_path):
+    script = str(SAMPLES / "fsdp2.py")
+    arguments = ("--epochs", "12", "--step-delay", "0.05")
+    report = run(tmp_path, "kill=rank0@step:35,add@step:40", script, *arguments, nodes=(1, 2))
+    assert_whole(report)
+    assert report.world_sizes == (2, 1, 2)
+    assert "accuracy" in log(report, "node-1")
+
+
 def test_a_preempted_node_leaves_without_a_lost_step(tmp_path):
     report = run(tmp_path, "preempt=rank0@step:25/30s")
     assert_whole(report)

@@ -52,6 +52,7 @@ def test_reads_a_python_program(argv, program):
         (["python", "-"], "standard input"),
         (["bash", "run.sh"], "'bash run.sh' starts no Python program"),
         (["torchrun", "x.py"], "takes the launcher's place"),
+        (["python", "-m", "torch.distributed.run", "x.py"], "starts the launcher 'torch.distributed.run'"),
         (["/opt/bin/accelerate", "launch", "x.py"], "takes the launcher's place"),
         (["pythonic", "x.py"], "starts no Python program"),
         (["python x.py && python y.py"], "2 shell commands"),

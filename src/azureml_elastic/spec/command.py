@@ -26,6 +26,9 @@ _QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
 _LAUNCHERS = frozenset({"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "torchrun"})
+_LAUNCHER_MODULES = frozenset(
+    {"accelerate.commands.launch", "deepspeed.launcher.launch", "torch.distributed.launch", "torch.distributed.run"}
+)
 _PREFIXES = frozenset({"!", "do", "elif", "else", "env", "exec", "if", "nohup", "then", "time", "{"})
 _LOOPS = (["for"], ["until"], ["while"])
 _NEXT_STEP = "Give the script itself, as in 'python train.py --epochs 10' or 'python -m package.module'"
@@ -155,6 +158,11 @@ def _parse_interpreted(words: list[str]) -> Program:
                 module = value or (rest.pop(0) if rest else "")
                 if not module:
                     raise CommandError(f"{shlex.join(words)!r} names no module after -m. {_NEXT_STEP}.")
+                if module in _LAUNCHER_MODULES:
+                    raise CommandError(
+                        f"{shlex.join(words)!r} starts the launcher {module!r}; the elastic agent takes the launcher's "
+                        f"place and starts the workers. {_NEXT_STEP}."
+                    )
                 return Program(interpreter, tuple(options), "module", module, tuple(rest))
             if letter in _FLAGS_WITH_VALUE:
                 if not value and not rest:
