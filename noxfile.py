@@ -68,13 +68,14 @@ def bench_checkpoints(session: nox.Session) -> None:
 
 @nox.session
 def oldest_sdk(session: nox.Session) -> None:
-    """Run the submission's tests on the oldest supported azure-ai-ml."""
-    install_wheel(session, groups=("test",))
+    """Run the submission's tests, the local workspace's among them, on the oldest supported azure-ai-ml."""
+    install_wheel(session, "node", "demo", groups=("test",))
     others = Path(session.create_tmp()) / "constraints.txt"
     lines = CONSTRAINTS.read_text().splitlines(keepends=True)
     others.write_text("".join(line for line in lines if not line.startswith("azure-ai-ml==")))
     session.install("--constraint", str(others), f"azure-ai-ml=={OLDEST_SDK}")
-    session.run("python", "-m", "pytest", "tests/submit", "tests/spec", *session.posargs)
+    arguments = session.posargs or ("-n", "3", "--dist", "worksteal")
+    session.run("python", "-m", "pytest", *arguments, "tests/submit", "tests/spec", "tests/testing")
 
 
 @nox.session

@@ -18,6 +18,28 @@ from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 SAMPLE = Path(__file__).parents[2] / "samples" / "digits.py"
 
 
+JOB = """
+type: command
+code: src
+command: python digits.py --epochs ${{inputs.epochs}}
+environment: azureml:anything@latest
+compute: azureml:cluster
+inputs: {epochs: 9}
+elastic: {max_instance_count: 2}
+"""
+ANOTHER_PROCESS = """
+import sys, time
+from azure.ai.ml import MLClient, command
+from azure.identity import DefaultAzureCredential
+client = MLClient(DefaultAzureCredential(), "00000000-0000-0000-0000-0000000000aa", "local", "local")
+job = client.jobs.create_or_update(command(command="sleep 1000", environment="x@latest", compute="spot"))
+while (status := client.jobs.get(job.name).status) not in ("Failed", "Completed"):
+    time.sleep(0.1)
+print(status)
+sys.exit(7)
+"""
+
+
 @pytest.fixture
 def run(project):
     shutil.copy(SAMPLE, project / "src")
@@ -70,6 +92,43 @@ def test_a_run_is_watched_read_and_downloaded(run):
         assert "give the run 'no-such-run'" in shown.output
         shown = run("logs", job.name, "--node", "node_7")
         assert "has no node 'node_7'. There are: node_0, node_1" in shown.output
+
+
+def test_a_file_is_shown_submitted_and_followed(run):
+    Path("job.yml").write_text(JOB)
+    with LocalWorkspace() as workspace:
+        configure(workspace)
+        shown = run("submit", "job.yml", "--set", "inputs.epochs=1", "--dry-run")
+        assert shown.exit_code == 0, shown.output
+        assert "node_1:" in shown.output
+        assert "start.py" in shown.output
+        assert not list(workspace.ml_client.jobs.list())
+        submitted = run("submit", "job.yml", "--set", "inputs.epochs=1", "--stream")
+        assert submitted.exit_code == 0, submitted.output
+        (job,) = workspace.ml_client.jobs.list()
+        assert job.name in submitted.stdout
+        assert run("status", job.name).output.count("Completed") == 3
+        wrong = run("submit", "job.yml", "--set", "elastic.max_instance_count=0")
+        assert wrong.exit_code == 2
+        assert "max_instance_count" in wrong.output
+
+
+def test_a_command_runs_in_a_workspace_of_its_own(run, project):
+    """Another process finds the workspace and its login by nothing but the environment and config.json."""
+    (project / "submit.py").write_text(ANOTHER_PROCESS)
+    words = ["workspace", "start", "--pool", "spot=2", "--evict", "0@1s/0s", "--", sys.executable, "submit.py"]
+    command = [sys.executable, "-c", "from azureml_elastic.cli import main; main()", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "FAILED" in done.stdout.upper()
+    wrong = run("workspace", "start", "--pool", "spot", "--", "true")
+    assert wrong.exit_code == 2
+    assert "'spot' is no pool" in wrong.output
+    wrong = run("workspace", "start", "--evict", "x", "--", "true")
+    assert "'x' is no eviction" in wrong.output
+    Path("config.json").write_text("{}")
+    wrong = run("workspace", "start")
+    assert "exists already" in wrong.output
 
 
 def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_all_its_jobs(run):
