@@ -11,6 +11,7 @@
     │   ├── TableForbidden         the table's account refuses our identity
     │   ├── TableNotFound          the table's account does not answer or does not exist
     │   ├── KeyInvalid             a row key that no backend could store
+    │   ├── JobRefused             the workspace does not take a job that was to bring a node
     │   ├── WorkspaceForbidden     the workspace refuses our identity, or does not exist
     │   └── MissingExtra           an optional package is not installed (also an ImportError)
     ├── TableError                 a call to the table
@@ -39,6 +40,7 @@ __all__ = [
     "CommandError",
     "ElasticError",
     "Fenced",
+    "JobRefused",
     "KeyInvalid",
     "MissingExtra",
     "PlanError",
@@ -100,6 +102,10 @@ class TableNotFound(UsageError):
 
 class KeyInvalid(UsageError):
     """A row key that no backend could store."""
+
+
+class JobRefused(UsageError):
+    """The workspace does not take a job that was to bring a run another node; the message has its reason."""
 
 
 class WorkspaceForbidden(UsageError):

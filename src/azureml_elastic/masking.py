@@ -15,13 +15,14 @@ _WORD = (
     r"(?:(?:pass|api|account|sharedaccess)?key|token|secret|passw(?:or)?d|pwd|credentials?|sas|(?:sharedaccess)?signature"
     r"|sig|connection[-_]?string)"
 )
-_NAME = rf"(?:[\w.]+[-_.])*(?:{_WORD})(?:[-_.\d]\w*)*"
+_NAME = rf"(?:[^\W_]+[-_.])*(?:{_WORD})(?:[-_.\d]\w*)*"
 _VALUE = r"""(?:'[^']*'|"(?:[^"\\]|\\.)*"|[^\s'";&|)]+)"""
 
 _OPTION = re.compile(rf"(?P<said>(?<![\w-])--?{_NAME}(?:=|\s+))(?!-)(?P<value>{_VALUE})", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(?P<said>\b{_NAME}=)(?P<value>{_VALUE})", re.IGNORECASE)
 _QUERY = re.compile(r"(?P<said>\b[a-z][\w+.-]*://[^\s'\"?]*\?)(?P<value>[^\s'\"]+)", re.IGNORECASE)
-_LOGIN = re.compile(r"(?P<said>\bhttps?://)(?P<value>[^\s/@'\"]+)(?=@)", re.IGNORECASE)
+_BEARER = re.compile(r"(?P<said>\bBearer\s+)(?P<value>[\w.~+/=-]+)", re.IGNORECASE)
+_LOGIN = re.compile(r"(?P<said>\b(?:https?|wss?)://)(?P<value>[^\s/@'\"]+)(?=@)", re.IGNORECASE)
 
 
 def masked(text: str) -> str:
@@ -32,6 +33,6 @@ def masked(text: str) -> str:
     Args:
         text: any.
     """
-    for pattern in (_OPTION, _ASSIGNED, _QUERY, _LOGIN):
+    for pattern in (_OPTION, _ASSIGNED, _QUERY, _LOGIN, _BEARER):
         text = pattern.sub(rf"\g<said>{MASK}", text)
     return text

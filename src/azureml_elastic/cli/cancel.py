@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.failures import GOES_ON, explained
 from azureml_elastic.cli.status import RunName
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
 
@@ -18,7 +18,7 @@ def cancel(
     workspace: WorkspaceOption = None,
 ) -> None:
     """Cancel a run: its job, and the jobs that brought it nodes later."""
-    with explained():
+    with explained(GOES_ON):
         place = find_workspace(subscription, group, workspace)
 
         from azureml_elastic.submit.client import connect, said_plainly

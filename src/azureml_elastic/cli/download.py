@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.failures import GOES_ON, explained
 from azureml_elastic.cli.logs import NodeOption
 from azureml_elastic.cli.status import RunName
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
@@ -27,7 +27,7 @@ def download(
     workspace: WorkspaceOption = None,
 ) -> None:
     """Download what a node has written; an output with a path of its own is the same for all nodes."""
-    with explained():
+    with explained(GOES_ON):
         place = find_workspace(subscription, group, workspace)
 
         from azureml_elastic.submit.client import connect, said_plainly

@@ -11,18 +11,25 @@ from pydantic import ValidationError
 
 from azureml_elastic.errors import ElasticError, MissingExtra, UsageError
 
-__all__ = ["USAGE", "explained", "require"]
+__all__ = ["GOES_ON", "USAGE", "explained", "require"]
 
 USAGE = 2
 """Exit code for input that is wrong."""
+
+GOES_ON = "Interrupted; a run that was submitted goes on. 'azureml-elastic cancel RUN' ends it."
+"""What Ctrl-C means for a run in Azure ML."""
 
 FAILED = 1
 INTERRUPTED = 130
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Give each error of the body its message and exit code: 2 for wrong input, 130 for Ctrl-C, else 1."""
+def explained(interrupted: str = "Interrupted; all nodes have been ended.") -> Iterator[None]:
+    """Give each error of the body its message and exit code: 2 for wrong input, 130 for Ctrl-C, else 1.
+
+    Args:
+        interrupted: what Ctrl-C means for the nodes.
+    """
     try:
         yield
     except UsageError as error:
@@ -32,7 +39,7 @@ def explained() -> Iterator[None]:
     except ElasticError as error:
         raise _exit(str(error), FAILED) from error
     except KeyboardInterrupt as error:
-        raise _exit("Interrupted; all nodes have been ended.", INTERRUPTED) from error
+        raise _exit(interrupted, INTERRUPTED) from error
 
 
 def require(*packages: tuple[str, str, str]) -> None:

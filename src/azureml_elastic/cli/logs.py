@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.failures import GOES_ON, explained
 from azureml_elastic.cli.status import RunName
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
 
@@ -26,7 +26,7 @@ def logs(
     workspace: WorkspaceOption = None,
 ) -> None:
     """Show the log of one node until its job ends."""
-    with explained():
+    with explained(GOES_ON):
         place = find_workspace(subscription, group, workspace)
 
         from azureml_elastic.submit.client import connect, said_plainly

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.failures import GOES_ON, explained
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
 
 __all__ = ["RunName", "status"]
@@ -21,7 +21,7 @@ def status(
     workspace: WorkspaceOption = None,
 ) -> None:
     """Show a run's job and the jobs of its nodes, those that were asked for later among them."""
-    with explained():
+    with explained(GOES_ON):
         place = find_workspace(subscription, group, workspace)
 
         from rich.console import Console
@@ -37,7 +37,8 @@ def status(
         console.print(f"{run}: {submitted.status}", highlight=False)
         if submitted.job.studio_url:
             console.print(submitted.job.studio_url, soft_wrap=True, highlight=False)
-        table = Table("node", "pool", "status", "job")
+        table = Table("node", "pool", "status")
+        table.add_column("job", overflow="fold")
         for node in nodes:
             table.add_row(node.node, node.pool or "", node.status, node.job)
         console.print(table)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.compile import JobFile, Overrides
-from azureml_elastic.cli.failures import explained
+from azureml_elastic.cli.failures import GOES_ON, explained
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
 
 __all__ = ["submit"]
@@ -29,7 +29,7 @@ def submit(
     The workspace is that of config.json, of the variables of Azure ML, or of the options. The login is the one that
     azure-identity finds: az login, the variables of a service principal, a managed identity.
     """
-    with explained():
+    with explained(GOES_ON):
         from azureml_elastic.submit.client import connect, quietly, said_plainly
 
         quietly()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from azureml_elastic.cli.failures import explained, require
+from azureml_elastic.cli.failures import GOES_ON, explained, require
 from azureml_elastic.cli.status import RunName
 from azureml_elastic.cli.workspaces import (
     GroupOption,
@@ -41,7 +41,7 @@ def supervise(
     workspace: WorkspaceOption = None,
 ) -> None:
     """Replace lost nodes of a run until it ends, with your own login; see docs/pools.md."""
-    with explained():
+    with explained(GOES_ON):
         place = find_workspace(subscription, group, workspace)
         require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
 
@@ -69,9 +69,11 @@ def supervise(
                     typer.echo(text)
                 for done in outlook.done:
                     typer.echo(f"  {done}")
-                if outlook.over or once:
+                if outlook.over or outlook.hopeless or once:
                     break
                 time.sleep(pause)
+        if outlook.hopeless:
+            raise RunFailed(f"The run has no node left, and none may be asked for. {outlook.limit}")
         if outlook.over and not outlook.succeeded:
             raise RunFailed(outlook.message)
 
@@ -79,8 +81,11 @@ def supervise(
 def _line(outlook: Outlook) -> str:
     counts: dict[str, list[int]] = {}
     for job in outlook.jobs:
+        if not job.submitted:
+            continue
         of_pool = counts.setdefault(outlook.pools[job.pool].compute, [0, 0])
         of_pool[0] += job.state == "running"
         of_pool[1] += job.state == "waiting"
     nodes = ", ".join(f"{pool}: {running} run, {waiting} wait" for pool, (running, waiting) in counts.items())
-    return f"{outlook.message} {nodes}."
+    limit = f" {outlook.limit}" if outlook.limit and not outlook.over else ""
+    return f"{outlook.message} {nodes}.{limit}"

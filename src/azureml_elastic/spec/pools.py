@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,6 +18,8 @@ SERVERLESS = "serverless"
 """The compute that Azure ML makes by itself, of a VM size."""
 
 _LONGEST_STEM = 40
+_LONGEST_NAME = 255
+"""Of a job of Azure ML."""
 
 
 class NodePool(Spec):
@@ -46,6 +49,8 @@ class NodePool(Spec):
     def __init__(self, compute: str | None = None, /, **fields: Any) -> None:
         if compute is not None:
             fields["compute"] = compute
+        if isinstance(fields.get("compute"), str):
+            fields["compute"] = fields["compute"].removeprefix("azureml:")
         super().__init__(**fields)
 
     @model_validator(mode="after")
@@ -54,6 +59,10 @@ class NodePool(Spec):
             raise ValueError(
                 f"min_instance_count={self.min_instance_count} of the pool {self.compute!r} is above its "
                 f"max_instance_count={self.max_instance_count}; lower the first or raise the second"
+            )
+        if not re.fullmatch(r"[\w.-]+", self.compute, re.ASCII):
+            raise ValueError(
+                f"compute={self.compute!r} is no name of a cluster; give the name alone, as in 'spot-cluster'"
             )
         if self.compute == "local":
             raise ValueError("compute='local' is no pool; give the name of a cluster, or 'serverless'")
@@ -111,4 +120,8 @@ def replacement_name(first: str, stem: str, number: int) -> str:
         stem: of the pool's nodes.
         number: of the node within its pool.
     """
-    return f"{first}-{stem.replace('_', '-')}-{number}"
+    tail = f"-{stem.replace('_', '-')}-{number}"
+    if len(first) + len(tail) > _LONGEST_NAME:
+        digest = hashlib.sha256(first.encode()).hexdigest()[:12]
+        first = f"{first[: _LONGEST_NAME - len(tail) - len(digest) - 1]}-{digest}"
+    return first + tail

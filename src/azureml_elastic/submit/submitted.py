@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TERMINAL", "NodeOfRun", "SubmittedRun"]
 
+_LONGEST_GAP = 3
+
 TERMINAL = frozenset({"Completed", "Failed", "Canceled"})
 """The states that a job never leaves."""
 
@@ -44,7 +46,7 @@ class SubmittedRun:
 
     Args:
         client: of the workspace.
-        name: of the job that submitting returned.
+        name: of the job that submitting returned, or of one that has brought the run a node later.
 
     Raises:
         SubmitError: the job is no elastic one.
@@ -53,8 +55,11 @@ class SubmittedRun:
     def __init__(self, client: MLClient, name: str) -> None:
         self._client = client
         self.job: Any = client.jobs.get(name)
-        """As azure-ai-ml gives it."""
-        self.name = name
+        """The first one, as azure-ai-ml gives it."""
+        earlier = _variable_of(self.job, variables.FIRST_JOB)
+        if earlier is not None:
+            self.job = client.jobs.get(earlier)
+        self.name = str(self.job.name)
         self._plan = _plan_of(self.job)
         self._is_pipeline = self.job.type == "pipeline"
 
@@ -113,18 +118,33 @@ class SubmittedRun:
             asked: is told the name of each job that had not ended.
 
         Raises:
-            SubmitError: the jobs were told to end, but the first one could not be marked.
+            SubmitError: all jobs were asked, and one could not be ended, or the first one not marked.
         """
-        problem = self._mark() if self.status in ("Failed", "Canceled") else None
-        for name in self.jobs:
-            if _status(self._client.jobs.get(name)) not in TERMINAL:
-                self._client.jobs.begin_cancel(name)
-                asked(name)
-        if problem is not None:
+        problems = [self._mark()] if self.status in ("Failed", "Canceled") else []
+        problems += [self._end(name, asked) for name in self.jobs]
+        # It may have failed before it could be cancelled.
+        if self.status == "Running" and _status(self._client.jobs.get(self.name)) == "Failed":
+            problems.append(self._mark())
+        said = [problem for problem in problems if problem is not None]
+        if said:
             raise SubmitError(
-                f"All jobs of {self.name} are told to end, but the run could not be marked as cancelled ({problem}). "
-                "End every 'azureml-elastic supervise' of it, which would bring it back."
+                f"The jobs of {self.name} were told to end, but not all could be ({'; '.join(said)}). Try again, and "
+                "end every 'azureml-elastic supervise' of the run, which might bring it back."
             )
+
+    def _end(self, name: str, asked: Callable[[str], object]) -> str | None:
+        """Ask a job to end unless it has; return why that failed."""
+        from azure.ai.ml.exceptions import MlException
+        from azure.core.exceptions import AzureError
+
+        try:
+            if _status(self._client.jobs.get(name)) in TERMINAL:
+                return None
+            self._client.jobs.begin_cancel(name)
+        except (AzureError, MlException) as error:
+            return f"{name}: {_first_line(error)}"
+        asked(name)
+        return None
 
     def _mark(self) -> str | None:
         """Mark the first job; return why that failed. Releases of azure-ai-ml before 1.35 send it whole again."""
@@ -135,11 +155,11 @@ class SubmittedRun:
         try:
             self._client.jobs.create_or_update(self.job)
         except (AzureError, MlException) as error:
-            return str(error).strip().partition("\n")[0]
+            return f"{self.name} could not be marked as cancelled: {_first_line(error)}"
         return None
 
     def _later(self) -> Iterator[tuple[str, Any]]:
-        """Yield the jobs that brought nodes later: their names are known, and without a gap."""
+        """Yield the jobs that brought nodes later: their names are known, with few gaps."""
         from azure.core.exceptions import ResourceNotFoundError
 
         if self._is_pipeline:
@@ -149,11 +169,16 @@ class SubmittedRun:
         else:
             stems = {"job": 1}
         for stem, first in stems.items():
+            missing = 0
             for number in itertools.count(first):
                 name = replacement_name(self.name, stem, number)
                 try:
                     yield name, self._client.jobs.get(name)
                 except ResourceNotFoundError:
+                    missing += 1
+                else:
+                    missing = 0
+                if missing == _LONGEST_GAP:  # a supervisor may have died before it submitted what it had claimed
                     break
 
     def _pool_of(self, node: str) -> str | None:
@@ -162,17 +187,25 @@ class SubmittedRun:
         return self._plan.pools[stems.index(stem)].compute if self._plan.pools and stem in stems else None
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def _status(job: Any) -> str:
     return str(getattr(job.status, "value", job.status))
 
 
-def _plan_of(job: Any) -> Plan:
+def _variable_of(job: Any, variable: str) -> str | None:
     holders = list(job.jobs.values()) if job.type == "pipeline" else [job]
-    for holder in holders:
-        text = (getattr(holder, "environment_variables", None) or {}).get(variables.PLAN)
-        if text is not None:
-            return Plan.from_json(text)
-    raise SubmitError(
-        f"The job {job.name!r} is no elastic job: none of its steps has a plan. Name the job that submitting an "
-        "ElasticCommandJob returned."
-    )
+    found = [(getattr(holder, "environment_variables", None) or {}).get(variable) for holder in holders]
+    return next((str(text) for text in found if text is not None), None)
+
+
+def _plan_of(job: Any) -> Plan:
+    text = _variable_of(job, variables.PLAN)
+    if text is None:
+        raise SubmitError(
+            f"The job {job.name!r} is no elastic job: none of its steps has a plan. Name the job that submitting an "
+            "ElasticCommandJob returned."
+        )
+    return Plan.from_json(text)

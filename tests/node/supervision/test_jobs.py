@@ -2,12 +2,20 @@
 
 import json
 import threading
+from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from azure.core.credentials import AccessToken
+from azure.core.exceptions import ClientAuthenticationError
 
-from azureml_elastic.errors import UsageError, WorkspaceForbidden, WorkspaceUnavailable
+from azureml_elastic.errors import (
+    JobRefused,
+    TableForbidden,
+    UsageError,
+    WorkspaceForbidden,
+    WorkspaceUnavailable,
+)
 from azureml_elastic.node.supervision.jobs import WorkspaceJobs, workspace_id
 
 WORKSPACE = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
@@ -53,6 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         data = json.dumps(document).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
+        self.send_header("Location", f"{self.server.url}/elsewhere")
         self.end_headers()
         self.wfile.write(data)
 
@@ -107,7 +116,7 @@ def test_a_job_that_is_there_already_is_not_submitted_again(server, jobs, status
 
 def test_a_job_that_azure_ml_refuses_says_why(server, jobs):
     server.answers["PUT", f"{WORKSPACE}/jobs/b"] = 400, {"error": {"message": "no such compute\nmore"}}
-    with pytest.raises(WorkspaceUnavailable, match=r"HTTP 400: no such compute\)"):
+    with pytest.raises(JobRefused, match=r"HTTP 400: no such compute\)"):
         jobs.submit("b", {"jobType": "Command"})
 
 
@@ -126,8 +135,10 @@ def test_the_steps_come_in_pages_and_times_are_the_servers(server, jobs, credent
     history(server, "/more", {"value": [ended], "nextLink": None})
     first, second = jobs.children("a")
     assert (first.name, first.display_name, first.status) == ("r1", "node_0", "Queued")
-    assert (first.waited_s, first.ran_s, first.ended_s) == (3600.0, 0.0, 0.0)
-    assert (second.waited_s, second.ran_s, second.ended_s) == (1800.0, 3600.0, 1800.0)
+    now = datetime(2026, 11, 22, 12, tzinfo=timezone.utc)
+    assert jobs.now == now
+    assert (now - first.created, first.started, first.ended) == (timedelta(hours=1), None, None)
+    assert (now - second.started, now - second.ended) == (timedelta(hours=1.5), timedelta(hours=0.5))
     history(server, "/runs/a/children", {"value": [waiting], "nextLink": "https://elsewhere.example/more"})
     with pytest.raises(WorkspaceUnavailable, match=r"at another server, .elsewhere\.example."):
         jobs.children("a")
@@ -156,6 +167,29 @@ def test_an_answer_that_is_none_is_an_error_that_may_pass(server, jobs, path, an
     server.answers["GET", path] = answer
     with pytest.raises(WorkspaceUnavailable, match="no reason"):
         jobs.document("a")
+
+
+def test_a_redirect_is_not_followed_with_the_token(server, jobs):
+    server.answers["GET", f"{WORKSPACE}/jobs/a"] = 302, {"error": {"message": "elsewhere"}}
+    with pytest.raises(WorkspaceUnavailable, match="HTTP 302"):
+        jobs.document("a")
+    assert set(server.bodies) == {("GET", f"{WORKSPACE}/jobs/a")}
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error", "said"),
+    [
+        (TableForbidden("the node gives no token"), WorkspaceForbidden, "no token for the job"),
+        (ClientAuthenticationError("expired\nmore"), WorkspaceUnavailable, r"expired\. Log in again"),
+    ],
+)
+def test_a_login_that_gives_no_token_may_give_one_later_or_another_identity_does(server, trouble, error, said):
+    class NoLogin:
+        def get_token(self, *_, **__):
+            raise trouble
+
+    with pytest.raises(error, match=said):
+        WorkspaceJobs(WORKSPACE, NoLogin(), server.url).document("a")
 
 
 def test_the_workspace_is_named_by_the_environment():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.node.supervision.policy import NodeJob, Start, Stop, cost, decide
 from azureml_elastic.spec import NodePool, SupervisionPolicy
-from azureml_elastic.spec.pools import first_nodes, step_names
+from azureml_elastic.spec.pools import first_nodes, replacement_name, step_names
 
 SPOT = NodePool("spot", max_instance_count=6, price_per_hour=1.0)
 DEDICATED = NodePool("dedicated", min_instance_count=1, max_instance_count=2, price_per_hour=5.0)
@@ -177,6 +177,16 @@ def test_the_first_nodes_are_the_floors_and_then_the_first_pools(pools, data):
 
 
 def test_nodes_are_named_after_their_pools():
-    pools = [NodePool(name, max_instance_count=1) for name in ("Spot-A", "spot_a", "9", "ü")]
-    assert step_names(pools) == ("spot_a", "spot_a_x", "pool_9", "pool")
+    pools = [NodePool(name, max_instance_count=1) for name in ("Spot-A", "spot_a", "9", "azureml:sure")]
+    assert step_names(pools) == ("spot_a", "spot_a_x", "pool_9", "sure")
+    assert pools[3].compute == "sure"
+    with pytest.raises(ValueError, match="no name of a cluster"):
+        NodePool("/subscriptions/s/computes/c", max_instance_count=1)
     assert step_names(()) == ("node",)
+
+
+def test_the_names_of_jobs_have_their_limit():
+    assert replacement_name("run", "spot_a", 3) == "run-spot-a-3"
+    names = {replacement_name("r" * 200 + tail, "s" * 40, number) for tail in ("a" * 55, "b" * 55) for number in (1, 2)}
+    assert len(names) == 4
+    assert max(len(name) for name in names) == 255

@@ -17,9 +17,22 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 from urllib.request import Request
 
-from azureml_elastic.errors import TableUnavailable, UsageError, WorkspaceForbidden, WorkspaceUnavailable
+from azureml_elastic.errors import (
+    JobRefused,
+    MissingExtra,
+    TableForbidden,
+    TableUnavailable,
+    UsageError,
+    WorkspaceForbidden,
+    WorkspaceUnavailable,
+)
 from azureml_elastic.node.table.fetching import Reply, exchange
 from azureml_elastic.node.table.workspace import ARM_URL, WORKSPACE_VARIABLES
+
+try:
+    from azure.core.exceptions import AzureError
+except ImportError as missing:
+    raise MissingExtra("azure-data-tables", "node") from missing
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
@@ -43,18 +56,18 @@ class RunRecord:
         name: of the job.
         display_name: of the step.
         status: as Azure ML writes it.
-        waited_s: seconds from its submission to its start, or until now.
-        ran_s: seconds from its start to its end, or until now; 0 before.
-        ended_s: seconds since its end, 0 before.
+        created: when it was submitted.
+        started: when it began to run, ``None`` before.
+        ended: when it ended, ``None`` before.
         tags: that it has.
     """
 
     name: str
     display_name: str
     status: str
-    waited_s: float
-    ran_s: float
-    ended_s: float
+    created: datetime | None = None
+    started: datetime | None = None
+    ended: datetime | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -91,6 +104,8 @@ class WorkspaceJobs:
         self._token = token
         self._arm_url = arm_url
         self._history: str | None = None
+        self.now = datetime.min.replace(tzinfo=timezone.utc)
+        """The run history's time at its last answer: no clock of this machine is compared with its own."""
 
     def document(self, name: str) -> dict[str, Any] | None:
         """Return the properties of a job, ``None`` where there is none of this name.
@@ -119,7 +134,8 @@ class WorkspaceJobs:
 
         Raises:
             WorkspaceForbidden: the identity may not submit jobs.
-            WorkspaceUnavailable: the resource manager does not answer, or refuses the job.
+            WorkspaceUnavailable: the resource manager does not answer.
+            JobRefused: it does not take the job, and will not when it is asked again.
         """
         version = _PIPELINES_API if properties.get("jobType") == "Pipeline" else _JOBS_API
         body = {"properties": dict(properties)}
@@ -130,6 +146,8 @@ class WorkspaceJobs:
             reply.status == HTTPStatus.BAD_REQUEST and self.document(name) is not None
         ):
             return False
+        if HTTPStatus.BAD_REQUEST <= reply.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise JobRefused(f"The workspace refuses the job {name!r} (HTTP {reply.status}: {_said(reply)}).")
         raise _unexpected(reply, f"the submission of {name!r}")
 
     def cancel(self, name: str) -> None:
@@ -157,7 +175,7 @@ class WorkspaceJobs:
         reply = self._history_of(f"/runs/{quote(name, safe='')}", f"the run {name!r}")
         if reply is None:
             return None
-        return _record(reply.document, _now(reply))
+        return _record(reply.document)
 
     def children(self, name: str) -> list[RunRecord] | None:
         """Return what became of the steps of a pipeline, ``None`` where there is none of this name.
@@ -176,7 +194,7 @@ class WorkspaceJobs:
             if reply is None:
                 return None
             page = reply.document if isinstance(reply.document, dict) else {}
-            found += [_record(run, _now(reply)) for run in page.get("value") or []]
+            found += [_record(run) for run in page.get("value") or []]
             link = page.get("nextLink")
             address = str(link) if link else None
         return found
@@ -190,8 +208,12 @@ class WorkspaceJobs:
         reply = self._send(Request(url), _ML_SCOPE, what)  # noqa: S310 - exchange checks the scheme
         if reply.status == HTTPStatus.NOT_FOUND:
             return None
-        if reply.status != HTTPStatus.OK:
+        if reply.status != HTTPStatus.OK or not isinstance(reply.document, dict):
             raise _unexpected(reply, what)
+        try:
+            self.now = parsedate_to_datetime(reply.headers["date"])
+        except (KeyError, ValueError) as error:
+            raise WorkspaceUnavailable(f"The run history gives {what} without the time of its answer.") from error
         return reply
 
     def _find_history(self) -> str:
@@ -217,11 +239,18 @@ class WorkspaceJobs:
         return self._send(request, f"{self._arm_url}/.default", what)
 
     def _send(self, request: Request, scope: str, what: str) -> Reply:
-        request.add_header("Authorization", f"Bearer {self._token.get_token(scope).token}")
         try:
+            request.add_header("Authorization", f"Bearer {self._token.get_token(scope).token}")
             reply = exchange(request, what)
+        except TableForbidden as error:
+            raise WorkspaceForbidden(f"The identity gets no token for {what}: {error}") from error
         except TableUnavailable as error:
             raise WorkspaceUnavailable(str(error)) from error
+        except AzureError as error:
+            said = str(error).strip().partition("\n")[0]
+            raise WorkspaceUnavailable(
+                f"The login gives no token for {what}: {said}. Log in again: az login."
+            ) from error
         if reply.status in _REFUSED:
             raise WorkspaceForbidden(
                 f"The identity may not have {what} of workspace {self.workspace.rpartition('/')[2]!r} "
@@ -230,22 +259,16 @@ class WorkspaceJobs:
         return reply
 
 
-def _record(run: Mapping[str, Any], now: datetime) -> RunRecord:
-    created, started, ended = (_time(run.get(name)) for name in ("createdUtc", "startTimeUtc", "endTimeUtc"))
-    last = ended or now
+def _record(run: Mapping[str, Any]) -> RunRecord:
     return RunRecord(
         name=str(run.get("runId")),
         display_name=str(run.get("displayName") or ""),
         status=str(run.get("status")),
-        waited_s=_seconds(created, started or last),
-        ran_s=_seconds(started, last),
-        ended_s=_seconds(ended, now),
+        created=_time(run.get("createdUtc")),
+        started=_time(run.get("startTimeUtc")),
+        ended=_time(run.get("endTimeUtc")),
         tags=run.get("tags") or {},
     )
-
-
-def _seconds(since: datetime | None, until: datetime) -> float:
-    return 0.0 if since is None else max(0.0, (until - since).total_seconds())
 
 
 def _time(text: object) -> datetime | None:
@@ -255,11 +278,6 @@ def _time(text: object) -> datetime | None:
     bare = _FRACTION.sub("", str(text)).replace("Z", "+00:00")
     time = datetime.fromisoformat(bare)
     return time.replace(tzinfo=timezone.utc) if time.tzinfo is None else time
-
-
-def _now(reply: Reply) -> datetime:
-    """Return the server's time: no clock of this machine is compared with its own."""
-    return parsedate_to_datetime(reply.headers["date"])
 
 
 def _said(reply: Reply) -> str:

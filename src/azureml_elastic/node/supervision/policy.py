@@ -20,7 +20,18 @@ from typing import Literal
 from azureml_elastic.spec.pools import NodePool
 from azureml_elastic.spec.supervision import SupervisionPolicy
 
-__all__ = ["EARLY_S", "Action", "JobState", "NodeJob", "Start", "Stop", "cost", "decide", "most_replacements"]
+__all__ = [
+    "EARLY_S",
+    "Action",
+    "JobState",
+    "NodeJob",
+    "Start",
+    "Stop",
+    "cost",
+    "decide",
+    "limit_reached",
+    "most_replacements",
+]
 
 EARLY_S = 120.0
 """A node that ran for less has brought the run nothing."""
@@ -45,6 +56,7 @@ class NodeJob:
         ran_s: seconds that it has run, so far or in all.
         ended_s: seconds since its end.
         stopped: whether supervision has stopped it.
+        submitted: whether it exists: a claim whose supervisor has died may be all that there is of it.
     """
 
     pool: int
@@ -56,6 +68,7 @@ class NodeJob:
     ran_s: float = 0.0
     ended_s: float = 0.0
     stopped: bool = False
+    submitted: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,15 +135,39 @@ def decide(
         over: whether the run has ended, so that its nodes end by themselves and nothing is to be waited for, or its
             owner has cancelled it.
     """
-    alive = [job for job in jobs if job.state in ("waiting", "running") and not job.stopped]
-    if over == "cancelled":
-        return [Stop(job, "the run was cancelled") for job in alive]
-    if over == "ended":
-        return [Stop(job, "the run has ended") for job in alive if job.state == "waiting"]
+    living = [job for job in jobs if job.submitted and job.state in ("waiting", "running")]
+    alive = [job for job in living if not job.stopped]
+    # The cancellation may have been lost, with the supervisor that was about to ask for it.
+    stops = [Stop(job, "it was to end before") for job in living if job.stopped]
     wanted = most - sum(_is_removed(job) for job in jobs)
-    if wanted <= 0:
-        return [Stop(job, "the run was cancelled") for job in alive]
-    return [*_starts(pools, wanted, jobs, alive, policy, most), *_stops(pools, wanted, alive)]
+    if over == "cancelled" or wanted <= 0:
+        stops += [Stop(job, "the run was cancelled") for job in alive]
+    elif over == "ended":
+        stops += [Stop(job, "the run has ended") for job in alive if job.state == "waiting"]
+    else:
+        stops += _stops(pools, wanted, alive)
+    starts = _starts(pools, wanted, jobs, alive, policy, most) if over is None else []
+    return [*starts, *(stop for stop in stops if stop.job.name)]
+
+
+def limit_reached(
+    pools: Sequence[NodePool], most: int, jobs: Sequence[NodeJob], policy: SupervisionPolicy
+) -> str | None:
+    """Return which limit of the policy keeps lost nodes from being replaced, ``None`` for none.
+
+    Args:
+        pools: in the order of preference.
+        most: nodes that may train at once.
+        jobs: all that were submitted for the run.
+        policy: the limits.
+    """
+    limit = most_replacements(policy, most)
+    if sum(job.submitted and not job.first for job in jobs) >= limit:
+        return f"The limit of {limit} replacements is reached; raise max_replacements."
+    spent = cost(pools, jobs)
+    if policy.budget is not None and spent >= policy.budget:
+        return f"The nodes have cost {spent:.2f} USD, the budget is {policy.budget:g} USD; raise the budget."
+    return None
 
 
 def _is_removed(job: NodeJob) -> bool:
@@ -146,9 +183,9 @@ def _starts(
     policy: SupervisionPolicy,
     most: int,
 ) -> list[Start]:
-    left = most_replacements(policy, most) - sum(not job.first for job in jobs)
-    if policy.budget is not None and cost(pools, jobs) >= policy.budget:
+    if limit_reached(pools, most, jobs, policy) is not None:
         return []
+    left = most_replacements(policy, most) - sum(job.submitted and not job.first for job in jobs)
     patience = policy.fallback_after.total_seconds()
     starved = {job.pool for job in alive if job.state == "waiting" and job.waited_s >= patience}
     counts = [sum(job.pool == number for job in alive) for number in range(len(pools))]
@@ -157,9 +194,11 @@ def _starts(
 
     def ask(number: int, why: str) -> None:
         nonlocal coming
-        there = 1 + max((job.number for job in jobs if job.pool == number), default=-1)
-        there += sum(start.pool == number for start in starts)
-        starts.append(Start(number, there, why))
+        asked = {start.number for start in starts if start.pool == number}
+        # A claim that nobody has followed up is followed up first.
+        claimed = [job.number for job in jobs if job.pool == number and not job.submitted and job.number not in asked]
+        last = max([-1, *(job.number for job in jobs if job.pool == number), *asked])
+        starts.append(Start(number, min(claimed, default=last + 1), why))
         counts[number] += 1
         coming += 1
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from azureml_elastic.errors import PlanError
 from azureml_elastic.spec import environment as variables
 from azureml_elastic.spec.plan import Plan
 from azureml_elastic.spec.pools import SERVERLESS, NodePool, step_names
 
-__all__ = ["SINGLE", "Place", "place_of", "plan_of", "replacement", "run_of"]
+__all__ = ["SINGLE", "Place", "first_of", "place_of", "plan_of", "replacement", "run_of", "timeout_of"]
 
 SINGLE = "job"
 """The stem of a run that is a single job."""
@@ -73,6 +77,27 @@ def run_of(document: Mapping[str, Any]) -> str | None:
     """
     found = [name for step in _steps(document).values() if (name := _variables(step).get(variables.RUN_ID))]
     return found[0] if found else None
+
+
+def first_of(document: Mapping[str, Any]) -> str | None:
+    """Return the first job of the run that a job brought a node to, ``None`` for a job that is a first one.
+
+    Args:
+        document: the properties of a job of this library.
+    """
+    found = [name for step in _steps(document).values() if (name := _variables(step).get(variables.FIRST_JOB))]
+    return found[0] if found else None
+
+
+def timeout_of(document: Mapping[str, Any]) -> float:
+    """Return the seconds after which Azure ML cancels a node's job; infinite for none.
+
+    Args:
+        document: the properties of a job of this library.
+    """
+    limits = [document.get("limits"), *(step.get("limits") for step in _steps(document).values())]
+    texts = [limit["timeout"] for limit in limits if limit and limit.get("timeout")]
+    return TypeAdapter(timedelta).validate_python(texts[0]).total_seconds() if texts else math.inf
 
 
 def place_of(name: str, plan: Plan) -> Place | None:
@@ -155,9 +180,9 @@ def _move(step: dict[str, Any], pool: NodePool, workspace: str) -> None:
         **{name: value for name, value in (step.get("resources") or {}).items() if name != "instance_type"},
         **({"instance_type": pool.instance_type} if pool.instance_type else {}),
     }
-    step.pop("queue_settings", None)
+    queue = {name: value for name, value in (step.pop("queue_settings", None) or {}).items() if name == "priority"}
     if pool.job_tier is not None:
-        step["queue_settings"] = {"job_tier": pool.job_tier}
+        step["queue_settings"] = {**queue, "job_tier": pool.job_tier}
 
 
 def _steps(document: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from email.message import Message
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from azureml_elastic.errors import TableUnavailable, UsageError
 from azureml_elastic.node.table.patience import PATIENCE, repeat
@@ -62,7 +62,7 @@ def exchange(request: Request, what: str, *, direct: bool = False, patience: tim
     address = f"{place.scheme}://{place.netloc}{place.path}"  # the query stays out of the messages
     if place.scheme not in ("http", "https") or not place.netloc:
         raise UsageError(f"The address {address!r} for {what} is no HTTP address. Correct the variable that holds it.")
-    opener = build_opener(ProxyHandler({})) if direct else build_opener()
+    opener = build_opener(_NoRedirect, ProxyHandler({})) if direct else build_opener(_NoRedirect)
 
     def attempt(left_s: float) -> Reply:
         try:
@@ -79,6 +79,13 @@ def exchange(request: Request, what: str, *, direct: bool = False, patience: tim
             return Reply(status, None, headers)
 
     return repeat(attempt, lambda error: isinstance(error, TableUnavailable), patience)
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Follows nobody to another address: the request may carry a token, which is for this one alone."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return no request."""
 
 
 def _send(opener: OpenerDirector, request: Request, timeout_s: float) -> tuple[int, bytes, dict[str, str]]:
