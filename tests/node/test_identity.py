@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.errors import PlanError, UsageError
-from azureml_elastic.node.identity import local_address, read_identity
+from azureml_elastic.node.addresses import local_address
+from azureml_elastic.node.identity import read_identity
 from azureml_elastic.spec import ElasticDistribution, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.spec import environment as variables
 

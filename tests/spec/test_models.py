@@ -17,6 +17,7 @@ from azureml_elastic.spec import (
     ElasticResources,
     Plan,
     PreemptionPolicy,
+    Profile,
     RendezvousTimings,
     TableRendezvous,
 )
@@ -83,6 +84,7 @@ plans = st.builds(
     ),
     run_id=st.one_of(st.none(), st.text()),
     audit=st.booleans(),
+    profile=st.one_of(st.none(), st.builds(Profile, first=st.integers(1, 99), ranks=st.sampled_from(["all", (0, 3)]))),
 )
 
 
@@ -110,7 +112,7 @@ def test_a_plan_that_cannot_be_read_is_refused(text, said):
 
 def test_every_public_name_is_there():
     assert azureml_elastic.__all__ == sorted(azureml_elastic.__all__)
-    for name in set(azureml_elastic.__all__) - {"ElasticCommandJob", "train"}:
+    for name in set(azureml_elastic.__all__) - {"ElasticCommandJob", "load_elastic_job", "train"}:
         assert getattr(azureml_elastic, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
         _ = azureml_elastic.nothing

@@ -26,6 +26,7 @@ __all__ = [
     "RoundEntered",
     "RoundReopened",
     "RunEnded",
+    "Unreachable",
     "WorkerFailed",
     "WorkersStarted",
     "read_event",
@@ -87,6 +88,21 @@ class HostQuarantined(_Event):
     kind: Literal["host_quarantined"] = "host_quarantined"
     host: str
     strikes: int
+
+
+class Unreachable(_Event):
+    """The node cannot reach another one that it needs. Told once for each, and again after some minutes."""
+
+    kind: Literal["unreachable"] = "unreachable"
+    host: str
+    """The node's own address."""
+    peer: str
+    """The node that cannot be reached."""
+    address: str
+    """Of the peer: host and port."""
+    purpose: str
+    """What the peer is to the node, for example ``rank 0 of round 3``."""
+    error: str
 
 
 class RoundEntered(_Event):
@@ -205,6 +221,7 @@ Event = Annotated[
     | HealthChecked
     | HostStruck
     | HostQuarantined
+    | Unreachable
     | RoundEntered
     | WorkersStarted
     | Restored

@@ -50,15 +50,19 @@ class Azurite:
     Args:
         command: that starts the service, without options; ``None`` finds or installs one.
         service: the tables or the blobs.
+        host: the address of this machine that it listens on; it takes its published key from whoever reaches it.
 
     Raises:
         UsageError: on entering: neither Azurite nor Node.js is there, or npm cannot install it.
         TableUnavailable: on entering: the service does not start in time.
     """
 
-    def __init__(self, command: Sequence[str] | None = None, *, service: Service = "table") -> None:
+    def __init__(
+        self, command: Sequence[str] | None = None, *, service: Service = "table", host: str = "127.0.0.1"
+    ) -> None:
         self._command = command
         self._service = service
+        self._host = host
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
@@ -66,7 +70,7 @@ class Azurite:
     @property
     def endpoint(self) -> str:
         """The URL of the emulator's account."""
-        return f"http://127.0.0.1:{self._port}/{EMULATOR_ACCOUNT}"
+        return f"http://{self._host}:{self._port}/{EMULATOR_ACCOUNT}"
 
     @property
     def connection_string(self) -> str:
@@ -104,9 +108,9 @@ class Azurite:
 
     def _start(self, command: list[str], log: IO[bytes]) -> bool:
         """Start the service and wait until it answers; return whether it did, and not whether it ended."""
-        self._port = _free_port()
+        self._port = _free_port(self._host)
         options = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck"]
-        where = [f"--{self._service}Host", "127.0.0.1", f"--{self._service}Port", str(self._port)]
+        where = [f"--{self._service}Host", self._host, f"--{self._service}Port", str(self._port)]
         self._process = subprocess.Popen(
             [*command, *options, *where],
             cwd=tempfile.gettempdir(),
@@ -130,7 +134,7 @@ class Azurite:
         return False
 
     def _answers(self) -> bool:
-        connection = HTTPConnection("127.0.0.1", self._port, timeout=2)
+        connection = HTTPConnection(self._host, self._port, timeout=2)
         try:
             connection.request("GET", f"/{EMULATOR_ACCOUNT}/Tables")
             connection.getresponse().read()
@@ -259,9 +263,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 

@@ -25,6 +25,7 @@ from azureml_elastic.ledger.events import (
     RoundEntered,
     RoundReopened,
     RunEnded,
+    Unreachable,
     WorkerFailed,
 )
 from azureml_elastic.local.board import Board
@@ -198,6 +199,9 @@ def describe(event: Event) -> str | None:
         return f"a strike against {event.host}: {event.reason}"
     if isinstance(event, HostQuarantined):
         return f"{event.node} is quarantined: {event.strikes} strikes against {event.host}"
+    if isinstance(event, Unreachable):
+        where = f"{event.peer} ({event.address}), {event.purpose}"
+        return f"{event.node} ({event.host}) cannot reach {where}: {event.error}"
     if isinstance(event, HangDetected):
         return (
             f"round {event.round}: no step for {event.seconds:.1f} s (limit {event.limit_seconds:.1f} s); the stacks "

@@ -19,6 +19,8 @@ from azureml_elastic.spec.command import parse_program
 
 __all__ = ["main"]
 
+_DOCTOR = "azureml_elastic.node.doctor"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this node and return its exit code.
@@ -37,9 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("program", nargs="+", metavar="-- python train.py ...", help="the training program")
     arguments = parser.parse_args(argv)
     try:
-        return run_node(
-            read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir), parse_program(arguments.program)
-        )
+        program = parse_program(arguments.program)
+        if program.kind == "module" and program.target == _DOCTOR:
+            from azureml_elastic.node.doctor.__main__ import main as examine
+
+            return examine(program.arguments)  # in the node's place: it finds out why nodes fail
+        return run_node(read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir), program)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
-from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, NodeLeft, NodeStarted
+from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, NodeLeft, NodeStarted, Unreachable
 from azureml_elastic.node.channel import Channel
 from azureml_elastic.node.hang import HangPolicy
 from azureml_elastic.node.hang_watch import HangWatch
@@ -21,6 +21,7 @@ from azureml_elastic.node.local_copies import LocalCopies
 from azureml_elastic.node.preemption import Preemption
 from azureml_elastic.node.recorder import Recorder
 from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.reach import Gap
 from azureml_elastic.node.rendezvous.round import Limits
 from azureml_elastic.node.server_time import ServerClock
 from azureml_elastic.node.strikes import Strikes
@@ -91,6 +92,8 @@ class _Node:
             cancelled=lambda: self._preemption.commit_to_leave(),  # noqa: PLW0108 - it is made below
             host_id=identity.host_id,
             strikes=self._live_strikes,
+            ports=distribution.rendezvous.port_range,
+            unreachable=self._cannot_reach,
         )
         self._preemption = Preemption(distribution.preemption, self._rendezvous.wake.set, identity.node)
         stack.callback(self._preemption.close)
@@ -109,6 +112,11 @@ class _Node:
         os.environ[variables.CHANNEL] = self._channel.path
         # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
         os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
+        if (
+            identity.interface is not None
+        ):  # what workers send to each other goes the same way, unless the job says else
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", identity.interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", identity.interface)
         interpreter, options = _interpreter(program)
         self._warm = WarmProcess(interpreter, options, program, os.environ) if distribution.warm_workers else None
         if self._warm is not None:
@@ -231,6 +239,17 @@ class _Node:
                 HostQuarantined, self._rendezvous.last_round, host=self._identity.host_id, strikes=live
             )
         return live
+
+    def _cannot_reach(self, gap: Gap) -> None:
+        self._recorder.record(
+            Unreachable,
+            self._rendezvous.last_round,
+            host=gap.host,
+            peer=gap.peer,
+            address=gap.address,
+            purpose=gap.purpose,
+            error=gap.error,
+        )
 
     def _pause(self, seconds: float) -> None:
         """Wait before another health check.

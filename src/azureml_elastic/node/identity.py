@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from azureml_elastic.checkpoints.storage import place_in
 from azureml_elastic.errors import PlanError, UsageError
+from azureml_elastic.node.addresses import advertised, is_loopback
 from azureml_elastic.spec import Plan, PreemptionPolicy
 from azureml_elastic.spec import environment as variables
 
-__all__ = ["NodeIdentity", "host_id", "local_address", "read_identity"]
-
-_HTTPS = 443
+__all__ = ["NodeIdentity", "host_id", "read_identity"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_CHARACTERS = 8
@@ -36,6 +33,7 @@ class NodeIdentity:
         host: where the other nodes reach this one.
         folder: for events and logs.
         host_id: names the machine that strikes are held against; see :func:`host_id`.
+        interface: the network interface of ``host``, where the job or the environment asked for one.
     """
 
     plan: Plan
@@ -44,6 +42,7 @@ class NodeIdentity:
     host: str
     folder: Path
     host_id: str = ""
+    interface: str | None = None
 
 
 def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = None) -> NodeIdentity:
@@ -55,7 +54,8 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
 
     Raises:
         PlanError: there is no plan, or one that this release cannot read.
-        UsageError: nothing names the run, or a variable is wrong.
+        UsageError: nothing names the run, a variable is wrong, or this machine has not the interface that the job
+            wants.
     """
     text = environ.get(variables.PLAN)
     if not text:
@@ -81,14 +81,15 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
     if (address := environ.get(variables.SCHEDULED_EVENTS)) is not None:
         plan = _with_scheduled_events(plan, address.strip() or None)
     node = environ.get(variables.NODE_ID) or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
-    host = environ.get(variables.LOCAL_ADDRESS) or local_address(plan.distribution.rendezvous.endpoint)
+    here = advertised(plan.distribution.rendezvous, environ)
     return NodeIdentity(
         plan=plan,
         run_id=run_id,
         node=node,
-        host=host,
+        host=here.host,
         folder=Path(environ.get(variables.RUN_DIR) or "outputs/azureml-elastic").absolute(),
-        host_id=host_id(node, host),
+        host_id=host_id(node, here.host),
+        interface=here.interface,
     )
 
 
@@ -114,32 +115,9 @@ def host_id(node: str, host: str, boot_id: Path = _BOOT_ID) -> str:
         host: where the other nodes reach it.
         boot_id: the file in which Linux names the boot.
     """
-    if host in ("localhost", "::1") or host.startswith("127."):
+    if is_loopback(host):
         return node
     try:
         return f"{host}-{boot_id.read_text().strip()[:_BOOT_CHARACTERS]}"
     except OSError:
         return host
-
-
-def local_address(endpoint: str | None) -> str:
-    """Return this machine's address on the way to the table: the other nodes come the same way.
-
-    A table on this machine (an SQLite file or an emulator) is shared by processes of this machine only, so that the
-    loopback address serves.
-    """
-    parts = urlsplit(endpoint) if endpoint else None
-    if parts is not None and parts.scheme in ("http", "https"):
-        target = parts.hostname or ""
-        if target in ("localhost", "127.0.0.1", "::1"):
-            return "127.0.0.1"
-    elif endpoint:
-        return "127.0.0.1"
-    else:
-        target = "table.core.windows.net"
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, _HTTPS))  # datagram sockets send nothing here; the kernel picks the route
-            address: str = probe.getsockname()[0]
-            return address
-    return socket.getfqdn()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -14,20 +16,34 @@ __all__ = ["open_store"]
 
 _POLL_SECONDS = 0.05
 
+_HESITATION_SECONDS = 2.0
+"""After which a node that is not connected looks whether the store's port can be reached at all."""
 
-def open_store(seat: Seat, timeout: timedelta, broken: Callable[[], bool]) -> TCPStore | None:
+_REACH_SECONDS = 3.0
+"""For that: long enough for the second attempt of TCP."""
+
+
+def open_store(
+    seat: Seat,
+    timeout: timedelta,
+    broken: Callable[[], bool],
+    unreachable: Callable[[OSError, float], None] = lambda *_: None,
+) -> TCPStore | None:
     """Serve the round's store on rank 0, connect to it elsewhere.
 
     Connecting to a host that accepts but never answers (a frozen node) blocks ``TCPStore`` for ever, whatever its
-    timeout, so that it happens on a thread of its own, which is abandoned when the round breaks.
+    timeout, so that it happens on a thread of its own, which is abandoned when the round breaks. A port that a firewall
+    has closed would keep it for as long as the timeout; that is noticed beside it.
 
     Args:
         seat: the place in the sealed round.
         timeout: for single operations of the store.
         broken: whether the round has broken in the meantime.
+        unreachable: called where the store's port cannot be reached, with what was in the way and the seconds that it
+            was given.
 
     Returns:
-        The store, or ``None`` when the round broke first.
+        The store, or ``None`` when the round broke first or the port cannot be reached.
     """
     host, port = seat.store_address
     if seat.listener is not None:
@@ -45,8 +61,33 @@ def open_store(seat: Seat, timeout: timedelta, broken: Callable[[], bool]) -> TC
 
     thread = threading.Thread(target=connect, name="store", daemon=True)
     thread.start()
-    while thread.is_alive() and not broken():
+    look_at = time.monotonic() + _HESITATION_SECONDS
+    look: _Look | None = None
+    while thread.is_alive() and not broken() and (look is None or look.error is None):
         thread.join(_POLL_SECONDS)
+        if look is None and time.monotonic() >= look_at:
+            look = _Look(host, port)
     if result:
         return result[0]
+    if look is not None and look.error is not None and not broken():
+        unreachable(look.error, _REACH_SECONDS)
     return None
+
+
+class _Look:
+    """One attempt, on a thread, to connect to a port.
+
+    Attributes:
+        error: what was in the way, ``None`` for nothing, or not yet.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = (host, port)
+        self.error: OSError | None = None
+        threading.Thread(target=self._connect, name="store look", daemon=True).start()
+
+    def _connect(self) -> None:
+        try:
+            socket.create_connection(self._address, _REACH_SECONDS).close()
+        except OSError as error:
+            self.error = error

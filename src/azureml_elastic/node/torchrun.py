@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
-from azureml_elastic.node.identity import local_address
+from azureml_elastic.node.addresses import advertised
 from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.round import Limits
 from azureml_elastic.node.rendezvous.seat import Seat
@@ -54,7 +54,7 @@ def enter(rendezvous: Rendezvous) -> tuple[Seat, TCPStore]:
     """
     while True:
         seat = rendezvous.join()
-        store = open_store(seat, _STORE_TIMEOUT, lambda: rendezvous.status().broken)
+        store = open_store(seat, _STORE_TIMEOUT, lambda: rendezvous.status().broken, rendezvous.store_failed)
         if store is not None:
             return seat, store
         status = rendezvous.status()
@@ -144,22 +144,41 @@ class TableRendezvousHandler(RendezvousHandler):
 
 
 def create_handler(parameters: RendezvousParameters) -> TableRendezvousHandler:
-    """Make the handler from torchrun's options; ``--rdzv-conf`` sets the timings in seconds by name.
+    """Make the handler from torchrun's options; ``--rdzv-conf`` sets the timings in seconds by name, ports and address.
 
     Args:
-        parameters: ``endpoint`` is the account's table URL or the path of an SQLite file.
+        parameters: ``endpoint`` is the account's table URL or the path of an SQLite file. Of its configuration,
+            ``port_range=29400-29500`` and ``advertise=eth0`` are those of ``TableRendezvous``.
+
+    Raises:
+        UsageError: the range of ports is none, this machine has no such address, or the table cannot be used.
     """
     timings = RendezvousTimings.model_validate(
         {name: float(value) for name, value in parameters.config.items() if name in RendezvousTimings.model_fields}
     )
-    where = TableRendezvous(endpoint=parameters.endpoint or None, timings=timings)
+    where = TableRendezvous(
+        endpoint=parameters.endpoint or None,
+        timings=timings,
+        port_range=_ports(parameters.config.get("port_range")),
+        advertise=parameters.config.get("advertise"),
+    )
     rendezvous = Rendezvous(
         table=open_table(where, parameters.run_id, os.environ),
         node=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
-        host=parameters.local_addr or local_address(where.endpoint),
+        host=parameters.local_addr or advertised(where, os.environ).host,
         slots=1,
         limits=Limits(parameters.min_nodes, parameters.max_nodes),
         timings=timings,
+        ports=where.port_range,
     )
     rendezvous.announce()
     return TableRendezvousHandler(rendezvous, parameters.run_id)
+
+
+def _ports(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    low, _, high = str(text).partition("-")
+    if not (low.isdigit() and high.isdigit()):
+        raise UsageError(f"port_range={text} in --rdzv-conf is no range of ports; give for example 29400-29500.")
+    return int(low), int(high)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 from datetime import timedelta
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from azureml_elastic.spec.base import Duration, PositiveDuration, Spec
 
-__all__ = ["Credential", "RendezvousTimings", "TableRendezvous"]
+__all__ = ["PORTS_OF_A_NODE", "Credential", "RendezvousTimings", "TableRendezvous"]
+
+PORTS_OF_A_NODE = 3
+"""On which a node listens at a time, at most: its hub, the store of its round, and the store of the next one."""
+
+_PORTS = (1024, 65535)
 
 Credential = Literal["auto", "managed_identity", "on_behalf_of", "connection_string", "developer"]
 """Which identity opens the table.
@@ -72,6 +78,10 @@ class TableRendezvous(Spec):
         client_id: of a user-assigned managed identity; ``None`` takes the compute's default.
         connection_string_variable: the environment variable that holds a connection string. The string itself
             never enters the plan.
+        port_range: the first and the last port on which nodes listen for each other, for firewalls; ``None`` takes any
+            that are free. ``docs/network.md`` tells what else needs to be open.
+        advertise: where the other nodes reach a node: the name of one of its network interfaces (``"eth0"``), a range
+            of addresses (``"10.0.0.0/16"``) or one address; ``None`` takes the address on the way to the table.
         timings: patience of the rendezvous.
     """
 
@@ -80,4 +90,37 @@ class TableRendezvous(Spec):
     credential: Credential = "auto"
     client_id: str | None = None
     connection_string_variable: str = "AZURE_STORAGE_CONNECTION_STRING"
+    port_range: tuple[int, int] | None = None
+    advertise: str | None = Field(default=None, pattern=r"^\S+$")
     timings: RendezvousTimings = RendezvousTimings()
+
+    @field_validator("port_range")
+    @classmethod
+    def _ports_are_enough(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
+        if value is None:
+            return value
+        low, high = value
+        lowest, highest = _PORTS
+        if not lowest <= low < high <= highest:
+            raise ValueError(
+                f"port_range={low}-{high} must rise and lie within {lowest}-{highest}; give for example (29400, 29500)"
+            )
+        if high - low + 1 < PORTS_OF_A_NODE:
+            raise ValueError(
+                f"port_range={low}-{high} has {high - low + 1} ports; a node needs {PORTS_OF_A_NODE}, and so does each "
+                "further node on the same machine. Give for example (29400, 29500)"
+            )
+        return value
+
+    @field_validator("advertise")
+    @classmethod
+    def _range_is_one(cls, value: str | None) -> str | None:
+        if value is not None and "/" in value:
+            try:
+                ipaddress.ip_network(value, strict=False)
+            except ValueError as error:
+                raise ValueError(
+                    f"advertise={value!r} is no range of addresses: {error}. Give one such as 10.0.0.0/16, the name of "
+                    "a network interface, or an address"
+                ) from error
+        return value

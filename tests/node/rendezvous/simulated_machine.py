@@ -217,7 +217,7 @@ class SimulatedMachine(Machine):
         node.step()
         host, port = address
         target = self._cluster.by_host[host]
-        if node.cut or target.cut:
+        if self._cluster.blocks(node, target):
             scheduler.wait(scheduler.now + timeout)
             raise TimeoutError(f"{host} does not answer")
         scheduler.wait(scheduler.now + 2 * costs.message)
@@ -230,3 +230,16 @@ class SimulatedMachine(Machine):
         server.connections[far] = None
         node.ends.append(near)
         return SimulatedClient(node, near, on_tick, tick)
+
+    def probe(self, addresses, timeout) -> list[OSError | None]:
+        scheduler, node = self._scheduler, self._node
+        node.step()
+        targets = [(self._cluster.by_host[host], port) for host, port in addresses]
+        silent = [self._cluster.blocks(node, target) for target, _ in targets]
+        scheduler.wait(scheduler.now + (timeout if any(silent) else 2 * self._cluster.costs.message))
+        return [
+            TimeoutError("timed out") if blocked
+            else None if not target.dead and port in target.servers
+            else ConnectionRefusedError("nobody listens there")
+            for blocked, (target, port) in zip(silent, targets, strict=True)
+        ]  # fmt: skip

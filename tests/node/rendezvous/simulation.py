@@ -62,6 +62,7 @@ class Node:
         self.dies_at: int | None = None
         self.joined: list[Round] = []
         self.seated = False
+        self._ends: dict[str, object] | None = None
         self._limits = limits
         self._imports_s = imports_s
         self.rendezvous: Rendezvous
@@ -98,6 +99,10 @@ class Node:
         """Cut the node off: whoever waits for it hears nothing, not even that it is gone."""
         self.cut = True
         self.seated = False
+
+    def break_round(self, **how: object) -> None:
+        """Have the node end its round when it looks at it next; see ``Rendezvous.reopen``."""
+        self._ends = how
 
     def drop_connections(self) -> None:
         """Break all connections to and from this node; it goes on."""
@@ -143,6 +148,10 @@ class Node:
             if status.broken:
                 rendezvous.reopen("lost" if status.lost else "reopened", lost=status.lost)
                 return
+            if self._ends is not None:
+                how, self._ends = self._ends, None
+                rendezvous.reopen("it was told to", **how)
+                return
             if rendezvous.leads and status.waiting:
                 rendezvous.reopen("joining")
                 return
@@ -174,6 +183,7 @@ class Cluster:
         self.nodes: list[Node] = []
         self.by_host: dict[str, Node] = {}
         self.failures: list[str] = []
+        self.blocked: set[tuple[str, str]] = set()
         self._wanted: Callable[[], bool] = lambda: False
         self._in_the_way: Node | None = None
 
@@ -184,6 +194,14 @@ class Cluster:
         self.by_host[node.host] = node
         self.scheduler.at(arrives_at, node.start)
         return node
+
+    def block(self, one: str, other: str, *, both: bool = True) -> None:
+        """Have the network drop whatever one node sends to another to connect to it."""
+        self.blocked |= {(one, other), *([(other, one)] if both else [])}
+
+    def blocks(self, one: Node, other: Node) -> bool:
+        """Return whether one node gets no answer when it connects to another."""
+        return one.cut or other.cut or (one.name, other.name) in self.blocked
 
     def at(self, when: float, what: Callable[[], None]) -> None:
         """Have something happen to the cluster."""

@@ -8,7 +8,7 @@ from azure.core.credentials import AccessToken
 from azureml_elastic.errors import TableForbidden, TableNotFound, UsageError
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.sqlite import SqliteTable
-from azureml_elastic.node.table.workspace import workspace_endpoint
+from azureml_elastic.node.table.workspace import ARM_URL, workspace_endpoint
 from azureml_elastic.spec.rendezvous import TableRendezvous
 
 JOB = {
@@ -16,7 +16,8 @@ JOB = {
     "AZUREML_ARM_RESOURCEGROUP": "my group",
     "AZUREML_ARM_WORKSPACE_NAME": "ws",
 }
-ACCOUNT = "/subscriptions/sub-1/resourceGroups/other/providers/Microsoft.Storage/storageAccounts/wsstorage123"
+# No account can have a name with a dash, so that the one of its host has no address anywhere.
+ACCOUNT = "/subscriptions/sub-1/resourceGroups/other/providers/Microsoft.Storage/storageAccounts/ws-storage"
 
 
 class Reader:
@@ -106,8 +107,8 @@ def test_no_endpoint_within_azure_ml_asks_the_node_for_a_token(serve):
 
 def test_the_workspaces_storage_account(serve):
     arm = serve(lambda _call: (200, {"properties": {"storageAccount": ACCOUNT}}))
-    assert workspace_endpoint(JOB, Reader(), arm.url) == "https://wsstorage123.table.core.windows.net"
-    (call,) = arm.calls
+    assert workspace_endpoint(JOB, Reader(), arm.url) == "https://ws-storage.table.core.windows.net"
+    call = arm.calls[0]
     assert call.path == (
         "/subscriptions/sub-1/resourceGroups/my%20group/providers/Microsoft.MachineLearningServices/workspaces/ws"
     )
@@ -132,9 +133,61 @@ def test_a_workspace_without_a_storage_account(serve, answer):
 
 
 def test_a_busy_resource_manager_is_waited_for(serve):
-    answers = [(503, {}), (429, {}), (200, {"properties": {"storageAccount": ACCOUNT}})]
+    answers = [(503, {}), (429, {}), (200, {"properties": {"storageAccount": ACCOUNT}}), (403, {})]
     arm = serve(lambda _call: answers.pop(0))
-    assert workspace_endpoint(JOB, Reader(), arm.url) == "https://wsstorage123.table.core.windows.net"
+    assert workspace_endpoint(JOB, Reader(), arm.url) == "https://ws-storage.table.core.windows.net"
+
+
+def test_an_account_whose_usual_name_has_no_address_is_asked_for_its_own(serve):
+    zone = "https://ws-storage.z13.table.storage.azure.net/"
+
+    def answer(call):
+        if "Microsoft.Storage" not in call.path:
+            return 200, {"properties": {"storageAccount": ACCOUNT}}
+        assert call.path == ACCOUNT
+        return 200, {"properties": {"primaryEndpoints": {"table": zone}}}
+
+    arm = serve(answer)
+    assert workspace_endpoint(JOB, Reader(), arm.url) == zone.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("environ", "scope", "suffix"),
+    [
+        ({}, "https://management.azure.com", "core.windows.net"),
+        ({"AZUREML_CURRENT_CLOUD": "azurechinacloud"}, "https://management.chinacloudapi.cn", "core.chinacloudapi.cn"),
+        (
+            {"AZUREML_SERVICE_ENDPOINT": "https://chinaeast2.api.ml.azure.cn"},
+            "https://management.chinacloudapi.cn",
+            "core.chinacloudapi.cn",
+        ),
+        (
+            {"AZUREML_SERVICE_ENDPOINT": "https://usgovvirginia.api.ml.azure.us"},
+            "https://management.usgovcloudapi.net",
+            "core.usgovcloudapi.net",
+        ),
+        (
+            {
+                "AZUREML_SERVICE_ENDPOINT": "https://usgovvirginia.api.ml.azure.us",
+                "AZUREML_CURRENT_CLOUD": "AzureCloud",
+            },
+            "https://management.azure.com",
+            "core.windows.net",
+        ),
+        ({"AZUREML_SERVICE_ENDPOINT": "https://eastus.api.azureml.ms"}, ARM_URL, "core.windows.net"),
+    ],
+)
+def test_the_clouds_of_china_and_the_us_government(serve, environ, scope, suffix):
+    arm = serve(
+        lambda call: (200, {"properties": {"storageAccount": ACCOUNT}}) if "Learning" in call.path else (403, {})
+    )
+    assert workspace_endpoint(JOB | environ, Reader(), arm.url) == f"https://ws-storage.table.{suffix}"
+    assert {call.headers["Authorization"] for call in arm.calls} == {f"Bearer token for {scope}/.default"}
+
+
+def test_an_unknown_cloud_is_refused():
+    with pytest.raises(UsageError, match=r"'AzureMoonCloud'.*AzureCloud, AzureChinaCloud, AzureUSGovernment"):
+        workspace_endpoint(JOB | {"AZUREML_CURRENT_CLOUD": "AzureMoonCloud"}, Reader())
 
 
 def test_what_is_missing_in_the_environment_is_named():

@@ -25,7 +25,10 @@ _ALIVE_INTERVALS = 3
 """A round whose sign of life is older than this many intervals may be dead, and nobody is to blame for not reaching
 it."""
 
-_ADVICE = f"Allow TCP between the nodes on all ports, or set {LOCAL_ADDRESS} to an address that the others can reach."
+_ADVICE = (
+    "Allow TCP between the nodes (port_range= of TableRendezvous limits the ports), or set its advertise=, or on this "
+    f"node {LOCAL_ADDRESS}, to an address that the others can reach (docs/network.md)."
+)
 
 
 def check_clock(clock: ServerClock, policy: HealthPolicy) -> Finding:

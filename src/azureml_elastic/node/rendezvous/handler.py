@@ -7,45 +7,38 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from azureml_elastic.errors import RunFailed, RunSucceeded
+from azureml_elastic.node.addresses import listening_address, place
 from azureml_elastic.node.budget import FailureRecord, aged
+from azureml_elastic.node.rendezvous.ending import RoundEnding
+from azureml_elastic.node.rendezvous.entrance import Entrance
 from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.link import Link
 from azureml_elastic.node.rendezvous.lobby import Lobby
 from azureml_elastic.node.rendezvous.machine import Machine
 from azureml_elastic.node.rendezvous.membership import Membership
-from azureml_elastic.node.rendezvous.round import (
-    Limits,
-    Member,
-    Round,
-    RoundState,
-    reopened,
-)
+from azureml_elastic.node.rendezvous.ports import Ports
+from azureml_elastic.node.rendezvous.probing import DataPort, Probing
+from azureml_elastic.node.rendezvous.reach import Gap, Reach, is_gap
+from azureml_elastic.node.rendezvous.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.rows import Roster, Rows
 from azureml_elastic.node.rendezvous.seat import Seat, Status
 from azureml_elastic.node.rendezvous.witness import Witness
 from azureml_elastic.node.table import Table
 from azureml_elastic.spec import RendezvousTimings
-from azureml_elastic.spec.environment import LOCAL_ADDRESS
 
 __all__ = ["Rendezvous"]
 
-_LOG = logging.getLogger(__name__)
-
-_TURN_SECONDS = 0.05
-"""How long each survivor gives the one before it to end a broken round."""
-
-_LONGEST_TURN_SECONDS = 1.0
-"""The longest that a survivor waits for all those before it."""
-
 _LONGEST_PAUSE_SECONDS = 2.0
 """The longest pause before another attempt of nodes that could not reach each other."""
+
+_LOOK_SECONDS = 5.0
+"""The longest sleep of a node that would like to reach another one."""
 
 
 class Rendezvous:
@@ -61,7 +54,12 @@ class Rendezvous:
         cancelled: asked while waiting; true ends the wait with ``InterruptedError``.
         host_id: names the machine that strikes are held against.
         strikes: returns how many are live against it; is told whether others may have struck it meanwhile.
-        machine: that the node runs on.
+        machine: that the node runs on; by default this one, with the ports.
+        ports: the first and the last port to listen on; ``None`` for any.
+        unreachable: called with each other node that this one cannot reach.
+
+    Raises:
+        UsageError: all these ports are taken.
     """
 
     def __init__(
@@ -76,10 +74,12 @@ class Rendezvous:
         host_id: str = "",
         strikes: Callable[[bool], int] = lambda _: 0,
         machine: Machine | None = None,
+        ports: tuple[int, int] | None = None,
+        unreachable: Callable[[Gap], None] = lambda _: None,
     ) -> None:
         self.node = node
         self.incarnation = uuid.uuid4().hex[:12]
-        self._machine = machine or Machine()
+        self._machine = machine or Machine(Ports(ports))
         self._clock = self._machine.clock
         self.wake = self._machine.event()
         self._rows = Rows(table, self._rest)
@@ -90,11 +90,22 @@ class Rendezvous:
         self._cancelled = cancelled
         self._host_id = host_id
         self._strikes = strikes
-        self._interface = host if host.startswith("127.") else ("::" if ":" in host else "0.0.0.0")  # noqa: S104
+        self._interface = listening_address(host)
+        self._unreachable = unreachable
+        self._reach = Reach(node, host, self._clock, ports, self._cannot_reach)
         self._hub = Hub(self._interface, timings, self.wake.set, self.incarnation, self._machine, limits.quarantine)
+        self._data_port = DataPort(self._machine, self._interface) if ports is not None else None
         self._witness = Witness(table, timings, self._hub.changed, self._machine)
         self._lobby = Lobby(
-            self._rows, self._hub, self._witness, limits, timings, self._sleep, self.wake.set, self._machine
+            self._rows,
+            self._hub,
+            self._witness,
+            limits,
+            timings,
+            self._sleep,
+            self.wake.set,
+            self._reach,
+            self._machine,
         )
         self._membership = Membership(
             node,
@@ -107,6 +118,31 @@ class Rendezvous:
             heard=self._lobby.heard,
             wake=self.wake.set,
             machine=self._machine,
+        )
+        self._entrance = Entrance(
+            node,
+            membership=self._membership,
+            rows=self._rows,
+            witness=self._witness,
+            reach=self._reach,
+            timings=timings,
+            rest=self._rest,
+            whoami=self._whoami,
+            machine=self._machine,
+        )
+        self._ending = RoundEnding(
+            membership=self._membership,
+            rows=self._rows,
+            hub=self._hub,
+            lobby=self._lobby,
+            reach=self._reach,
+            timings=timings,
+            whoami=self._whoami,
+            woken=self.wake,
+            machine=self._machine,
+        )
+        self._probing = Probing(
+            self._machine, self._reach, self._membership.is_on, self._membership.tell_leader, self.wake.set, node
         )
         self._known_strikes = 0
 
@@ -210,7 +246,22 @@ class Rendezvous:
 
     def status(self) -> Status:
         """Return what is known about the current round; reads the table only after a hint that it has moved."""
+        self._probing.tick()
         return self._membership.status()
+
+    def store_failed(self, error: OSError, seconds: float) -> None:
+        """End the round because this node cannot reach the port of its store, and tell so.
+
+        Args:
+            error: that a connection ended with.
+            seconds: that it was given.
+        """
+        first, number = self.seat.round.members[0], self.seat.round.number
+        reason = f"{self.node} cannot reach the store of {first.node} at {place(first.host, first.store_port)}: {error}"
+        if is_gap(error):
+            purpose = f"the store of round {number}"
+            reason = str(self._reach.failed(first, purpose, error, seconds, way="store", port=first.store_port))
+        self.reopen(reason, fruitless=True)
 
     def reopen(
         self,
@@ -231,30 +282,7 @@ class Rendezvous:
         Returns:
             Whether it was this node that ended it; otherwise another one was first, and nothing was charged.
         """
-        seat = self.seat
-        if self._membership.has_heard_of_the_next():
-            return False
-        if not failures and self.node not in lost:
-            # Rank 0, or the first survivor after it, writes; the others make sure that someone does.
-            alive = [member for member in seat.round.members if member.node not in lost]
-            if self._another_ends_round(alive):
-                return False
-        view = self._hub.view()
-        waiting = sorted(view.waiting)
-        next_ = reopened(
-            seat.round, reason, lost, waiting, failures=failures, seconds=self.seconds_in_round, fruitless=fruitless
-        )
-        if next_.fruitless >= self._timings.fruitless_rounds:
-            return self.close(
-                succeeded=False,
-                exit_code=1,
-                message=(
-                    f"{next_.fruitless} rounds in a row broke because nodes could not reach each other, the last one "
-                    f"because {reason}. Allow TCP between the nodes, or set {LOCAL_ADDRESS} on each node to an address "
-                    "that the others can reach."
-                ),
-            )
-        return self._end_round(next_)
+        return self._ending.reopen(reason, lost=lost, failures=failures, fruitless=fruitless)
 
     def drop(self) -> None:
         """Break the connection to rank 0, which tells everyone in milliseconds that this node is gone."""
@@ -269,15 +297,7 @@ class Rendezvous:
         failures: tuple[FailureRecord, ...] = (),
     ) -> bool:
         """End the run for all nodes, and return whether it was this node that ended it."""
-        state: RoundState = "succeeded" if succeeded else "failed"
-        closed = replace(
-            self.seat.round,
-            state=state,
-            message=message[:30_000],
-            exit_code=exit_code,
-            failures=failures or self.failures,
-        )
-        return self._end_round(closed)
+        return self._ending.close(succeeded=succeeded, message=message, exit_code=exit_code, failures=failures)
 
     def leave(self, reason: str) -> None:
         """Tell that this node is gone for good. Never raises: whoever leaves has no time for errors."""
@@ -289,26 +309,14 @@ class Rendezvous:
         self._membership.leave()
         self._witness.stop()
         self._hub.close()
+        if self._data_port is not None:
+            self._data_port.close()
 
-    def _another_ends_round(self, alive: list[Member]) -> bool:
-        """Wait for this node's turn among those that are left; return whether another one was faster."""
-        turn = next((turn for turn, member in enumerate(alive) if member.node == self.node), 0)
-        if turn == 0:
-            return False
-        patience = min(_LONGEST_TURN_SECONDS, _TURN_SECONDS * turn)
-        until = self._clock() + patience
-        if alive[0] != self.seat.round.members[0] or self._membership.link is None:
-            self._lobby.listen_to(alive[0], self.seat.round, self._whoami(), patience)
-        while (left := until - self._clock()) > 0 and not self._membership.has_heard_of_the_next():
-            self.wake.wait(left)
-            self.wake.clear()
-        return self._membership.has_heard_of_the_next()
-
-    def _end_round(self, to: Round) -> bool:
-        if not self._rows.end_round(self.seat.round.number, to):
-            return False
-        self._membership.tell(to)
-        return True
+    def _cannot_reach(self, gap: Gap) -> None:
+        """Tell rank 0's node, where it is another one and can be reached; from any thread."""
+        self._unreachable(gap)
+        if not self.leads:
+            self._membership.tell_leader({"op": "unreachable", "text": str(gap)})
 
     def _first_look(self) -> tuple[Round, Iterable[Member] | Roster]:
         """Return the round as it is, with the other nodes that this one knows of; without a read where it was told."""
@@ -325,11 +333,14 @@ class Rendezvous:
             slots=self._slots,
             host_id=self._host_id,
             strikes=self._known_strikes,
+            data_port=self._data_port.number if self._data_port is not None else 0,
         )
 
     def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
         # A node that was in the run and is no survivor was lost to the others, who may hold that against it.
         self._known_strikes = self._strikes(self._membership.seat is not None and self.node not in round_.previous)
+        before = self.seat.round.failures if self._membership.seat is not None else ()
+        self._reach.in_doubt = round_.fruitless > 0 or len(round_.failures) > len(before)
         return replace(self._whoami(), round=round_.number, store_port=listener.getsockname()[1])
 
     def _take_seat(self, round_: Round, listener: socket.socket | None) -> Seat | None:
@@ -337,15 +348,13 @@ class Rendezvous:
         rank = self._membership.place_in(round_)
         if rank is None or listener is None:
             return None
-        try:
-            seat = self._membership.enter(round_, rank, listener)
-        except OSError as error:
-            first = round_.members[0]
-            _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
-            where = f"{first.node} at {first.host}:{first.hub_port}"
-            self.reopen(f"{self.node} cannot reach {where}", lost=frozenset({first.node}), fruitless=True)
+        seat = self._entrance.enter(round_, rank, listener)
+        if isinstance(seat, str):
+            self.reopen(seat, lost=frozenset({round_.members[0].node}), fruitless=True)
             return None
-        self._lobby.leave()  # only now, so that what was said there last has arrived
+        if seat is not None:
+            self._lobby.leave()  # only now, so that what was said there last has arrived
+            self._probing.begin(round_, rank)
         return seat
 
     def _rest(self, seconds: float) -> None:
@@ -355,8 +364,9 @@ class Rendezvous:
             self._sleep(left)
 
     def _sleep(self, seconds: float) -> bool:
-        """Wait until woken; return whether it was before the time."""
-        woken = self.wake.wait(seconds)
+        """Wait until woken, or for a while; return whether it was before the time."""
+        self._probing.tick()
+        woken = self.wake.wait(min(seconds, _LOOK_SECONDS) if self._reach.gaps() else seconds)
         self.wake.clear()
         if self._cancelled():
             raise InterruptedError("the node was told to leave")

@@ -8,10 +8,14 @@ it, and all of them are told of every move of the round. Messages are JSON lines
 
     member -> hub   {"op": "hello", "to", "node", "incarnation", "round"}   {"op": "beat"}   {"op": "done"}
                     {"op": "changed", "row"}   {"op": "report", ...}       (reports go to the agent of rank 0)
-    watcher -> hub  {"op": "watch", "to", "node", "incarnation", "strikes", "round", "open", "candidacy"}
+                    {"op": "unreachable", "text"}   {"op": "reaches", "incarnation"}             (gaps: new and closed)
+    watcher -> hub  {"op": "watch", "to", "node", "incarnation", "strikes", "unreached", "round", "open", "candidacy"}
                     {"op": "beat"}
+    anyone -> hub   {"op": "ask", "to", "round"}     (has this hub's node reached rank 0's?)
     hub -> both     {"op": "beat"}   {"op": "changed", "row"}              (without a row: read it in the table)
-    hub -> watcher  {"op": "line", "place"}        (0: it should seal; 1 and more: it should be ready to; null: neither)
+    hub -> watcher  {"op": "line", "place", "apart"}  (place 0: it should seal; 1 and more: it should be ready to; null:
+                    neither. apart: members that cannot reach it, for which no room is made)
+    hub -> anyone   {"op": "answer", "linked"}       (null: it does not know yet)
     hub -> member   {"op": "lost", "nodes"}   {"op": "all_done"}   and what rank 0's agent broadcasts
 
 ``to`` is the incarnation that the sender means: the port of a node that has died may serve another run by now.
@@ -21,6 +25,7 @@ it, and all of them are told of every move of the round. Messages are JSON lines
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -35,6 +40,7 @@ from azureml_elastic.wire import Connection
 
 __all__ = ["Hub", "HubView"]
 
+_LOG = logging.getLogger(__name__)
 
 _WATCHERS_PATIENCE = 3
 """How many times longer than a member a watcher may be silent: nobody waits for its answers."""
@@ -74,6 +80,9 @@ class Hub:
         self._entered = 0.0
         self._members: dict[str, Connection] = {}
         self._lost: set[str] = set()
+        self._absent: set[str] = set()
+        self.linked: Callable[[int], bool | None] = lambda _: None
+        """Returns whether this node has reached rank 0's of a round; for whoever made the hub to set."""
         self._done: set[str] = set()
         self._reports: list[Mapping[str, Any]] = []
         listener = machine.listen(host, 4096)
@@ -87,7 +96,7 @@ class Hub:
         with self._lock:
             self._round = round_
             self._entered = self._clock()
-            self._lost, self._done = set(), set()
+            self._lost, self._absent, self._done = set(), set(), set()
             self._reception.watchers.enter(round_)
             self._members = {
                 name: connection
@@ -152,6 +161,7 @@ class Hub:
             since = waiting.values()
             return HubView(
                 lost=frozenset(self._lost),
+                absent=frozenset(self._absent),
                 done=frozenset(self._done),
                 waiting=frozenset(waiting),
                 waiting_since=min(since, default=None),
@@ -174,13 +184,16 @@ class Hub:
         op = message.get("op")
         if op == "beat":
             return
-        if op in ("hello", "watch") and message.get("to", self._incarnation) != self._incarnation:
+        if op in ("hello", "watch", "ask") and message.get("to", self._incarnation) != self._incarnation:
             connection.close("it is meant for another process, whose port this was")
             return
         if op == "hello":
             self._hello(connection, message)
         elif op == "watch":
             self._watch(connection, message)
+        elif op == "ask":
+            connection.send({"op": "answer", "linked": self.linked(message["round"])})
+            return
         elif op == "changed":
             self.changed(unpack(message["row"]) if "row" in message else None)
         elif connection.state.get("role") == "member":
@@ -214,13 +227,17 @@ class Hub:
             beside=0 if is_open else number,
             candidacy=candidacy,
             strikes=message.get("strikes", 0),
+            incarnation=message.get("incarnation", ""),
+            unreached=frozenset(message.get("unreached", ())),
         )
         with self._lock:
             self._reception.watch(node, watcher)
             missed = self._reception.missed(Round(number, "open" if is_open else "sealed"))
+            apart = sorted(self._reception.watchers.unreached_by(watcher))
         if missed is not None:
             connection.send(_changed(missed))
-        connection.send({"op": "line", "place": None})  # whatever it is answered, it knows that it was heard
+        # Whatever it is answered, it knows that it was heard.
+        connection.send({"op": "line", "place": None, **({"apart": apart} if apart else {})})
         self._call()
 
     def _call(self) -> None:
@@ -231,8 +248,14 @@ class Hub:
             connection.send({"op": "line", "place": place})
 
     def _member_says(self, node: str, number: int, op: object, message: Mapping[str, Any]) -> None:
+        if op == "unreachable":
+            _LOG.warning("%s.", message["text"])
+            return
         with self._lock:
             current = self._round
+            if op == "reaches":
+                self._reception.watchers.reached(message["incarnation"], node)
+                return
             if op != "done":
                 self._reports.append({**message, "node": node, "round": number})
                 return
@@ -287,6 +310,7 @@ class Hub:
             here = self._members.keys() | self._reception.watchers.names()
             absent = sorted(self._member_names() - here) if now - self._entered > patience else []
             broken = [self._members[name] for name in silent]
+            self._absent.update(name for name in absent if name not in self._lost | self._done)
         self._lose(silent + absent)
         for connection in broken:
             connection.close()

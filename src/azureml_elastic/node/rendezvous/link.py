@@ -33,6 +33,7 @@ class Link:
         news: the newest version of the round's row that the hub has told, ``None`` before the first.
         place: in the line of those that should look after an open round; see the hub's messages.
         called: whether the hub has told the place once more; for the owner to reset.
+        apart: members of the hub's round that cannot reach this node, for which it makes no room.
         all_done: whether all members' workers have ended well.
 
     Raises:
@@ -65,6 +66,7 @@ class Link:
         self.news: Round | None = None
         self.place: int | None = None
         self.called = False
+        self.apart: tuple[str, ...] = ()
         self.all_done = False
         self._client: LineClient | None = None
         self._client = machine.dial(
@@ -113,6 +115,7 @@ class Link:
             elif op == "line":
                 self.place = message["place"]
                 self.called = self.place is not None
+                self.apart = tuple(message.get("apart", ()))
             elif op == "all_done":
                 self.all_done = True
             else:

@@ -10,18 +10,20 @@ those at its own hub.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from azureml_elastic.errors import TableUnavailable, ValueTooLarge
+from azureml_elastic.node.addresses import place
 from azureml_elastic.node.rendezvous.desks import Desks, Pace, in_time
 from azureml_elastic.node.rendezvous.hub import Hub
-from azureml_elastic.node.rendezvous.link import Link
 from azureml_elastic.node.rendezvous.machine import Machine
 from azureml_elastic.node.rendezvous.news import newer, pack
-from azureml_elastic.node.rendezvous.round import Limits, Member, Patience, Round, reopened, seal
+from azureml_elastic.node.rendezvous.reach import Reach
+from azureml_elastic.node.rendezvous.round import Limits, Member, Patience, Round, candidates, reopened, seal
 from azureml_elastic.node.rendezvous.rows import Roster, Rows
+from azureml_elastic.node.rendezvous.standing import in_the_way
+from azureml_elastic.node.rendezvous.watching import Watch
 from azureml_elastic.node.rendezvous.witness import Witness
 from azureml_elastic.spec import RendezvousTimings
 
@@ -50,6 +52,7 @@ class Lobby:
         timings: the patience.
         sleep: waits for some seconds or until woken, and returns whether it was woken; may raise to end the wait.
         wake: wakes the sleeper, from any thread.
+        reach: takes note of hubs that cannot be reached.
         machine: that this node runs on.
     """
 
@@ -62,20 +65,19 @@ class Lobby:
         timings: RendezvousTimings,
         sleep: Callable[[float], bool],
         wake: Callable[[], None],
+        reach: Reach,
         machine: Machine | None = None,
     ) -> None:
         self._machine = machine or Machine()
+        self._reach = reach
         self._rows = rows
         self._hub = hub
         self._witness = witness
         self._limits = limits
         self._timings = timings
         self._sleep = sleep
-        self._wake = wake
         self._clock = self._machine.clock
-        self._link: Link | None = None
-        self._watched: Member | None = None
-        self._greeting: Mapping[str, Any] = {}
+        self._watch = Watch(reach, timings, wake, self._machine)
 
     def wait_for_seal(self, round_: Round, me: Member, known: Iterable[Member] | Roster) -> Round:
         """Ask for a place in an open round, wait until someone, perhaps this node, has moved it, and return it.
@@ -86,7 +88,8 @@ class Lobby:
             known: other nodes: the members of the round before, or the rows as they were read last.
         """
         # In the first round nodes find each other by their rows; later they know each other, and a word will do.
-        written = round_.number == 1 and self._ask(round_, me)
+        me = self._reach.marked(me)
+        written = (round_.number == 1 or self._rows.said_left) and self._ask(round_, me)
         write_at = self._clock() + _WORD_SECONDS
         self._hub.stand(round_, me)
         desks = Desks(round_, me, known)
@@ -95,7 +98,11 @@ class Lobby:
         rows: dict[str, Member] = {}
         while (news := self._news(round_)) is None:
             pace.lead(self._meet(desks, round_, me, pace), self._clock())
-            lonely = self._link is None and not desks.first
+            if (marked := self._reach.marked(me)) != me:
+                me = marked
+                self._hub.stand(round_, me)
+                written, write_at = False, self._clock()
+            lonely = self._watch.link is None and not desks.first
             if not written and (lonely or self._clock() >= write_at):
                 written = self._ask(round_, me)
                 continue
@@ -124,7 +131,8 @@ class Lobby:
     def wait_beside(self, round_: Round, me: Member) -> Round:
         """Wait as a spare beside a running round until its row has moved, and return what it says then."""
         first = round_.members[0]
-        greeting = _greeting(round_, me)
+        purpose = f"rank 0 of round {round_.number}"
+        makes_no_room: tuple[str, ...] = ()
         pause, longest = _ALONE_SECONDS
         sign: str | None = None
         since: float | None = None
@@ -132,12 +140,19 @@ class Lobby:
         look_at = dial_at + _TOLD_SECONDS
         while (news := self._news(round_)) is None:
             now = self._clock()
-            if self._link is not None and self._link.broken:
+            if self._watch.link is not None and self._watch.link.broken:
                 self.leave()
                 dial_at, look_at = now + pause, now
-            if now >= dial_at and self._watch(first, greeting) is not None:
+            if now >= dial_at and self._watch.begin(first, round_, me, purpose) is not None:
                 dial_at, look_at = now + pause, now
-            told = self._link is not None and self._watched == first
+            if self._watch.link is not None and self._watch.link.apart not in ((), makes_no_room):
+                makes_no_room = self._watch.link.apart
+                names = ", ".join(makes_no_room)
+                _LOG.warning(
+                    "Round %d makes no room for %s (%s), which %s cannot reach. %s",
+                    round_.number, me.node, place(me.host, me.hub_port), names, self._reach.advice,
+                )  # fmt: skip
+            told = self._watch.link is not None and self._watch.member == first
             since = None if told else since
             if self._must_read() or self._clock() >= look_at:
                 current = self._rows.read_round()
@@ -164,7 +179,7 @@ class Lobby:
             me: this node.
             patience: seconds to connect in.
         """
-        self._watch(member, _greeting(round_, me), patience)
+        self._watch.begin(member, round_, me, "the next to end the round", patience)
 
     def heard(self, round_: Round) -> bool:
         """Return whether the round is known to have moved."""
@@ -172,9 +187,7 @@ class Lobby:
 
     def leave(self) -> None:
         """Stop watching."""
-        if self._link is not None:
-            self._link.close()
-            self._link = self._watched = None
+        self._watch.end()
 
     def _ask(self, round_: Round, me: Member) -> bool:
         """Write that this node wants a place, unless it hears meanwhile that the round has moved."""
@@ -189,20 +202,24 @@ class Lobby:
 
     def _meet(self, desks: Desks, round_: Round, me: Member, pace: Pace) -> bool:
         """Watch the desk that this node would take now; return whether this node looks after the round."""
-        if self._link is not None and self._watched is not None and self._link.broken:
-            if desks.broke(self._watched, heard=self._link.heard):
+        if self._watch.link is not None and self._watch.member is not None and self._watch.link.broken:
+            if desks.broke(self._watch.member, heard=self._watch.link.heard):
                 pace.hurry(self._clock())
             self.leave()
-        desk, greeting = desks.choose(), _greeting(round_, me)
-        while desk is not None and (refused := self._watch(desk, greeting)) is not None:
-            if desks.unreachable(desk, refused=refused):
+        purpose = f"where the nodes of round {round_.number} meet"
+        desk = desks.choose()
+        while desk is not None and (refused := self._watch.begin(desk, round_, me, purpose)) is not None:
+            known = desks.unreachable(desk, refused=refused)
+            if known or not refused:
                 pace.hurry(self._clock())
+            if not refused:
+                break  # that took seconds: first say so, then go on
             desk = desks.choose()
         if desk is None:
             self.leave()
         if self._must_read():
             pace.hurry(self._clock())
-        link = self._link
+        link = self._watch.link
         if link is not None and link.called:
             link.called = False
             pace.called()
@@ -216,7 +233,7 @@ class Lobby:
             _LOG.warning("The table is away (%s); looking again.", error)
             return None
 
-    def _seal(self, round_: Round, members: Iterable[Member]) -> Round:
+    def _seal(self, round_: Round, members: Sequence[Member]) -> Round:
         sealed = seal(round_, members, self._limits)
         try:
             written = self._rows.replace_round(sealed)
@@ -229,6 +246,8 @@ class Lobby:
             sealed = replace(round_, state="failed", message=message, exit_code=1)
             written = self._rows.replace_round(sealed)
         if written:
+            for told in in_the_way(candidates(round_, members), {member.node for member in sealed.members}):
+                _LOG.warning("Round %d is sealed %s", round_.number, told)
             return sealed
         _LOG.info("Another node was first to move round %d.", round_.number)
         return self._rows.read_round()
@@ -244,7 +263,7 @@ class Lobby:
 
     def _news(self, round_: Round) -> Round | None:
         """Return the newest version of the row that this node has been told, if it is newer than this one."""
-        for told in (self._link.news if self._link is not None else None, self._hub.newest):
+        for told in (self._watch.link.news if self._watch.link is not None else None, self._hub.newest):
             if told is not None:
                 self._rows.heard(told)
         newest = self._rows.newest
@@ -253,43 +272,15 @@ class Lobby:
     def _pass_on(self, round_: Round) -> Round:
         """Tell those at this node's hub, and the desk if it was not the desk that told it."""
         self._hub.changed(round_)
-        link = self._link
+        link = self._watch.link
         if link is not None and newer(round_, link.news):
             link.send({"op": "changed", "row": pack(round_)})
         return round_
 
     def _must_read(self) -> bool:
         """Return, once for each time, whether a hub knows that the row has moved, but not to what."""
-        link, hinted = self._link, self._hub.take_hint()
+        link, hinted = self._watch.link, self._hub.take_hint()
         if link is None or not link.changed:
             return hinted
         link.changed = False
         return True
-
-    def _watch(self, member: Member, greeting: Mapping[str, Any], patience: float | None = None) -> bool | None:
-        """Be told by this member's hub; ``None``, or if it cannot be reached, whether its machine has refused."""
-        greeting = {**greeting, "to": member.incarnation}
-        link = self._link
-        same = self._watched is not None and self._watched.incarnation == member.incarnation
-        if link is not None and same and not link.broken:
-            if greeting != self._greeting:
-                link.place = None
-                link.send(greeting)
-                self._watched, self._greeting = member, greeting
-            return None
-        self.leave()
-        try:
-            address = (member.host, member.hub_port)
-            self._link = Link(address, greeting, self._timings, self._wake, self._machine, patience)
-        except OSError as error:
-            _LOG.info("The hub of %s cannot be reached: %s", member.node, error)
-            return isinstance(error, ConnectionRefusedError)
-        self._watched, self._greeting = member, greeting
-        return None
-
-
-def _greeting(round_: Round, me: Member) -> dict[str, Any]:
-    """Return what to say to a hub: which version of the row this node has seen, and what it wants to be in it."""
-    is_open = round_.state == "open"
-    whoami = {"op": "watch", "node": me.node, "incarnation": me.incarnation, "strikes": me.strikes}
-    return {**whoami, "round": round_.number, "open": is_open, "candidacy": me.to_value() if is_open else None}

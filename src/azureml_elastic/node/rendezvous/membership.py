@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from azureml_elastic.errors import TableUnavailable
 from azureml_elastic.node.rendezvous.hub import Hub, HubView
@@ -20,6 +21,10 @@ __all__ = ["Membership"]
 
 _LONGEST_DEBOUNCE = 4
 """For how many times the debounce newcomers are collected while more and more of them come."""
+
+
+_HESITATION_SECONDS = 1.0
+"""After which a node that still tries to reach rank 0's counts as one that cannot."""
 
 
 class Membership:
@@ -65,6 +70,8 @@ class Membership:
         self._clock = machine.clock
         self._over = False
         self._since = 0.0
+        self._in_vain = 0
+        hub.linked = self._linked
         self.link: Link | None = None
         """The connection to rank 0's hub; none before the first round and after :meth:`drop_link`."""
         self.seat: Seat | None = None
@@ -80,13 +87,14 @@ class Membership:
         already = self.seat is not None and self.seat.round.number >= round_.number
         return None if already else round_.rank_of(self._node, self._incarnation)
 
-    def enter(self, round_: Round, rank: int, listener: socket.socket) -> Seat:
+    def enter(self, round_: Round, rank: int, listener: socket.socket, patience: float | None = None) -> Seat:
         """Take a seat.
 
         Args:
             round_: sealed.
             rank: of this node.
             listener: for the round's store; the seat has it on rank 0, and is left without it on the others.
+            patience: seconds to connect to rank 0's node in; ``None`` for as long as silence is borne.
 
         Raises:
             OSError: rank 0's node cannot be reached; the seat is taken all the same.
@@ -106,8 +114,29 @@ class Membership:
             "node": self._node,
             "incarnation": self._incarnation,
         }
-        self.link = Link((first.host, first.hub_port), greeting, self._timings, self._wake, self._machine)
+        address = (first.host, first.hub_port)
+        try:
+            self.link = Link(address, greeting, self._timings, self._wake, self._machine, patience)
+        except OSError:
+            self._in_vain = round_.number
+            raise
         return seat
+
+    def is_on(self, number: int, node: str) -> bool:
+        """Return whether this node is still in the round of this number, and that one, too; for any thread."""
+        link, seat = self.link, self.seat
+        if link is None or seat is None or seat.round.number != number or self._over or link.broken:
+            return False
+        return node not in link.lost_nodes
+
+    def _linked(self, number: int) -> bool | None:
+        """Return whether this node has reached rank 0's of this round, ``None`` while that is open; for any thread."""
+        link, seat = self.link, self.seat
+        if seat is None or seat.round.number != number:
+            return None
+        if link is not None:
+            return not link.broken
+        return False if number == self._in_vain or self._clock() - self._since > _HESITATION_SECONDS else None
 
     def status(self) -> Status:
         """Return what is known about the round; reads the table only after a hint that it has moved."""
@@ -143,6 +172,12 @@ class Membership:
         self._hub.changed(row)
         if self.link is not None:
             self.link.send({"op": "changed", "row": pack(row)})
+
+    def tell_leader(self, message: Mapping[str, Any]) -> None:
+        """Send to rank 0's hub, where there is a connection to it; from any thread."""
+        link = self.link
+        if link is not None:
+            link.send(message)
 
     def drop_link(self) -> None:
         """Break the connection to rank 0, which tells everyone in milliseconds that this node is gone."""

@@ -19,7 +19,7 @@ class Line:
     """The first few candidates of an open round.
 
     The rows of the table decide who seals. A hub only says who should look at them, so that not everybody does: the
-    first two in the order of ranks and, because strikes may cost these their places, the first two without any.
+    first two in the order of ranks and, because strikes and gaps may cost these their places, the first two without.
 
     Args:
         round_: the open round.
@@ -32,7 +32,7 @@ class Line:
     def add(self, members: Iterable[Member]) -> None:
         """Take in candidates; those of other rounds do not count."""
         ranked = candidates(self.round, {member.node: member for member in (*self.first, *members)}.values())
-        spotless = [member for member in ranked if not member.strikes]
+        spotless = [member for member in ranked if not member.strikes and not member.unreached]
         ahead = {member.node for member in (*ranked[:_AHEAD], *spotless[:_AHEAD])}
         self.first = [member for member in ranked if member.node in ahead]
 

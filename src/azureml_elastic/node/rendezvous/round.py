@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from azureml_elastic.node.budget import FailureRecord, aged, read_records
 from azureml_elastic.node.rendezvous.keys import MEMBER_PREFIX, ROUND_KEY, member_key
-from azureml_elastic.node.rendezvous.standing import chosen, quarantined
+from azureml_elastic.node.rendezvous.standing import apart, chosen, quarantined
 from azureml_elastic.spec import RendezvousTimings
 
 __all__ = [
@@ -68,9 +68,11 @@ class Member:
         store_port: where it would serve the round's store.
         hub_port: where it serves heartbeats.
         slots: how many workers it runs.
-        reason: why it left.
+        reason: why it left, or whom it cannot reach.
         host_id: names the machine that strikes are held against.
         strikes: that were live when the row was written.
+        unreached: incarnations of nodes that it cannot reach.
+        data_port: where it takes connections to show that workers could, 0 where the hub shows it.
     """
 
     node: str
@@ -84,6 +86,8 @@ class Member:
     reason: str = ""
     host_id: str = ""
     strikes: int = 0
+    unreached: tuple[str, ...] = ()
+    data_port: int = 0
 
     @property
     def key(self) -> str:
@@ -92,12 +96,19 @@ class Member:
 
     def to_value(self) -> dict[str, Any]:
         """Return the row's value."""
-        return dict(vars(self))  # all fields are plain; ``asdict`` would take 80 ms for a thousand members
+        value = dict(vars(self))  # all fields are plain; ``asdict`` would take 80 ms for a thousand members
+        for name in ("unreached", "data_port"):
+            if not value[name]:
+                del value[name]  # nearly always, and a round of very many members must fit into one row
+        return value
 
     @classmethod
     def from_value(cls, value: Mapping[str, Any]) -> Member:
         """Read a row's value; fields of later releases are ignored."""
-        return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
+        fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
+        if "unreached" in fields:
+            fields["unreached"] = tuple(fields["unreached"])
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -187,11 +198,17 @@ def complete(round_: Round, members: Sequence[Member], limits: Limits) -> bool:
     """Return whether waiting any longer would gain nothing, once the minimum is present.
 
     Nothing is gained when the maximum is there, or nobody is known to be about to come: in the first round a node that
-    announced itself and still imports, later a survivor of the round before. A quarantined node is not waited for, and
-    one that is there does not make up for another that is about to come.
+    announced itself and still imports, later a survivor of the round before. A node that is quarantined, or that the
+    others cannot reach, is not waited for, and one that is there does not make up for another that is about to come.
+    Where the minimum takes nodes that cannot reach each other, another one may still come that can.
     """
-    present = {member.node for member in candidates(round_, members)}
-    barred = {member.node for member in members if quarantined(member, limits)}
+    ranked = candidates(round_, members)
+    present = {member.node for member in ranked}
+    separate = apart(ranked)
+    needed = separate and len(present) < limits.maximum and chosen(ranked, round_.previous, limits)
+    if needed and any(member.node in separate for member in needed):
+        return False
+    barred = {member.node for member in members if quarantined(member, limits)} | separate.keys()
     if len(present - barred) >= limits.maximum:
         return True
     if round_.number == 1:

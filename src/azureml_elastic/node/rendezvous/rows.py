@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from azureml_elastic.errors import RowChanged, RowExists, TableUnavailable
-from azureml_elastic.node.rendezvous.keys import ALL_PREFIX, LANDMARK_PREFIX, ROUND_KEY, node_of
+from azureml_elastic.node.rendezvous.keys import ALL_PREFIX, LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
 from azureml_elastic.node.rendezvous.news import newer
 from azureml_elastic.node.rendezvous.round import Member, Round
 from azureml_elastic.node.table import Table
@@ -46,6 +46,8 @@ class Rows:
         self._member_etag: str | None = None
         self.newest: Round | None = None
         """Read, written or heard of; ``None`` before the first."""
+        self.said_left = False
+        """Whether this node's row says that it has left, so that no word of another node's hub counts before it."""
 
     def heard(self, round_: Round) -> None:
         """Take note of a version that another node has told."""
@@ -123,7 +125,17 @@ class Rows:
         except TableUnavailable:
             return False
         self._member_etag = etag
+        self.said_left = member.state == "left"
         return True
+
+    def read_member(self, node: str) -> Member | None:
+        """Return another node's row, ``None`` where there is none.
+
+        Raises:
+            TableUnavailable: the table is away.
+        """
+        row = self._table.get(member_key(node))
+        return Member.from_value(row.value) if row is not None else None
 
     def _read_now(self, prefix: str) -> tuple[Round, Roster]:
         round_row, roster = None, {}

@@ -20,6 +20,7 @@ class HubView:
 
     Args:
         lost: members that are gone.
+        absent: those of them that have never come.
         done: members whose workers have all ended well.
         waiting: nodes outside that want in, have a live connection, and can be expected to come.
         waiting_since: since when the first of them waits (monotonic seconds).
@@ -27,6 +28,7 @@ class HubView:
     """
 
     lost: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
     done: frozenset[str] = frozenset()
     waiting: frozenset[str] = frozenset()
     waiting_since: float | None = None
@@ -43,6 +45,8 @@ class Watcher:
         beside: the sealed round beside which it waits, 0 for none.
         candidacy: what it wants to be in an open round.
         strikes: against its machine, as far as it knows.
+        incarnation: of it.
+        unreached: incarnations of nodes that it cannot reach.
     """
 
     connection: Connection
@@ -50,6 +54,8 @@ class Watcher:
     beside: int = 0
     candidacy: Member | None = None
     strikes: int = 0
+    incarnation: str = ""
+    unreached: frozenset[str] = frozenset()
 
 
 class Watchers:
@@ -70,14 +76,29 @@ class Watchers:
         self._watchers: dict[str, Watcher] = {}
         self._missed: dict[str, int] = {}
         self._number = 0
+        self._members: frozenset[str] = frozenset()
+        self._gaps: dict[str, set[str]] = {}
 
     def enter(self, round_: Round) -> None:
-        """Count who was expected in this sealed round and is not in it."""
+        """Count who was expected in this sealed round and is not in it, and note whom its members cannot reach."""
         members = {member.node for member in round_.members}
         missed = {node: self._missed.get(node, 0) + 1 for node in round_.expected if node not in members}
         kept = {node: count for node, count in self._missed.items() if node not in members}
         self._missed = {**kept, **missed}
         self._number = round_.number
+        self._members = frozenset(member.incarnation for member in round_.members)
+        self._gaps = {}
+        for member in round_.members:
+            for incarnation in member.unreached:
+                self._gaps.setdefault(incarnation, set()).add(member.node)
+
+    def reached(self, incarnation: str, member: str) -> None:
+        """Take note that a member can reach this incarnation by now."""
+        self._gaps.get(incarnation, set()).discard(member)
+
+    def unreached_by(self, watcher: Watcher) -> set[str]:
+        """Return the members that cannot reach a watcher."""
+        return self._gaps.get(watcher.incarnation, set())
 
     def add(self, node: str, watcher: Watcher) -> None:
         """Take in a watcher, or its newer word; it keeps its place among those that wait."""
@@ -113,6 +134,8 @@ class Watchers:
     def waiting(self, members: Collection[str], bar: int | None = None) -> dict[str, float]:
         """Return the nodes to make room for, each with the moment since when it waits.
 
+        A node and a member that cannot reach each other have no place in one round that has its minimum.
+
         Args:
             members: of the round; they may still watch.
             bar: strikes from which on a node would get no place in a round that has its minimum, as a sealed one has.
@@ -123,6 +146,8 @@ class Watchers:
             for node, watcher in self._watchers.items()
             if node not in members
             and (bar is None or watcher.strikes < bar)
+            and not self.unreached_by(watcher)
+            and not watcher.unreached & self._members
             and self._will_come(self._missed.get(node, 0), watcher, now)
         }
 

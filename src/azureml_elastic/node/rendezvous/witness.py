@@ -52,6 +52,11 @@ class Witness:
         row = self._read()
         return row.etag if row else None
 
+    def round(self) -> int:
+        """Return the number of the round that has given the newest sign of life, 0 for none or an absent table."""
+        row = self._read()
+        return int(row.value["round"]) if row else 0
+
     def start(self, number: int) -> None:
         """Touch the row at each interval for as long as this round runs."""
         self.stop()

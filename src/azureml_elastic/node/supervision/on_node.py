@@ -13,6 +13,7 @@ from azureml_elastic.node.identity import NodeIdentity
 from azureml_elastic.node.supervision.jobs import WorkspaceJobs, workspace_id
 from azureml_elastic.node.supervision.supervisor import Supervisor
 from azureml_elastic.node.table import Table
+from azureml_elastic.node.table.clouds import cloud_of
 from azureml_elastic.spec import environment as variables
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def supervise_from_here(
         _LOG.info("The run is not supervised from this node: %s", error)
         return None
     supervisors = {
-        who: Supervisor(WorkspaceJobs(workspace, token), table, first, identity.run_id) for who, token in tokens.items()
+        who: Supervisor(WorkspaceJobs(workspace, token, cloud_of(environ).arm_url), table, first, identity.run_id)
+        for who, token in tokens.items()
     }
     return NodeSupervision(supervisors, policy.interval.total_seconds(), leads) if supervisors else None
 
