@@ -27,7 +27,8 @@ def project(tmp_path, monkeypatch):
     """A copy of the samples, without what runs leave behind."""
     folder = tmp_path / "samples"
     shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    # A folder itself is no ceiling for what runs in it, but its parent is.
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))

@@ -36,8 +36,6 @@ def workspace(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.delenv(variables.PLAN, raising=False)
     with LocalWorkspace() as opened:
-        for name, value in opened.variables.items():
-            monkeypatch.setenv(name, value)
         Path("config.json").write_text(json.dumps(dict(opened.config)))
         yield opened
 

@@ -271,7 +271,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(project)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # The SDK adds the properties of the git checkout that the folder is in: here none, wherever temporary files go.
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    # A folder itself is no ceiling for what runs in it, but its parent is.
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     return project
 
 

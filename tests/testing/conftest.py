@@ -50,7 +50,8 @@ def project(tmp_path, monkeypatch):
     folder = tmp_path / "a project"
     (folder / "src").mkdir(parents=True)
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    # A folder itself is no ceiling for what runs in it, but its parent is.
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     return folder
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import typer
 
 from azureml_elastic.cli.failures import GOES_ON, explained
-from azureml_elastic.cli.status import RunName
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.cli.runs import RunName, open_run
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 
 __all__ = ["cancel"]
 
@@ -19,10 +19,9 @@ def cancel(
 ) -> None:
     """Cancel a run: its job, and the jobs that brought it nodes later."""
     with explained(GOES_ON):
-        place = find_workspace(subscription, group, workspace)
+        _, submitted = open_run(run, subscription, group, workspace)
 
-        from azureml_elastic.submit.client import connect, said_plainly
-        from azureml_elastic.submit.submitted import SubmittedRun
+        from azureml_elastic.submit.client import said_plainly
 
         asked: list[str] = []
 
@@ -31,6 +30,6 @@ def cancel(
             typer.echo(f"cancelling {name}")
 
         with said_plainly(f"cancel the run {run!r}"):
-            SubmittedRun(connect(place.subscription, place.group, place.name), run).cancel(tell)
+            submitted.cancel(tell)
         if not asked:
             typer.echo(f"{run} has ended already.")

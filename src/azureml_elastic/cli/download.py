@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.failures import GOES_ON, explained
-from azureml_elastic.cli.logs import NodeOption
-from azureml_elastic.cli.status import RunName
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.cli.runs import NodeOption, RunName, open_run
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 
 __all__ = ["download"]
 
@@ -28,14 +27,12 @@ def download(
 ) -> None:
     """Download what a node has written; an output with a path of its own is the same for all nodes."""
     with explained(GOES_ON):
-        place = find_workspace(subscription, group, workspace)
+        client, submitted = open_run(run, subscription, group, workspace)
 
-        from azureml_elastic.submit.client import connect, said_plainly
-        from azureml_elastic.submit.submitted import SubmittedRun
+        from azureml_elastic.submit.client import said_plainly
 
-        client = connect(place.subscription, place.group, place.name)
-        with said_plainly(f"give the run {run!r}"):
-            chosen = SubmittedRun(client, run).node(node)
+        with said_plainly(f"list the nodes of {run!r}"):
+            chosen = submitted.node(node)
         with said_plainly(f"download what {chosen.node} has written"):
             to.mkdir(parents=True, exist_ok=True)
             if output is None:

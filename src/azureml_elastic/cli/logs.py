@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from azureml_elastic.cli.failures import GOES_ON, explained
-from azureml_elastic.cli.status import RunName
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.cli.runs import NodeOption, RunName, open_run
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 
-__all__ = ["NodeOption", "logs"]
-
-NodeOption = Annotated[
-    str | None,
-    typer.Option("--node", help="Such as node_0 or spot_1, see 'status'; by default one that runs or has run."),
-]
+__all__ = ["logs"]
 
 
 def logs(
@@ -27,14 +20,12 @@ def logs(
 ) -> None:
     """Show the log of one node until its job ends."""
     with explained(GOES_ON):
-        place = find_workspace(subscription, group, workspace)
+        client, submitted = open_run(run, subscription, group, workspace)
 
-        from azureml_elastic.submit.client import connect, said_plainly
-        from azureml_elastic.submit.submitted import SubmittedRun
+        from azureml_elastic.submit.client import said_plainly
 
-        client = connect(place.subscription, place.group, place.name)
-        with said_plainly(f"give the run {run!r}"):
-            chosen = SubmittedRun(client, run).node(node)
+        with said_plainly(f"list the nodes of {run!r}"):
+            chosen = submitted.node(node)
         typer.echo(f"azureml-elastic: {chosen.node}, {chosen.status} ({chosen.job})", err=True)
         with said_plainly(f"stream the log of {chosen.node}"):
             client.jobs.stream(chosen.job)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from azureml_elastic.cli.failures import GOES_ON, explained
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.cli.runs import RunName, open_run
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
 
-__all__ = ["RunName", "status"]
-
-RunName = Annotated[str, typer.Argument(help="The name of the job that submitting returned.")]
+__all__ = ["status"]
 
 
 def status(
@@ -22,16 +17,14 @@ def status(
 ) -> None:
     """Show a run's job and the jobs of its nodes, those that were asked for later among them."""
     with explained(GOES_ON):
-        place = find_workspace(subscription, group, workspace)
+        _, submitted = open_run(run, subscription, group, workspace)
 
         from rich.console import Console
         from rich.table import Table
 
-        from azureml_elastic.submit.client import connect, said_plainly
-        from azureml_elastic.submit.submitted import SubmittedRun
+        from azureml_elastic.submit.client import said_plainly
 
-        with said_plainly(f"give the run {run!r}"):
-            submitted = SubmittedRun(connect(place.subscription, place.group, place.name), run)
+        with said_plainly(f"list the nodes of {run!r}"):
             nodes = submitted.nodes()
         console = Console()
         console.print(f"{run}: {submitted.status}", highlight=False)

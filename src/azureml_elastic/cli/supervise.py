@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from azureml_elastic.cli.failures import GOES_ON, explained, require
-from azureml_elastic.cli.status import RunName
+from azureml_elastic.cli.runs import RunName
 from azureml_elastic.cli.workspaces import (
     GroupOption,
     SubscriptionOption,

@@ -22,12 +22,11 @@ from azureml_elastic.errors import (
     MissingExtra,
     TableForbidden,
     TableUnavailable,
-    UsageError,
     WorkspaceForbidden,
     WorkspaceUnavailable,
 )
 from azureml_elastic.node.table.fetching import Reply, exchange
-from azureml_elastic.node.table.workspace import ARM_URL, WORKSPACE_VARIABLES
+from azureml_elastic.node.table.workspace import ARM_URL, workspace_of
 
 try:
     from azure.core.exceptions import AzureError
@@ -80,14 +79,7 @@ def workspace_id(environ: Mapping[str, str]) -> str:
     Raises:
         UsageError: this is no job of Azure ML.
     """
-    missing = [name for name in WORKSPACE_VARIABLES if not environ.get(name)]
-    if missing:
-        raise UsageError(f"Without {', '.join(missing)} in the environment this is no job of Azure ML.")
-    subscription, group, workspace = (quote(environ[name], safe="") for name in WORKSPACE_VARIABLES)
-    return (
-        f"/subscriptions/{subscription}/resourceGroups/{group}"
-        f"/providers/Microsoft.MachineLearningServices/workspaces/{workspace}"
-    )
+    return quote(workspace_of(environ).id)
 
 
 class WorkspaceJobs:
