@@ -19,7 +19,7 @@ from azureml_elastic.cli.workspaces import (
 from azureml_elastic.errors import ElasticError, RunFailed, UsageError
 
 if TYPE_CHECKING:
-    from azureml_elastic.node.supervision.supervisor import Outlook
+    from azureml_elastic.node.supervision.supervisor import Outlook, Supervisor
 
 __all__ = ["supervise"]
 
@@ -53,29 +53,41 @@ def supervise(
             said = ""
             pause = policy.interval.total_seconds() if every is None else every
             while True:
-                try:
-                    outlook = supervisor.act()
-                except UsageError:
-                    raise
-                except ElasticError as error:
-                    if once:
-                        raise
-                    typer.echo(f"azureml-elastic: {error} Looking again in {pause:g} s.", err=True)
-                    time.sleep(pause)
-                    continue
-                text = _line(outlook)
-                if text != said:
-                    said = text
-                    typer.echo(text)
-                for done in outlook.done:
-                    typer.echo(f"  {done}")
-                if outlook.over or outlook.hopeless or once:
-                    break
+                outlook = _act(supervisor, patient=not once)
+                if outlook is not None:
+                    said = _tell(outlook, said)
+                    if outlook.over or outlook.hopeless:
+                        break
+                if once:
+                    return
                 time.sleep(pause)
         if outlook.hopeless:
             raise RunFailed(f"The run has no node left, and none may be asked for. {outlook.limit}")
-        if outlook.over and not outlook.succeeded:
+        if not outlook.succeeded:
             raise RunFailed(outlook.message)
+
+
+def _act(supervisor: Supervisor, *, patient: bool) -> Outlook | None:
+    """Look and act once; where somebody is away and that is borne, say so and return ``None``."""
+    try:
+        return supervisor.act()
+    except UsageError:
+        raise
+    except ElasticError as error:
+        if not patient:
+            raise
+        typer.echo(f"azureml-elastic: {error} Looking again.", err=True)
+        return None
+
+
+def _tell(outlook: Outlook, said: str) -> str:
+    """Print what was done, and how the run stands where that was not said before; return what was said."""
+    text = _line(outlook)
+    if text != said:
+        typer.echo(text)
+    for done in outlook.done:
+        typer.echo(f"  {done}")
+    return text
 
 
 def _line(outlook: Outlook) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import select
 import socket
 import threading
 import time
@@ -58,11 +59,13 @@ def silent_port():
         listener = stack.enter_context(socket.socket())
         listener.bind((HERE, 0))
         listener.listen(0)
+        clients: list[socket.socket] = []
         for _ in range(3):
             client = stack.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(listener.getsockname())
-        time.sleep(0.1)
+            clients.append(client)
+        assert select.select([], clients, [], 10)[1], "one fills the queue, the others never get in"
         yield listener.getsockname()[1]
 
 
