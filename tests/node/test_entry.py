@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from azureml_elastic.node.__main__ import main
@@ -45,3 +48,9 @@ def test_a_plan_of_a_later_release(plan, monkeypatch, capsys):
     monkeypatch.setenv(variables.PLAN, plan.to_json().replace('"version":1', '"version":2'))
     assert main(["--", "train.py"]) == 2
     assert "version 2" in capsys.readouterr().err
+
+
+def test_a_node_that_needs_nothing_of_azure_does_not_wait_for_its_import():
+    code = "import sys, azureml_elastic.node.entry; print([name for name in sys.modules if name.startswith('azure.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -151,6 +151,11 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             until(lambda: "continuing after step" in workspace.log(node.name))
             shown = run("status", submitted.name)
             assert "dedicated_0" in shown.output
+            # By the name of a job that came later it is the same run.
+            assert f"{submitted.name}: Failed" in run("status", name).output
+            wrong = run("supervise", name, "--once", "--budget", "5")
+            assert wrong.exit_code == 2
+            assert f"and the run '{submitted.name}' was submitted without" in " ".join(wrong.output.split())
             shown = run("cancel", submitted.name)
             assert f"cancelling {name}" in shown.output, shown.output
             assert watching.wait(60) == 1, Path("watched.txt").read_text()

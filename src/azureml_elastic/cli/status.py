@@ -27,7 +27,7 @@ def status(
         with said_plainly(f"list the nodes of {run!r}"):
             nodes = submitted.nodes()
         console = Console()
-        console.print(f"{run}: {submitted.status}", highlight=False)
+        console.print(f"{submitted.name}: {submitted.status}", highlight=False)
         if submitted.job.studio_url:
             console.print(submitted.job.studio_url, soft_wrap=True, highlight=False)
         table = Table("node", "pool", "status")

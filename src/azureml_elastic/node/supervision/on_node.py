@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from azureml_elastic.errors import ElasticError, UsageError, WorkspaceForbidden
 from azureml_elastic.node.identity import NodeIdentity
-from azureml_elastic.node.supervision.jobs import WorkspaceJobs, workspace_id
-from azureml_elastic.node.supervision.supervisor import Supervisor
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.clouds import cloud_of
 from azureml_elastic.spec import environment as variables
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
+
+    from azureml_elastic.node.supervision.supervisor import Supervisor
 
 __all__ = ["NodeSupervision", "supervise_from_here"]
 
@@ -111,6 +111,9 @@ def supervise_from_here(
     first = environ.get(variables.FIRST_JOB) or environ.get("AZUREML_ROOT_RUN_ID")
     if policy is None or not policy.by_nodes or plan.resources.effective_placement != "fan_out" or not first:
         return None
+    from azureml_elastic.node.supervision.jobs import WorkspaceJobs, workspace_id
+    from azureml_elastic.node.supervision.supervisor import Supervisor
+
     try:
         workspace = workspace_id(environ)
         tokens = _tokens(identity, environ)
