@@ -35,6 +35,9 @@ _SIGTERM = frozenset({signal.SIGTERM})
 _NUDGE = signal.SIGRTMAX - 3
 """Interrupts a main thread that waits in the system, so that it runs the handlers which are due."""
 
+_LOOK_SECONDS = 2.0
+"""How often a child looks whether the process that has started it is still there."""
+
 _WANTED = threading.local()
 """``depth``: in how many :func:`shielded` blocks the thread is."""
 
@@ -118,17 +121,22 @@ class _Shield:
 def _heed(starter: int, parent: int) -> None:
     """Take every SIGTERM that reaches this process, and let those count that are meant for it.
 
+    A data worker whose starter is gone ends by itself.
+
     Args:
         starter: the process that has started this one.
         parent: the process that the system calls its parent.
     """
     while True:
-        sender = signal.sigwaitinfo(_SIGTERM).si_pid
+        told = signal.sigtimedwait(_SIGTERM, _LOOK_SECONDS)
         orphaned = os.getppid() != parent or not _exists(starter)
-        if not orphaned and sender not in (starter, parent, os.getpid()):
+        worker_info = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)
+        reads_data = worker_info() is not None
+        if orphaned and reads_data:
+            os._exit(1)  # torch's own watch looks at the parent, which is the fork server and lives on
+        if told is None or not (orphaned or told.si_pid in (starter, parent, os.getpid())):
             continue
-        loaded = sys.modules.get("torch.utils.data")
-        if loaded is not None and loaded.get_worker_info() is not None:
+        if reads_data:
             os._exit(0)  # as torch has its data workers do, so that their end is not taken for a crash
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # reaches this thread, the only one that takes it

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -51,6 +53,24 @@ def train_on(folder, epochs, fault=None, at=0, normalised=False):
     run.finish()
     weights = workers.flat(model.parameters())
     return [first_step, run.steps, run.world_size, pid, scheduler.last_epoch, weights.tolist()]
+
+
+def send_much(folder, at):
+    """Train a model with a large buffer, which rank 0 sends before each step, until the other one freezes waiting."""
+    run = train.start(workers.policy(folder))
+    model = workers.network()
+    model.register_buffer("large", torch.ones(8 << 20))
+    model = run.wrap(model)
+    run.track(model=model)
+    loader = run.loader(workers.dataset(48), global_batch_size=12)
+    for _ in run.epochs(100):
+        for x, y in loader:
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            run.step()
+            if run.steps == at and os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+            elif run.steps == at:
+                time.sleep(1.0)
 
 
 def user_collective(folder, at):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 
+import psutil
 import pytest
 import recovering
 from test_agent import FakeAgent
-from worlds import World, store_on_a_free_port
+from worlds import PATIENCE, World, store_on_a_free_port
 
 from azureml_elastic.train.agent import EXIT_AGENT_LOST
 
@@ -73,6 +75,16 @@ def environment(agent, number, victim):
     return {"AZUREML_ELASTIC_CHANNEL": agent.path, "AZUREML_ELASTIC_ROUND": number, "VICTIM": victim}
 
 
+def until_hit(process):
+    """Wait until a process is dead or frozen: no agent is told earlier."""
+    over = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    deadline = time.monotonic() + PATIENCE
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(process.pid).status() not in over:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def undisturbed(tmp_path):
     return World(2, recovering.train_on, tmp_path / "alone", EPOCHS).values()[0][-1]
 
@@ -82,6 +94,7 @@ def test_survivors_hand_over_and_new_processes_go_on(agent, tmp_path, fault):
     arguments = (tmp_path / "c", EPOCHS, fault, 9)
     world = World(3, recovering.train_on, *arguments, **environment(agent, 1, victim=2))
     agent.wait_for("step", 3 * 8)
+    until_hit(world.processes[2])
     agent.interrupt()
     agent.wait_for("gone", 2)
     world.processes[2].kill()
@@ -101,6 +114,7 @@ def test_survivors_stay_and_a_new_process_joins_them(agent, tmp_path, fault, nor
     agent.expect(3)
     world = World(3, recovering.train_on, *arguments, **environment(agent, 0, victim=2))
     agent.wait_for("step", 3 * 8)
+    until_hit(world.processes[2])
     agent.interrupt()
     agent.expect(2)
     ((_, restored),) = agent.wait_for("restored")
@@ -121,6 +135,17 @@ def test_a_lost_peer_met_by_the_scripts_own_collective_costs_nothing_either(agen
     world = World(2, recovering.user_collective, tmp_path / "c", 5, **environment(agent, 1, victim=1))
     agent.wait_for("gone")
     agent.interrupt(victim=1)
+    assert [outcome.code for outcome in world.outcomes()] == [EXIT_AGENT_LOST, -signal.SIGKILL]
+    assert agent.memory["step"] == 5
+
+
+def test_a_send_that_gloo_forgets_costs_nothing_either(agent, tmp_path):
+    world = World(2, recovering.send_much, tmp_path / "c", 5, **environment(agent, 1, victim=1))
+    agent.wait_for("step", 2 * 5)
+    time.sleep(1.5)  # rank 0 has filled the connection, and waits
+    agent.interrupt(victim=1)
+    agent.wait_for("gone")
+    world.processes[1].kill()
     assert [outcome.code for outcome in world.outcomes()] == [EXIT_AGENT_LOST, -signal.SIGKILL]
     assert agent.memory["step"] == 5
 

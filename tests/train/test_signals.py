@@ -158,8 +158,9 @@ def test_a_cut_worker_takes_everything_along(start, tmp_path, method):
     assert gone(agent, 3)
 
 
-def test_data_workers_do_not_outlive_a_killed_worker(start):
-    agent = start("fork")
+@pytest.mark.parametrize("method", METHODS)
+def test_data_workers_do_not_outlive_a_killed_worker(start, method):
+    agent = start(method)
     agent.until_step(3)
     workers = agent.data_workers()
     agent.worker.kill()

@@ -131,3 +131,7 @@ def test_a_history_of_kills_and_world_sizes_ends_where_an_undisturbed_run_ends(t
             for sample in line["ids"]
         ]
         assert sorted(trained) == list(range(50))
+
+
+def test_forked_data_workers_leave_the_groups_of_the_parent_alone(tmp_path):
+    assert World(1, workers.forked_after_a_session, tmp_path / "c").values() == [[0, 1, 2, 3]]

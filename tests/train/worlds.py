@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 import traceback
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,11 @@ def _child(pipe, environment, function, args):
     pipe.send((value, None))
 
 
+def _kill(processes):
+    for process in processes:
+        process.kill()
+
+
 def store_on_a_free_port():
     """As torchrun does it: with the store in the process that chooses the port, nobody else can come by it."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -70,6 +76,7 @@ class World:
             sending.close()
             self.processes.append(process)
             self.pipes.append(receiving)
+        weakref.finalize(self, _kill, self.processes)  # a frozen one takes no gentler hint
 
     def outcomes(self) -> list[Outcome]:
         """Wait for all to end; what does not end in time is killed, with ``code`` None."""

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from azureml_elastic.train.keeper import Keeper
 from azureml_elastic.train.parallel import ElasticDataParallel
 from azureml_elastic.train.position import Position
 from azureml_elastic.train.process import pick_device
+from azureml_elastic.train.stranded import is_stranded
 from azureml_elastic.train.world import World, is_peer_error
 
 __all__ = ["Place"]
@@ -62,7 +64,8 @@ class Place:
         self.over = False
         self.device = pick_device(identity)
         self.world = World(agent.park() if agent.stays else identity, self.device)
-        agent.when_interrupted(self.world.abort)
+        self._thread = threading.get_ident()
+        agent.when_interrupted(self._on_interrupt)
         self._enter()
         self.position = Position(self.world.identity)
         if audit is not None:
@@ -197,6 +200,20 @@ class Place:
             self._audit.enter(self.world.identity)
         if self.position.opened:
             self._void = self._kept.others()
+
+    def _on_interrupt(self) -> None:
+        """Make the collectives fail, those of the training thread too; called on the thread that hears the agent."""
+        self.world.abort()
+        threading.Thread(target=self._rescue, name="interrupted", daemon=True).start()
+
+    def _rescue(self) -> None:
+        """End this process where its training thread waits for what cannot come any more."""
+        if is_stranded(self._thread, lambda: self._agent.wait_interrupted(0)):
+            _LOG.warning(
+                "A collective does not end although its connections have: gloo has forgotten what it was to send. This "
+                "process hands its state over, and a new one goes on."
+            )
+            self._give_way()
 
     def _leave_group(self) -> None:
         """Have the thread that writes a checkpoint let go of the group."""

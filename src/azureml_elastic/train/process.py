@@ -16,6 +16,7 @@ from azureml_elastic.errors import PlanError, UsageError
 from azureml_elastic.spec import CheckpointPolicy, Plan
 from azureml_elastic.spec import environment as names
 from azureml_elastic.train.agent import Identity
+from azureml_elastic.train.forks import spare_the_inherited
 
 __all__ = ["Environment", "close_group", "open_group", "pick_device", "read_history", "trace_folder"]
 
@@ -138,6 +139,7 @@ def open_group(identity: Identity, device: torch.device) -> bool:
     Returns:
         Whether the group was opened here, and so is to be closed here.
     """
+    spare_the_inherited()
     if dist.is_initialized():
         return False
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
