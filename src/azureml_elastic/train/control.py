@@ -28,6 +28,10 @@ class Control:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
+    def close(self) -> None:
+        """Let go of the group, which is left already: its threads end here and now."""
+        del self.group
+
     def from_main(self, value: T | None) -> T:
         """Return rank 0's value on every rank."""
         return self.from_rank(0, value)

@@ -65,6 +65,11 @@ class ElasticDataParallel(DistributedDataParallel):
         for name, value in kept.items():
             setattr(self, name, value)
 
+    def dissolve(self) -> None:
+        """Let go of the process group for good: there is no training after this."""
+        for name in ("reducer", "logger", "process_group"):
+            self.__dict__.pop(name, None)
+
     def share_buffers(self) -> None:
         """Make the buffers of all ranks those of rank 0. A collective."""
         if self.broadcast_buffers and self.modules_buffers:

@@ -82,6 +82,11 @@ class Place:
             self._models.append(ElasticDataParallel(model, absorb, lambda: self.void, **options))
         return self._models[-1]
 
+    def dissolve(self) -> None:
+        """Let the last threads of the process group end, which do not survive the end of the interpreter."""
+        for model in self._models:
+            model.dissolve()
+
     def share_buffers(self) -> None:
         """Make the buffers of all ranks those of rank 0, as a training step would. A collective."""
         for model in self._models:

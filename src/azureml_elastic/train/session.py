@@ -66,7 +66,7 @@ class Session(Training):
         self._keeper = Keeper(policy, storage, agent, place.world, self._position, self._rate)
         self._place.keep(self._keeper)
         self._profiling = profiling
-        self._ending = Ending(self._finish_at_exit, self._close, self._place.on_uncaught)
+        self._ending = Ending(self._finish_at_exit, self._close_at_exit, self._place.on_uncaught)
 
     @property
     def device(self) -> torch.device:
@@ -261,6 +261,10 @@ class Session(Training):
             self._keeper.save()
         else:
             self._keeper.keep_in_memory()
+
+    def _close_at_exit(self) -> None:
+        self._close()
+        self._place.dissolve()
 
     def _close(self) -> None:
         self._ending.cancel()

@@ -43,6 +43,7 @@ class World:
         self._before: frozenset[str] = frozenset()
         self._opening = False
         self._sockets: frozenset[str] = frozenset()
+        self._controls: tuple[Control, ...] = ()
         self.control: Control
         """The ranks' agreement, for the training thread."""
         self.background: Control
@@ -60,8 +61,8 @@ class World:
             self._before, self._opening = _connections(), True
         try:
             self.owns_group = open_group(self.identity, self.device)
-            self.control = Control()
-            self.background = Control()
+            self._controls = (Control(), Control())
+            self.control, self.background = self._controls
         finally:
             with self._lock:
                 self._sockets, self._opening = _connections() - self._before, False
@@ -80,6 +81,9 @@ class World:
         """Leave the group, whatever state it is in."""
         with contextlib.suppress(RuntimeError):
             close_group()
+        for control in self._controls:
+            control.close()
+        self._controls = ()
 
     def abort(self) -> None:
         """Make every collective of this process fail, those under way and later ones. From any thread."""
