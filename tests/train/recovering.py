@@ -9,10 +9,12 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 import workers
 from torch import nn
+from worlds import PATIENCE
 
 from azureml_elastic import train
 from azureml_elastic.checkpoints.local_storage import LocalStorage
@@ -55,11 +57,9 @@ def train_on(folder, epochs, fault=None, at=0, normalised=False):
     return [first_step, run.steps, run.world_size, pid, scheduler.last_epoch, weights.tolist()]
 
 
-def send_much(folder, at):
-    """Train a model with a large buffer, which rank 0 sends before each step, until the other one freezes waiting."""
+def steps(folder, model):
+    """Train, and yield the session after each step."""
     run = train.start(workers.policy(folder))
-    model = workers.network()
-    model.register_buffer("large", torch.ones(8 << 20))
     model = run.wrap(model)
     run.track(model=model)
     loader = run.loader(workers.dataset(48), global_batch_size=12)
@@ -67,30 +67,52 @@ def send_much(folder, at):
         for x, y in loader:
             run.backward(nn.functional.cross_entropy(model(x), y))
             run.step()
-            if run.steps == at and os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
-                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-            elif run.steps == at:
-                time.sleep(1.0)
+            yield run
+
+
+def send_much(folder, at):
+    """Train a model with a large buffer, which rank 0 sends before each step, until the other one freezes waiting."""
+    model = workers.network()
+    model.register_buffer("large", torch.ones(8 << 20))
+    frozen = Path(folder).parent / "freezes"
+    for run in steps(folder, model):
+        if run.steps != at:
+            continue
+        if os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
+            threading.Thread(target=freeze_in_broadcast, args=(threading.get_ident(), frozen), daemon=True).start()
+        else:
+            until(frozen.exists)
+            until(lambda: psutil.Process(int(frozen.read_text())).status() == psutil.STATUS_STOPPED)
+
+
+def freeze_in_broadcast(thread, mark):
+    """Freeze this process once one of its threads waits for a broadcast."""
+    until(lambda: sys._current_frames()[thread].f_code.co_name == "_distributed_broadcast_coalesced")
+    time.sleep(0.5)  # its last steps until there, and the message that it is ready to receive, cannot be seen
+    mark.with_suffix(".new").write_text(str(os.getpid()))
+    mark.with_suffix(".new").rename(mark)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def until(condition):
+    """Wait for something."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def user_collective(folder, at):
     """Train until, at a step, one rank dies before a collective that the script itself calls."""
-    run = train.start(workers.policy(folder))
-    model = run.wrap(workers.network())
-    run.track(model=model)
-    loader = run.loader(workers.dataset(48), global_batch_size=12)
-    for _ in run.epochs(100):
-        for x, y in loader:
-            run.backward(nn.functional.cross_entropy(model(x), y))
-            run.step()
-            if run.steps == at:
-                if os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                try:
-                    dist.all_reduce(torch.zeros(3))
-                except RuntimeError:
-                    sys.excepthook(*sys.exc_info())  # as for a script; multiprocessing has a way of its own
-                    raise
+    for run in steps(folder, workers.network()):
+        if run.steps == at:
+            if os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                dist.all_reduce(torch.zeros(3))
+            except RuntimeError:
+                sys.excepthook(*sys.exc_info())  # as for a script; multiprocessing has a way of its own
+                raise
 
 
 def different_steps(folder):
