@@ -16,12 +16,17 @@ pytestmark = pytest.mark.timeout(600)
 
 WORKER = """
 import json, os, sys, time
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
-print(json.dumps([dict(os.environ), sys.argv, os.getcwd()]), file=sys.stderr)
-if os.environ["RANK"] == "1":
-    sys.exit(3)
-time.sleep(60)
+from pathlib import Path
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+print(json.dumps([dict(os.environ), sys.argv, os.getcwd()]), file=sys.stderr, flush=True)
+if os.environ["RANK"] == "0":
+    time.sleep(300)
+peer = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / "0" / "stderr.log"
+while not (peer.exists() and peer.read_text().endswith("]\\n")):
+    time.sleep(0.02)
+sys.exit(3)
 """
+"""Rank 0 is ended because rank 1 fails, which it does when rank 0 has written its report."""
 
 OURS = {"AZUREML_ELASTIC_HISTORY", "AZUREML_ELASTIC_ROUND"}
 OF_THE_RUN = OURS | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
