@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import workers
+from torch import distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -156,6 +157,15 @@ def test_a_batch_keeps_its_structure(tmp_path):
 def test_misuse_is_explained(tmp_path, misuse, text):
     with pytest.raises(UsageError, match=text), Loop(tmp_path) as loop:
         misuse(loop)
+
+
+def test_a_measurement_after_the_end_is_refused(tmp_path):
+    if dist.is_initialized():  # left by a session that has failed
+        dist.destroy_process_group()
+    with Loop(tmp_path) as loop:
+        pass
+    with pytest.raises(UsageError, match="has ended"):
+        loop.run.evaluate(lambda batch: {"sum": batch[0].sum()}, Numbers(3), batch_size=2)
 
 
 def test_options_of_the_loader_that_are_ours_are_refused(tmp_path):

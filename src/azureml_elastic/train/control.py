@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from azureml_elastic.errors import CheckpointError
+from azureml_elastic.errors import CheckpointError, UsageError
 
 __all__ = ["Control"]
 
@@ -24,13 +24,27 @@ class Control:
     """The ranks' agreement. Every method is a collective: all ranks call it, in the same order."""
 
     def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo")
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
     def close(self) -> None:
         """Let go of the group, which is left already: its threads end here and now."""
-        del self.group
+        self._group = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks' own group.
+
+        Raises:
+            UsageError: it was left; the session is over.
+        """
+        if self._group is None:
+            raise UsageError(
+                "The training session has ended, and with it the group through which its ranks agree. What needs all "
+                "ranks, such as run.evaluate(), belongs before the end of `with ... as run:`."
+            )
+        return self._group
 
     def from_main(self, value: T | None) -> T:
         """Return rank 0's value on every rank."""

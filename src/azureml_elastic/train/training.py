@@ -149,7 +149,7 @@ class Training(ABC):
             The sums over all samples, divided by their number, by name.
 
         Raises:
-            UsageError: the data set is empty.
+            UsageError: the data set is empty, or the session is over.
         """
         evaluation = Evaluation(measure, dataset, batch_size, options)
         self._agent.busy()
