@@ -30,6 +30,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from azureml_elastic.node.rendezvous.attention import Attention
 from azureml_elastic.node.rendezvous.machine import Machine
 from azureml_elastic.node.rendezvous.news import pack, unpack
 from azureml_elastic.node.rendezvous.reception import Reception
@@ -88,6 +89,7 @@ class Hub:
         listener = machine.listen(host, 4096)
         self.port: int = listener.getsockname()[1]
         tick = timings.heartbeat_interval.total_seconds() / 2
+        self._attention = Attention(machine.clock, tick)
         with self._lock:  # on a busy machine it may tick before it is known here
             self._server = machine.serve(listener, self._on_message, self._on_close, self._on_tick, tick)
 
@@ -293,22 +295,23 @@ class Hub:
         return {member.node for member in self._round.members} if self._round else set()
 
     def _on_tick(self) -> None:
-        now = self._clock()
-        silence = self._timings.heartbeat_timeout.total_seconds()
+        self._attention.look()
+        silence = self._attention.silence
+        timeout = self._timings.heartbeat_timeout.total_seconds()
         patience = self._timings.join_timeout.total_seconds()
         with self._lock:
             server, watchers = self._server, self._reception.watchers.connections()
-            gone = [link for link in watchers if now - link.last_heard > _WATCHERS_PATIENCE * silence]
+            gone = [link for link in watchers if silence(link.last_heard) > _WATCHERS_PATIENCE * timeout]
         server.broadcast({"op": "beat"})
         for connection in gone:
             connection.close("silent")
         with self._lock:
             if self._round is None:
                 return
-            silent = [name for name, link in self._members.items() if now - link.last_heard > silence]
+            silent = [name for name, link in self._members.items() if silence(link.last_heard) > timeout]
             # Whoever still watches is alive and only slow to read the table.
             here = self._members.keys() | self._reception.watchers.names()
-            absent = sorted(self._member_names() - here) if now - self._entered > patience else []
+            absent = sorted(self._member_names() - here) if silence(self._entered) > patience else []
             broken = [self._members[name] for name in silent]
             self._absent.update(name for name in absent if name not in self._lost | self._done)
         self._lose(silent + absent)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from azureml_elastic.node.rendezvous.attention import Attention
 from azureml_elastic.node.rendezvous.machine import Machine
 from azureml_elastic.node.rendezvous.news import newer, unpack
 from azureml_elastic.node.rendezvous.round import Round
@@ -51,11 +52,13 @@ class Link:
     ) -> None:
         machine = machine or Machine()
         self.address = address
-        self._timings = timings
         self._wake = wake
         self._clock = machine.clock
         self._lock = threading.Lock()
-        self._last_heard = self._ticked = self._clock()
+        tick, timeout = (span.total_seconds() for span in (timings.heartbeat_interval / 2, timings.heartbeat_timeout))
+        self._timeout = timeout
+        self._attention = Attention(self._clock, tick)
+        self._last_heard = self._clock()
         self._lost_nodes: set[str] = set()
         self._messages: list[Mapping[str, Any]] = []
         self.heard = False
@@ -74,8 +77,8 @@ class Link:
             self._on_message,
             self._on_close,
             self._on_tick,
-            timings.heartbeat_interval.total_seconds() / 2,
-            timings.heartbeat_timeout.total_seconds() if patience is None else patience,
+            tick,
+            timeout if patience is None else patience,
         )
         self.send(greeting)
 
@@ -140,12 +143,9 @@ class Link:
             return  # on a busy machine it may tick before it is known here
         self._look_at_own_clock()
         self._client.send({"op": "beat"})
-        if self._clock() - self._last_heard > self._timings.heartbeat_timeout.total_seconds():
+        if self._attention.silence(self._last_heard) > self._timeout:
             self._client.connection.close("the hub is silent")
 
     def _look_at_own_clock(self) -> None:
-        now = self._clock()
-        if now - self._ticked > self._timings.heartbeat_timeout.total_seconds():
+        if self._attention.look() > self._timeout:
             self.stood_still = True
-            self._last_heard = now  # nothing could be heard
-        self._ticked = now
