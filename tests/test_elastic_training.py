@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.chaos import parse_schedule
@@ -28,6 +29,7 @@ def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         timeout_s=150,
+        distribution=ElasticDistribution(rendezvous=GATHERING),
         **{"audit": True, "checkpoint_steps": 10, **options},
     )
     return cluster.run(list(argv) or [PROGRAM])
@@ -51,43 +53,43 @@ def test_rank_0_is_lost_and_replaced(tmp_path, table, request, monkeypatch):
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", emulator.connection_string)
     report = run(tmp_path, "kill=rank0@step:25,add@step:40", PROGRAM, "--epochs", "5", "--full", "3", table=table)
     assert_whole(report)
-    assert report.world_sizes == (3, 2, 3)
-    assert json.loads(report.paths.report.read_text())["world_sizes"] == [3, 2, 3]
+    assert after_gathering(report, 3) == (3, 2, 3)
+    assert tuple(json.loads(report.paths.report.read_text())["world_sizes"]) == report.world_sizes
     # Neither a kill nor a join costs a completed step.
     assert report.audit.rolled_back_steps == 0
-    _, second, third = report.rounds
+    _, second, third = report.rounds[-3:]
     assert third.first_step == second.last_step + 1
 
 
 def test_a_plain_script_with_its_own_checkpoint_is_elastic_too(tmp_path):
     script = str(SAMPLES / "plain_ddp.py")
-    arguments = ("--epochs", "12", "--step-delay", "0.05", "--checkpoint", str(tmp_path / "own.pt"))
-    report = run(tmp_path, "kill=rank0@5s,add@9s", script, *arguments, audit=False)
+    arguments = ("--epochs", "32", "--step-delay", "0.05", "--checkpoint", str(tmp_path / "own.pt"))
+    report = run(tmp_path, "kill=rank0@5s,add@6s", script, *arguments, audit=False)
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
-    assert report.world_sizes == (3, 2, 3)
+    assert after_gathering(report, 3) == (3, 2, 3)
 
 
 def test_a_sharded_model_is_resharded_for_the_nodes_that_are_there(tmp_path):
     script = str(SAMPLES / "fsdp2.py")
-    arguments = ("--epochs", "12", "--step-delay", "0.05")
+    arguments = ("--epochs", "16", "--step-delay", "0.05")
     report = run(tmp_path, "kill=rank0@step:35,add@step:40", script, *arguments, nodes=(1, 2))
     assert_whole(report)
-    assert report.world_sizes == (2, 1, 2)
+    assert after_gathering(report, 2) == (2, 1, 2)
     assert "accuracy" in log(report, "node-1")
 
 
 def test_a_preempted_node_leaves_without_a_lost_step(tmp_path):
-    report = run(tmp_path, "preempt=rank0@step:25/30s")
+    report = run(tmp_path, "preempt=rank0@step:25/30s", PROGRAM, "--epochs", "8", "--gather", "3")
     assert_whole(report)
     assert report.audit.rolled_back_steps == 0
-    assert report.world_sizes == (3, 2)
-    assert {node.name: node.exit_code for node in report.nodes}["node-0"] == SIGTERM_EXIT
+    assert after_gathering(report, 3) == (3, 2)
+    assert {node.name: node.exit_code for node in report.nodes}[report.faults[0].nodes[0]] == SIGTERM_EXIT
 
 
 def test_a_frozen_node_is_fenced_off_and_comes_back_as_new(tmp_path):
-    report = run(tmp_path, "freeze=rank0@step:25/8s", PROGRAM, "--epochs", "5", "--full", "2", nodes=(1, 2))
+    report = run(tmp_path, "freeze=rank0@step:25/12s", PROGRAM, "--epochs", "5", "--full", "2", nodes=(1, 2))
     assert_whole(report)
-    assert report.world_sizes == (2, 1, 2)
+    assert after_gathering(report, 2) == (2, 1, 2)
     assert {node.exit_code for node in report.nodes} == {0}
 
 

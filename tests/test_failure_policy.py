@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,12 @@ from azureml_elastic.ledger.events import Event, WorkerFailed
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.spec import ElasticDistribution, RendezvousTimings, TableRendezvous
 
 TRAINING = Path(__file__).parent / "training"
+
+PATIENT = TableRendezvous(timings=RendezvousTimings(heartbeat_timeout=timedelta(seconds=30)))
+"""A node whose worker has met a peer's end waits this long for the peer's own word, which names the cause."""
 
 
 def run(tmp_path: Path, way: str = "", *steps: int, program: str = "failing.py", **options) -> Report:
@@ -19,6 +24,7 @@ def run(tmp_path: Path, way: str = "", *steps: int, program: str = "failing.py",
         options.pop("nodes", (2, 2)),
         run_dir=tmp_path / "run",
         timeout_s=150,
+        distribution=ElasticDistribution(rendezvous=PATIENT),
         **{"checkpoint_steps": 5, **options},
     )
     return cluster.run([str(TRAINING / program), way, str(tmp_path / "notes"), *map(str, steps)])

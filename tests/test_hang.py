@@ -38,10 +38,10 @@ def test_a_hanging_run_tells_where_and_goes_on(tmp_path):
 
     hangs = [event for event in read_events(report.paths.events) if isinstance(event, HangDetected)]
     assert [(event.node, event.round, event.step) for event in hangs] == [(first.members[0], 1, 20)]
-    assert 5 <= hangs[0].seconds < 15
+    assert 10 <= hangs[0].seconds < 60
     (recovery,) = report.recoveries
     assert recovery.since == "last step"
-    assert recovery.seconds > 5
+    assert recovery.seconds > 10
 
     for rank, node in enumerate(first.members):
         log = (report.paths.logs / f"{node}.log").read_text()

@@ -17,6 +17,7 @@ SAMPLES = Path(__file__).parents[1] / "samples"
 NOTEBOOKS = sorted((SAMPLES / "notebooks").glob("*.ipynb"))
 
 pytestmark = [
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::marshmallow.warnings.RemovedInMarshmallow4Warning"),
 ]
@@ -43,7 +44,7 @@ def execute(project, name, **workspace):
         (folder / "config.json").write_text(json.dumps(dict(local.config)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what Jupyter's own packages announce to drop
-            client = nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}})
+            client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}})
             client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs]
@@ -59,7 +60,7 @@ def test_every_notebook_is_tested_and_has_no_outputs():
 
 
 def test_quick_start(project):
-    evictions = [Eviction(node=1, at_step=40)]
+    evictions = [Eviction(node=1, at_step=10)]
     text, outputs = execute(project, "quick_start", pools={"cpu-cluster": Pool(nodes=3)}, evictions=evictions)
     shown = [output.get("data", {}).get("text/html", "") for output in outputs]
     (table,) = [text for text in shown if "ElasticCommandJob" in text]

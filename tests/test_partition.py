@@ -28,7 +28,8 @@ from azureml_elastic.spec import environment as variables
 
 PROGRAM = str(Path(__file__).parent / "training" / "stepping.py")
 PATIENCE_S = 150.0
-TOLD_WITHIN_S = 10.0
+TOLD_WITHIN_S = 30.0
+"""It takes 2 to 6 s; nodes that wait for each other instead hang for minutes."""
 NODES = ("node-a", "node-b", "node-c")
 NOWHERE = "02:00:00:00:00:99"  # the hardware address of nobody
 PORTS = (29400, 29420)
@@ -70,6 +71,7 @@ class Network:
         self._id = secrets.token_hex(2)
         self._subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250) + 1}"
         self.addresses = {name: f"{self._subnet}.{number + 11}" for number, name in enumerate(NODES)}
+        self._go = folder / "go"
         self._processes: dict[str, subprocess.Popen] = {}
         self._stack = contextlib.ExitStack()
 
@@ -135,9 +137,10 @@ class Network:
                 "OMP_NUM_THREADS": "1",
             }
             command = [sys.executable, "-m", "azureml_elastic.node", "--", "python", PROGRAM, str(steps)]
+            command += [str(self.folder / "progress"), str(self._go)]
             with (self.folder / f"{name}.log").open("wb") as log:
                 self._processes[name] = subprocess.Popen(
-                    ["ip", "netns", "exec", self._space(name), *command, str(self.folder / "progress")],
+                    ["ip", "netns", "exec", self._space(name), *command],
                     env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
 
@@ -159,6 +162,8 @@ class Network:
             time.sleep(0.1)
 
     def wait(self) -> dict[str, int]:
+        """Let the run end once its steps are done, and return the nodes' exit codes."""
+        self._go.touch()
         self.until(lambda: all(process.poll() is not None for process in self._processes.values()))
         return {name: process.returncode for name, process in self._processes.items()}
 
@@ -201,7 +206,7 @@ def test_nodes_that_reach_each_other_train_on_the_ports_of_the_range(network, ve
     network.until(lambda: all(network.worlds(name) == [3] for name in NODES))
     listening = network.within("node-a", "ss", "-Htln") if shutil.which("ss") else ""
     assert network.wait() == dict.fromkeys(NODES, 0)
-    assert (network.folder / "progress").read_text() == "40"
+    assert int((network.folder / "progress").read_text()) >= 40
     assert "cannot reach" not in "".join(map(network.log, NODES))
     if listening:
         agents = {int(line.split()[3].rpartition(":")[2]) for line in listening.splitlines()}
@@ -211,20 +216,20 @@ def test_nodes_that_reach_each_other_train_on_the_ports_of_the_range(network, ve
 def test_a_node_that_is_cut_off_is_left_out_and_says_why(network):
     for other in ("node-a", "node-b"):
         network.separate("node-c", other)
-    network.start(minimum=2, steps=100)
+    network.start(minimum=2, steps=40)
+    network.until(lambda: network.events(Unreachable, "node-c") and "node-c" in network.log("node-a"))
     assert network.wait() == dict.fromkeys(NODES, 0)
-    assert (network.folder / "progress").read_text() == "100"
+    assert int((network.folder / "progress").read_text()) >= 40
     for name in ("node-a", "node-b"):
         assert network.worlds(name) == [2]
     assert network.worlds("node-c") == []
     assert network.told("node-c", "node-a") < TOLD_WITHIN_S
-    assert "node-c" in network.log("node-a"), "the others know, too"
 
 
 def test_it_gets_in_when_the_network_is_mended(network):
     for other in ("node-a", "node-b"):
         network.separate("node-c", other)
-    network.start(minimum=2, steps=100_000)
+    network.start(minimum=2, steps=40)
     network.until(lambda: network.worlds("node-a") == [2] and network.events(Unreachable, "node-c"))
     for other in ("node-a", "node-b"):
         network.mend("node-c", other)
@@ -257,12 +262,11 @@ def test_two_that_reach_rank_0_but_not_each_other_are_named_although_their_worke
 @needs_iptables
 def test_one_that_lets_nobody_in_is_left_out_although_it_reaches_the_others(network):
     network.close_ports("node-a", "--syn", "-i", "eth0")
-    network.start(minimum=2, steps=60)
+    network.start(minimum=2, steps=40)
     network.until(lambda: "makes no room for node-a" in network.log("node-a"))
+    network.until(lambda: network.events(Unreachable, "node-b") and network.events(Unreachable, "node-c"))
     assert network.wait() == dict.fromkeys(NODES, 0)
     assert network.worlds("node-b")[-1] == 2
-    assert network.events(Unreachable, "node-b")
-    assert network.events(Unreachable, "node-c")
 
 
 @needs_iptables
@@ -281,7 +285,8 @@ def test_ports_that_workers_need_are_missed_by_name_although_the_range_is_open(n
 @needs_iptables
 def test_a_store_that_one_node_cannot_reach_is_noticed_in_seconds(network):
     network.close_ports("node-a", "-s", network.addresses["node-c"], "--dport", f"{PORTS[0] + 1}:{PORTS[1]}")
-    network.start(minimum=2, steps=60)
+    network.start(minimum=2, steps=40)
+    network.until(lambda: network.events(Unreachable, "node-c") and network.worlds("node-a")[-1:] == [2])
     assert network.wait() == dict.fromkeys(NODES, 0)
     assert network.told("node-c", "node-a") < TOLD_WITHIN_S
     (event,) = network.events(Unreachable, "node-c")

@@ -8,10 +8,13 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from whole_runs import GATHERING, after_gathering
+
 from azureml_elastic.ledger.events import NodeLeft, Progress, RoundEntered
 from azureml_elastic.ledger.reading import EventReader, read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.scheduled_events import MetadataService
+from azureml_elastic.spec import ElasticDistribution
 from azureml_elastic.spec import environment as variables
 
 PROGRAM = str(Path(__file__).parent / "training" / "chaos_train.py")
@@ -65,10 +68,11 @@ def run(tmp_path: Path, service: MetadataService, play):
         timeout_s=200,
         audit=True,
         checkpoint_steps=10,
+        distribution=ElasticDistribution(rendezvous=GATHERING),
         node_command=node_command(service),
     )
     with beside(run_dir, play):
-        report = cluster.run([PROGRAM])
+        report = cluster.run([PROGRAM, "--epochs", "12", "--gather", "3"])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert report.audit is not None
     assert report.audit.complete, report.audit
@@ -80,7 +84,7 @@ def test_the_announced_machine_leaves_and_its_neighbours_train_on(tmp_path):
     with MetadataService(first_delay=2.0) as service:
         report = run(tmp_path, service, lambda: service.announce("Preempt", "node-1"))
         assert service.approved == ()
-    assert report.world_sizes == (3, 2)
+    assert after_gathering(report, 3) == (3, 2)
     assert {node.name: node.exit_code for node in report.nodes} == {"node-0": 0, "node-1": SIGTERM_EXIT, "node-2": 0}
     (left,) = [event for event in read_events(report.paths.events) if isinstance(event, NodeLeft) and event.exit_code]
     assert left.reason.startswith("preempted (scheduled event Preempt ")
@@ -99,5 +103,5 @@ def test_events_that_are_not_for_leaving_change_nothing(tmp_path):
                 time.sleep(0.02)
 
         report = run(tmp_path, service, play)
-    assert report.world_sizes == (3,)
+    assert after_gathering(report, 3) == (3,)
     assert {node.exit_code for node in report.nodes} == {0}

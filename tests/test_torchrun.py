@@ -25,6 +25,7 @@ class Torchrun:
             sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=azure-table", f"--rdzv-endpoint={endpoint}",
             "--rdzv-id=run", f"--nnodes={nodes}", "--nproc-per-node=1", "--monitor-interval=0.1", "--max-restarts=3",
             "--rdzv-conf=rescale_debounce=0.1,witness_interval=1", PROGRAM, str(steps), str(folder / "progress"),
+            str(folder / "go"),
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command, stdout=self._stream, stderr=subprocess.STDOUT, start_new_session=True,
@@ -55,7 +56,7 @@ class Torchrun:
 def start(tmp_path):
     made: list[Torchrun] = []
 
-    def make(name: str, nodes: str = "1:3", steps: int = 60) -> Torchrun:
+    def make(name: str, nodes: str = "1:3", steps: int = 20) -> Torchrun:
         made.append(Torchrun(tmp_path, name, str(tmp_path / "table.sqlite"), nodes, steps))
         return made[-1]
 
@@ -71,13 +72,14 @@ def until(condition, patience: float = 90) -> None:
         time.sleep(0.05)
 
 
-def test_a_run_grows_loses_a_node_and_ends_well(start):
+def test_a_run_grows_loses_a_node_and_ends_well(start, tmp_path):
     first, second = start("first"), start("second")
     until(lambda: first.worlds()[-1:] == [2] and second.worlds()[-1:] == [2])
     third = start("third")
     until(lambda: third.worlds()[-1:] == [3])
     third.kill()
     until(lambda: first.worlds()[-1:] == [2] and second.worlds()[-1:] == [2])
+    (tmp_path / "go").touch()
     assert [first.process.wait(90), second.process.wait(90)] == [0, 0], first.log.read_text()
     late = start("late")
     assert late.process.wait(60) == 0, late.log.read_text()

@@ -12,14 +12,14 @@ from azureml_elastic.submit import ElasticCommandJob as Registered
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "digits.py"
-EVICTIONS = [Eviction(node=1, at_step=15), Eviction(node=0, at_step=35, notice_s=0)]
+EVICTIONS = [Eviction(node=1, at_step=15), Eviction(node=0, at_step=25, notice_s=0)]
 
 
 def make(placement, least=1, most=3):
     assert Registered is ElasticCommandJob
     return ElasticCommandJob(
         code="src",
-        command="python digits.py --epochs 3 --step-delay 0.1",
+        command="python digits.py --epochs 3 --step-delay 0.15",
         environment="anything@latest",
         compute="cluster",
         resources=ElasticResources(min_instance_count=least, max_instance_count=most, placement=placement),

@@ -1,5 +1,6 @@
 """Pools, and who gets a machine."""
 
+import math
 import threading
 
 import pytest
@@ -44,6 +45,15 @@ def test_machines_are_given_all_at_once_or_not_at_all():
     answers = iter([False, True])
     assert machines.take("spot", 3, lambda: next(answers)) is None
     assert len(machines.take("spot", 2, lambda: False)) == 2
+
+
+def test_a_machine_that_was_taken_away_is_missed_until_the_pool_is_refilled():
+    machines = Machines({"spot": Pool(nodes=1, refill_s=math.inf)})
+    machines.give_back(machines.try_take("spot"), evicted=True)
+    assert machines.try_take("spot") is None
+    machines.refill("spot")
+    assert machines.try_take("spot").name == "spot-1"
+    assert machines.try_take("spot") is None
 
 
 @pytest.mark.parametrize("fields", [{"nodes": 0}, {"provisioning_s": -1}])

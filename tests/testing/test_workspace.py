@@ -227,3 +227,8 @@ def test_a_workspace_leaves_nothing_behind():
     assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "1002"]]
     with pytest.raises(UsageError, match="not open"):
         workspace.ml_client  # noqa: B018
+
+
+def test_a_pool_that_is_not_there_cannot_be_refilled():
+    with pytest.raises(UsageError, match="no pool 'spto'. It has serverless, spot"):
+        LocalWorkspace(pools={"spot": Pool()}).refill("spto")

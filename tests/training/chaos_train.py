@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import time
 
 import torch
+from pace import Pace
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
@@ -13,12 +13,12 @@ from torch.utils.data import TensorDataset
 from azureml_elastic import train
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--step-delay", type=float, default=0.05)
 parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--full", type=int, default=0, help="take five times as long a step while there are fewer workers")
 parser.add_argument("--ballast", type=int, default=0, help="megabytes that a checkpoint has to carry beside the model")
 parser.add_argument("--sharded", action="store_true", help="by FSDP2, so that no worker has the whole state")
+Pace.add_arguments(parser)
 arguments = parser.parse_args()
+pace = Pace(arguments)
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -36,7 +36,7 @@ with train.start() as run:
             optimizer.step()
             optimizer.zero_grad()
             run.step()
-            time.sleep(arguments.step_delay * (5 if run.world_size < arguments.full else 1))
+            pace.rest(run)
     whole = [each.full_tensor() if arguments.sharded else each for each in model.parameters() if each.requires_grad]
     weights = torch.cat([each.detach().flatten() for each in whole])
     if run.is_main:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import time
 
 import torch
+from pace import Pace
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -24,9 +24,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("policy", choices=POLICIES)
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--shards", action="store_true")
-parser.add_argument("--step-delay", type=float, default=0.05)
-parser.add_argument("--full", type=int, default=0, help="take five times as long a step while there are fewer workers")
+Pace.add_arguments(parser)
 arguments = parser.parse_args()
+pace = Pace(arguments)
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -57,7 +57,7 @@ with train.start(batch=POLICIES[arguments.policy]) as run:
             optimizer.zero_grad()
             schedule.step()
             run.step()
-            time.sleep(arguments.step_delay * (5 if run.world_size < arguments.full else 1))
+            pace.rest(run)
         measured = run.evaluate(
             lambda batch: {"loss": nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum")},
             TensorDataset(inputs, targets),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
@@ -14,6 +15,8 @@ from azureml_elastic.node.rendezvous.round import Round
 from azureml_elastic.node.rendezvous.seat import Status
 
 __all__ = ["Conversation"]
+
+_LOG = logging.getLogger(__name__)
 
 _IMPORT_SECONDS = 30.0
 """How long workers may take to open the session that their program speaks of, before newcomers stop them."""
@@ -70,6 +73,8 @@ class Conversation:
                 self._hangs.take(message)
             elif message["op"] == "decide":
                 self.leavers.update(message["leavers"])
+                if message["go"] and self.leavers:
+                    _LOG.info("All workers stop after the same step; not in the next round: %s.", _list(self.leavers))
                 self._channel.decide({**message, "stay": self._rdzv.node not in self.leavers})
         for report in self._channel.take_reports():
             link.send(report)

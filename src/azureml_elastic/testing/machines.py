@@ -136,6 +136,12 @@ class Machines:
             self._addresses.append(machine.address)
             self._change.notify_all()
 
+    def refill(self, pool: str) -> None:
+        """Have machines in the places of all that were taken away, whatever the pool's ``refill_s``."""
+        with self._change:
+            self._away[pool].clear()
+            self._change.notify_all()
+
     def _take(self, pool: str, count: int) -> tuple[Machine, ...] | None:
         now = time.monotonic()
         self._away[pool] = [until for until in self._away[pool] if until > now]

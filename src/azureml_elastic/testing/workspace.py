@@ -81,6 +81,7 @@ class LocalWorkspace:
         self._runs = Runs(lenient=lenient)
         self._stack = contextlib.ExitStack()
         self._storage = Storage()
+        self._machines = Machines(self._pools)
         self._service: Service | None = None
         self._client: MLClient | None = None
         self._variables: Mapping[str, str] = {}
@@ -111,7 +112,7 @@ class LocalWorkspace:
             site = Site(_SUBSCRIPTION, _GROUP, _NAME, gateway.address, f"https://{API_HOST}", trust)
             setting = Setting(
                 site,
-                Machines(self._pools),
+                self._machines,
                 stack.enter_context(NodeProcesses(folder / "logs")),
                 Mirror(storage, folder / "mirror"),
                 stack.enter_context(MetadataService()),
@@ -175,6 +176,16 @@ class LocalWorkspace:
         if self._service is None:
             raise UsageError("The local workspace is not open. Give evictions= when it is made.")
         self._service.evict(eviction)
+
+    def refill(self, pool: str) -> None:
+        """Have machines again, from now on, in the places of those that evictions have taken from a pool.
+
+        Raises:
+            UsageError: there is no such pool.
+        """
+        if pool not in self._pools:
+            raise UsageError(f"The local workspace has no pool {pool!r}. It has {', '.join(sorted(self._pools))}.")
+        self._machines.refill(pool)
 
     def wait(self, name: str, timeout_s: float | None = None) -> str:
         """Wait for a job's end, which ``jobs.stream`` notices seconds later, and return its state.

@@ -1,0 +1,46 @@
+"""How fast the tests' runs train: none is over before the nodes that it is about have come."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from azureml_elastic.train import Session
+
+_SLOWER = 5
+_GROWTH = 1.15
+_LONGEST_S = 2.0
+_GATHERED = 20
+
+
+class Pace:
+    """Sleeps after each step.
+
+    While workers are missing a step takes five times as long, and each further one a little longer still: where nodes
+    come quickly little is lost, and on a busy machine they have minutes.
+
+    Args:
+        arguments: parsed by a parser that :meth:`add_arguments` has seen.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._delay = arguments.step_delay
+        self._full = arguments.full
+        self._gather = arguments.gather
+        self._slow = self._delay * _SLOWER
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Add what says how long a step takes."""
+        parser.add_argument("--step-delay", type=float, default=0.05)
+        parser.add_argument("--full", type=int, default=0, help="go slowly while there are fewer workers")
+        parser.add_argument("--gather", type=int, default=0, help=f"the same, in the first {_GATHERED} steps alone")
+
+    def rest(self, run: Session) -> None:
+        """Sleep after a step."""
+        if run.world_size >= (max(self._full, self._gather) if run.steps < _GATHERED else self._full):
+            self._slow = self._delay * _SLOWER
+            time.sleep(self._delay)
+            return
+        time.sleep(self._slow)
+        self._slow = min(_LONGEST_S, self._slow * _GROWTH)
