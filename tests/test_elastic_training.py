@@ -115,6 +115,15 @@ def test_several_workers_a_node_as_a_module(tmp_path, monkeypatch):
     assert report.world_sizes == (4,)
 
 
+def test_nodes_of_two_runs_on_one_machine_do_not_meet_in_its_temporary_folder(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    (temporary / ".azureml-elastic-health-node-0").mkdir(parents=True)  # the file of another run's node-0
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    report = run(tmp_path, "", PROGRAM, "--epochs", "1", nodes=(1, 1))
+    assert_whole(report)
+    assert [path.name for path in temporary.glob(".azureml-elastic-health*")] == [".azureml-elastic-health-node-0"]
+
+
 def test_a_node_that_comes_after_the_end_exits_at_once_with_0(tmp_path):
     report = run(tmp_path, "", PROGRAM, "--epochs", "1", nodes=(1, 1))
     assert_whole(report)

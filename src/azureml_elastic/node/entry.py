@@ -222,6 +222,7 @@ class _Node:
         return node_probes(
             self._plan.distribution.health,
             node=self._identity.node,
+            owner=self._identity.owner,
             folders=check_folders(self._identity.folder, self._plan.checkpoint.path),
             gpus=_gpus(),
             table=self._table,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import uuid
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ __all__ = ["NodeIdentity", "host_id", "read_identity"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_CHARACTERS = 8
+_OWNER_CHARACTERS = 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class NodeIdentity:
     folder: Path
     host_id: str = ""
     interface: str | None = None
+
+    @property
+    def owner(self) -> str:
+        """Names what this node writes where nodes of other runs may write, too, who often have the same names."""
+        return f"{self.node}-{hashlib.sha256(self.run_id.encode()).hexdigest()[:_OWNER_CHARACTERS]}"
 
 
 def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = None) -> NodeIdentity:

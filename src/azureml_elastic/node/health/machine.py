@@ -21,7 +21,7 @@ _UNLIMITED = 1 << 60
 """From here on a limit of the first control groups means that there is none."""
 
 
-def check_folder(what: str, folder: Path, node: str, limit_mib: int) -> Finding:
+def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding:
     """Write a small file, force it to the disk, read it back, and look at the free space.
 
     On a dead mount any of these calls may never return.
@@ -29,14 +29,15 @@ def check_folder(what: str, folder: Path, node: str, limit_mib: int) -> Finding:
     Args:
         what: the folder is for.
         folder: made when it is missing.
-        node: part of the file's name, so that the file of a node that was killed here is overwritten, not added to.
+        owner: part of the file's name: nobody else writes to it meanwhile, and what a node that was killed here has left
+            is overwritten, not added to.
         limit_mib: free MiB that are needed.
     """
     name, limit = f"disk: {what}", f"{limit_mib:,} MiB free, writable"
     started = time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_and_read(folder / f".azureml-elastic-health-{node}")
+        _write_and_read(folder / f".azureml-elastic-health-{owner}")
         space = os.statvfs(folder)
     except OSError as error:
         advice = f"Free space on the disk, or give another folder than {str(folder)!r} that this process may write to."

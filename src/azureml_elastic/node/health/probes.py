@@ -41,6 +41,7 @@ def node_probes(
     policy: HealthPolicy,
     *,
     node: str,
+    owner: str | None = None,
     folders: Mapping[str, Path],
     gpus: int = 0,
     table: Table | None = None,
@@ -54,6 +55,8 @@ def node_probes(
     Args:
         policy: limits.
         node: this node's name.
+        owner: names the files that are written for a moment, unlike those of any other process; ``None`` takes the
+            node's name.
         folders: that it writes to, by what they are for.
         gpus: that the driver lists.
         table: of the run; without it neither the clock nor the peers are looked at.
@@ -71,7 +74,7 @@ def node_probes(
     if policy.disk_mib is not None:
         for what, folder in folders.items():
             advice = f"Look whether the mount of {str(folder)!r} is alive, or raise HealthPolicy.mount_timeout."
-            add(f"disk: {what}", partial(check_folder, what, folder, node, policy.disk_mib), mount, "fail", advice)
+            add(f"disk: {what}", partial(check_folder, what, folder, owner or node, policy.disk_mib), mount, "fail", advice)
     if policy.memory_mib is not None:
         add("memory", partial(check_memory, policy.memory_mib), quick, "warn", "")
     if policy.shm_mib is not None:
