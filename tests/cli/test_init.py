@@ -6,10 +6,12 @@ from importlib import metadata
 
 import pytest
 from typer.testing import CliRunner
+from whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.cli import app
 from azureml_elastic.cli.init import starter_files
 from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.spec import ElasticDistribution
 
 RUN = CliRunner()
 FILES = {"job.yml", "src/train.py", "src/.amlignore", "README.md", "elastic-job.schema.json"}
@@ -72,11 +74,16 @@ def test_the_script_trains_on_local_nodes_and_survives_a_loss(project, monkeypat
 
     monkeypatch.chdir(project)
     cluster = LocalCluster(
-        (1, 2), chaos=parse_schedule("kill=rank0@step:30"), run_dir=project / "run", audit=True, timeout_s=120.0
+        (1, 2),
+        chaos=parse_schedule("kill=rank0@step:10"),
+        run_dir=project / "run",
+        audit=True,
+        timeout_s=120.0,
+        distribution=ElasticDistribution(rendezvous=GATHERING),
     )
-    report = cluster.run(["src/train.py", "--epochs", "5", "--step-delay", "0.02"])
+    report = cluster.run(["src/train.py", "--epochs", "3", "--step-delay", "0.08"])
     assert report.outcome == "succeeded", report.message
-    assert report.world_sizes == (2, 1)
+    assert after_gathering(report, 2) == (2, 1)
     assert report.audit is not None
     assert report.audit.exactly_once
     assert (project / "outputs" / "model.pt").exists()

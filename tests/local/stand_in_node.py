@@ -2,8 +2,8 @@
 
 Nodes know each other by locks that the system releases when their holder dies; the run's state is one file. Each step
 is taken by the first node alive. The program is ``steps <n>``, ``grow <n> <nodes>`` (ends after n steps once that many
-nodes train), ``fail <step> <code>``, ``hang``, ``deaf`` (hangs and ignores SIGTERM) or ``orphan <n>`` (leaves its
-worker behind).
+nodes train), ``meet <n> <node>`` (ends after n steps once that one does), ``fail <step> <code>``, ``hang``, ``deaf``
+(hangs and ignores SIGTERM) or ``orphan <n>`` (leaves its worker behind).
 """
 
 import fcntl
@@ -32,7 +32,7 @@ class Node:
         (self.folder / "alive").mkdir(exist_ok=True)
         self.round = self.step = 0
         self.leaving = False
-        self.patience = time.monotonic() + 5
+        self.patience = time.monotonic() + 60
         self.worker = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "leaving", True))
 
@@ -120,8 +120,12 @@ class Node:
             self.record(events.RunEnded, succeeded=False, message="the program failed as asked")
             state["ended"] = int(program[2])
             return
-        enough = program[0] in ("steps", "orphan", "grow") and state["step"] >= int(program[1])
-        if enough and (program[0] != "grow" or len(state["members"]) == int(program[2])):
+        enough = program[0] in ("steps", "orphan", "grow", "meet") and state["step"] >= int(program[1])
+        if program[0] == "grow":
+            enough = enough and len(state["members"]) == int(program[2])
+        if program[0] == "meet":
+            enough = enough and program[2] in state["members"]
+        if enough:
             self.record(events.RunEnded, succeeded=True)
             state["ended"] = 0
             return

@@ -63,8 +63,8 @@ def test_an_undisturbed_run(tmp_path):
 
 
 def test_a_lost_and_a_new_node(tmp_path):
-    chaos = "kill=rank0@step:13,add@step:25"
-    report = cluster(tmp_path, chaos, audit=True).run(["grow", "80", "3"])
+    chaos = "kill=rank0@step:13,add@step:50"
+    report = cluster(tmp_path, chaos, audit=True).run(["meet", "80", "node-3"])
     assert report.outcome == "succeeded"
     assert report.world_sizes == (3, 2, 3)
     assert [fault.fault for fault in report.faults] == chaos.split(",")
@@ -80,12 +80,12 @@ def test_a_lost_and_a_new_node(tmp_path):
 
 
 def test_a_preempted_node_leaves_by_itself_and_the_run_goes_on(tmp_path):
-    report = cluster(tmp_path, "preempt=any@step:10/20s", audit=True).run(["steps", "60"])
+    report = cluster(tmp_path, "preempt=any@step:10/20s", audit=True).run(["grow", "60", "2"])
     assert report.outcome == "succeeded"
     assert report.world_sizes == (3, 2)
     assert sorted(nodes_of(report).values()) == [("exited", 0), ("exited", 0), ("preempted", 143)]
     assert report.recoveries[0].lost == report.faults[0].nodes
-    assert report.audit.complete
+    assert report.audit.exactly_once
 
 
 def test_a_preempted_node_that_does_not_leave_in_time_is_killed(tmp_path):
@@ -115,11 +115,11 @@ def test_all_nodes_gone_and_none_to_come(tmp_path):
 
 
 def test_a_run_is_carried_on_by_a_node_that_comes_after_all_have_gone(tmp_path):
-    chaos = "kill=any@step:12,kill=any@step:12,add@1.5s"
-    report = cluster(tmp_path, chaos, nodes=(1, 2), audit=True).run(["steps", "30"])
+    chaos = "kill=any@0.5s,kill=any@0.5s,add@1.5s"  # all by one clock, so in this order
+    report = cluster(tmp_path, chaos, nodes=(1, 2), audit=True).run(["meet", "40", "node-2"])
     assert report.outcome == "succeeded"
     assert nodes_of(report)["node-2"] == ("exited", 0)
-    assert report.audit.complete
+    assert report.audit.exactly_once
 
 
 def test_a_program_that_fails_ends_the_run_with_its_exit_code(tmp_path):
@@ -202,9 +202,9 @@ def test_a_used_folder_is_refused(tmp_path):
 def test_the_plain_view_tells_events_faults_and_output(tmp_path):
     stream = io.StringIO()
     view = PlainView(Console(file=stream, width=200))
-    cluster(tmp_path, "kill=rank0@step:13", view=view, nodes=(1, 2)).run(["steps", "20"])
+    cluster(tmp_path, "kill=rank0@step:13", view=view, nodes=(1, 2)).run(["grow", "20", "1"])
     told = stream.getvalue()
-    assert "node-0 | node-0 runs ['steps', '20']" in told
+    assert "node-0 | node-0 runs ['grow', '20', '1']" in told
     assert "* fault kill=rank0@step:13: node-" in told
     assert "the run succeeded" in told
 
@@ -212,7 +212,7 @@ def test_the_plain_view_tells_events_faults_and_output(tmp_path):
 def test_the_live_view_shows_each_node_s_state(tmp_path):
     stream = io.StringIO()
     view = LiveView(Console(file=stream, width=160, force_terminal=True))
-    cluster(tmp_path, "kill=rank0@step:13", view=view, nodes=(1, 2)).run(["steps", "40"])
+    cluster(tmp_path, "kill=rank0@step:13", view=view, nodes=(1, 2)).run(["grow", "40", "1"])
     told = stream.getvalue()
     assert "training" in told
     assert "killed" in told

@@ -137,9 +137,8 @@ def reducing(argument: str) -> None:
 
     port, number, go = argument.split(":", 2)
     rank = int(number)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(minutes=10)
-    )
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=10))
     ready()
     while rank == 1 and not Path(go).exists():
         time.sleep(0.05)

@@ -34,7 +34,8 @@ for _ in run.epochs(1):
         run.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.02)
+        # Where a node is to be lost, it shall be lost before the recording is over.
+        time.sleep(0.5 if run.world_size > 1 and run.steps >= 20 else 0.02)
         if run.steps + 1 == arguments.end_at and arguments.ending == "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
         run.step()

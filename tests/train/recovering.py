@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -88,10 +89,22 @@ def send_much(folder, at):
 def freeze_in_broadcast(thread, mark):
     """Freeze this process once one of its threads waits for a broadcast."""
     until(lambda: sys._current_frames()[thread].f_code.co_name == "_distributed_broadcast_coalesced")
-    time.sleep(0.5)  # its last steps until there, and the message that it is ready to receive, cannot be seen
+    until(at_rest)  # its last steps until there, and the message that it is ready to receive, cannot be seen
     mark.with_suffix(".new").write_text(str(os.getpid()))
     mark.with_suffix(".new").rename(mark)
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def at_rest():
+    """Return whether for a while no other thread of this process runs or is about to."""
+    own = str(threading.get_native_id())
+    for _ in range(20):
+        time.sleep(0.01)
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                if (task / "stat").read_text().rpartition(") ")[2][0] != "S" and task.name != own:
+                    return False
+    return True
 
 
 def until(condition):

@@ -180,8 +180,10 @@ def announce(agent, action, ahead, at):
 
 def test_all_workers_leave_at_the_agreed_step_and_the_next_round_goes_on(agent, tmp_path):
     announce(agent, "leave", 20, at=3)
-    world = World(2, workers.agent_session, tmp_path / "c", 10_000, None, **environment(agent, 1))
+    arguments = (tmp_path / "c", 10_000, None, 3, tmp_path / "announced")
+    world = World(2, workers.agent_session, *arguments, **environment(agent, 1))
     answers = agent.wait_for("prepared", 2)
+    arguments[-1].touch()
     assert [answer["ok"] for _, answer in answers] == [True, True]
     agent.server.broadcast({"op": "decide", "boundary": 1, "go": True})
     stopped = agent.wait_for("stopped", 2)
@@ -192,10 +194,12 @@ def test_all_workers_leave_at_the_agreed_step_and_the_next_round_goes_on(agent, 
     assert ".round-000001." in agent.pointer["directory"]
 
     announce(agent, "save", 5, at=25)
-    world = World(1, workers.agent_session, tmp_path / "c", 50, None, **environment(agent, 2))
+    arguments = (tmp_path / "c", 50, None, 25, tmp_path / "announced again")
+    world = World(1, workers.agent_session, *arguments, **environment(agent, 2))
     ((_, restored),) = agent.wait_for("restored")
     assert restored["step"] == 23
     agent.wait_for("prepared")
+    arguments[-1].touch()
     agent.server.broadcast({"op": "decide", "boundary": 1, "go": True})
     assert world.values() == [[23, 50]]
     ((_, finished),) = agent.wait_for("finished")

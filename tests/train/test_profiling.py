@@ -18,6 +18,7 @@ import training
 import workers
 from torch import nn
 from torch.utils.data import TensorDataset
+from whole_runs import GATHERING, after_gathering
 
 from azureml_elastic import train
 from azureml_elastic.checkpoints.local_storage import LocalStorage
@@ -60,6 +61,7 @@ def steps(folder, profile, *, until=10, every_steps=None, finish=True):
             if run.steps == until:
                 break
         if not finish:
+            workers.wait_for_commit(folder, until // every_steps * every_steps)
             run._ending.failed = True  # as if the process had died
     return begun, run.steps
 
@@ -237,13 +239,13 @@ def test_nodes_come_and_go_while_they_are_profiled(tmp_path, recovery):
         run_dir=tmp_path / "run",
         audit=True,
         timeout_s=150,
-        distribution=ElasticDistribution(recovery=recovery),
+        distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING),
     )
     report = cluster.run([str(PROGRAM), "--first", "10", "--steps", "40", "--each-round", "--end-at", "120"])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert report.audit.complete, report.audit
     assert all(node.leftovers == 0 for node in report.nodes)
-    assert report.world_sizes == (2, 1)
+    assert after_gathering(report, 2) == (2, 1)
     events = [event for event in EventReader(report.paths.events).read() if isinstance(event, Progress)]
     number = max(event.round for event in events)
     found = traces(tmp_path / "run" / "profiles")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from worlds import store_on_a_free_port
 
 from azureml_elastic.spec import environment as variables
 from azureml_elastic.train.agent import EXIT_AGENT_LOST
@@ -33,15 +33,15 @@ class Agent:
     def __init__(self, folder, *arguments):
         self.step = 0
         self.said = []
+        self._margin = 20
         self._more = threading.Condition()
         self._connection = None
         self._folder = folder
         path = str(folder / "agent")
         self.server = LineServer(listen(path), self._on_message)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self._store = store_on_a_free_port()
+        torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "TORCHELASTIC_USE_AGENT_STORE": True}
+        torchrun |= {"MASTER_ADDR": self._store.host, "MASTER_PORT": self._store.port}
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("AZUREML_ELASTIC_")},
             **{name: str(value) for name, value in torchrun.items()},
@@ -68,6 +68,9 @@ class Agent:
             self.said.append(message["op"])
             if message["op"] == "prepared":
                 connection.send({"op": "decide", "boundary": 1, "go": message["ok"], "leavers": []})
+                if not message["ok"]:  # it was past that step
+                    self._margin *= 2
+                    self._propose(message["step"])
             self._more.notify_all()
 
     def until_step(self, step):
@@ -76,7 +79,10 @@ class Agent:
         assert reached, self.output.read_text()
 
     def leave(self):
-        self._connection.send({"op": "prepare", "boundary": 1, "step": self.step + 20, "action": "leave"})
+        self._propose(self.step)
+
+    def _propose(self, step):
+        self._connection.send({"op": "prepare", "boundary": 1, "step": step + self._margin, "action": "leave"})
 
     def group(self):
         """Return the living processes of the worker's group, the fork server's helper among them."""
@@ -104,8 +110,8 @@ class Agent:
         self.worker.wait()
 
 
-def gone(agent, seconds):
-    deadline = time.monotonic() + seconds
+def gone(agent):
+    deadline = time.monotonic() + 60
     while agent.group() and time.monotonic() < deadline:
         time.sleep(0.02)
     return not agent.group()
@@ -143,7 +149,7 @@ def test_data_workers_and_children_survive_until_the_save_is_done(start, tmp_pat
     assert agent.wait() == 0, agent.output.read_text()
     assert "commit" in agent.said
     assert agent.said[-1] == "stopped"
-    assert gone(agent, 10)
+    assert gone(agent)
     assert "Traceback" not in agent.output.read_text()
 
 
@@ -155,7 +161,7 @@ def test_a_cut_worker_takes_everything_along(start, tmp_path, method):
     os.killpg(agent.worker.pid, signal.SIGTERM)
     agent.server.close()
     assert agent.wait() == EXIT_AGENT_LOST
-    assert gone(agent, 3)
+    assert gone(agent)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -165,7 +171,7 @@ def test_data_workers_do_not_outlive_a_killed_worker(start, method):
     workers = agent.data_workers()
     agent.worker.kill()
     agent.worker.wait()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while agent.data_workers() & workers:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -183,7 +189,7 @@ def test_whoever_has_lost_its_parent_can_be_ended(start, tmp_path):
     agent.worker.wait()
     os.kill(helper, signal.SIGTERM)
     with suppress(psutil.NoSuchProcess):
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.mark.parametrize("method", METHODS)

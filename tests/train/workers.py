@@ -299,8 +299,8 @@ def connect_fork_and_die(address, fifo):
     os._exit(9)
 
 
-def agent_session(folder, steps, every_steps):
-    """Train under an agent for a number of steps; return how it ended."""
+def agent_session(folder, steps, every_steps, hold_at=None, go=None):
+    """Train under an agent for a number of steps, after one of them once a file is there; return how it ended."""
     try:
         with train.start(policy(folder, every_steps)) as run:
             model = run.wrap(network())
@@ -315,6 +315,8 @@ def agent_session(folder, steps, every_steps):
                     optimizer.zero_grad()
                     run.step()
                     time.sleep(0.002)
+                    while run.steps == hold_at and not go.exists():
+                        time.sleep(0.01)
     except Fenced as error:
         return f"fenced: {error}"
     return [first, run.steps]

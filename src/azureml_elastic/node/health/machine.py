@@ -29,8 +29,8 @@ def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding
     Args:
         what: the folder is for.
         folder: made when it is missing.
-        owner: part of the file's name: nobody else writes to it meanwhile, and what a node that was killed here has left
-            is overwritten, not added to.
+        owner: part of the file's name: nobody else writes to it meanwhile, and what a node that was killed here has
+            left is overwritten, not added to.
         limit_mib: free MiB that are needed.
     """
     name, limit = f"disk: {what}", f"{limit_mib:,} MiB free, writable"
