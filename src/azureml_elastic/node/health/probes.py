@@ -74,8 +74,8 @@ def node_probes(
     if policy.disk_mib is not None:
         for what, folder in folders.items():
             advice = f"Look whether the mount of {str(folder)!r} is alive, or raise HealthPolicy.mount_timeout."
-            look = partial(check_folder, what, folder, owner or node, policy.disk_mib)
-            add(f"disk: {what}", look, mount, "fail", advice)
+            write = partial(check_folder, what, folder, owner or node, policy.disk_mib)
+            add(f"disk: {what}", write, mount, "fail", advice)
     if policy.memory_mib is not None:
         add("memory", partial(check_memory, policy.memory_mib), quick, "warn", "")
     if policy.shm_mib is not None:
