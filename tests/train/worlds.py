@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 import weakref
@@ -28,6 +30,7 @@ class Outcome:
 
 
 def _child(pipe, environment, function, args):
+    os.setsid()  # as torchrun has it; what it starts ends with it
     for name in [name for name in os.environ if name.startswith("AZUREML_ELASTIC_")]:
         del os.environ[name]
     os.environ.update(environment)
@@ -44,7 +47,15 @@ def _child(pipe, environment, function, args):
 
 def _kill(processes):
     for process in processes:
-        process.kill()
+        if process.exitcode is None:  # a frozen one takes no gentler hint
+            _end(process)
+
+
+def _end(process):
+    """End a process, and a fork server and loaders that it may have left behind."""
+    process.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def store_on_a_free_port():
@@ -76,7 +87,7 @@ class World:
             sending.close()
             self.processes.append(process)
             self.pipes.append(receiving)
-        weakref.finalize(self, _kill, self.processes)  # a frozen one takes no gentler hint
+        weakref.finalize(self, _kill, self.processes)
 
     def outcomes(self) -> list[Outcome]:
         """Wait for all to end; what does not end in time is killed, with ``code`` None."""
@@ -91,9 +102,8 @@ class World:
                 pass
             process.join(max(0.0, deadline - time.monotonic()))
             code = process.exitcode
-            if code is None:
-                process.kill()
-                process.join()
+            _end(process)
+            process.join()
             pipe.close()
             found.append(Outcome(code, value, error))
         return found
