@@ -70,12 +70,13 @@ def channel(recorder, table):
     made.close()
 
 
-def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, tmp_path):
+def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, tmp_path, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.checkpoints._FIRST_WAIT_SECONDS", 30.0)
     worker = channel.connect(0)
     assert worker.client.request({"op": "pointer"}, 10)["pointer"] is None
     worker.client.send({"op": "restored", "step": 0, "directory": None})
     worker.client.send({"op": "step", "step": 4})
-    assert worker.client.request({"op": "commit", **POINTER, "seconds": 0.5}, 10)["ok"]
+    assert worker.client.request({"op": "commit", **POINTER, "seconds": 0.5}, 30)["ok"]
     assert worker.client.request({"op": "pointer"}, 10)["pointer"] == POINTER
     assert table.get(CHECKPOINT_KEY).value["pointer"] == POINTER
     assert channel.step == 4

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -91,11 +92,13 @@ def silent():
         server = stack.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))
         server.listen(0)
+        callers: list[socket.socket] = []
         for _ in range(3):
             caller = stack.enter_context(socket.socket())
             caller.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                caller.connect(server.getsockname())
+            caller.connect_ex(server.getsockname())
+            callers.append(caller)
+        assert select.select([], callers, [], 10)[1], "one fills the queue, the others never get in"
         yield server.getsockname()[1]
 
 
@@ -112,6 +115,13 @@ def hanging(folder, node):
             os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets go whoever hangs
 
 
+def wait_for_answer(name):
+    """Return when the probe of this name has looked."""
+    for thread in threading.enumerate():
+        if thread.name == f"health {name}":
+            thread.join(60)
+
+
 def find(report, name):
     (finding,) = [finding for finding in report.findings if finding.name == name]
     return finding
@@ -120,12 +130,12 @@ def find(report, name):
 # --- gathering
 
 
-def probe(name, look, limit=1.0, late="fail"):
+def probe(name, look, limit=60.0, late="fail"):
     return Probe(name, look, limit, Finding(name, late, "", "an answer", "Look at it."))
 
 
 def test_probes_run_side_by_side_and_keep_their_order():
-    gate = threading.Barrier(4, timeout=5)
+    gate = threading.Barrier(4, timeout=60)
 
     def meet(name):
         def look():
@@ -134,7 +144,7 @@ def test_probes_run_side_by_side_and_keep_their_order():
 
         return look
 
-    report = HealthCheck([probe(str(index), meet(str(index)), 5.0) for index in range(4)]).wait()
+    report = HealthCheck([probe(str(index), meet(str(index))) for index in range(4)]).wait()
     assert [finding.name for finding in report.findings] == ["0", "1", "2", "3"]
     assert report.status == "ok"
     assert not report.failed
@@ -144,7 +154,7 @@ def test_a_probe_that_hangs_is_left_behind_and_one_that_raises_is_a_warning():
     release = threading.Event()
 
     def hang():
-        release.wait(30)
+        release.wait(60)
         return Finding("hangs", "ok", "too late")
 
     def wrong():
@@ -152,7 +162,7 @@ def test_a_probe_that_hangs_is_left_behind_and_one_that_raises_is_a_warning():
 
     started = time.monotonic()
     report = HealthCheck([probe("hangs", hang, 0.2), probe("raises", wrong)]).wait()
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 30
     release.set()
     assert find(report, "hangs") == Finding("hangs", "fail", "no answer within 0.2 s", "an answer", "Look at it.")
     assert find(report, "raises").status == "warn"
@@ -168,7 +178,7 @@ def test_an_answer_that_came_before_anybody_asked_counts_however_late():
         return Finding("slow", "ok", "there")
 
     check = HealthCheck([probe("slow", slow, 0.05)])
-    time.sleep(0.6)  # the agent is busy importing
+    wait_for_answer("slow")  # the agent is busy importing
     assert check.wait().status == "ok"
 
 
@@ -280,8 +290,10 @@ def test_a_mount_that_hangs_does_not_hang_the_check(tmp_path):
     folder = tmp_path / "mount"
     with hanging(folder, "n"):
         started = time.monotonic()
-        report = HealthCheck(node_probes(QUICK, node="n", folders={"run": folder, "other": tmp_path})).wait()
-        assert time.monotonic() - started < 2
+        check = HealthCheck(node_probes(QUICK, node="n", folders={"run": folder, "other": tmp_path}))
+        wait_for_answer("disk: other")
+        report = check.wait()
+        assert time.monotonic() - started < 30
     assert find(report, "disk: run").status == "fail"
     assert find(report, "disk: run").value == "no answer within 1 s"
     assert "mount" in find(report, "disk: run").advice
@@ -370,7 +382,8 @@ def test_without_a_running_round_there_is_nobody_to_reach(local_table):
     assert peers(local_table, node="node-0").status == "ok", "its own former round"
 
 
-def test_a_hub_that_accepts_or_refuses_can_be_reached(local_table):
+def test_a_hub_that_accepts_or_refuses_can_be_reached(local_table, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.health.network._CONNECT_SECONDS", 30.0)
     with listening() as port:
         seal_round(local_table, port)
         assert "accepts" in peers(local_table).value
@@ -393,7 +406,8 @@ def test_a_hub_that_is_silent_convicts_only_while_the_round_lives(table):
         assert peers(table, interval=0.001).status == "warn", "the sign is old"
 
 
-def test_other_members_that_answer_acquit_this_node(local_table):
+def test_other_members_that_answer_acquit_this_node(local_table, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.health.network._CONNECT_SECONDS", 4.0)
     local_table.insert(WITNESS_KEY, {"round": 3, "beats": 1})
     with silent() as first, listening() as second:
         seal_round(local_table, first, second)
@@ -402,11 +416,12 @@ def test_other_members_that_answer_acquit_this_node(local_table):
     assert "other members" in finding.value
 
 
-def test_the_whole_check_of_a_healthy_node_takes_less_than_two_seconds(table, tmp_path):
+def test_the_whole_check_of_a_healthy_node_waits_for_no_limit(table, tmp_path, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.health.network._CONNECT_SECONDS", 60.0)
     with listening() as port:
         seal_round(table, port)
         probes = node_probes(
-            HealthPolicy(shm_mib=0, disk_mib=0, memory_mib=0, open_files=0),
+            HealthPolicy(shm_mib=0, disk_mib=0, memory_mib=0, open_files=0, timeout=60, mount_timeout=60),
             node="me",
             folders=check_folders(tmp_path, str(tmp_path / "checkpoints")),
             table=table,
@@ -414,7 +429,7 @@ def test_the_whole_check_of_a_healthy_node_takes_less_than_two_seconds(table, tm
             hub=("127.0.0.1", port),
         )
         report = HealthCheck(probes).wait()
-    assert report.seconds < 2
+    assert report.seconds < 30
     assert report.status == "ok", report.table()
     assert len(report.findings) == 9
 
@@ -460,6 +475,7 @@ def test_the_strikes_are_read_with_the_check(local_table):
         clock_skew=None,
         peers=False,
         quarantine_strikes=1,
+        timeout=60,
     )
     strikes = Strikes(local_table, "host-1", "n", policy, ServerClock(local_table, "n"))
     check = HealthCheck(node_probes(policy, node="n", folders={}, strikes=strikes))
@@ -503,10 +519,14 @@ def test_fewer_gpus_than_the_driver_lists_fail():
     assert f"torch sees {torch.cuda.device_count()} of {torch.cuda.device_count() + 1}" in finding.value
 
 
-def test_a_gpu_that_does_not_answer_fails_in_time():
+def test_a_gpu_that_does_not_answer_fails_in_time(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
     started = time.monotonic()
     (finding,) = check_gpus(1, 0.05, 0.5, device="cpu")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
     assert (finding.status, finding.value) == ("fail", "no answer within 0.05 s")
 
 
@@ -542,24 +562,24 @@ def tool(tmp_path, monkeypatch):
 
 def test_memory_errors_are_counted_by_the_drivers_tool(tool):
     tool('case "$1" in *ecc.errors.uncorrected.volatile.total*) printf "0, 0\\n1, 3\\n2, [N/A]\\n";; esac')
-    findings = check_ecc(0, 5)
+    findings = check_ecc(0, 60)
     assert [(finding.name, finding.status) for finding in findings] == [
         ("gpu 0 memory errors", "ok"),
         ("gpu 1 memory errors", "fail"),
     ]
-    assert {finding.status for finding in check_ecc(3, 5)} == {"ok"}
+    assert {finding.status for finding in check_ecc(3, 60)} == {"ok"}
 
 
 def test_a_tool_that_fails_warns_and_one_that_hangs_fails(tool):
     tool("echo 'NVIDIA-SMI has failed'; exit 9")
-    (finding,) = check_ecc(0, 5)
+    (finding,) = check_ecc(0, 60)
     assert finding.status == "warn"
     assert "exit code 9: NVIDIA-SMI has failed" in finding.value
     tool("exec sleep 60")
     started = time.monotonic()
     (finding,) = check_ecc(0, 0.2)
     assert finding.status == "fail"
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
 
 
 def test_without_the_tool_nothing_is_said(monkeypatch, tmp_path):
@@ -572,7 +592,7 @@ def test_without_the_tool_nothing_is_said(monkeypatch, tmp_path):
 
 
 class Node:
-    """A node whose disk the test breaks and mends, with real strikes; the pause is the test's."""
+    """A node whose disk the test breaks and mends, with real strikes; the pause is the test's, and the clock may be."""
 
     def __init__(self, table, folder, **policy):
         self.folder = folder
@@ -581,7 +601,7 @@ class Node:
         )
         self.table = table
         self.strikes = Strikes(table, "host-1", "n", self.policy, ServerClock(table, "n"))
-        self.reports, self.away, self.pauses = [], [], 0
+        self.reports, self.away, self.pauses, self.paused = [], [], 0, 0.0
         self.when_paused = lambda: None
 
     def admission(self, **more):
@@ -600,7 +620,10 @@ class Node:
     def pause(self, seconds):
         self.pauses += 1
         self.when_paused()
-        time.sleep(seconds)
+        self.paused += seconds
+
+    def monotonic(self):
+        return self.paused
 
     def rows(self):
         self.strikes.close()
@@ -608,7 +631,8 @@ class Node:
 
 
 @pytest.fixture
-def node(local_table, tmp_path):
+def node(local_table, tmp_path, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.strikes._FLUSH_SECONDS", 60.0)  # what is to be written is waited for
     made = []
 
     def make(**policy):
@@ -634,14 +658,15 @@ def test_a_check_that_is_switched_off_lets_everybody_in(node):
     assert off.reports == []
 
 
-def test_a_node_that_stays_ill_strikes_its_host_once_and_is_turned_away(node):
-    ill = node(retry_for=0.1)
+def test_a_node_that_stays_ill_strikes_its_host_once_and_is_turned_away(node, monkeypatch):
+    ill = node(retry_interval=0.25, retry_for=1)
+    monkeypatch.setattr("azureml_elastic.node.health.admission.time", ill)
     ill.folder.write_text("no folder")
     assert ill.admission().wait() is False
     assert len(ill.away) == 1
     assert "failed its health check: disk: run" in ill.away[0]
     assert len(ill.reports) == 1, "the same report is recorded once"
-    assert ill.pauses > 2
+    assert ill.pauses == 4
     (row,) = ill.rows()
     assert (row.key, row.value["host"]) == (f"{STRIKE_PREFIX}host-1.health.abc", "host-1")
     assert UNHEALTHY == 69
@@ -696,7 +721,7 @@ def test_the_command_prints_a_table_and_says_whether_a_node_may_join(tmp_path):
     plan = Plan(
         resources=ElasticResources(max_instance_count=2),
         distribution=ElasticDistribution(
-            health=HealthPolicy(disk_mib=0, memory_mib=0, shm_mib=0, open_files=0),
+            health=HealthPolicy(disk_mib=0, memory_mib=0, shm_mib=0, open_files=0, timeout=30, mount_timeout=30),
             rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite")),
         ),
         run_id="run",
@@ -706,7 +731,7 @@ def test_the_command_prints_a_table_and_says_whether_a_node_may_join(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^clock +ok +0\.\d s", done.stdout, re.MULTILINE)
     assert re.search(r"^peers +ok", done.stdout, re.MULTILINE)
-    assert re.search(r"^(ok|warn) after \d\.\d\d s$", done.stdout.strip().splitlines()[-1])
+    assert re.search(r"^(ok|warn) after \d+\.\d\d s$", done.stdout.strip().splitlines()[-1])
     opened = open_table(plan.distribution.rendezvous, "run", {})
     assert list(opened.query("")) == [], "a look leaves nothing behind"
     opened.close()

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,12 +147,16 @@ def test_what_was_heard_stands_while_the_service_fails(service, woken):
         until(lambda: not preemption.noticed)
 
 
-def test_the_time_that_is_left_is_the_end_of_the_grace(service, woken):
+def test_the_time_that_is_left_is_the_end_of_the_grace(service, woken, monkeypatch):
     with opened(Preemption(policy(grace=60, scheduled_events=service.address("vm_1")), woken.set)) as preemption:
-        service.announce("Preempt", "vm_1", notice=2)  # announced to the second
+        service.announce("Preempt", "vm_1", notice=30)
         until(lambda: preemption.noticed)
         assert not preemption.overdue
-        until(lambda: preemption.overdue)
+        (notice,) = preemption._notices()
+        assert 0 < notice.until - notice.since <= 30
+        clock = SimpleNamespace(monotonic=lambda: notice.until)
+        monkeypatch.setattr("azureml_elastic.node.preemption.time", clock)
+        assert preemption.overdue
 
 
 @pytest.mark.parametrize(("acknowledge", "machines"), [(True, ("vm_1",)), (False, ("vm_1",)), (True, ("vm_1", "vm_2"))])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import time
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -21,7 +23,7 @@ from azureml_elastic.node.scheduled_events import (
     seconds_left,
 )
 
-QUICK = Patience(connect=1.0, first=1.0, request=0.3, name=0.3, attempts=3, rarely=40.0, longest=10.0)
+PATIENT = Patience(connect=30.0, first=60.0, request=60.0, name=60.0, attempts=3, rarely=40.0, longest=10.0)
 NOW = datetime(2026, 4, 11, 22, 26, 28, tzinfo=timezone.utc)
 
 
@@ -31,7 +33,7 @@ class Watched:
     def __init__(self, address, host_name="host", **options):
         self.said = []
         self.watch = EventWatch(
-            address, self.said.append, host_name=host_name, **{"patience": QUICK, "interval": 0.5, **options}
+            address, self.said.append, host_name=host_name, **{"patience": PATIENT, "interval": 0.5, **options}
         )
 
     def poll(self):
@@ -133,8 +135,7 @@ def test_two_clocks_are_never_compared(hours):
     with MetadataService(clock_offset=timedelta(hours=hours)) as service:
         watched = Watched(service.address("vm"))
         service.announce("Terminate", "vm", notice=100)
-        while not watched.said:  # a busy machine may answer too late
-            watched.poll()
+        watched.poll()
         (announcement,) = watched.said[-1].values()
         assert 90 < announcement.seconds_left <= 100
         service.announce("Terminate", "vm", notice=3600)
@@ -145,16 +146,24 @@ def test_two_clocks_are_never_compared(hours):
 def test_the_first_answer_may_take_its_time():
     with MetadataService(first_delay=2.0) as service:
         event = service.announce("Preempt", "vm")
-        watched = Watched(service.address("vm"), patience=Patience(first=30.0, request=0.5))
+        watched = Watched(service.address("vm"), patience=replace(PATIENT, request=0.5))
         began = time.monotonic()
-        watched.watch.start()  # returns at once
-        assert time.monotonic() - began < 1.0
+        watched.watch.start()
         while not watched.said:
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 60
             time.sleep(0.01)
         watched.watch.stop()
         assert watched.reasons == [f"scheduled event Preempt {event}"]
         assert service.most_at_once == 1
+
+
+def test_nobody_waits_for_the_first_answer():
+    with MetadataService(first_delay=60.0) as service:
+        watched = Watched(service.address("vm"))
+        began = time.monotonic()
+        watched.watch.start()
+        assert time.monotonic() - began < 30
+        watched.watch.stop()
 
 
 BAD = {
@@ -170,7 +179,7 @@ BAD = {
     "huge": Trouble(body=b" " * (3 << 20)),
     "silent": Trouble(silent=True),
     "dripping": Trouble(dripping=True),
-    "slow": Trouble(delay=0.6),
+    "slow": Trouble(delay=60.0),
 }
 
 
@@ -179,14 +188,16 @@ def test_a_bad_answer_changes_nothing_and_takes_no_longer_than_its_time(service,
     event = service.announce("Preempt", "set_1")
     watched.poll()
     service.trouble = trouble
+    watched.watch._patience = replace(PATIENT, request=0.3)
     pauses = []
     for _ in range(3):
         began = time.monotonic()
         pauses.append(watched.poll())
-        assert time.monotonic() - began < QUICK.request + 1.0
+        assert time.monotonic() - began < 30
     assert pauses == [0.5, 1.0, 2.0]  # it is not pressed while it is not well
     assert len(watched.said) == 1
     service.trouble = Trouble()
+    watched.watch._patience = PATIENT
     assert watched.poll() == 0.5
     assert watched.reasons == [f"scheduled event Preempt {event}"]
 
@@ -222,11 +233,12 @@ def test_a_service_that_drops_connections_is_given_up_by_the_time_to_connect():
         for filler in fillers:
             filler.setblocking(False)
             filler.connect_ex(address)
+        assert select.select([], fillers, [], 10)[1], "one fills the queue, the others never get in"
         try:
             began = time.monotonic()
             with pytest.raises(MetadataError) as caught:
-                call(f"http://127.0.0.1:{address[1]}", "/x", timeout=30.0, connect_timeout=0.4)
-            assert time.monotonic() - began < 3
+                call(f"http://127.0.0.1:{address[1]}", "/x", timeout=60.0, connect_timeout=0.4)
+            assert time.monotonic() - began < 30
             assert not caught.value.reached
         finally:
             for filler in fillers:
@@ -251,9 +263,11 @@ def test_the_service_wants_the_header_and_knows_its_events(service):
     watched.watch.acknowledge(event)
     assert service.approved == (event,)
     with pytest.raises(MetadataError, match="400"):
-        call(service.address("vm"), "/scheduledevents?api-version=2020-07-01", timeout=5, connect_timeout=1, body=b"{}")
+        call(
+            service.address("vm"), "/scheduledevents?api-version=2020-07-01", timeout=60, connect_timeout=60, body=b"{}"
+        )
     with pytest.raises(MetadataError, match="404"):
-        call(service.address("vm"), "/other?api-version=2020-07-01", timeout=5, connect_timeout=1)
+        call(service.address("vm"), "/other?api-version=2020-07-01", timeout=60, connect_timeout=60)
 
 
 def test_a_document_is_read_as_far_as_it_can_be():

@@ -22,16 +22,16 @@ from azureml_elastic.spec import RendezvousTimings, TableRendezvous
 
 TIMINGS = RendezvousTimings(
     heartbeat_interval=timedelta(seconds=0.2),
-    heartbeat_timeout=timedelta(seconds=2),
-    join_timeout=timedelta(seconds=2),
-    settle_timeout=timedelta(seconds=5),
-    rejoin_timeout=timedelta(seconds=2),
-    takeover_delay=timedelta(seconds=0.3),
+    heartbeat_timeout=timedelta(seconds=120),
+    join_timeout=timedelta(seconds=120),
+    settle_timeout=timedelta(seconds=120),
+    rejoin_timeout=timedelta(seconds=120),
+    takeover_delay=timedelta(seconds=3),
     rescale_debounce=timedelta(seconds=0.1),
     witness_interval=timedelta(seconds=0.3),
     fruitless_rounds=4,
 )
-PATIENCE = 30
+PATIENCE = 60
 
 
 class Counting:
@@ -62,10 +62,17 @@ class Nodes:
         self.pool = ThreadPoolExecutor(200)
         self.made: list[Rendezvous] = []
         self.over = threading.Event()
+        self.timings = TIMINGS
+
+    def hasten(self, **seconds: float) -> None:
+        """Have the nodes that are made from now on be less patient, for tests in which somebody is silent."""
+        self.timings = self.timings.model_copy(
+            update={name: timedelta(seconds=value) for name, value in seconds.items()}
+        )
 
     def make(self, name: str, minimum: int = 1, maximum: int = 8, slots: int = 1) -> Rendezvous:
         limits = Limits(minimum, maximum)
-        node = Rendezvous(self.table, name, "127.0.0.1", slots, limits, TIMINGS, cancelled=self.over.is_set)
+        node = Rendezvous(self.table, name, "127.0.0.1", slots, limits, self.timings, cancelled=self.over.is_set)
         self.made.append(node)
         return node
 
@@ -245,6 +252,7 @@ def frozen(nodes):
 
 
 def test_a_candidate_that_is_frozen_and_should_seal_is_left_out(nodes, frozen):
+    nodes.hasten(heartbeat_timeout=2)
     frozen("node-0")
     seats = nodes.join(nodes.make("node-1", 2, 3), nodes.make("node-2", 2, 3))
     assert {seat.round.number for seat in seats} == {1}
@@ -252,6 +260,7 @@ def test_a_candidate_that_is_frozen_and_should_seal_is_left_out(nodes, frozen):
 
 
 def test_a_member_that_never_comes_to_its_round_is_noticed(nodes, frozen):
+    nodes.hasten(join_timeout=2)
     frozen("node-9")
     first = nodes.make("node-1", 1, 2)
     (seat,) = nodes.join(first)
@@ -261,6 +270,7 @@ def test_a_member_that_never_comes_to_its_round_is_noticed(nodes, frozen):
 
 
 def test_a_silent_member_is_lost(nodes):
+    nodes.hasten(heartbeat_timeout=2)
     first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
     nodes.join(first, second)
     leader, silent = (first, second) if first.leads else (second, first)
@@ -289,6 +299,7 @@ def test_nodes_that_cannot_reach_each_other_fail_the_run_with_the_address(nodes)
 
 
 def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_says_that_it_waits(nodes):
+    nodes.hasten(rejoin_timeout=1)
     first = nodes.make("node-0", 1, 2)
     nodes.join(first)
     greeting = {"op": "watch", "node": "node-1", "incarnation": "slow", "round": 1}
@@ -300,7 +311,7 @@ def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_says_that_it_w
     until(lambda: slow.news is not None and slow.news.state == "sealed")
     assert first.hub.view().waiting == frozenset()  # its connection alone shows nothing
     slow.send({**greeting, "round": 2})
-    until(lambda: first.status().waiting == {"node-1"}, patience=5)
+    until(lambda: first.status().waiting == {"node-1"}, patience=14)  # the next time it would be let wait for 15
     slow.close()
 
 
@@ -369,12 +380,12 @@ def test_failures_grow_older_by_the_rounds_that_their_witness_was_in(nodes):
     nodes.join(*pair)
     known = FailureRecord("same", "user", 5, "node-0", 0, 1)
     assert pair[0].reopen("crash", failures=(known,))
-    nodes.rejoin(*pair)
     started = time.monotonic()
+    nodes.rejoin(*pair)
     until(lambda: pair[0].failures[0].age_seconds > 0.2)
     assert pair[0].reopen("joining")
     (first, _) = nodes.rejoin(*pair)
-    assert 0.2 < first.round.failures[0].age_seconds < time.monotonic() - started + 1
+    assert 0.2 < first.round.failures[0].age_seconds < time.monotonic() - started
     assert pair[1].close(succeeded=False, message="x", exit_code=1)
     (last,) = Round.from_value(nodes.table.get(ROUND_KEY).value).failures
     assert last.age_seconds >= first.round.failures[0].age_seconds

@@ -88,10 +88,10 @@ class Machine:
 
         Args:
             addresses: hosts and ports.
-            timeout: seconds for all together; a connection that has not come about by then has timed out.
+            timeout: seconds for all together, from when their names are known; a connection that has not come about by
+                then has timed out.
         """
         results: list[OSError | None] = [TimeoutError(errno.ETIMEDOUT, "timed out")] * len(addresses)
-        until = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
             for index, (host, port) in enumerate(addresses):
                 try:
@@ -106,7 +106,11 @@ class Machine:
                     selector.register(sock, selectors.EVENT_WRITE, index)
                 else:
                     results[index] = OSError(code, os.strerror(code))
-            while selector.get_map() and (left := until - time.monotonic()) > 0:
+            until = time.monotonic() + timeout
+            over = False
+            while selector.get_map() and not over:
+                left = until - time.monotonic()
+                over = left <= 0  # what has come about by now counts, however late it is looked at
                 for key, _ in selector.select(left):
                     sock = key.fileobj  # type: ignore[assignment] # it was registered as a socket
                     selector.unregister(sock)
