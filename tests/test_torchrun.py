@@ -7,10 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import waiting
 
 PROGRAM = str(Path(__file__).parent / "training" / "stepping.py")
 
@@ -65,11 +66,7 @@ def start(tmp_path):
         torchrun.close()
 
 
-def until(condition, patience: float = 90) -> None:
-    limit = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.05)
+until = partial(waiting.until, patience=90)
 
 
 def test_a_run_grows_loses_a_node_and_ends_well(start, tmp_path):

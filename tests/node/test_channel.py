@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
 from azureml_elastic.ledger.reading import read_events
@@ -35,13 +35,6 @@ class Worker:
             on_close=lambda _: self.closed.set(),
         )
         self.client.send({"op": "hello", "rank": local_rank, "local_rank": local_rank, "pid": 1, "round": number})
-
-
-def until(condition) -> None:
-    limit = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from waiting import until
 
 from azureml_elastic.local.scheduled_events import MetadataService, Trouble
 from azureml_elastic.node.marker import MarkerWatch
@@ -54,13 +55,6 @@ def preemption(woken):
 def service():
     with MetadataService() as running:
         yield running
-
-
-def until(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 from azureml_elastic.errors import RowChanged, TableUnavailable
 from azureml_elastic.node.blame import blamed, incident, strike_reason
@@ -70,13 +71,6 @@ def node(table, monkeypatch):
         strikes.close()
 
 
-def eventually(condition):
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.01)
-
-
 def rows(table):
     return list(table.query(STRIKE_PREFIX))
 
@@ -90,7 +84,7 @@ def test_a_strike_is_seen_by_every_node(table, node):
     survivor, struck = node("a"), node("b")
     assert struck.mine() == 0
     survivor.strike("b", "went silent", "round.000003")
-    eventually(lambda: rows(table))
+    until(lambda: rows(table))
     assert struck.mine() == 0, "what was known is not read again"
     assert struck.mine(fresh=True) == 1
     assert struck.mine() == 1
@@ -109,20 +103,20 @@ def test_one_incident_is_one_strike_whoever_reports_it(table, node):
         reporter.close()
     assert node("b").mine() == 1
     node("a").strike("b", "again", "round.000004")
-    eventually(lambda: node("b").mine() == 2)
+    until(lambda: node("b").mine() == 2)
 
 
 def test_a_hosts_own_strike_counts_at_once_and_once(table, node):
     mine = node("b")
     mine.strike("b", "a worker ended with SIGSEGV", "round.000001")
     assert mine.mine() == 1
-    eventually(lambda: rows(table))
+    until(lambda: rows(table))
     assert mine.mine(fresh=True) == 1
 
 
 def test_hosts_whose_names_begin_alike_are_apart(table, node):
     node("x").strike("node-1.b", "went silent", "round.000001")
-    eventually(lambda: rows(table))
+    until(lambda: rows(table))
     assert node("node-1").mine() == 0
     assert node("node-1.b").mine() == 1
 
@@ -132,7 +126,7 @@ def test_strikes_decay_by_the_servers_clock_alone(table, node):
     ahead = 86_400 * 9.0
     wrong = {"wall": lambda: time.time() - 86_400 * 7, "monotonic": lambda: time.monotonic() + ahead}
     node("a").strike("b", "went silent", "round.000001")
-    eventually(lambda: rows(table))
+    until(lambda: rows(table))
     reader = node("b", **wrong)
     assert reader.mine() == 1
     ahead += 3600
@@ -160,9 +154,9 @@ class Aged:
 def test_a_strike_removes_what_has_expired(table, node):
     reporter = node("a", of=Aged(table))
     node("a").strike("b", "first", "round.000001")
-    eventually(lambda: rows(table))
+    until(lambda: rows(table))
     reporter.strike("b", "second", "round.000002")
-    eventually(lambda: [row.value["reason"] for row in rows(table)] == ["second"])
+    until(lambda: [row.value["reason"] for row in rows(table)] == ["second"])
 
 
 def test_a_hosts_rows_are_bounded(table, node):
@@ -170,7 +164,7 @@ def test_a_hosts_rows_are_bounded(table, node):
     for number in range(20):
         reporter.strike("b", "again", f"round.{number:06d}")
     newest = [f"{STRIKE_PREFIX}b.round.{number:06d}" for number in range(4, 20)]
-    eventually(lambda: sorted(row.key for row in rows(table)) == newest)
+    until(lambda: sorted(row.key for row in rows(table)) == newest)
     assert reporter.live("b") == 16
 
 
@@ -193,7 +187,7 @@ def test_a_table_that_is_away_holds_nobody_up_and_loses_nothing(table, node):
     assert strikes.live("c") == 0
     assert strikes.live("c") == 0
     away.here.set()
-    eventually(lambda: {row.value["host"] for row in rows(table)} == {"b", "c"})
+    until(lambda: {row.value["host"] for row in rows(table)} == {"b", "c"})
     assert strikes.mine(fresh=True) == strikes.live("c") == 1
 
 
@@ -213,7 +207,7 @@ def test_what_a_table_refuses_is_no_error(table, node, caplog):
     strikes.strike("c" * 300, "a key that no table takes", "round.000001")
     assert strikes.live("c" * 300) == 0
     strikes.strike("d", "fine", "round.000001")
-    eventually(lambda: node("e").live("d") == 1)
+    until(lambda: node("e").live("d") == 1)
 
 
 # --- the server's time

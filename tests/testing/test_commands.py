@@ -5,11 +5,11 @@ import math
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from waiting import until
 
 from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, SupervisionPolicy
 from azureml_elastic.cli import app
@@ -58,13 +58,6 @@ def make(epochs=2, delay=0.05, most=2, **fields):
         environment="anything@latest",
         **{"compute": "cluster", "resources": ElasticResources(max_instance_count=most), **fields},
     )
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it has not happened in time"
-        time.sleep(0.1)
 
 
 def configure(workspace):

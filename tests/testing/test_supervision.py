@@ -2,10 +2,11 @@
 
 import math
 import shutil
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import waiting
 
 from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, SupervisionPolicy
 from azureml_elastic.ledger.events import RoundEntered
@@ -69,11 +70,7 @@ def together(folder):
     return paths
 
 
-def until(condition, seconds=200):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it has not happened in time"
-        time.sleep(0.1)
+until = partial(waiting.until, patience=200)
 
 
 def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_is_seen_once(tmp_path):

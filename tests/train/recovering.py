@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import workers
 from torch import nn
-from worlds import PATIENCE
+from waiting import until
 
 from azureml_elastic import train
 from azureml_elastic.checkpoints.local_storage import LocalStorage
@@ -105,14 +105,6 @@ def at_rest():
                 if (task / "stat").read_text().rpartition(") ")[2][0] != "S" and task.name != own:
                     return False
     return True
-
-
-def until(condition):
-    """Wait for something."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def user_collective(folder, at):

@@ -16,6 +16,7 @@ from pathlib import Path
 import hangs
 import psutil
 import pytest
+from waiting import until
 from worlds import CONTEXT, store_on_a_free_port
 
 from azureml_elastic.node.stack_report import StackDumper, render
@@ -347,10 +348,3 @@ def descriptors() -> int:
         with contextlib.suppress(OSError):  # closed meanwhile, as the one that reads this folder
             found += descriptor.readlink().suffix == ".stacks"
     return found
-
-
-def until(condition, patience: float = 60) -> None:
-    limit = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.01)

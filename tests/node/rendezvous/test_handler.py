@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from waiting import until
 
 from azureml_elastic.errors import RunFailed, RunSucceeded
 from azureml_elastic.node.budget import FailureRecord
@@ -109,13 +110,6 @@ class Nodes:
         for node in self.made:
             node.shutdown()
         self.table.close()
-
-
-def until(condition, patience: float = PATIENCE) -> None:
-    limit = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.005)
 
 
 @pytest.fixture

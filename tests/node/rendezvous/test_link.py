@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
+from waiting import until
 
 from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.link import Link
@@ -24,13 +26,6 @@ class Later(Machine):
 
     def clock(self) -> float:
         return time.monotonic() + self.offset
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("stands_still", [True, False])
@@ -55,7 +50,7 @@ def test_a_machine_that_stood_still_blames_nobody_else(stands_still):
 
 
 def test_a_hub_that_stood_still_gives_up_only_who_stays_silent():
-    machine, timings = Later(), RendezvousTimings()
+    machine, timings = Later(), RendezvousTimings(join_timeout=timedelta(seconds=50))
     hub = Hub("127.0.0.1", timings, lambda: None, machine=machine)
     hub.enter(Round(1, "sealed", members=tuple(Member(name, name) for name in ("beating", "silent", "late"))))
     here = ("127.0.0.1", hub.port)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from waiting import until
 
 from azureml_elastic.errors import RunSucceeded
 from azureml_elastic.node.rendezvous.handler import Rendezvous
@@ -75,13 +75,6 @@ def cluster(tmp_path):
     made = Cluster(tmp_path / "table.sqlite")
     yield made
     made.close()
-
-
-def until(condition):
-    limit = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.01)
 
 
 def names(seat):

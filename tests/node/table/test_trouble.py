@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from waiting import until
 
 from azureml_elastic.errors import RowChanged, RowExists, TableNotFound, TableUnavailable
 from azureml_elastic.local.disturbance import Disturbance
@@ -53,13 +54,6 @@ def pair(proxy, azurite, open_at):
 def writes(proxy, row):
     """How many writes of the row the table has carried out."""
     return sum(exchange.written and exchange.row == row for exchange in proxy.exchanges)
-
-
-def until(condition):
-    limit = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager
