@@ -54,7 +54,6 @@ def main() -> None:
     if run.is_main:
         print(f"round {run.round}: {run.world_size} ranks, continuing after step {run.steps}", flush=True)
 
-    right = 0.0
     for epoch in run.epochs(arguments.epochs):
         for x, y in loader:
             scores = engine(x)
@@ -63,8 +62,8 @@ def main() -> None:
             right = (scores.argmax(1) == y).float().mean().item()
             time.sleep(arguments.step_delay)
             run.step()
-        if run.is_main:
-            print(f"epoch {epoch} step {run.steps}: {right:.2f} right", flush=True)
+            if run.is_main and run.steps % 10 == 0:
+                print(f"epoch {epoch} step {run.steps}: {right:.2f} right", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def main() -> None:
             optimizer.zero_grad()
             time.sleep(arguments.step_delay)
             run.step()
-        if run.is_main:
-            print(f"epoch {epoch}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
+            if run.is_main and run.steps % 10 == 0:
+                print(f"epoch {epoch} step {run.steps}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
 
     model.eval()
     x, y = (tensor.to(run.device) for tensor in dataset.tensors)

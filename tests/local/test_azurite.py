@@ -13,6 +13,7 @@ from http.client import HTTPConnection
 
 import psutil
 import pytest
+from azure.storage.blob import ContainerClient
 
 from azureml_elastic.errors import TableUnavailable, UsageError
 from azureml_elastic.local.azurite import Azurite, install_azurite
@@ -62,28 +63,41 @@ def test_it_dies_with_a_parent_that_is_killed():
 
 
 def test_a_service_that_does_not_start_is_told_with_its_words():
-    code = "import sys; sys.exit('cannot listen: ' + sys.argv[-1])"
+    code = "import sys; sys.exit('cannot listen on port ' + sys.argv[-1])"
     with (
-        pytest.raises(TableUnavailable, match=r"ended 5 times.*cannot listen: \d+"),
+        pytest.raises(TableUnavailable, match=r"ended with exit code 1 before it listened.*cannot listen on port 0"),
         Azurite([sys.executable, "-c", code]),
     ):
         pass
 
 
-def test_a_service_that_ends_once_is_started_again_on_another_port(tmp_path):
-    code = f"""
-import http.server, pathlib, sys
-port = int(sys.argv[sys.argv.index("--tablePort") + 1])
-seen = pathlib.Path({str(tmp_path / "seen")!r})
-if not seen.exists():
-    seen.write_text(str(port))
-    sys.exit("the port is taken")
-http.server.HTTPServer(("127.0.0.1", port), http.server.BaseHTTPRequestHandler).serve_forever()
+def test_a_service_that_never_listens_is_ended(monkeypatch):
+    monkeypatch.setattr("azureml_elastic.local.azurite._START_TIMEOUT_S", 0.5)
+    emulator = Azurite([sys.executable, "-c", "import time; print('starting', flush=True); time.sleep(300)"])
+    with pytest.raises(TableUnavailable, match=r"does not listen after 0\.5 s"), emulator:
+        pass
+    assert emulator.pid is None
+
+
+def test_the_port_is_the_one_that_the_service_has_told():
+    code = """
+import http.server, sys
+assert sys.argv[sys.argv.index("--tablePort") + 1] == "0"
+server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+print("starting on port 0\\nlistening on port", server.server_port, flush=True)
+server.serve_forever()
 """
     with Azurite([sys.executable, "-c", code]) as emulator:
-        with socket.create_connection(("127.0.0.1", int(emulator.endpoint.split(":")[2].split("/")[0]))):
-            pass
-        assert (tmp_path / "seen").read_text() not in emulator.endpoint
+        port = int(emulator.endpoint.split("/")[2].rpartition(":")[2])
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+
+def test_the_blobs_are_served_too():
+    with (
+        Azurite(service="blob") as emulator,
+        ContainerClient.from_connection_string(emulator.connection_string, "mine") as container,
+    ):
+        assert not container.exists()
 
 
 def package(path, script):

@@ -11,13 +11,12 @@ import fcntl
 import importlib.util
 import json
 import os
+import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal
@@ -38,23 +37,34 @@ _SCRIPT = Path("node_modules/azurite/dist/src/table/main.js")
 _INSTALL_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
-_PORT_ATTEMPTS = 5
 
 # Standard input is a pipe that only this process holds open: when it ends, killed or not, the emulator does too.
-_GUARD = "process.stdin.on('error', () => {}).on('close', () => process.exit(0)).resume(); require(process.argv[1]);"
+# The service listens on a port that the system gives it and that it does not tell by itself. One that was looked for
+# here could be somebody else's by the time it listens, and what answered there would be taken for the emulator.
+_GUARD = """
+process.stdin.on('error', () => {}).on('close', () => process.exit(0)).resume();
+const { Server } = require('net'), listen = Server.prototype.listen;
+Server.prototype.listen = function (...where) {
+  this.once('listening', () => console.log('listening on port ' + this.address().port));
+  return listen.apply(this, where);
+};
+require(process.argv[1]);
+"""
+_LISTENING = re.compile(rb"^listening on port (\d+)$", re.MULTILINE)
 
 
 class Azurite:
     """A running service on a free port of this machine, with what it holds in memory; a context manager.
 
     Args:
-        command: that starts the service, without options; ``None`` finds or installs one.
+        command: that starts the service, without options; it prints the line "listening on port N" when it listens.
+            ``None`` finds or installs one.
         service: the tables or the blobs.
         host: the address of this machine that it listens on; it takes its published key from whoever reaches it.
 
     Raises:
         UsageError: on entering: neither Azurite nor Node.js is there, or npm cannot install it.
-        TableUnavailable: on entering: the service does not start in time.
+        TableUnavailable: on entering: the service does not start, or not in time.
     """
 
     def __init__(
@@ -87,14 +97,7 @@ class Azurite:
         with contextlib.ExitStack() as resources:
             log = resources.enter_context(tempfile.TemporaryFile())
             resources.callback(self._stop)
-            for _ in range(_PORT_ATTEMPTS):  # somebody may take the free port before the service does
-                if self._start(command, log):
-                    break
-            else:
-                raise TableUnavailable(
-                    f"Azurite ({' '.join(command[-1:])}) ended {_PORT_ATTEMPTS} times before it answered. It said: "
-                    f"{_tail(log)}"
-                )
+            self._start(command, log)
             self._resources = resources.pop_all()
         return self
 
@@ -106,12 +109,11 @@ class Azurite:
     ) -> None:
         self._resources.close()
 
-    def _start(self, command: list[str], log: IO[bytes]) -> bool:
-        """Start the service and wait until it answers; return whether it did, and not whether it ended."""
-        self._port = _free_port(self._host)
+    def _start(self, command: list[str], log: IO[bytes]) -> None:
+        """Start the service and wait until it listens."""
         options = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck"]
-        where = [f"--{self._service}Host", self._host, f"--{self._service}Port", str(self._port)]
-        self._process = subprocess.Popen(
+        where = [f"--{self._service}Host", self._host, f"--{self._service}Port", "0"]
+        process = self._process = subprocess.Popen(
             [*command, *options, *where],
             cwd=tempfile.gettempdir(),
             stdin=subprocess.PIPE,
@@ -120,30 +122,19 @@ class Azurite:
             start_new_session=True,
         )
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while self._process.poll() is None:
-            if self._answers():
-                return True
-            if time.monotonic() > deadline:
-                self._stop()
+        while (told := _LISTENING.search(_read(log))) is None:
+            if process.poll() is not None:
                 raise TableUnavailable(
-                    f"Azurite ({' '.join(command[-1:])}) does not answer on port {self._port} after "
-                    f"{_START_TIMEOUT_S:g} s. It said: {_tail(log)}"
+                    f"Azurite ({' '.join(command[-1:])}) ended with exit code {process.returncode} before it listened. "
+                    f"It said: {_tail(log)}"
+                )
+            if time.monotonic() > deadline:
+                raise TableUnavailable(
+                    f"Azurite ({' '.join(command[-1:])}) does not listen after {_START_TIMEOUT_S:g} s. It said: "
+                    f"{_tail(log)}"
                 )
             time.sleep(0.05)
-        self._stop()
-        return False
-
-    def _answers(self) -> bool:
-        connection = HTTPConnection(self._host, self._port, timeout=2)
-        try:
-            connection.request("GET", f"/{EMULATOR_ACCOUNT}/Tables")
-            connection.getresponse().read()
-        except (OSError, HTTPException):
-            return False
-        else:
-            return True
-        finally:
-            connection.close()
+        self._port = int(told[1])
 
     def _stop(self) -> None:
         process, self._process = self._process, None
@@ -263,14 +254,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _read(log: IO[bytes]) -> bytes:
+    return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)  # the writer's position stays
 
 
 def _tail(log: IO[bytes]) -> str:
-    size = os.fstat(log.fileno()).st_size
-    text = os.pread(log.fileno(), 4000, max(size - 4000, 0)).decode(errors="replace")  # the writer's position stays
-    return " ".join(text.split())[-800:] or "nothing"
+    return " ".join(_read(log).decode(errors="replace").split())[-800:] or "nothing"

@@ -6,6 +6,7 @@ commits, so batches that worker processes have prefetched do not count until the
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ from azureml_elastic.train.sampling import Cursor, DataSpec, order, parts, weigh
 from azureml_elastic.train.seeding import SeededCollate, SeededDataset, SeededIds
 
 __all__ = ["Batching", "ElasticLoader", "MapLoader", "SizedDataset", "require_foreign", "to_device"]
+
+_LOG = logging.getLogger(__name__)
 
 _BLOCK_SAMPLES, _BLOCK_WINDOWS = 1 << 13, 1 << 8
 
@@ -132,7 +135,7 @@ class ElasticLoader(ABC):
         stream.open = None  # an epoch that was left in the middle of a step
         if not position.in_epochs and self.spec.over(stream.cursor):
             stream.cursor = Cursor(stream.cursor.epoch + 1)
-        epoch, again = stream.cursor.epoch, True
+        epoch, again, empty = stream.cursor.epoch, True, stream.cursor.consumed > 0
         while again and stream.cursor.epoch == epoch:
             again, generation = False, position.generation
             # From here torch seeds its workers; the script's own random numbers are the same however often it begins.
@@ -142,6 +145,7 @@ class ElasticLoader(ABC):
                 if generation != position.generation:
                     break  # while it was fetched
                 position.take(stream, micro)
+                empty = False
                 yield to_device(batch, self._device)
                 dropped = micro.last and stream.open is None and stream.cursor != micro.window.after
                 if dropped or generation != position.generation:
@@ -150,6 +154,13 @@ class ElasticLoader(ABC):
                     break
             again = again or generation != position.generation
         position.require_committed(stream)
+        if empty and position.identity.rank == 0:
+            _LOG.warning(
+                "Epoch %d had been trained to its last sample, but was not left: the loader %r has no more batch for "
+                "it, and the variables of the loop over it are not set. What follows the loop runs.",
+                epoch,
+                self.name,
+            )
 
 
 class MapLoader(ElasticLoader):

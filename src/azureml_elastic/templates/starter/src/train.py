@@ -61,8 +61,8 @@ def main() -> None:
             optimizer.zero_grad()
             time.sleep(options.step_delay)
             run.step()  # here nodes may come and go
-        if run.is_main:
-            print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
+            if run.is_main and run.steps % 10 == 0:
+                print(f"epoch {epoch} step {run.steps}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
 
     if run.is_main:
         points, arms = spiral(900, seed=2).tensors

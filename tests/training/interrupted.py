@@ -1,0 +1,29 @@
+"""Runs a script as the program and kills it in the step after the given one, whose checkpoint is committed."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from itertools import count
+from pathlib import Path
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from waiting import until
+
+steps, latest = int(sys.argv[1]), Path(sys.argv[2], "latest.json")
+numbers = count(1)
+
+
+def at_step(*_):
+    """Count the optimizer's steps."""
+    if next(numbers) > steps:
+        until(lambda: latest.exists() and json.loads(latest.read_text())["step"] == steps)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+register_optimizer_step_pre_hook(at_step)
+sys.argv = sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
