@@ -17,16 +17,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from azureml_elastic.ledger.events import HealthChecked, RoundEntered, Unreachable
+from azureml_elastic.ledger.events import HealthChecked, RoundEntered, RoundReopened, Unreachable
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.spec import ElasticDistribution, ElasticResources, Plan, RendezvousTimings, TableRendezvous
 from azureml_elastic.spec import environment as variables
 
-PROGRAM = str(Path(__file__).parent / "training" / "stepping.py")
+PROGRAMS = Path(__file__).parent / "training"
 PATIENCE_S = 150.0
 TOLD_WITHIN_S = 30.0
 """It takes 2 to 6 s; nodes that wait for each other instead hang for minutes."""
@@ -114,7 +115,15 @@ class Network:
     def close_ports(self, at: str, *match: str) -> None:
         self.within(at, "iptables", "-w", "-A", "INPUT", "-p", "tcp", *match, "-j", "DROP")
 
-    def start(self, minimum: int, steps: int, version: int = 4, **timings: float) -> None:
+    def start(
+        self,
+        minimum: int,
+        steps: int = 0,
+        version: int = 4,
+        recovery: Literal["restart", "in_process"] | None = None,
+        **timings: float,
+    ) -> None:
+        """Start the nodes, with so many steps of a plain script, or one that opens a session and then recovers so."""
         rendezvous = TableRendezvous(
             endpoint=self.azurite.endpoint,
             port_range=PORTS,
@@ -123,7 +132,9 @@ class Network:
         )
         plan = Plan(
             resources=ElasticResources(min_instance_count=minimum, max_instance_count=len(NODES)),
-            distribution=ElasticDistribution(process_count_per_instance=1, rendezvous=rendezvous),
+            distribution=ElasticDistribution(
+                process_count_per_instance=1, rendezvous=rendezvous, recovery=recovery or "restart"
+            ),
             run_id="run",
         )
         for number, name in enumerate(NODES):
@@ -136,8 +147,17 @@ class Network:
                 variables.SCHEDULED_EVENTS: "",
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, "-m", "azureml_elastic.node", "--", "python", PROGRAM, str(steps)]
-            command += [str(self.folder / "progress"), str(self._go)]
+            plain = ["stepping.py", str(steps), str(self.folder / "progress"), str(self._go)]
+            program, *arguments = plain if recovery is None else ["chaos_train.py", "--epochs", "2", "--full", "3"]
+            command = [
+                sys.executable,
+                "-m",
+                "azureml_elastic.node",
+                "--",
+                "python",
+                str(PROGRAMS / program),
+                *arguments,
+            ]
             with (self.folder / f"{name}.log").open("wb") as log:
                 self._processes[name] = subprocess.Popen(
                     ["ip", "netns", "exec", self._space(name), *command],
@@ -154,6 +174,9 @@ class Network:
         return [
             event for event in read_events(self.folder / "events") if isinstance(event, kind) and event.node == node
         ]
+
+    def reopened(self) -> list:
+        return [event for name in NODES for event in self.events(RoundReopened, name)]
 
     def until(self, condition, patience: float = PATIENCE_S) -> None:
         limit = time.monotonic() + patience
@@ -257,6 +280,33 @@ def test_two_that_reach_rank_0_but_not_each_other_are_named_although_their_worke
     assert network.told("node-c", "node-b") < TOLD_WITHIN_S
     network.until(lambda: network.log("node-a").count(" cannot reach ") >= 2)
     assert not (network.folder / "progress").exists()
+
+
+@pytest.mark.parametrize("recovery", ["restart", "in_process"])
+def test_where_sessions_wait_for_each_other_the_round_is_formed_again_without_one_of_the_two(network, recovery):
+    network.separate("node-b", "node-c")
+    network.start(minimum=2, recovery=recovery)
+
+    def formed_again() -> bool:
+        broken = [event.time for event in network.reopened() if "the workers cannot connect: node-" in event.reason]
+        entered = network.events(RoundEntered, "node-a")
+        return bool(broken) and any(event.time > broken[0] and event.world_size == 2 for event in entered)
+
+    network.until(formed_again)
+    assert network.told("node-b", "node-c") < TOLD_WITHIN_S
+    network.mend("node-b", "node-c")
+    assert network.wait() == dict.fromkeys(NODES, 0)
+    assert network.events(RoundEntered, "node-a")[-1].world_size == 3
+
+
+def test_where_sessions_wait_for_each_other_below_the_minimum_the_run_fails(network):
+    network.separate("node-b", "node-c")
+    network.start(minimum=3, recovery="restart", fruitless_rounds=2)
+    assert network.wait() == dict.fromkeys(NODES, 1)
+    for name in NODES:
+        (message,) = re.findall(r"^error: (.*)$", network.log(name), re.MULTILINE)
+        assert message.startswith("2 rounds in a row broke because nodes could not reach each other")
+        assert re.search(r"node-[bc] \([\d.]+\) cannot reach node-[bc] \(", message)
 
 
 @needs_iptables

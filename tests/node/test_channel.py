@@ -63,6 +63,22 @@ def channel(recorder, table):
     made.close()
 
 
+def test_for_how_long_workers_have_been_looking_for_the_other_ranks(channel):
+    first = channel.connect(0)
+    until(lambda: 0 in channel._workers)
+    assert channel.connecting_for == 0, "the other worker still starts"
+    channel.connect(1)
+    until(lambda: channel.connecting_for > 0)
+    earlier = channel.connecting_for
+    until(lambda: channel.connecting_for > earlier)
+    first.client.send({"op": "connected"})
+    until(lambda: channel.connecting_for == 0)
+    channel.begin(2, 2, None, keep=True)
+    assert channel.connecting_for == 0
+    channel.assign({rank: {"rank": rank, "world_size": 4, "environment": {}} for rank in (0, 1)})
+    until(lambda: channel.connecting_for > 0)  # in the next round they look for others
+
+
 def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, tmp_path, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.checkpoints._FIRST_WAIT_SECONDS", 30.0)
     worker = channel.connect(0)

@@ -68,6 +68,8 @@ class Channel:
         self._parked: set[int] = set()
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
+        self._connecting_since: float | None = None
+        self._connected = False
         self._step = 0
         self._expected: int | None = None
         self._began: tuple[float, int] | None = None
@@ -97,6 +99,7 @@ class Channel:
             if not keep:
                 self._workers, self._greeted, self._parked = {}, set(), set()
             self._stopped, self._finished = set(), set()
+            self._connecting_since, self._connected = None, False
             self._step, self._began, self._ballot, self._reports = 0, None, None, []
             self.trained = False
         if pointer is not None:
@@ -113,6 +116,7 @@ class Channel:
             # One that has died meanwhile is found by its exit code.
             targets = [(self._workers[rank], place) for rank, place in places.items() if rank in self._workers]
             self._parked.clear()
+            self._connecting_since = time.monotonic()
         for connection, place in targets:
             connection.state.update(round=number, pointer=pointer, rank=place["rank"])
             connection.send({"op": "assign", "round": number, **place})
@@ -171,6 +175,14 @@ class Channel:
         """Whether every local worker has a session."""
         with self._lock:
             return len(self._greeted) == self._size
+
+    @property
+    def connecting_for(self) -> float:
+        """Seconds for which all local workers have had a session, but not yet found the other ranks; 0 otherwise."""
+        with self._lock:
+            if self._connecting_since is None or self._connected:
+                return 0.0
+            return time.monotonic() - self._connecting_since
 
     @property
     def leaving(self) -> bool:
@@ -236,6 +248,9 @@ class Channel:
             self._expected = message["steps"]
         elif connection.state["round"] != self._round:
             connection.close("its round is over")
+        elif op == "connected":
+            with self._lock:
+                self._connected = True
         elif op == "step":
             self._completed(local_rank, message["step"])
         elif op == "pointer":
@@ -281,6 +296,8 @@ class Channel:
                 )
                 self._workers[message["local_rank"]] = connection
                 self._greeted.add(message["local_rank"])
+                if message["round"] and len(self._greeted) == self._size:
+                    self._connecting_since = time.monotonic()
         if not current:
             connection.close(f"round {message['round']} is over")
         elif message["round"]:

@@ -69,6 +69,9 @@ class Agent(Protocol):
     stays: bool
     """Whether this process may outlive its round and take a place in the next one."""
 
+    def connected(self) -> None:
+        """Report that this process and all other ranks of the round have found each other."""
+
     def pointer(self) -> Reference | None:
         """Return the committed checkpoint to start from.
 

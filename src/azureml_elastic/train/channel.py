@@ -96,6 +96,10 @@ class ChannelAgent:
             }
         )
 
+    def connected(self) -> None:
+        """See :class:`~azureml_elastic.train.agent.Agent`."""
+        self._client.send({"op": "connected"})
+
     def pointer(self) -> Reference | None:
         """See :class:`~azureml_elastic.train.agent.Agent`."""
         pointer = self._ask({"op": "pointer"}).get("pointer")

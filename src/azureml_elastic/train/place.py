@@ -192,6 +192,7 @@ class Place:
             self._leave_group()
             try:
                 self.world.reopen(self._agent.park())
+                self._agent.connected()
                 for model in self._models:
                     model.reform()
                 self._state.enter()
@@ -238,6 +239,7 @@ class Place:
                 self.world.close()
                 self.world.identity = self._agent.park()
             else:
+                self._agent.connected()
                 return
 
     def _give_way(self) -> NoReturn:

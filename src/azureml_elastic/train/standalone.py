@@ -48,6 +48,9 @@ class StandaloneAgent:
         if self._listens:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
 
+    def connected(self) -> None:
+        """Nobody to tell."""
+
     def pointer(self) -> Reference | None:
         """See :class:`~azureml_elastic.train.agent.Agent`.
 

@@ -262,6 +262,17 @@ def test_a_gap_between_members_counts_only_when_the_round_has_failed():
     assert reach.unreached(connected_to="i-z") == ("i-y", "i-z"), "its hub says nothing about its store"
 
 
+def test_a_gap_to_a_member_that_workers_alone_connect_to():
+    reach = Reach("node-x", "10.0.0.4", time.monotonic)
+    reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
+    assert reach.gap_to({"i-a", "i-y"}) is None, "the agents themselves see to that"
+    gap = reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
+    assert reach.gap_to({"i-a", "i-y"}) == gap
+    assert reach.gap_to({"i-a"}) is None, "the other one is not in the round"
+    reach.reached("i-y", "data")
+    assert reach.gap_to({"i-a", "i-y"}) is None
+
+
 def test_addresses_of_version_6_are_put_into_brackets(caplog):
     reach = Reach("x", "fd00::1", time.monotonic)
     reach.failed(Member("y", "y", host="fd00::2", hub_port=29401), "rank 0", TimeoutError(), 3.0)

@@ -249,6 +249,10 @@ class Rendezvous:
         self._probing.tick()
         return self._membership.status()
 
+    def gap_between_workers(self) -> Gap | None:
+        """Return another member of the round that this node's workers cannot connect to, if one is known."""
+        return self._reach.gap_to({member.incarnation for member in self.seat.round.members})
+
     def store_failed(self, error: OSError, seconds: float) -> None:
         """End the round because this node cannot reach the port of its store, and tell so.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -178,6 +178,12 @@ class Reach:
         """Return all of them, by the peer's incarnation and what of it could not be reached."""
         with self._lock:
             return dict(self._gaps)
+
+    def gap_to(self, incarnations: Collection[str]) -> Gap | None:
+        """Return a gap to one of these to which workers alone connect, if there is one."""
+        with self._lock:
+            found = (gap for (peer, way), gap in self._gaps.items() if way in _OF_WORKERS and peer in incarnations)
+            return next(found, None)
 
     def unreached(self, connected_to: str = "") -> tuple[str, ...]:
         """Return the incarnations of those with which this node cannot be in a round.
