@@ -263,6 +263,21 @@ def test_a_member_that_never_comes_to_its_round_is_noticed(nodes, frozen):
     assert [member.node for member in seat.round.members] == ["node-1"]
 
 
+@pytest.mark.parametrize("leads", [True, False])
+def test_whoever_ends_a_round_that_a_member_never_came_to_knows_that_it_was_fruitless(nodes, frozen, leads):
+    nodes.hasten(join_timeout=2)
+    frozen("node-9")
+    pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
+    nodes.join(*pair)
+    (ending,) = (node for node in pair if node.leads is leads)
+    until(lambda: ending.status().lost)
+    assert ending.reopen("lost node-9", lost=ending.status().lost)
+    round_ = ending._rows.read_round()
+    assert round_.fruitless == 1
+    first = ending.seat.round.members[0]
+    assert f"node-9 (127.0.0.1) did not reach {first.node} (127.0.0.1:{first.hub_port}) within 2 s" in round_.reason
+
+
 def test_a_silent_member_is_lost(nodes):
     nodes.hasten(heartbeat_timeout=2)
     first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)

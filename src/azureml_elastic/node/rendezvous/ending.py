@@ -90,15 +90,14 @@ class RoundEnding:
             alive = [member for member in seat.round.members if member.node not in lost]
             if self._another_ends_round(alive, me):
                 return False
-        view = self._hub.view()
-        if (absent := view.absent & lost) and not failures:
+        if (absent := self._membership.absent & lost) and not failures:
             fruitless = fruitless or lost == absent
             reason = f"{reason}: {self._why_absent(absent)}"
         next_ = reopened(
             seat.round,
             reason,
             lost,
-            sorted(view.waiting),
+            sorted(self._hub.view().waiting),
             failures=failures,
             seconds=self._membership.seconds,
             fruitless=fruitless,
@@ -151,14 +150,15 @@ class RoundEnding:
         return self._membership.has_heard_of_the_next()
 
     def _why_absent(self, absent: Collection[str]) -> str:
-        """Return why members of the round have never come to this node, as far as they have written it down."""
+        """Return why members of the round have never come to rank 0's node, as far as they have written it down."""
+        first = self._seat.round.members[0]
         members = [member for member in self._seat.round.members if member.node in absent]
         told = []
         for member in members[:_MOST_READ]:
             row = None
             with contextlib.suppress(TableError):
                 row = self._rows.read_member(member.node)
-            told.append(why_absent(member, row, self._whoami(), self._timings.join_timeout.total_seconds()))
+            told.append(why_absent(member, row, first, self._timings.join_timeout.total_seconds()))
         if len(members) > _MOST_READ:
             told.append(f"and {len(members) - _MOST_READ} more")
         why = "; ".join(told)

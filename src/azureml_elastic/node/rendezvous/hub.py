@@ -16,7 +16,8 @@ it, and all of them are told of every move of the round. Messages are JSON lines
     hub -> watcher  {"op": "line", "place", "apart"}  (place 0: it should seal; 1 and more: it should be ready to; null:
                     neither. apart: members that cannot reach it, for which no room is made)
     hub -> anyone   {"op": "answer", "linked"}       (null: it does not know yet)
-    hub -> member   {"op": "lost", "nodes"}   {"op": "all_done"}   and what rank 0's agent broadcasts
+    hub -> member   {"op": "lost", "nodes", "absent"}   {"op": "all_done"}   and what rank 0's agent broadcasts
+                    (absent: those of them that have never come)
 
 ``to`` is the incarnation that the sender means: the port of a node that has died may serve another run by now.
 ``round`` and ``open`` say which version of the row a watcher has seen, and ``row`` is a packed one, see
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from azureml_elastic.node.rendezvous.attention import Attention
@@ -283,12 +284,14 @@ class Hub:
                 return
         self._lose([node])
 
-    def _lose(self, nodes: Iterable[str]) -> None:
+    def _lose(self, nodes: Iterable[str], absent: Collection[str] = ()) -> None:
         with self._lock:
             fresh = [node for node in nodes if node not in self._lost | self._done]
+            never_came = [node for node in fresh if node in absent]
             self._lost.update(fresh)
+            self._absent.update(never_came)
         if fresh:
-            self.broadcast({"op": "lost", "nodes": fresh})
+            self.broadcast({"op": "lost", "nodes": fresh, "absent": never_came})
             self._wake()
 
     def _member_names(self) -> set[str]:
@@ -313,8 +316,7 @@ class Hub:
             here = self._members.keys() | self._reception.watchers.names()
             absent = sorted(self._member_names() - here) if silence(self._entered) > patience else []
             broken = [self._members[name] for name in silent]
-            self._absent.update(name for name in absent if name not in self._lost | self._done)
-        self._lose(silent + absent)
+        self._lose(silent + absent, absent)
         for connection in broken:
             connection.close()
 

@@ -60,6 +60,7 @@ class Link:
         self._attention = Attention(self._clock, tick)
         self._last_heard = self._clock()
         self._lost_nodes: set[str] = set()
+        self._absent: set[str] = set()
         self._messages: list[Mapping[str, Any]] = []
         self.heard = False
         self.broken = False
@@ -88,6 +89,12 @@ class Link:
         with self._lock:
             return frozenset(self._lost_nodes)
 
+    @property
+    def absent(self) -> frozenset[str]:
+        """Those of them that have never come to the hub."""
+        with self._lock:
+            return frozenset(self._absent)
+
     def send(self, message: Mapping[str, Any]) -> None:
         """Send to the hub; silently nothing when the connection is broken, which ``broken`` tells."""
         if self._client is not None:
@@ -113,6 +120,7 @@ class Link:
         with self._lock:
             if op == "lost":
                 self._lost_nodes.update(message["nodes"])
+                self._absent.update(message.get("absent", ()))
             elif op == "changed":
                 self._take_news(message)
             elif op == "line":

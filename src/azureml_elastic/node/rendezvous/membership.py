@@ -155,6 +155,13 @@ class Membership:
             all_done=link.all_done,
         )
 
+    @property
+    def absent(self) -> frozenset[str]:
+        """The lost members that have never come to rank 0's node, as its hub says."""
+        told = self.link.absent if self.link is not None else frozenset()
+        leads = self.seat is not None and self.seat.rank == 0
+        return told | self._hub.view().absent if leads else told
+
     def has_heard_of_the_next(self) -> bool:
         """Return whether somebody has told this node that its round is over."""
         assert self.seat is not None
