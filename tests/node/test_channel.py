@@ -63,20 +63,28 @@ def channel(recorder, table):
     made.close()
 
 
-def test_for_how_long_workers_have_been_looking_for_the_other_ranks(channel):
+def test_whether_workers_know_their_places_and_have_found_the_other_ranks(channel):
     first = channel.connect(0)
-    until(lambda: 0 in channel._workers)
-    assert channel.connecting_for == 0, "the other worker still starts"
+    until(lambda: channel.leaving)
+    assert not channel.placed, "the other worker still starts"
     channel.connect(1)
-    until(lambda: channel.connecting_for > 0)
-    earlier = channel.connecting_for
-    until(lambda: channel.connecting_for > earlier)
+    until(lambda: channel.placed)
+    assert not channel.connected
     first.client.send({"op": "connected"})
-    until(lambda: channel.connecting_for == 0)
+    until(lambda: channel.connected)
     channel.begin(2, 2, None, keep=True)
-    assert channel.connecting_for == 0
+    assert not channel.placed, "that was in the round before"
+    assert not channel.connected
     channel.assign({rank: {"rank": rank, "world_size": 4, "environment": {}} for rank in (0, 1)})
-    until(lambda: channel.connecting_for > 0)  # in the next round they look for others
+    assert channel.placed
+    assert not channel.connected
+
+
+def test_a_worker_that_waits_for_its_place_is_not_there_yet(channel):
+    channel.connect(0)
+    channel.connect(1, 0)
+    until(lambda: channel.in_session)
+    assert not channel.placed
 
 
 def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, tmp_path, monkeypatch):

@@ -66,11 +66,15 @@ class FakeAgent:
         self.heard.put((connection.state.get("rank"), {"op": "gone"}))
 
     def wait_for(self, kind, count=1):
-        found = []
-        while len(found) < count:
+        return self.wait_for_all(**{kind: count})[kind]
+
+    def wait_for_all(self, **counts):
+        """Wait for so many messages of each kind, in whatever order they come."""
+        found = {kind: [] for kind in counts}
+        while any(len(found[kind]) < count for kind, count in counts.items()):
             rank, message = self.heard.get(timeout=PATIENCE)
-            if message["op"] == kind:
-                found.append((rank, message))
+            if message["op"] in found:
+                found[message["op"]].append((rank, message))
         return found
 
     def close(self):

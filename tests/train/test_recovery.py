@@ -97,7 +97,8 @@ def undisturbed(tmp_path):
 def test_survivors_hand_over_and_new_processes_go_on(agent, tmp_path, fault):
     arguments = (tmp_path / "c", EPOCHS, fault, 9)
     world = World(3, recovering.train_on, *arguments, **environment(agent, 1, victim=2))
-    agent.wait_for("step", 3 * 8)
+    heard = agent.wait_for_all(connected=3, step=3 * 8)
+    assert {rank for rank, _ in heard["connected"]} == {0, 1, 2}
     until_hit(world.processes[2])
     agent.interrupt()
     agent.wait_for("gone", 2)
@@ -117,11 +118,12 @@ def test_survivors_stay_and_a_new_process_joins_them(agent, tmp_path, fault, nor
     arguments = (tmp_path / "c", EPOCHS, fault, 9, normalised)
     agent.expect(3)
     world = World(3, recovering.train_on, *arguments, **environment(agent, 0, victim=2))
-    agent.wait_for("step", 3 * 8)
+    heard = agent.wait_for_all(connected=3, step=3 * 8)
+    assert {rank for rank, _ in heard["connected"]} == {0, 1, 2}
     until_hit(world.processes[2])
     agent.interrupt()
     agent.expect(2)
-    ((_, restored),) = agent.wait_for("restored")
+    ((_, restored),) = agent.wait_for_all(connected=2, restored=1)["restored"]
     assert restored["step"] == 8
     world.processes[2].kill()
     outcomes = world.outcomes()

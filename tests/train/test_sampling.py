@@ -56,6 +56,17 @@ def undisturbed(spec, epoch):
     return [indices[start : start + spec.global_batch_size] for start in range(0, spec.usable, spec.global_batch_size)]
 
 
+def test_without_epochs_a_pass_that_leaves_less_than_a_window_is_over():
+    spec = DataSpec(length=100, global_batch_size=10, seed=0, shuffle=False, drop_last=True)
+    loader = rank_loader(spec, Cursor(), 0, 4, Batching(FixedPerWorkerBatch(reference_world_size=1, scaling="linear")))
+    epochs = []
+    for _ in range(3):
+        for _ in loader:
+            epochs.append(loader._stream.cursor.epoch)
+            loader._position.commit()
+    assert epochs == [0, 0, 1, 1, 2, 2], "40 samples each, of 100"
+
+
 @given(spec=SPECS, lives=LIVES)
 def test_any_history_trains_the_windows_of_an_undisturbed_run(spec, lives):
     trained = []  # the windows that count, over all epochs

@@ -117,6 +117,19 @@ def test_an_epoch_that_was_trained_but_not_left_is_entered_once_more(tmp_path):
     assert samples(loop.seen) == list(range(20))
 
 
+def test_a_loop_that_is_empty_since_it_was_trained_before_is_told_once(tmp_path, caplog):
+    with pytest.raises(KeyboardInterrupt), Loop(tmp_path, every_steps=4) as loop:
+        loop.steps(2, stop=4)
+    with Loop(tmp_path) as loop:
+        for _ in loop.run.epochs(3):
+            for _ in range(2):  # the second pass is empty, and no news
+                for batch in loop.loader:
+                    loop.one(batch)
+    told = [record.getMessage() for record in caplog.records if "has no batch left" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("The loader 'train' has no batch left in epoch 0")
+
+
 def test_leaving_an_epoch_early_begins_the_next_one_at_its_start(tmp_path):
     with Loop(tmp_path) as loop:
         for _ in loop.run.epochs(2):

@@ -62,4 +62,4 @@ def test_it_goes_on_from_a_checkpoint_at_the_end_of_an_epoch(shown, tmp_path):
     assert first.returncode == -9, first.stderr
     second = run()
     assert second.returncode == 0, second.stderr
-    assert "Epoch 0 had been trained to its last sample" in second.stderr
+    assert "The loader 'train' has no batch left in epoch 0" in second.stderr

@@ -17,9 +17,9 @@ steps, latest = int(sys.argv[1]), Path(sys.argv[2], "latest.json")
 numbers = count(1)
 
 
-def at_step(*_):
-    """Count the optimizer's steps."""
-    if next(numbers) > steps:
+def at_step(optimizer, *_):
+    """Count the optimizer's steps, not those by nothing that show what its state is made of."""
+    if any(group["lr"] for group in optimizer.param_groups) and next(numbers) > steps:
         until(lambda: latest.exists() and json.loads(latest.read_text())["step"] == steps)
         os.kill(os.getpid(), signal.SIGKILL)
 

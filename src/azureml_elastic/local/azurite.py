@@ -50,7 +50,7 @@ Server.prototype.listen = function (...where) {
 };
 require(process.argv[1]);
 """
-_LISTENING = re.compile(rb"^listening on port (\d+)$", re.MULTILINE)
+_LISTENING = re.compile(rb"^listening on port (\d+)\r?\n", re.MULTILINE)
 
 
 class Azurite:

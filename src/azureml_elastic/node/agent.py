@@ -54,9 +54,6 @@ _LOG = logging.getLogger(__name__)
 _SETTLE_SECONDS = 0.5
 """How long a failed worker's agent waits for the news that another node is the cause."""
 
-_CONNECTING_SECONDS = 10.0
-"""How long workers may look for those of a node that cannot be reached from here. Without a gap nothing limits it."""
-
 _CLOSING_SECONDS = 2.0
 """How long rank 0's node has to mark the end of the run before another one does."""
 
@@ -211,7 +208,7 @@ class NodeAgent:
                 self._announce_leaving()
                 if self._announced and self._preemption.overdue:
                     return self._end_round(f"{self._rdzv.node} was preempted", lost=frozenset({self._rdzv.node}))
-            if self._channel.connecting_for > _CONNECTING_SECONDS and (gap := self._rdzv.gap_between_workers()):
+            if (gap := self._conversation.gap()) is not None:
                 return self._end_round(f"the workers cannot connect: {gap}", lost=frozenset(), fruitless=True)
             if (hang := self._conversation.hang()) is not None:
                 return self._workers_hang(hang)

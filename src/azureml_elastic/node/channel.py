@@ -68,7 +68,6 @@ class Channel:
         self._parked: set[int] = set()
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
-        self._connecting_since: float | None = None
         self._connected = False
         self._step = 0
         self._expected: int | None = None
@@ -99,7 +98,7 @@ class Channel:
             if not keep:
                 self._workers, self._greeted, self._parked = {}, set(), set()
             self._stopped, self._finished = set(), set()
-            self._connecting_since, self._connected = None, False
+            self._connected = False
             self._step, self._began, self._ballot, self._reports = 0, None, None, []
             self.trained = False
         if pointer is not None:
@@ -116,7 +115,6 @@ class Channel:
             # One that has died meanwhile is found by its exit code.
             targets = [(self._workers[rank], place) for rank, place in places.items() if rank in self._workers]
             self._parked.clear()
-            self._connecting_since = time.monotonic()
         for connection, place in targets:
             connection.state.update(round=number, pointer=pointer, rank=place["rank"])
             connection.send({"op": "assign", "round": number, **place})
@@ -177,12 +175,17 @@ class Channel:
             return len(self._greeted) == self._size
 
     @property
-    def connecting_for(self) -> float:
-        """Seconds for which all local workers have had a session, but not yet found the other ranks; 0 otherwise."""
+    def placed(self) -> bool:
+        """Whether every local worker has a session that knows its place in this round."""
         with self._lock:
-            if self._connecting_since is None or self._connected:
-                return 0.0
-            return time.monotonic() - self._connecting_since
+            links = self._workers.values()
+            return len(links) == self._size and all(link.state["round"] == self._round for link in links)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the ranks of this round have found each other, as far as a local worker has told."""
+        with self._lock:
+            return self._connected
 
     @property
     def leaving(self) -> bool:
@@ -296,8 +299,6 @@ class Channel:
                 )
                 self._workers[message["local_rank"]] = connection
                 self._greeted.add(message["local_rank"])
-                if message["round"] and len(self._greeted) == self._size:
-                    self._connecting_since = time.monotonic()
         if not current:
             connection.close(f"round {message['round']} is over")
         elif message["round"]:

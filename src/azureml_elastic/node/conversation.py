@@ -8,9 +8,11 @@ from collections.abc import Iterable
 
 from azureml_elastic.node.boundary import Coordinator
 from azureml_elastic.node.channel import Channel
+from azureml_elastic.node.connecting import Connecting
 from azureml_elastic.node.hang import Hang
 from azureml_elastic.node.hang_response import HangResponse
 from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.reach import Gap
 from azureml_elastic.node.rendezvous.round import Round
 from azureml_elastic.node.rendezvous.seat import Status
 
@@ -46,6 +48,7 @@ class Conversation:
         self._coordinator: Coordinator | None = None
         self._started = 0.0
         self._leaving = False
+        self._connecting = Connecting(rendezvous.hub.broadcast)
         self.leavers: set[str] = set()
 
     def begin(self, round_: Round, *, leads: bool) -> None:
@@ -55,6 +58,7 @@ class Conversation:
         self._started = time.monotonic()
         self._leaving = False
         self.leavers = set()
+        self._connecting.begin(names)
         self._hangs.begin(round_.number, names)
 
     def announce_leaving(self) -> None:
@@ -69,6 +73,8 @@ class Conversation:
         for message in link.take_messages():
             if message["op"] == "prepare":
                 self._channel.prepare(message)
+            elif message["op"] == "placed":
+                self._connecting.all_placed()
             elif message["op"] in ("dump", "lesson"):
                 self._hangs.take(message)
             elif message["op"] == "decide":
@@ -78,6 +84,12 @@ class Conversation:
                 self._channel.decide({**message, "stay": self._rdzv.node not in self.leavers})
         for report in self._channel.take_reports():
             link.send(report)
+        if (placed := self._connecting.news(placed=self._channel.placed)) is not None:
+            link.send(placed)
+
+    def gap(self) -> Gap | None:
+        """Return the gap for which this agent has to end the round now, because workers will never connect over it."""
+        return self._rdzv.take_gap() if self._connecting.takes_long(connected=self._channel.connected) else None
 
     def lead(self, status: Status, *, done: bool) -> str | None:
         """Rank 0's part: make room for newcomers and let the preempted go.
@@ -95,6 +107,8 @@ class Conversation:
         for report in self._rdzv.hub.take_reports():
             if report.get("what") == "leaving":
                 self.leavers.add(report["node"])
+            elif report.get("what") == "placed":
+                self._connecting.reported(report["node"])
             elif report.get("what") == "dumped":
                 self._hangs.answered(report["node"])
             else:

@@ -115,11 +115,17 @@ class ElasticLoader(ABC):
         self._position = position
         self._device = device
         self._generator = torch.Generator()
+        self._trains: int | None = None  # the epoch of the last batch, or of what was said instead of one
 
     @property
     def name(self) -> str:
         """Under which the run knows it."""
         return self._stream.name
+
+    @property
+    def over(self) -> bool:
+        """Whether the epoch at hand is known to have no more batches."""
+        return bool(self.spec.over(self._stream.cursor))
 
     @abstractmethod
     def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
@@ -133,9 +139,9 @@ class ElasticLoader(ABC):
         """
         position, stream = self._position, self._stream
         stream.open = None  # an epoch that was left in the middle of a step
-        if not position.in_epochs and self.spec.over(stream.cursor):
+        if not position.in_epochs and self.over:
             stream.cursor = Cursor(stream.cursor.epoch + 1)
-        epoch, again, empty = stream.cursor.epoch, True, stream.cursor.consumed > 0
+        epoch, began, again = stream.cursor.epoch, stream.cursor.consumed, True
         while again and stream.cursor.epoch == epoch:
             again, generation = False, position.generation
             # From here torch seeds its workers; the script's own random numbers are the same however often it begins.
@@ -145,7 +151,7 @@ class ElasticLoader(ABC):
                 if generation != position.generation:
                     break  # while it was fetched
                 position.take(stream, micro)
-                empty = False
+                self._trains = epoch
                 yield to_device(batch, self._device)
                 dropped = micro.last and stream.open is None and stream.cursor != micro.window.after
                 if dropped or generation != position.generation:
@@ -154,12 +160,13 @@ class ElasticLoader(ABC):
                     break
             again = again or generation != position.generation
         position.require_committed(stream)
-        if empty and position.identity.rank == 0:
+        if began and self._trains != epoch and position.identity.rank == 0:
+            self._trains = epoch
             _LOG.warning(
-                "Epoch %d had been trained to its last sample, but was not left: the loader %r has no more batch for "
-                "it, and the variables of the loop over it are not set. What follows the loop runs.",
-                epoch,
+                "The loader %r has no batch left in epoch %d, which was at hand when the run was interrupted: the loop "
+                "over it is empty, and its variables are not set. What follows it runs.",
                 self.name,
+                epoch,
             )
 
 
@@ -212,6 +219,12 @@ class MapLoader(ElasticLoader):
         """Optimizer steps of a whole epoch, at the reference world size."""
         windows: int = self.spec.windows
         return windows
+
+    @property
+    def over(self) -> bool:
+        """Whether no window is left in the epoch at hand, at this world size."""
+        size = self._batching.window_size(self.spec.global_batch_size, self._position.identity.world_size)
+        return not self.spec.window(self._stream.cursor.consumed, size)
 
     def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield micro-batches with what was fetched for them."""

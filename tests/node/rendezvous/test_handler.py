@@ -263,6 +263,17 @@ def test_a_member_that_never_comes_to_its_round_is_noticed(nodes, frozen):
     assert [member.node for member in seat.round.members] == ["node-1"]
 
 
+def test_a_round_whose_leader_is_lost_too_was_not_fruitless(nodes, frozen):
+    nodes.hasten(join_timeout=2)
+    frozen("node-9")
+    pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
+    nodes.join(*pair)
+    (leader,), (other,) = ([node for node in pair if node.leads is leads] for leads in (True, False))
+    until(lambda: other.status().lost)
+    assert other.reopen("lost two", lost=other.status().lost | {leader.node})
+    assert other._rows.read_round().fruitless == 0
+
+
 @pytest.mark.parametrize("leads", [True, False])
 def test_whoever_ends_a_round_that_a_member_never_came_to_knows_that_it_was_fruitless(nodes, frozen, leads):
     nodes.hasten(join_timeout=2)

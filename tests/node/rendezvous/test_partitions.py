@@ -175,6 +175,25 @@ def test_such_a_pair_is_separated_when_the_round_has_failed(cluster):
     nodes.verify()
 
 
+def test_a_pair_whose_workers_have_met_the_gap_stays_apart_until_it_has_closed(cluster):
+    nodes = cluster(4, 2)
+    nodes.block(name(2), name(3))
+    nodes.settle(60.0, 4)
+    pass_time(nodes, 8.0)
+    gap = nodes.nodes[2].rendezvous.take_gap()
+    assert (gap.node, gap.peer) == (name(2), name(3))
+    nodes.nodes[2].break_round(fruitless=True)
+    three = {name(0), name(1), name(2)}
+    run_to(nodes, three, 60.0)
+    nodes.nodes[0].break_round()
+    pass_time(nodes, 8.0)
+    assert seated(nodes) == three, "whatever ended the round"
+    nodes.blocked.clear()
+    mended = nodes.scheduler.now
+    assert nodes.settle(PATIENCE_S, 4) - mended <= 70.0
+    nodes.verify()
+
+
 def test_such_a_pair_stays_together_when_the_round_has_ended_for_another_reason(cluster):
     nodes = cluster(4, 2)
     nodes.block(name(2), name(3))

@@ -262,15 +262,23 @@ def test_a_gap_between_members_counts_only_when_the_round_has_failed():
     assert reach.unreached(connected_to="i-z") == ("i-y", "i-z"), "its hub says nothing about its store"
 
 
-def test_a_gap_to_a_member_that_workers_alone_connect_to():
+def test_a_gap_that_workers_have_met_counts_until_it_has_closed():
     reach = Reach("node-x", "10.0.0.4", time.monotonic)
     reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
-    assert reach.gap_to({"i-a", "i-y"}) is None, "the agents themselves see to that"
+    reach.reached("i-a", "hub")
+    reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
+    assert reach.prove({"i-a", "i-y"}) is None, "the agents themselves see to that"
     gap = reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
-    assert reach.gap_to({"i-a", "i-y"}) == gap
-    assert reach.gap_to({"i-a"}) is None, "the other one is not in the round"
+    assert reach.prove({"i-a"}) is None, "the other one is not in the round"
+    assert reach.unreached() == ("i-a",)
+    assert reach.prove({"i-a", "i-y"}) == gap
+    assert reach.unreached() == ("i-a", "i-y")
+    reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
+    assert reach.unreached() == ("i-a", "i-y"), "whatever ends the next round"
     reach.reached("i-y", "data")
-    assert reach.gap_to({"i-a", "i-y"}) is None
+    assert reach.prove({"i-a", "i-y"}) is None
+    reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
+    assert reach.unreached() == ("i-a",), "a new gap has to be met anew"
 
 
 def test_addresses_of_version_6_are_put_into_brackets(caplog):

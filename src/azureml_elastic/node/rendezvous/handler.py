@@ -249,9 +249,12 @@ class Rendezvous:
         self._probing.tick()
         return self._membership.status()
 
-    def gap_between_workers(self) -> Gap | None:
-        """Return another member of the round that this node's workers cannot connect to, if one is known."""
-        return self._reach.gap_to({member.incarnation for member in self.seat.round.members})
+    def take_gap(self) -> Gap | None:
+        """Return a gap to another member of the round to which workers alone connect, if there is one.
+
+        It is to end the round: until it has closed, the two are not put together again.
+        """
+        return self._reach.prove({member.incarnation for member in self.seat.round.members})
 
     def store_failed(self, error: OSError, seconds: float) -> None:
         """End the round because this node cannot reach the port of its store, and tell so.

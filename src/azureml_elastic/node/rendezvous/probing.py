@@ -171,6 +171,9 @@ class Probing:
             if not left:
                 break
         self._reached.update(peer.incarnation for peer in peers if not errors.keys() & _ways(peer))
+        for peer in peers:
+            for closed_way in _ways(peer) - errors.keys():
+                self._closed(*closed_way)
         for peer, way, port in left:
             if way == "data" and (peer.incarnation, "mesh") in errors:
                 continue  # nothing of that machine is reached
@@ -183,9 +186,14 @@ class Probing:
         """Try once more to close gaps."""
         errors = self._machine.probe([address for _, address in due], _PROBE_SECONDS)
         for ((incarnation, way), _), error in zip(due, errors, strict=True):
-            if (error is None or not is_gap(error)) and self._reach.reached(incarnation, way):
-                self._tell({"op": "reaches", "incarnation": incarnation})
-                self._wake()
+            if error is None or not is_gap(error):
+                self._closed(incarnation, way)
+
+    def _closed(self, incarnation: str, way: Way) -> None:
+        """Take note that a way is free."""
+        if self._reach.reached(incarnation, way):
+            self._tell({"op": "reaches", "incarnation": incarnation})
+            self._wake()
 
 
 def _ways(peer: Member) -> set[tuple[str, Way]]:

@@ -117,6 +117,7 @@ class Reach:
         self._lock = threading.Lock()
         self._gaps: dict[tuple[str, Way], Gap] = {}
         self._told: dict[tuple[str, Way], float] = {}
+        self._proven: set[tuple[str, Way]] = set()
         self.in_doubt = False
         """Whether the round before ended in a way that a gap between two members explains; then these count, too."""
         wanted = f"TCP ports {ports[0]}-{ports[1]}" if ports else "all TCP ports"
@@ -163,6 +164,7 @@ class Reach:
         """Take note that a connection has come about; return whether there was a gap before."""
         with self._lock:
             gap = self._gaps.pop((incarnation, way), None)
+            self._proven.discard((incarnation, way))
             if gap is not None:
                 self._told.pop((incarnation, way), None)
         if gap is not None:
@@ -179,11 +181,16 @@ class Reach:
         with self._lock:
             return dict(self._gaps)
 
-    def gap_to(self, incarnations: Collection[str]) -> Gap | None:
-        """Return a gap to one of these to which workers alone connect, if there is one."""
+    def prove(self, incarnations: Collection[str]) -> Gap | None:
+        """Return a gap to one of these to which workers alone connect, if there is one; it counts until it has closed.
+
+        Args:
+            incarnations: of which the workers have not found each other.
+        """
         with self._lock:
-            found = (gap for (peer, way), gap in self._gaps.items() if way in _OF_WORKERS and peer in incarnations)
-            return next(found, None)
+            found = [key for key in self._gaps if key[1] in _OF_WORKERS and key[0] in incarnations]
+            self._proven.update(found)
+            return self._gaps[found[0]] if found else None
 
     def unreached(self, connected_to: str = "") -> tuple[str, ...]:
         """Return the incarnations of those with which this node cannot be in a round.
@@ -195,7 +202,8 @@ class Reach:
             counting = {
                 peer
                 for peer, way in self._gaps
-                if (way not in _OF_WORKERS or self.in_doubt) and not (way == "hub" and peer == connected_to)
+                if (way not in _OF_WORKERS or self.in_doubt or (peer, way) in self._proven)
+                and not (way == "hub" and peer == connected_to)
             }
         return tuple(sorted(counting))
 
