@@ -435,15 +435,34 @@ def test_the_sample_survives_sigterm_and_learns(tmp_path):
     assert again.splitlines()[-1] == output.splitlines()[-1]
 
 
-def test_a_script_that_fails_commits_nothing_at_its_end(tmp_path):
+FAILING = """
+import atexit, os, torch
+from azureml_elastic import train
+
+class Abort:
+    def __del__(self):  # as threads of torch do at that time, now and then
+        os.abort()
+
+abort = Abort()
+atexit.register(print, "said at exit")
+"""
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        "run = train.start()\nrun.track(model=torch.nn.Linear(1, 1))\nrun.step()\nraise RuntimeError('it failed')",
+        "with train.start() as run:\n run.track(model=torch.nn.Linear(1, 1))\n raise RuntimeError('it failed')",
+    ],
+    ids=["open", "block"],
+)
+def test_a_script_that_fails_commits_nothing_at_its_end(tmp_path, session):
     script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\nfrom azureml_elastic import train\nrun = train.start()\n"
-        "run.track(model=torch.nn.Linear(1, 1))\nrun.step()\nraise RuntimeError('the script failed')\n"
-    )
+    script.write_text(FAILING + session)
     failed = subprocess.run(
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
-    assert failed.returncode == 1
-    assert "the script failed" in failed.stderr
+    assert failed.returncode == 1, failed.stderr
+    assert "RuntimeError: it failed" in failed.stderr
+    assert failed.stdout == "said at exit\n"
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -15,8 +15,10 @@ __all__ = ["Ending", "leave_quickly"]
 class Ending:
     """Finishes a session when the script has run to its end, and only then.
 
-    A script that ends with an uncaught exception is not finished: its state may be that of half a step. A failure to
-    finish ends the process with 1, where the interpreter would print it and report success.
+    A script that ends with an uncaught exception is not finished: its state may be that of half a step. It ends with 1
+    as it would by itself, but without taking the interpreter apart: threads of a process group that nobody has left can
+    abort the process there, and the agent would judge it by that. A failure to finish ends the process with 1, too,
+    where the interpreter would print it and report success.
 
     Args:
         finish: called at the end of a script that has not failed.
@@ -40,9 +42,12 @@ class Ending:
         atexit.register(self._on_exit)
 
     def cancel(self) -> None:
-        """Do nothing at the interpreter's end."""
+        """Do nothing more about the session; the exception of a block that has failed is still to come."""
         atexit.unregister(self._on_exit)
-        if sys.excepthook == self._on_uncaught:
+        if self.failed:
+            self._finish = self._close = _nothing
+            self._failing = _nothing
+        elif sys.excepthook == self._on_uncaught:
             sys.excepthook = self._hook
 
     def _on_uncaught(self, *details: Any) -> None:
@@ -50,6 +55,9 @@ class Ending:
         if os.getpid() == self._process:
             self._failing(details[1])
         self._hook(*details)
+        interrupted = isinstance(details[1], KeyboardInterrupt)  # the interpreter ends itself by the signal then
+        if os.getpid() == self._process and not interrupted and not hasattr(sys, "ps1"):
+            leave_quickly(1)
 
     def _on_exit(self) -> None:
         if os.getpid() != self._process:
@@ -63,6 +71,10 @@ class Ending:
             sys.stderr.flush()
             os._exit(1)
         self._close()
+
+
+def _nothing(*_: object) -> None:
+    """The session is over."""
 
 
 def leave_quickly(code: int) -> None:
