@@ -16,10 +16,13 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.hub import Hub
 from azureml_elastic.node.rendezvous.inquiry import Inquiry, rank_0_is_cut_off
+from azureml_elastic.node.rendezvous.link import Link
 from azureml_elastic.node.rendezvous.machine import Machine
 from azureml_elastic.node.rendezvous.ports import Ports
 from azureml_elastic.node.rendezvous.probing import peers_to_probe
@@ -279,6 +282,21 @@ def test_a_gap_that_workers_have_met_counts_until_it_has_closed():
     assert reach.prove({"i-a", "i-y"}) is None
     reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
     assert reach.unreached() == ("i-a",), "a new gap has to be met anew"
+
+
+def test_a_node_that_was_quicker_than_the_hub_is_told_all_the_same_who_cannot_reach_it():
+    timings = RendezvousTimings()
+    hub = Hub(HERE, timings, lambda: None)
+    greeting = {"op": "watch", "node": "quick", "incarnation": "i-quick", "round": 2}
+    link = Link((HERE, hub.port), greeting, timings, lambda: None)
+    try:
+        until(lambda: hub.view().waiting == {"quick"})
+        hub.enter(Round(2, "sealed", members=(Member("a", "i-a", unreached=("i-quick",)), Member("b", "i-b"))))
+        until(lambda: link.apart == ("a",))
+        assert hub.view().waiting == frozenset()
+    finally:
+        link.close()
+        hub.close()
 
 
 def test_addresses_of_version_6_are_put_into_brackets(caplog):

@@ -100,13 +100,15 @@ class Hub:
             self._round = round_
             self._entered = self._clock()
             self._lost, self._absent, self._done = set(), set(), set()
-            self._reception.watchers.enter(round_)
+            apart = self._reception.watchers.enter(round_)
             self._members = {
                 name: connection
                 for name, connection in self._members.items()
                 if connection.state.get("round") == round_.number
             }
         self.changed(round_)
+        for connection, names in apart:
+            connection.send({"op": "line", "place": None, "apart": names})
 
     def stand(self, round_: Round, me: Member) -> None:
         """Take note that this node is itself a candidate of an open round."""

@@ -79,8 +79,13 @@ class Watchers:
         self._members: frozenset[str] = frozenset()
         self._gaps: dict[str, set[str]] = {}
 
-    def enter(self, round_: Round) -> None:
-        """Count who was expected in this sealed round and is not in it, and note whom its members cannot reach."""
+    def enter(self, round_: Round) -> list[tuple[Connection, list[str]]]:
+        """Count who was expected in this sealed round and is not in it, and note whom its members cannot reach.
+
+        Returns:
+            The watchers that these are, by their connections, each with the members that cannot reach it. They may have
+            said before that they wait beside this round.
+        """
         members = {member.node for member in round_.members}
         missed = {node: self._missed.get(node, 0) + 1 for node in round_.expected if node not in members}
         kept = {node: count for node, count in self._missed.items() if node not in members}
@@ -91,6 +96,8 @@ class Watchers:
         for member in round_.members:
             for incarnation in member.unreached:
                 self._gaps.setdefault(incarnation, set()).add(member.node)
+        apart = ((watcher.connection, sorted(self.unreached_by(watcher))) for watcher in self._watchers.values())
+        return [(connection, names) for connection, names in apart if names]
 
     def reached(self, incarnation: str, member: str) -> None:
         """Take note that a member can reach this incarnation by now."""
