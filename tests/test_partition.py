@@ -149,18 +149,10 @@ class Network:
                 "OMP_NUM_THREADS": "1",
             }
             plain = ["stepping.py", str(steps), str(self.folder / "progress"), str(self._go)]
-            program, *arguments = (
-                plain if recovery is None else ["chaos_train.py", "--epochs", str(epochs), "--full", "3"]
-            )
-            command = [
-                sys.executable,
-                "-m",
-                "azureml_elastic.node",
-                "--",
-                "python",
-                str(PROGRAMS / program),
-                *arguments,
-            ]
+            session = ["chaos_train.py", "--epochs", str(epochs), "--full", "3"]
+            program, *arguments = plain if recovery is None else session
+            command = [sys.executable, "-m", "azureml_elastic.node", "--", "python", str(PROGRAMS / program)]
+            command += arguments
             with (self.folder / f"{name}.log").open("wb") as log:
                 self._processes[name] = subprocess.Popen(
                     ["ip", "netns", "exec", self._space(name), *command],

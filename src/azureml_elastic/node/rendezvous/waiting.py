@@ -83,8 +83,8 @@ class Watchers:
         """Count who was expected in this sealed round and is not in it, and note whom its members cannot reach.
 
         Returns:
-            The watchers that these are, by their connections, each with the members that cannot reach it. They may have
-            said before that they wait beside this round.
+            The connections of those watchers that members cannot reach, each with the names of these members. They may
+            have come before anybody here knew it.
         """
         members = {member.node for member in round_.members}
         missed = {node: self._missed.get(node, 0) + 1 for node in round_.expected if node not in members}
