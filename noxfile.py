@@ -53,7 +53,8 @@ def chaos(session: nox.Session) -> None:
     """
     install_wheel(session, "all", groups=("test",))
     many = {"CHAOS_SEEDS": "0:100", "NOTICE_SEEDS": "0:50", "CHECKPOINT_CASES": "10000"}
-    files = ("test_random_schedules.py", "test_faulty_table.py", "test_notices.py", "train/test_damage.py")
+    files = ("runs/test_random_schedules.py", "runs/test_faulty_table.py", "runs/test_notices.py")
+    files += ("integration/checkpoint/test_damage.py",)
     arguments = session.posargs or ("-n", "3", "--dist", "worksteal")
     paths = [f"tests/{file}" for file in files]
     session.run("python", "-m", "pytest", "-m", "", *arguments, "--timeout", "1800", *paths, env=many)
@@ -75,7 +76,8 @@ def oldest_sdk(session: nox.Session) -> None:
     others.write_text("".join(line for line in lines if not line.startswith("azure-ai-ml==")))
     session.install("--constraint", str(others), f"azure-ai-ml=={OLDEST_SDK}")
     arguments = session.posargs or ("-n", "3", "--dist", "worksteal")
-    session.run("python", "-m", "pytest", *arguments, "tests/submit", "tests/spec", "tests/testing")
+    paths = [f"tests/{folder}" for folder in ("unit/submit", "unit/config", "unit/testing", "integration/testing")]
+    session.run("python", "-m", "pytest", *arguments, *paths)
 
 
 @nox.session
@@ -89,7 +91,7 @@ def deepspeed(session: nox.Session, version: str) -> None:
     env = {"DEEPSPEED_TESTS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions)}
     # It compiles a part of itself when it is first used: here, where nobody is in a hurry.
     session.run("python", "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()", env=env)
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/deepspeed", env=env)
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/integration/deepspeed", env=env)
 
 
 @nox.session

@@ -30,10 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from azureml_elastic import CheckpointPolicy, FixedGlobalBatch, FixedPerWorkerBatch, train
-from azureml_elastic.train.agent import Identity
-from azureml_elastic.train.loader import Batching, MapLoader
-from azureml_elastic.train.position import Position
-from azureml_elastic.train.sampling import DataSpec
+from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.train.data.loader import Batching, MapLoader
+from azureml_elastic.train.data.position import Position
+from azureml_elastic.train.data.sampling import DataSpec
 
 HERE = Path(__file__).resolve()
 PAGE = HERE.parent.parent / "docs" / "benchmarks-data.md"

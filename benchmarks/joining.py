@@ -91,11 +91,11 @@ def measure_storm(system: str, nodes: int, limit_s: float) -> Storm:
 
 
 def _our_joins(nodes: int, counter: Counter) -> list[Callable[[], Any]]:
+    from azureml_elastic.config import RendezvousTimings, TableRendezvous
     from azureml_elastic.node.rendezvous.handler import Rendezvous
-    from azureml_elastic.node.rendezvous.round import Limits
+    from azureml_elastic.node.rendezvous.state.round import Limits
+    from azureml_elastic.node.rendezvous.torchrun import TableRendezvousHandler
     from azureml_elastic.node.table import open_table
-    from azureml_elastic.node.torchrun import TableRendezvousHandler
-    from azureml_elastic.spec import RendezvousTimings, TableRendezvous
 
     where = TableRendezvous(endpoint=os.environ["BENCH_ENDPOINT"])
     run_id = f"storm-{secrets.token_hex(4)}"

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 if __name__ == "__main__":
-    sys.modules["azureml_elastic.node.torchrun"] = None  # type: ignore[assignment]  # torch logs that and goes on
+    sys.modules["azureml_elastic.node.rendezvous.torchrun"] = None  # type: ignore[assignment]  # torch logs that and goes on
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (

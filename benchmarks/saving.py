@@ -30,14 +30,14 @@ import torch.distributed.checkpoint as dcp
 from measurements import machine, write_lines
 from torch import nn
 
-from azureml_elastic.checkpoints.local_storage import LocalStorage
-from azureml_elastic.spec import CheckpointPolicy
-from azureml_elastic.train.agent import Identity
-from azureml_elastic.train.checkpoint import Checkpoints
-from azureml_elastic.train.snapshot import Snapshot
-from azureml_elastic.train.standalone import StandaloneAgent
-from azureml_elastic.train.state import TrackedState
-from azureml_elastic.train.world import World
+from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
+from azureml_elastic.checkpoint.snapshots.snapshot import Snapshot
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.checkpoint.storage.local import LocalStorage
+from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.distributed.world import World
+from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 
 Way = Callable[[], Callable[[], Any]]
 HERE = Path(__file__).resolve()

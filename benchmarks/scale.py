@@ -30,7 +30,7 @@ by https://azure.microsoft.com/pricing/details/storage/tables/. An assumption: i
 it differs by region and redundancy."""
 
 _OPENING_SECONDS = 60.0
-_SIMULATION = Path(__file__).parent.parent / "tests" / "node" / "rendezvous"
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 class StormFailed(Exception):
@@ -101,10 +101,9 @@ def _arrivals(scenario: str, nodes: int, seed: int) -> tuple[list[float], int]:
 
 
 def _simulate_here(scenario: str, nodes: int, seed: int) -> SimulatedStorm:
-    sys.path.insert(0, str(_SIMULATION))
-    from simulation import Cluster
-
-    from azureml_elastic.node.rendezvous.round import Limits
+    sys.path.insert(0, str(_ROOT))
+    from azureml_elastic.node.rendezvous.state.round import Limits
+    from tests.support.rendezvous.simulation import Cluster
 
     cluster = Cluster(seed=seed)
     arrivals, minimum = _arrivals(scenario, nodes, seed)
@@ -158,10 +157,10 @@ def measure_steady(nodes: int, spares: int = 0, seconds: float = 30.0) -> Steady
     Nodes look at their round every 0.1 s, as agents do. What agents add to that are two calls for each checkpoint and
     a call for each rarer event of the ledger.
     """
+    from azureml_elastic.config import RendezvousTimings, TableRendezvous
     from azureml_elastic.node.rendezvous.handler import Rendezvous
-    from azureml_elastic.node.rendezvous.round import Limits
+    from azureml_elastic.node.rendezvous.state.round import Limits
     from azureml_elastic.node.table import open_table
-    from azureml_elastic.spec import RendezvousTimings, TableRendezvous
 
     counter, over = Counter(), threading.Event()
     with Azurite() as azurite, contextlib.ExitStack() as stack:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from peers import CONNECTION_VARIABLE, ONE_ROW
 
-from azureml_elastic.local.azurite import Azurite
-from azureml_elastic.spec import (
+from azureml_elastic.config import (
     CheckpointPolicy,
     ElasticDistribution,
     ElasticResources,
@@ -25,6 +24,7 @@ from azureml_elastic.spec import (
     TableRendezvous,
     environment,
 )
+from azureml_elastic.local.azurite import Azurite
 
 __all__ = ["C10D", "IN_PROCESS", "OURS", "ROW", "SYSTEMS", "Nodes"]
 

@@ -2,15 +2,11 @@
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from azureml_elastic.local.azurite import Azurite
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # Whoever starts the tests in the background has told them to ignore Ctrl-C, which they are about.
 signal.signal(signal.SIGINT, signal.default_int_handler)

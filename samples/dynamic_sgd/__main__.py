@@ -21,8 +21,8 @@ from picture import Panel, draw
 from problem import PROBED
 from study import AFTER, BEFORE, POLICIES, Outcome, Setting, difference, run
 
-from azureml_elastic.spec import FixedPerWorkerBatch, Ramp
-from azureml_elastic.train.scaling import ramp_steps
+from azureml_elastic.config import FixedPerWorkerBatch, Ramp
+from azureml_elastic.train.optim.scaling import ramp_steps
 
 HERE = Path(__file__).parent
 ONE, FIXED, UNPREPARED, RAMP, RESCALE, CAPPED, ROOT, NONE = "one worker", *POLICIES

@@ -21,14 +21,14 @@ import torch
 from problem import Digits, Networks
 from torch.optim.lr_scheduler import MultiStepLR
 
-from azureml_elastic.spec import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
-from azureml_elastic.train import tree
-from azureml_elastic.train.agent import Identity
-from azureml_elastic.train.learning_rate import LearningRate
-from azureml_elastic.train.loader import Batching
-from azureml_elastic.train.position import MicroBatch, Position, Window
-from azureml_elastic.train.sampling import Cursor, DataSpec
-from azureml_elastic.train.schedule import Schedule
+from azureml_elastic.checkpoint.state import tree
+from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
+from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.train.data.loader import Batching
+from azureml_elastic.train.data.position import MicroBatch, Position, Window
+from azureml_elastic.train.data.sampling import Cursor, DataSpec
+from azureml_elastic.train.optim.learning_rate import LearningRate
+from azureml_elastic.train.optim.schedule import Schedule
 
 CHANCE = 2.2
 """A test loss from which a network is lost: guessing has ln 10 = 2.30."""

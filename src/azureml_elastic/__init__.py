@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from azureml_elastic import errors, train
-    from azureml_elastic.errors import ElasticError
-    from azureml_elastic.spec import (
+    from azureml_elastic.config import (
         CheckpointPolicy,
         ElasticDistribution,
         ElasticResources,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         SupervisionPolicy,
         TableRendezvous,
     )
+    from azureml_elastic.errors import ElasticError
     from azureml_elastic.submit import ElasticCommandJob, SubmittedRun, load_elastic_job
 
 __all__ = [
@@ -55,24 +55,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckpointPolicy": "spec",
+    "CheckpointPolicy": "config",
     "ElasticCommandJob": "submit",
-    "ElasticDistribution": "spec",
+    "ElasticDistribution": "config",
     "ElasticError": "errors",
-    "ElasticResources": "spec",
-    "FixedGlobalBatch": "spec",
-    "FixedPerWorkerBatch": "spec",
-    "HealthPolicy": "spec",
-    "NodePool": "spec",
-    "Plan": "spec",
-    "PreemptionPolicy": "spec",
-    "Presets": "spec",
-    "Profile": "spec",
-    "Ramp": "spec",
-    "RendezvousTimings": "spec",
+    "ElasticResources": "config",
+    "FixedGlobalBatch": "config",
+    "FixedPerWorkerBatch": "config",
+    "HealthPolicy": "config",
+    "NodePool": "config",
+    "Plan": "config",
+    "PreemptionPolicy": "config",
+    "Presets": "config",
+    "Profile": "config",
+    "Ramp": "config",
+    "RendezvousTimings": "config",
     "SubmittedRun": "submit",
-    "SupervisionPolicy": "spec",
-    "TableRendezvous": "spec",
+    "SupervisionPolicy": "config",
+    "TableRendezvous": "config",
     "load_elastic_job": "submit",
 }
 

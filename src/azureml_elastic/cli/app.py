@@ -16,11 +16,11 @@ from azureml_elastic.cli.download import download
 from azureml_elastic.cli.init import init
 from azureml_elastic.cli.local import local
 from azureml_elastic.cli.logs import logs
+from azureml_elastic.cli.replace_nodes import supervise
 from azureml_elastic.cli.report import report
 from azureml_elastic.cli.schema import schema
 from azureml_elastic.cli.status import status
 from azureml_elastic.cli.submit import submit
-from azureml_elastic.cli.supervise import supervise
 from azureml_elastic.cli.workspace import workspace
 
 __all__ = ["app", "main"]

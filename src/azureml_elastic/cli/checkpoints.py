@@ -11,9 +11,9 @@ from azureml_elastic.cli.failures import explained, require
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 
 if TYPE_CHECKING:
-    from azureml_elastic.checkpoints.catalogue import Found
-    from azureml_elastic.checkpoints.manifest import Manifest
-    from azureml_elastic.checkpoints.storage import Storage
+    from azureml_elastic.checkpoint.format.catalogue import Found
+    from azureml_elastic.checkpoint.format.manifest import Manifest
+    from azureml_elastic.checkpoint.storage.storage import Storage
 
 __all__ = ["checkpoints"]
 
@@ -42,7 +42,7 @@ def list_(folder: Folder) -> None:
 def verify(folder: Folder) -> None:
     """Read every byte of every checkpoint; exit code 1 where a committed one is damaged."""
     with explained():
-        from azureml_elastic.checkpoints import catalogue
+        from azureml_elastic.checkpoint.format import catalogue
 
         damaged = 0
         for found in _survey(folder):
@@ -65,7 +65,7 @@ def prune(
 ) -> None:
     """Remove old checkpoints and what interrupted attempts have left. Not while the run is on."""
     with explained():
-        from azureml_elastic.checkpoints import catalogue
+        from azureml_elastic.checkpoint.format import catalogue
 
         count = len(_survey(folder))
         if not yes:
@@ -86,7 +86,7 @@ def export(
     """Write one safetensors file, for any tool that reads them: ``safetensors.torch.load_file(target)``."""
     with explained():
         require(("numpy", "numpy", "node"))
-        from azureml_elastic.checkpoints import catalogue
+        from azureml_elastic.checkpoint.format import catalogue
 
         manifest = _choose(folder, step)
         if target.exists():
@@ -96,7 +96,7 @@ def export(
 
 
 def _choose(folder: str, step: int | None) -> Manifest:
-    from azureml_elastic.checkpoints import catalogue
+    from azureml_elastic.checkpoint.format import catalogue
 
     if step is None:
         newest = catalogue.newest_whole(_storage(folder))
@@ -117,8 +117,8 @@ def _choose(folder: str, step: int | None) -> Manifest:
 
 def _survey(folder: str) -> list[Found]:
     require(("xxhash", "xxhash", "node"))
-    from azureml_elastic.checkpoints import catalogue
-    from azureml_elastic.checkpoints.storage import is_remote
+    from azureml_elastic.checkpoint.format import catalogue
+    from azureml_elastic.checkpoint.storage.storage import is_remote
 
     if not is_remote(folder) and not Path(folder).is_dir():
         raise UsageError(f"{folder} is no folder.")
@@ -129,7 +129,7 @@ def _survey(folder: str) -> list[Found]:
 
 
 def _storage(folder: str) -> Storage:
-    from azureml_elastic.checkpoints.storage import open_storage
+    from azureml_elastic.checkpoint.storage.storage import open_storage
 
     return open_storage(folder)
 

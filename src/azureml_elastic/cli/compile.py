@@ -38,7 +38,7 @@ def compile_(
     for name in ("_utils._experimental", "_schema.core.fields"):
         logging.getLogger(f"azure.ai.ml.{name}").setLevel(logging.ERROR)
     with explained():
-        from azureml_elastic.submit.compiled_file import compile_file
+        from azureml_elastic.submit.yaml.compiled_file import compile_file
 
         compiled = compile_file(job_file, output, overrides or ())
     if output is None:

@@ -45,10 +45,10 @@ def doctor(
         from rich.console import Console
         from rich.table import Column, Table
 
-        from azureml_elastic.node.doctor import NODE_COMMAND, examine, failed
-        from azureml_elastic.node.doctor.__main__ import make_rendezvous, read_peer
-        from azureml_elastic.spec import Plan, TableRendezvous
-        from azureml_elastic.spec import environment as variables
+        from azureml_elastic.config import Plan, TableRendezvous
+        from azureml_elastic.config import environment as variables
+        from azureml_elastic.node.diagnostics.doctor import NODE_COMMAND, examine, failed
+        from azureml_elastic.node.diagnostics.doctor.__main__ import make_rendezvous, read_peer
 
         logging.getLogger("azure").setLevel(logging.CRITICAL)
         plan = Plan.from_json(os.environ[variables.PLAN]) if node and os.environ.get(variables.PLAN) else None

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained, require
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Recovery
 from azureml_elastic.errors import UsageError
-from azureml_elastic.spec import CheckpointPolicy, ElasticDistribution, ElasticResources, Recovery
 
 __all__ = ["check_program", "local", "parse_nodes"]
 
@@ -71,8 +71,8 @@ def local(
 
         from rich.console import Console
 
-        from azureml_elastic.local.chaos import load_schedule
         from azureml_elastic.local.cluster import LocalCluster
+        from azureml_elastic.local.faults.schedule import load_schedule
         from azureml_elastic.local.settings import check_table
         from azureml_elastic.local.view import choose_view
         from azureml_elastic.report.terminal import summary
@@ -129,6 +129,6 @@ def check_program(argv: list[str]) -> None:
     Raises:
         CommandError: they do not.
     """
-    from azureml_elastic.spec.command import parse_program, require_script
+    from azureml_elastic.config.command.program import parse_program, require_script
 
     require_script(parse_program(argv))

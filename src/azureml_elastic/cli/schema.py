@@ -12,6 +12,6 @@ __all__ = ["schema"]
 def schema() -> None:
     """Print the JSON schema of job files, by which editors complete and check the elastic: block."""
     with explained():
-        from azureml_elastic.submit.block_schema import schema_text
+        from azureml_elastic.submit.yaml.block_schema import schema_text
 
         typer.echo(schema_text(), nl=False)

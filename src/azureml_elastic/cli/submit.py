@@ -34,13 +34,13 @@ def submit(
 
         quietly()
         if dry_run:
-            from azureml_elastic.submit.compiled_file import compile_file
+            from azureml_elastic.submit.yaml.compiled_file import compile_file
 
             typer.echo(compile_file(job_file, None, overrides or ()).text, nl=False)
             return
         place = find_workspace(subscription, group, workspace)
 
-        from azureml_elastic.submit.job_file import load_elastic_job
+        from azureml_elastic.submit.yaml.job_file import load_elastic_job
 
         job = load_elastic_job(job_file, overrides or ())
         client = connect(place.subscription, place.group, place.name)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from azureml_elastic.config import BatchPolicy, ElasticDistribution, FixedGlobalBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths, Report
-from azureml_elastic.local.faults import Schedule
+from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.settings import check_table, local_plan, open_table_choice
 from azureml_elastic.local.view import View
-from azureml_elastic.spec import BatchPolicy, ElasticDistribution, FixedGlobalBatch
 
 __all__ = ["NODE_COMMAND", "LocalCluster", "new_run_dir"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import NODE_COMMAND, LocalCluster
-from azureml_elastic.local.faults import Add, AtStep, Kill, Schedule
+from azureml_elastic.local.faults.model import Add, AtStep, Kill, Schedule
 from azureml_elastic.local.view import View
 
 __all__ = ["DemoResult", "judge", "run_demo"]

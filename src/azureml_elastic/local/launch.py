@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from azureml_elastic.config import Plan
 from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.reading import EventReader, LineReader
 from azureml_elastic.ledger.summary import (
@@ -19,13 +20,12 @@ from azureml_elastic.ledger.summary import (
     summarise,
 )
 from azureml_elastic.local.board import Board
-from azureml_elastic.local.chaos import ChaosState, Due, due, may_add
-from azureml_elastic.local.ending import TIMED_OUT, Ending, NodeStatus, how_it_ended, phase
-from azureml_elastic.local.faults import Add, Freeze, Kill, Preempt, Schedule, TableTrouble
+from azureml_elastic.local.faults.model import Add, Freeze, Kill, Preempt, Schedule, TableTrouble
+from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
+from azureml_elastic.local.run_end import TIMED_OUT, Ending, NodeStatus, how_it_ended, phase
 from azureml_elastic.local.settings import TableChoice, node_environment
 from azureml_elastic.local.view import View
-from azureml_elastic.spec import Plan
 
 __all__ = ["Launch"]
 

@@ -9,12 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
-from azureml_elastic.errors import UsageError
-from azureml_elastic.ledger.summary import Paths
-from azureml_elastic.local.faults import Schedule
-from azureml_elastic.local.table_proxy import TableProxy
-from azureml_elastic.node.table.opening import emulator_connection_string
-from azureml_elastic.spec import (
+from azureml_elastic.config import (
     BatchPolicy,
     CheckpointPolicy,
     Credential,
@@ -25,6 +20,11 @@ from azureml_elastic.spec import (
     TableRendezvous,
     environment,
 )
+from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.summary import Paths
+from azureml_elastic.local.faults.model import Schedule
+from azureml_elastic.local.faults.table_proxy import TableProxy
+from azureml_elastic.node.table.opening import emulator_connection_string
 
 __all__ = ["TableChoice", "check_table", "connection_endpoint", "local_plan", "node_environment", "open_table_choice"]
 
@@ -38,7 +38,7 @@ class TableChoice:
     """The table of a run.
 
     Args:
-        endpoint: see :class:`~azureml_elastic.spec.TableRendezvous`.
+        endpoint: see :class:`~azureml_elastic.config.TableRendezvous`.
         credential: which identity opens it.
         environment: what the nodes need in their environment to do so.
         proxy: through which the nodes reach it, where trouble with it is to be injected.

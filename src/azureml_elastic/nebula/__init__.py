@@ -24,10 +24,10 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import UsageError
 from azureml_elastic.nebula.checkpoint import Checkpoint, current, serve
 from azureml_elastic.nebula.service import Service, complete, folder_in
-from azureml_elastic.spec import CheckpointPolicy
 
 __all__ = [
     "Checkpoint",

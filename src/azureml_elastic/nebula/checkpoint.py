@@ -14,8 +14,8 @@ import torch
 import xxhash
 from typing_extensions import Self
 
-from azureml_elastic.checkpoints.manifest import COMMITTED, MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoints.storage import FileSum, Storage, place_in
+from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, FolderName, Manifest
+from azureml_elastic.checkpoint.storage.storage import FileSum, Storage, place_in
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
 from azureml_elastic.nebula.service import STATE, Service, retire
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from azureml_elastic.checkpoints.catalogue import survey
-from azureml_elastic.checkpoints.manifest import MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoints.storage import Storage, open_storage, place_in
+from azureml_elastic.checkpoint.format.catalogue import survey
+from azureml_elastic.checkpoint.format.manifest import MANIFEST, FolderName, Manifest
+from azureml_elastic.checkpoint.storage.storage import Storage, open_storage, place_in
+from azureml_elastic.distributed.control_group import Control
 from azureml_elastic.errors import CheckpointError
-from azureml_elastic.train.control import Control
 
 __all__ = ["STATE", "Service", "complete", "folder_in", "retire"]
 

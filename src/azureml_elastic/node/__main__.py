@@ -12,14 +12,14 @@ import os
 import sys
 from collections.abc import Sequence
 
+from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.errors import ElasticError, UsageError
 from azureml_elastic.node.entry import run_node
-from azureml_elastic.node.identity import read_identity
-from azureml_elastic.spec.command import parse_program
+from azureml_elastic.node.host.identity import read_identity
 
 __all__ = ["main"]
 
-_DOCTOR = "azureml_elastic.node.doctor"
+_DOCTOR = "azureml_elastic.node.diagnostics.doctor"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         program = parse_program(arguments.program)
         if program.kind == "module" and program.target == _DOCTOR:
-            from azureml_elastic.node.doctor.__main__ import main as examine
+            from azureml_elastic.node.diagnostics.doctor.__main__ import main as examine
 
             return examine(program.arguments)  # in the node's place: it finds out why nodes fail
         return run_node(read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir), program)

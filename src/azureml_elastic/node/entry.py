@@ -10,30 +10,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalCopies
+from azureml_elastic.config import environment as variables
+from azureml_elastic.config.command.program import Program, require_script
+from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, NodeLeft, NodeStarted, Unreachable
-from azureml_elastic.node.channel import Channel
-from azureml_elastic.node.hang import HangPolicy
-from azureml_elastic.node.hang_watch import HangWatch
-from azureml_elastic.node.health import Admission, HealthCheck, Probe, check_folders, node_probes
-from azureml_elastic.node.identity import NodeIdentity
-from azureml_elastic.node.local_copies import LocalCopies
-from azureml_elastic.node.preemption import Preemption
-from azureml_elastic.node.recorder import Recorder
+from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.diagnostics.health import Admission, HealthCheck, Probe, check_folders, node_probes
+from azureml_elastic.node.failures.host_strikes import Strikes
+from azureml_elastic.node.hangs.detector import HangWatch
+from azureml_elastic.node.hangs.policy import HangPolicy
+from azureml_elastic.node.host.identity import NodeIdentity
+from azureml_elastic.node.preemption.watch import Preemption
+from azureml_elastic.node.preload.client import WarmProcess
 from azureml_elastic.node.rendezvous.handler import Rendezvous
-from azureml_elastic.node.rendezvous.reach import Gap
-from azureml_elastic.node.rendezvous.round import Limits
-from azureml_elastic.node.server_time import ServerClock
-from azureml_elastic.node.strikes import Strikes
-from azureml_elastic.node.supervision.on_node import supervise_from_here
+from azureml_elastic.node.rendezvous.reachability.reachability import Gap
+from azureml_elastic.node.rendezvous.state.round import Limits
+from azureml_elastic.node.replacement.on_node import supervise_from_here
 from azureml_elastic.node.table import open_table
-from azureml_elastic.node.warm.process import WarmProcess
-from azureml_elastic.spec import environment as variables
-from azureml_elastic.spec.command import Program, require_script
-from azureml_elastic.spec.exit_codes import UNHEALTHY
+from azureml_elastic.node.table.server_time import ServerClock
 
 if TYPE_CHECKING:
-    from azureml_elastic.node.agent import NodeAgent
+    from azureml_elastic.node.agent.agent import NodeAgent
 
 __all__ = ["run_node", "worker_command"]
 
@@ -155,7 +155,7 @@ class _Node:
 
     def _take_part(self, agent: NodeAgent) -> tuple[int, str]:
         """Return the exit code and why the node ends."""
-        from azureml_elastic.node.agent import Ending
+        from azureml_elastic.node.agent.agent import Ending
 
         try:
             if not self._admission.wait():
@@ -190,8 +190,8 @@ class _Node:
             from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
         except ImportError as error:
             raise MissingExtra("torch", "node") from error
-        from azureml_elastic.node.agent import NodeAgent
-        from azureml_elastic.node.workers import Workers
+        from azureml_elastic.node.agent.agent import NodeAgent
+        from azureml_elastic.node.agent.worker_processes import Workers
 
         distribution = self._plan.distribution
         logs = self._identity.folder / "workers" / self._identity.node

@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from azureml_elastic.config.pools import SERVERLESS, NodePool, first_nodes, step_names
+from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.errors import MissingExtra, SubmitError
-from azureml_elastic.spec.pools import SERVERLESS, NodePool, first_nodes, step_names
-from azureml_elastic.spec.presets import Presets, mode_of_input
 from azureml_elastic.submit import wiring
-from azureml_elastic.submit.refusals import check
+from azureml_elastic.submit.runtime.staging import stage_runtime
 from azureml_elastic.submit.services import kind_of_service, services_of_node
-from azureml_elastic.submit.staging import stage_runtime
+from azureml_elastic.submit.validation import check
 
 try:
     from azure.ai.ml import Input, Output, PyTorchDistribution, command

@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.spec.distribution import ElasticDistribution
-from azureml_elastic.spec.resources import ElasticResources
 from azureml_elastic.submit.acceptance import fields_of_command, plain_command_job
 from azureml_elastic.submit.launchers import read_launcher, refuse_launcher
 

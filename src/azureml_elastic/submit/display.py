@@ -8,10 +8,10 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from azureml_elastic.config.command.program import find_program, parse_program
+from azureml_elastic.config.pools import SERVERLESS, NodePool
+from azureml_elastic.config.presets import connection
 from azureml_elastic.errors import CommandError
-from azureml_elastic.spec.command import find_program, parse_program
-from azureml_elastic.spec.pools import SERVERLESS, NodePool
-from azureml_elastic.spec.presets import connection
 from azureml_elastic.submit.wiring import nodes_of
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.spec.base import PositiveDuration, Spec
-from azureml_elastic.spec.batch import BatchPolicy, FixedGlobalBatch
-from azureml_elastic.spec.checkpoint import CheckpointPolicy
-from azureml_elastic.spec.distribution import ElasticDistribution
-from azureml_elastic.spec.plan import Plan
-from azureml_elastic.spec.pools import NodePool
-from azureml_elastic.spec.presets import Presets
-from azureml_elastic.spec.resources import ElasticResources
-from azureml_elastic.spec.supervision import SupervisionPolicy
+from azureml_elastic.config.base import PositiveDuration, Spec
+from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
+from azureml_elastic.config.checkpoint import CheckpointPolicy
+from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.config.plan import Plan
+from azureml_elastic.config.pools import NodePool
+from azureml_elastic.config.presets import Presets
+from azureml_elastic.config.replacement import SupervisionPolicy
+from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.submit.acceptance import Submittable
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from azureml_elastic.config.command.shell import Word, simple_commands
 from azureml_elastic.errors import CommandError
-from azureml_elastic.spec.shell import Word, simple_commands
 
 __all__ = ["Launched", "read_launcher", "refuse_launcher"]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from azureml_elastic.config import environment as variables
+from azureml_elastic.config.plan import Plan
+from azureml_elastic.config.pools import first_nodes, replacement_name, step_names
+from azureml_elastic.config.replacement import CANCELLED_TAG
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.spec import environment as variables
-from azureml_elastic.spec.plan import Plan
-from azureml_elastic.spec.pools import first_nodes, replacement_name, step_names
-from azureml_elastic.spec.supervision import CANCELLED_TAG
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

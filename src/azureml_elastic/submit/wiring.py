@@ -9,9 +9,9 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from azureml_elastic.spec.command import FoundProgram, parse_program
-from azureml_elastic.spec.environment import PLAN
-from azureml_elastic.spec.pools import SERVERLESS
+from azureml_elastic.config.command.program import FoundProgram, parse_program
+from azureml_elastic.config.environment import PLAN
+from azureml_elastic.config.pools import SERVERLESS
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob

@@ -10,18 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from azureml_elastic.testing.evictions import Evicted, Eviction, read_trace
-    from azureml_elastic.testing.machines import Pool
+    from azureml_elastic.testing.jobs.evictions import Evicted, Eviction, read_trace
+    from azureml_elastic.testing.jobs.machines import Pool
     from azureml_elastic.testing.workspace import LocalWorkspace
 
 __all__ = ["Evicted", "Eviction", "LocalWorkspace", "Pool", "read_trace"]
 
 _HOMES = {
-    "Evicted": "evictions",
-    "Eviction": "evictions",
+    "Evicted": "jobs.evictions",
+    "Eviction": "jobs.evictions",
     "LocalWorkspace": "workspace",
-    "Pool": "machines",
-    "read_trace": "evictions",
+    "Pool": "jobs.machines",
+    "read_trace": "jobs.evictions",
 }
 
 

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from azureml_elastic.errors import MissingExtra, UsageError
+from azureml_elastic.local.faults.metadata_service import MetadataService
 from azureml_elastic.local.processes import NodeProcesses
-from azureml_elastic.local.scheduled_events import MetadataService
-from azureml_elastic.testing.certificates import server_context, write_bundle
-from azureml_elastic.testing.evictions import Evicted, Eviction
-from azureml_elastic.testing.execution import Setting
-from azureml_elastic.testing.gateway import Gateway
-from azureml_elastic.testing.history import API_HOST, History
-from azureml_elastic.testing.machines import Machines, Pool
-from azureml_elastic.testing.mirror import Mirror
-from azureml_elastic.testing.node_environment import Site
-from azureml_elastic.testing.resources import ARM_HOST, Resources
-from azureml_elastic.testing.runs import Runs
-from azureml_elastic.testing.service import Service
-from azureml_elastic.testing.storage import Storage
-from azureml_elastic.testing.tokens import StaticCredential, answer_node
-from azureml_elastic.testing.verdicts import TERMINAL
+from azureml_elastic.testing.api.certificates import server_context, write_bundle
+from azureml_elastic.testing.api.gateway import Gateway
+from azureml_elastic.testing.api.history import API_HOST, History
+from azureml_elastic.testing.api.resources import ARM_HOST, Resources
+from azureml_elastic.testing.api.tokens import StaticCredential, answer_node
+from azureml_elastic.testing.jobs.evictions import Evicted, Eviction
+from azureml_elastic.testing.jobs.execution import Setting
+from azureml_elastic.testing.jobs.machines import Machines, Pool
+from azureml_elastic.testing.jobs.node_environment import Site
+from azureml_elastic.testing.jobs.runs import Runs
+from azureml_elastic.testing.jobs.service import Service
+from azureml_elastic.testing.jobs.verdicts import TERMINAL
+from azureml_elastic.testing.storage.mirror import Mirror
+from azureml_elastic.testing.storage.storage import Storage
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

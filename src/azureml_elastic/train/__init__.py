@@ -24,11 +24,11 @@ try:
 except ImportError as error:
     raise MissingExtra(error.name or "torch", "node") from error
 
-from azureml_elastic.train.agent import EXIT_AGENT_LOST, EXIT_TERMINATED
-from azureml_elastic.train.lanes import Shards
-from azureml_elastic.train.loader import ElasticLoader
-from azureml_elastic.train.opening import start
-from azureml_elastic.train.schedule import Schedule
-from azureml_elastic.train.session import Session
+from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, EXIT_TERMINATED
+from azureml_elastic.train.data.loader import ElasticLoader
+from azureml_elastic.train.data.shard_streams import Shards
+from azureml_elastic.train.optim.schedule import Schedule
+from azureml_elastic.train.session.session import Session
+from azureml_elastic.train.session.start import start
 
 __all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "ElasticLoader", "Schedule", "Session", "Shards", "start"]

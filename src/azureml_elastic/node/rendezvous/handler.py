@@ -1,7 +1,7 @@
 """The rendezvous of one node: its rows in the table, its hub, its link to rank 0, and the moves between rounds.
 
 :class:`Rendezvous` owns the state and the I/O; what to do is decided by the pure functions of
-:mod:`~azureml_elastic.node.rendezvous.round`. One thread (the agent's) calls it; the hub and the link only wake it up.
+:mod:`~azureml_elastic.node.rendezvous.state.round`. One thread (the agent's) calls it; the hub and the link only wake it up.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, RunSucceeded
-from azureml_elastic.node.addresses import listening_address, place
-from azureml_elastic.node.budget import FailureRecord, aged
-from azureml_elastic.node.rendezvous.ending import RoundEnding
-from azureml_elastic.node.rendezvous.entrance import Entrance
-from azureml_elastic.node.rendezvous.hub import Hub
-from azureml_elastic.node.rendezvous.link import Link
-from azureml_elastic.node.rendezvous.lobby import Lobby
-from azureml_elastic.node.rendezvous.machine import Machine
+from azureml_elastic.node.failures.restart_policy import FailureRecord, aged
+from azureml_elastic.node.host.addresses import listening_address, place
+from azureml_elastic.node.host.ports import Ports
+from azureml_elastic.node.rendezvous.hub.hub import Hub
+from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.join.entering import Entrance
+from azureml_elastic.node.rendezvous.join.waiting import Lobby
 from azureml_elastic.node.rendezvous.membership import Membership
-from azureml_elastic.node.rendezvous.ports import Ports
-from azureml_elastic.node.rendezvous.probing import DataPort, Probing
-from azureml_elastic.node.rendezvous.reach import Gap, Reach, is_gap
-from azureml_elastic.node.rendezvous.round import Limits, Member, Round
-from azureml_elastic.node.rendezvous.rows import Roster, Rows
-from azureml_elastic.node.rendezvous.seat import Seat, Status
-from azureml_elastic.node.rendezvous.witness import Witness
+from azureml_elastic.node.rendezvous.reachability.probing import DataPort, Probing
+from azureml_elastic.node.rendezvous.reachability.reachability import Gap, Reach, is_gap
+from azureml_elastic.node.rendezvous.round_end import RoundEnding
+from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.state.assignment import Seat, Status
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
+from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
+from azureml_elastic.node.rendezvous.table_heartbeat import Witness
 from azureml_elastic.node.table import Table
-from azureml_elastic.spec import RendezvousTimings
 
 __all__ = ["Rendezvous"]
 

@@ -6,16 +6,16 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import TableUnavailable
-from azureml_elastic.node.rendezvous.hub import Hub, HubView
-from azureml_elastic.node.rendezvous.link import Link
-from azureml_elastic.node.rendezvous.machine import Machine
-from azureml_elastic.node.rendezvous.news import newer, pack
-from azureml_elastic.node.rendezvous.round import Round
-from azureml_elastic.node.rendezvous.rows import Rows
-from azureml_elastic.node.rendezvous.seat import Seat, Status
-from azureml_elastic.node.rendezvous.witness import Witness
-from azureml_elastic.spec import RendezvousTimings
+from azureml_elastic.node.rendezvous.hub.hub import Hub, HubView
+from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.state.assignment import Seat, Status
+from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.rendezvous.state.round_codec import newer, pack
+from azureml_elastic.node.rendezvous.state.rows import Rows
+from azureml_elastic.node.rendezvous.table_heartbeat import Witness
 
 __all__ = ["Membership"]
 

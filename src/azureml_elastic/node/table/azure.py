@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from azureml_elastic.errors import MissingExtra, RowChanged, RowExists, TableUnavailable, UsageError
-from azureml_elastic.node.table.faults import (
+from azureml_elastic.node.azure.retry import PATIENCE, repeat
+from azureml_elastic.node.table.azure_errors import (
     VENDOR_ERRORS,
     Place,
     cause,
@@ -27,10 +28,9 @@ from azureml_elastic.node.table.faults import (
     row_is_missing,
     translate,
 )
+from azureml_elastic.node.table.azure_transport import Transport
 from azureml_elastic.node.table.keys import key_range, read_key, write_key
-from azureml_elastic.node.table.patience import PATIENCE, repeat
 from azureml_elastic.node.table.protocol import Row
-from azureml_elastic.node.table.transport import Transport
 from azureml_elastic.node.table.values import cut, read_value, write_value
 
 try:
@@ -40,7 +40,7 @@ except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 
 if TYPE_CHECKING:
-    from azureml_elastic.node.table.credentials import Login
+    from azureml_elastic.node.azure.credentials import Login
 
 __all__ = ["AzureTable"]
 

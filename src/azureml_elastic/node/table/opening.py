@@ -12,10 +12,10 @@ from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from azureml_elastic.config.rendezvous import TableRendezvous
 from azureml_elastic.errors import TableNotFound, TableUnavailable, UsageError
 from azureml_elastic.node.table.protocol import Table
 from azureml_elastic.node.table.sqlite import SqliteTable
-from azureml_elastic.spec.rendezvous import TableRendezvous
 
 __all__ = ["EMULATOR_ACCOUNT", "OPENING_PATIENCE", "emulator_connection_string", "open_table"]
 
@@ -96,7 +96,7 @@ def open_table(
 
 def _patiently(opened: Callable[[], Table], patience: timedelta) -> Table:
     """Open the table, again and again while it may only be away."""
-    from azureml_elastic.node.table.faults import may_pass
+    from azureml_elastic.node.table.azure_errors import may_pass
 
     until = time.monotonic() + patience.total_seconds()
     while True:
@@ -111,9 +111,9 @@ def _patiently(opened: Callable[[], Table], patience: timedelta) -> Table:
 
 
 def _open_default(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
+    from azureml_elastic.node.azure.credentials import choose_login
+    from azureml_elastic.node.azure.workspace import WORKSPACE_VARIABLES, workspace_endpoint
     from azureml_elastic.node.table.azure import AzureTable
-    from azureml_elastic.node.table.credentials import choose_login
-    from azureml_elastic.node.table.workspace import WORKSPACE_VARIABLES, workspace_endpoint
 
     in_azure_ml = all(environ.get(name) for name in WORKSPACE_VARIABLES)
     if rendezvous.credential == "auto" and not in_azure_ml:
@@ -130,15 +130,15 @@ def _open_default(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str
 
 
 def _open_azure(endpoint: str, rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
+    from azureml_elastic.node.azure.credentials import choose_login
     from azureml_elastic.node.table.azure import AzureTable
-    from azureml_elastic.node.table.credentials import choose_login
 
     return AzureTable(endpoint, rendezvous.table, run_id, choose_login(rendezvous, environ))
 
 
 def _open_plain_http(endpoint: str, rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
+    from azureml_elastic.node.azure.credentials import Login, choose_login
     from azureml_elastic.node.table.azure import AzureTable
-    from azureml_elastic.node.table.credentials import Login, choose_login
 
     given = environ.get(rendezvous.connection_string_variable)
     if rendezvous.credential == "connection_string" or (rendezvous.credential == "auto" and given):

@@ -1,0 +1,1 @@
+"""Restoring the state of a run from a committed checkpoint."""

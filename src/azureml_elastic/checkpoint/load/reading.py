@@ -1,0 +1,110 @@
+"""Tensors out of a checkpoint's files, into whatever world size and sharding this round has."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+
+import torch
+
+from azureml_elastic.checkpoint.format.catalogue import entries
+from azureml_elastic.checkpoint.format.manifest import Manifest
+from azureml_elastic.checkpoint.format.shard_file import Entry
+from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.state.layout import Read, reads, require_complete
+from azureml_elastic.checkpoint.storage.storage import Storage
+from azureml_elastic.distributed.control_group import Control
+
+__all__ = ["load"]
+
+_THREADS = 4
+
+
+def load(
+    storage: Storage,
+    manifest: Manifest,
+    present: Mapping[str, torch.Tensor],
+    control: Control,
+    wanted: Callable[[str], bool] = lambda _: True,
+) -> dict[str, torch.Tensor]:
+    """Read all tensors of a checkpoint. A collective; a failure of one rank is raised on all.
+
+    Args:
+        storage: of the checkpoints.
+        manifest: of this one.
+        present: tensors to read into, by name; a checkpoint's tensor that is not among them, or has another shape
+            or type there, is read into new CPU memory.
+        control: the ranks' agreement.
+        wanted: tells by its name whether this rank needs a tensor.
+
+    Raises:
+        CheckpointError: a rank could not read.
+    """
+    where = f"{storage}/{manifest.directory}"
+    mine = sorted(manifest.files)[control.rank :: control.world_size]
+    parts = control.together(
+        f"Reading what {where} holds",
+        lambda: [(name, entry) for name in mine for entry in entries(storage, manifest, name)],
+    )
+    stored = [each for part in parts for each in part]
+    targets: dict[str, torch.Tensor] = {}
+
+    def fill() -> None:
+        require_complete([entry.chunk for _, entry in stored])
+        for _, entry in stored:
+            chunk = entry.chunk
+            if chunk.name not in targets and wanted(chunk.name):
+                targets[chunk.name] = _target(present.get(chunk.name), chunk)
+        by_file: dict[str, list[Read]] = {}
+        for read in reads(targets, [entry.chunk for _, entry in stored]):
+            by_file.setdefault(stored[read.source][0], []).append(read)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="read-checkpoint") as pool:
+            tasks = [pool.submit(_read, storage, manifest, name, each, stored) for name, each in by_file.items()]
+            for task in tasks:
+                task.result()
+
+    control.together(f"Reading {where}", fill)
+    return targets
+
+
+def _target(present: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
+    dtype = getattr(torch, chunk.dtype)
+    if present is not None and tuple(present.shape) == chunk.shape and present.dtype == dtype:
+        return present
+    return torch.empty(chunk.shape, dtype=dtype)
+
+
+def _read(
+    storage: Storage, manifest: Manifest, name: str, wanted: Iterable[Read], stored: list[tuple[str, Entry]]
+) -> None:
+    with storage.reading(manifest.directory, name) as fill, torch.no_grad():
+        for each in wanted:
+            _copy(fill, stored[each.source][1], each)
+
+
+def _copy(fill: Callable[[int, memoryview], None], entry: Entry, read: Read) -> None:
+    """Bring a part of a chunk into memory; only where it is scattered in the file, or in memory, by way of a copy."""
+    chunk, target = entry.chunk, read.target
+    if target.numel() == 0:
+        return
+    row = prod(chunk.sizes[1:]) * chunk.itemsize
+    together = read.sizes[1:] == chunk.sizes[1:]
+    begin = entry.begin + (read.offsets[0] * row if read.sizes and together else 0)
+    if together and target.device.type == "cpu" and target.is_contiguous():
+        fill(begin, _memory(target))
+        return
+    sizes = read.sizes if together else chunk.sizes
+    copy = torch.empty(sizes, dtype=target.dtype)
+    fill(begin, _memory(copy))
+    if not together:
+        for dimension, (offset, size) in enumerate(zip(read.offsets, read.sizes, strict=True)):
+            copy = copy.narrow(dimension, offset, size)
+    target.copy_(copy)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, for writing."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,1 @@
+"""Saving the state of a run: when, from which buffers, and how a checkpoint is committed."""

@@ -1,0 +1,190 @@
+"""When the next checkpoint is due, agreed without a collective at every step.
+
+By steps it is simple: all ranks count the same. By wall time the ranks' clocks differ, so rank 0 decides for all, but
+only at *decision steps*: each decision names the step of the next one, estimated from the pace so far. Right after the
+start, when the pace is unknown, decisions come at 1, 2, 4, 8, ... steps; later about two for each checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from azureml_elastic.checkpoint.save.young_daly import optimal_interval
+from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.distributed.control_group import Control
+from azureml_elastic.distributed.process import read_history
+
+__all__ = ["Cadence", "Costs", "Decision", "decide"]
+
+_FIRST_COST_SECONDS = 1.0
+_EXPECTED_SECONDS = 7200.0
+"""As if there had been two hours without a loss before the run, which begins without any experience."""
+
+_SHORTEST_SECONDS = 10.0
+_LONGEST_SECONDS = 3600.0
+_WRITES = 3
+"""A checkpoint is under way for a third of the time at most."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What rank 0 has decided at a decision step.
+
+    Args:
+        save: whether a checkpoint is due now.
+        steps_to_next: steps until the next decision, at least 1.
+    """
+
+    save: bool
+    steps_to_next: int
+
+
+def decide(
+    every_seconds: float,
+    since_save_seconds: float,
+    steps_seen: int,
+    seconds_per_step: float,
+    *,
+    tolerance: float = 0.02,
+) -> Decision:
+    """Decide whether a checkpoint is due, and when to ask again.
+
+    Args:
+        every_seconds: wanted between two checkpoints.
+        since_save_seconds: since the last one, or since the start.
+        steps_seen: steps since the start of this process.
+        seconds_per_step: the mean pace over those steps.
+        tolerance: part of ``every_seconds`` by which a checkpoint may come early.
+
+    Returns:
+        The decision.
+    """
+    remaining = every_seconds - since_save_seconds
+    save = remaining <= tolerance * every_seconds
+    target = every_seconds if save else remaining
+    estimate = int(target / seconds_per_step) if seconds_per_step > 0 else steps_seen
+    return Decision(save=save, steps_to_next=max(1, min(estimate, steps_seen)))
+
+
+class Costs:
+    """What checkpoints cost training: the time that it stands still, and that by which steps beside a write are slower.
+
+    Measured from the steps alone: their pace while nothing is written is what it is compared to.
+    """
+
+    def __init__(self) -> None:
+        self.checkpoint = _FIRST_COST_SECONDS
+        """Seconds of training that one costs, the newest ones counting most; a guess before the first."""
+        self.write_seconds = 0.0
+        """For how long one is written beside training."""
+        self._quiet: tuple[int, float] | None = None
+        self._pace: float | None = None
+        self._stopped: tuple[int, float] | None = None
+        self._went_on = 0.0
+        self._measured = False
+
+    def begin(self, step: int, now: float) -> None:
+        """Training begins after this step, and nothing is written."""
+        self._quiet, self._stopped = (step, now), None
+
+    def written(self, step: int, now: float) -> None:
+        """What was written has been by this step."""
+        if self._stopped is not None:
+            saved_at, stopped = self._stopped
+            self.write_seconds = now - self._went_on
+            expected = (step - saved_at) * (self._pace if self._pace is not None else self.write_seconds)
+            cost = self._went_on - stopped + min(max(0.0, self.write_seconds - expected), self.write_seconds)
+            self.checkpoint = (self.checkpoint + cost) / 2 if self._measured else cost
+            self._measured = True
+        self.begin(step, now)
+
+    def stop(self, step: int, now: float) -> None:
+        """Training stands still after this step."""
+        if self._quiet is not None and step > self._quiet[0]:
+            self._pace = (now - self._quiet[1]) / (step - self._quiet[0])
+        self._stopped = step, now
+
+    def go_on(self, now: float) -> None:
+        """Training goes on, while a checkpoint is written."""
+        self._went_on = now
+
+
+class Cadence:
+    """Knows at each step whether a checkpoint is due; the same answer on every rank.
+
+    Args:
+        policy: of the checkpoints.
+        control: the ranks' agreement, used at decision steps only.
+        clock: monotonic, in seconds; only rank 0's counts.
+    """
+
+    def __init__(self, policy: CheckpointPolicy, control: Control, *, clock: Callable[[], float]) -> None:
+        self._every_steps = policy.every_steps
+        self._by_time = policy.every is not None
+        self._every = policy.every.total_seconds() if isinstance(policy.every, timedelta) else None
+        self._costs = Costs()
+        self._control = control
+        self._clock = clock
+        self._first_step = 0
+        self._losses, self._seconds = 0, 0.0
+        self._next_decision = 1
+        self._began = self._saved_time = clock()
+
+    def begin(self, step: int, unsaved_seconds: float = 0.0) -> None:
+        """Count from here: training starts after this step.
+
+        Args:
+            step: completed so far.
+            unsaved_seconds: since the last checkpoint, where it is older than this.
+        """
+        self._first_step = step
+        self._next_decision = step + 1
+        self._began = self._clock()
+        self._saved_time = self._began - unsaved_seconds
+        self._losses, self._seconds = read_history()
+        self._costs.begin(step, self._began)
+
+    def enter(self, control: Control) -> None:
+        """Agree with other ranks from now on."""
+        self._control = control
+
+    @property
+    def unsaved_seconds(self) -> float:
+        """Seconds since the last checkpoint, or since the start."""
+        return self._clock() - self._saved_time
+
+    def saving(self, step: int) -> None:
+        """A checkpoint is taken now: training waits."""
+        self._costs.stop(step, self._clock())
+
+    def saved(self) -> None:
+        """A checkpoint has just been taken: training goes on while it is written."""
+        self._saved_time = self._clock()
+        self._costs.go_on(self._saved_time)
+
+    def written(self, step: int) -> None:
+        """The checkpoint taken last has been written by this step."""
+        self._costs.written(step, self._clock())
+
+    @property
+    def every(self) -> float:
+        """The seconds wanted between two checkpoints."""
+        if self._every is not None:
+            return self._every
+        trained = self._seconds + self._clock() - self._began
+        between = (trained + _EXPECTED_SECONDS) / (self._losses + 1)
+        shortest = max(_SHORTEST_SECONDS, _WRITES * self._costs.write_seconds)
+        return min(max(optimal_interval(self._costs.checkpoint, between), shortest), _LONGEST_SECONDS)
+
+    def due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after this step. A collective at decision steps."""
+        due = self._every_steps is not None and step % self._every_steps == 0
+        if not self._by_time or step < self._next_decision:
+            return due
+        now = self._clock()
+        seen = step - self._first_step
+        decision = self._control.from_main(decide(self.every, now - self._saved_time, seen, (now - self._began) / seen))
+        self._next_decision = step + decision.steps_to_next
+        return due or decision.save

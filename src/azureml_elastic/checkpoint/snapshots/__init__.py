@@ -1,0 +1,1 @@
+"""Snapshots of the state in memory, their replicas on other nodes, and recovery from them."""

@@ -1,0 +1,1 @@
+"""The tracked state of a training script as JSON and tensors."""

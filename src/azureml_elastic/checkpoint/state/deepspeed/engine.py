@@ -1,0 +1,292 @@
+"""The state of a DeepSpeed engine: saved at one world size and stage, restored at any other.
+
+What DeepSpeed writes itself is bound to the number of ranks, and to the stage. Here every rank names what it has as a
+part of each parameter, so that nothing needs to be converted. Saved are the parameters in the optimizer's 32 bits, or
+in their own type where they are not the optimizer's (frozen, say), the optimizer's state, buffers, the loss scaler, the
+scheduler, and the engine's counters.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from azureml_elastic.checkpoint.format.manifest import FLAT
+from azureml_elastic.checkpoint.state import tree
+from azureml_elastic.checkpoint.state.deepspeed.fragment import Fragment
+from azureml_elastic.checkpoint.state.deepspeed.partitions import Slot, Whole, partitions_of, size_of
+from azureml_elastic.checkpoint.state.tracked import Tensors, Tracked, restore_settings, settings_of
+from azureml_elastic.errors import UsageError
+
+__all__ = ["EngineState", "is_engine"]
+
+_LOG = logging.getLogger(__name__)
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def is_engine(value: Any) -> bool:
+    """Whether this is a DeepSpeed engine; without importing it."""
+    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(value).__mro__)
+
+
+class EngineState(Tracked):
+    """The state of a DeepSpeed engine.
+
+    Args:
+        name: under which it is tracked.
+        engine: whose state it is.
+
+    Raises:
+        UsageError: it uses what cannot be saved.
+    """
+
+    def __init__(self, name: str, engine: Any) -> None:
+        super().__init__(name)
+        self._engine = engine
+        self._partitions = partitions_of(engine)
+        self._told = False
+        self._names = {parameter: key for key, parameter in engine.module.named_parameters()}
+
+    @staticmethod
+    def parts(engine: Any) -> list[Any]:
+        """Return the objects whose state is the engine's."""
+        found = [engine.module, engine.optimizer, getattr(engine.optimizer, "optimizer", None), engine.lr_scheduler]
+        return [part for part in found if part is not None]
+
+    @property
+    def replicated(self) -> bool:
+        """It is not handled as if it were."""
+        return False
+
+    @property
+    def scheduler(self) -> Any:
+        """What it steps with each optimizer step, ``None`` for nothing."""
+        return self._engine.lr_scheduler
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What steps in it."""
+        return self._partitions.optimizer
+
+    def accumulate(self, *, last: bool) -> None:
+        """Say before a forward pass whether it is the last one of an optimizer step, whatever the configuration says.
+
+        Raises:
+            UsageError: there are to be several, but the configuration, or this release, does not allow for it.
+        """
+        if not last and self._engine.gradient_accumulation_steps() == 1:
+            raise UsageError(
+                "gradient_accumulation_steps is 1, but a step has several micro-batches. Give run.deepspeed_config() "
+                "the loader's micro_batch_size, and take what it returns."
+            )
+        if not last and _loses_gradients(self._engine.optimizer):
+            raise UsageError(
+                "This release of DeepSpeed loses gradients where it accumulates them over more than two micro-batches "
+                "and offloads the optimizer at stage 1 or 2. Update it (0.19.8 does not), or leave out one of both."
+            )
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._told = True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a loss that is weighted already."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Return what this rank has.
+
+        Raises:
+            UsageError: an optimizer step is in the middle, or the optimizer keeps what cannot be saved.
+        """
+        engine = self._engine
+        if not self._told and engine.micro_steps % engine.gradient_accumulation_steps():
+            raise UsageError(
+                f"A checkpoint was due after {engine.micro_steps} batches, in the middle of "
+                f"{engine.gradient_accumulation_steps()} that are accumulated. Call run.step() after the last of them."
+            )
+        slots = self._slots()
+        self._require_state(slots)
+        tensors: dict[str, torch.Tensor] = dict(self._parameters(slots))
+        state = {}
+        for name, slot in slots.items():
+            flats, numbers = self._kept(name, slot)
+            for key, flat in flats.items():
+                whole = self._sizes[name].numel()
+                tensors[f"{self.name}/optimizer/{name}/{key}"] = Fragment(slot.of(flat), slot.start, whole)
+            state[name] = {"tensors": {key: str(flat.dtype) for key, flat in flats.items()}, "numbers": numbers}
+        plain, others = tree.split(self.name, self._others())
+        plain["parameters"] = {
+            name: {FLAT: [f"{self.name}/parameters/{name}", list(size)]} for name, size in self._sizes.items()
+        }
+        plain["optimizer"] = {"groups": settings_of(self._groups), "state": state}
+        return plain, {**tensors, **others}
+
+    def common(self, tensors: Tensors) -> set[str]:
+        """Return what belongs to parameters."""
+        return {key for key, tensor in tensors.items() if isinstance(tensor, Fragment)}
+
+    def targets(self, plain: Any) -> dict[str, torch.Tensor]:
+        """Return memory for a checkpoint of any stage and world size; the optimizer's is made where it is not yet.
+
+        Raises:
+            ValueError: the checkpoint is of another model.
+        """
+        saved = {name: torch.Size(each[FLAT][1]) for name, each in plain["parameters"].items()}
+        if saved != self._sizes:
+            differing = sorted(
+                name for name in saved.keys() | self._sizes.keys() if saved.get(name) != self._sizes.get(name)
+            )
+            raise ValueError(f"it differs in {len(differing)} parameters, such as {differing[0]!r}")
+        for name, slot in self._slots().items():
+            state, wanted = self.optimizer.state[slot.key], plain["optimizer"]["state"][name]["tensors"]
+            for key in [key for key, value in state.items() if _is_like(slot, key, value) and key not in wanted]:
+                del state[key]
+            for key, kind in wanted.items():
+                if not _is_like(slot, key, state.get(key)):
+                    dtype = getattr(torch, kind.removeprefix("torch."))
+                    state[key] = torch.zeros_like(slot.key, dtype=dtype, requires_grad=False)
+        return self.collect()[1]
+
+    def restore(self, plain: Any, tensors: Tensors) -> None:
+        """Put back a state of any stage and world size. A collective.
+
+        Raises:
+            ValueError: it is of another optimizer.
+        """
+        with self._partitions.changing():
+            for name, own in self.collect()[1].items():
+                found = tensors.get(name)
+                if isinstance(own, Fragment) and not isinstance(found, Fragment):  # it is of another type than saved
+                    if found is None:
+                        raise ValueError(f"it has no {name!r}")
+                    own.held.copy_(found.narrow(0, own.start, own.held.numel()))
+            restore_settings(self._groups, plain["optimizer"]["groups"])
+            on_device = any(group.get("fused") or group.get("capturable") for group in self._groups)  # as torch has it
+            for name, slot in self._slots().items():
+                numbers = plain["optimizer"]["state"][name]["numbers"]
+                device = slot.key.device if on_device else torch.device("cpu")
+                state = {key: _number(value, device) for key, value in numbers.items()}
+                self.optimizer.state[slot.key].update(state)
+        self._restore_others({key: tree.join(plain[key], tensors) for key in self._others()})
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, torch.Size]:
+        return {name: size_of(parameter) for parameter, name in self._names.items()}
+
+    def _slots(self) -> dict[str, Slot]:
+        return {self._names[parameter]: slot for parameter, slot in self._partitions.slots()}
+
+    def _parameters(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, torch.Tensor]]:
+        for parameter, name in self._names.items():
+            slot = slots.get(name)
+            held, start = self._partitions.rest(parameter) if slot is None else (slot.of(slot.key), slot.start)
+            yield f"{self.name}/parameters/{name}", Fragment(held, start, self._sizes[name].numel())
+
+    def _require_state(self, slots: Mapping[str, Slot]) -> None:
+        """Check that the optimizer's state is where it is looked for, whatever release or setting this is.
+
+        Raises:
+            UsageError: some parameters have it, and others do not.
+        """
+        without = [name for name, slot in slots.items() if not self.optimizer.state.get(slot.key)]
+        # Without ZeRO a parameter that never had a gradient has no state; a flat part of all always has a gradient.
+        if without and len(without) < len(slots) and not isinstance(self._partitions, Whole):
+            raise UsageError(
+                f"{type(self.optimizer).__name__} keeps a state for {len(slots) - len(without)} parameters, but none "
+                f"for {len(without)}, such as {without[0]!r}: DeepSpeed has it elsewhere, where it is not saved from."
+            )
+
+    def _kept(self, name: str, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return what the optimizer keeps for a parameter's flat tensor: tensors like it, and single numbers."""
+        tensors: dict[str, torch.Tensor] = {}
+        numbers: dict[str, Any] = {}
+        for key, value in self.optimizer.state.get(slot.key, {}).items():
+            if _is_like(slot, key, value):
+                tensors[key] = value
+            elif isinstance(value, torch.Tensor) and value.numel() == 1:
+                numbers[key] = [value.item(), str(value.dtype), list(value.shape)]
+            elif value is None or isinstance(value, bool | int | float | str):
+                numbers[key] = [value, None, None]
+            else:
+                raise UsageError(
+                    f"{type(self.optimizer).__name__} keeps {key}={type(value).__name__} for {name!r}; of an optimizer "
+                    "in DeepSpeed only numbers and tensors of the parameter's size can be saved."
+                )
+        return tensors, numbers
+
+    def _others(self) -> dict[str, Any]:
+        engine = self._engine
+        scaler = getattr(engine.optimizer, "loss_scaler", None)
+        grad_scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+        return {
+            "buffers": dict(_buffers(engine.module)),
+            "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
+            "loss_scaler": None if scaler is None else _scaler(scaler),
+            "grad_scaler": None if grad_scaler is None else grad_scaler.state_dict(),
+            "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+        }
+
+    def _restore_others(self, found: Mapping[str, Any]) -> None:
+        engine = self._engine
+        for name, buffer in _buffers(engine.module):
+            if found["buffers"][name] is not buffer:
+                buffer.copy_(found["buffers"][name])
+        for name, count in found["counters"].items():
+            setattr(engine, name, count)
+        _restore_scaler(getattr(engine.optimizer, "loss_scaler", None), found["loss_scaler"])
+        grad_scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+        if grad_scaler is not None and found["grad_scaler"] is not None:
+            grad_scaler.load_state_dict(found["grad_scaler"])
+        if (engine.lr_scheduler is None) != (found["scheduler"] is None):
+            raise ValueError(f"it has {'no' if found['scheduler'] is None else 'a'} scheduler")
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(found["scheduler"])
+
+
+def _is_like(slot: Slot, key: str, value: Any) -> bool:
+    """Whether a value that the optimizer keeps is laid out like what it steps on."""
+    return isinstance(value, torch.Tensor) and value.shape == slot.key.shape and key != "step"
+
+
+def _number(saved: list[Any], device: torch.device) -> Any:
+    value, kind, shape = saved
+    if kind is None:
+        return value
+    return torch.full(shape or [], value, dtype=getattr(torch, kind.removeprefix("torch.")), device=device)
+
+
+def _buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in root.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:  # noqa: SLF001
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _scaler(scaler: Any) -> dict[str, Any]:
+    values = {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)}
+    return {"kind": type(scaler).__name__, "values": values}
+
+
+def _restore_scaler(scaler: Any, saved: Mapping[str, Any] | None) -> None:
+    if scaler is None or saved is None or type(scaler).__name__ != saved["kind"]:
+        if scaler is not None and scaler.dynamic:
+            _LOG.warning("The checkpoint has no state of a %s: the loss scale starts anew.", type(scaler).__name__)
+        return
+    for key, value in saved["values"].items():
+        setattr(scaler, key, value)
+
+
+def _loses_gradients(optimizer: Any) -> bool:
+    """Tell whether sums in the CPU's memory are not written back, as up to 0.17.6 at least."""
+    stages_1_and_2 = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
+    return stages_1_and_2 and bool(optimizer.cpu_offload) and not hasattr(optimizer, "_record_offload_copy")

@@ -1,0 +1,230 @@
+"""The state of what a user tracks: collected into JSON and tensors, and put back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from azureml_elastic.checkpoint.state.accelerate import unwrap_optimizer, unwrap_scheduler
+from azureml_elastic.checkpoint.state.deepspeed.engine import EngineState, is_engine
+from azureml_elastic.checkpoint.state.tracked import (
+    ModuleState,
+    OptimizerState,
+    OtherState,
+    Stateful,
+    Tracked,
+    owner_of,
+)
+from azureml_elastic.checkpoint.state.zero_redundancy import ZeroRedundancyState, is_zero_redundancy
+from azureml_elastic.errors import UsageError
+
+__all__ = ["TrackedState"]
+
+
+class TrackedState:
+    """Everything that a checkpoint of this run holds.
+
+    Args:
+        objects: by the name under which a checkpoint holds them.
+        on_step: called after each step of a tracked optimizer.
+
+    Raises:
+        UsageError: an object has no state, or an optimizer's parameters are in no tracked module.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], on_step: Callable[[], None] = lambda: None) -> None:
+        self.names = sorted(objects)
+        engines = {name: value for name, value in objects.items() if is_engine(value)}
+        modules = {
+            name: value for name, value in objects.items() if isinstance(value, nn.Module) and name not in engines
+        }
+        self._tracked: list[Tracked] = []
+        for name, wrapped in objects.items():
+            value = unwrap_optimizer(wrapped)
+            if "/" in name:
+                raise UsageError(f"The name {name!r} holds a '/', which separates the parts of tensors' names.")
+            self._tracked.append(_tracked(name, value, modules, engines))
+        self._engine = next((each for each in self._tracked if isinstance(each, EngineState)), None)
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(lambda *_: on_step())
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are tracked by themselves."""
+        return [each.module for each in self._tracked if isinstance(each, ModuleState)]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All that step, an engine's own too."""
+        found = [getattr(each, "optimizer", None) for each in self._tracked]
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        """Torch's schedulers of steps or epochs that are tracked as they are."""
+        values = [unwrap_scheduler(each.value) for each in self._tracked if isinstance(each, OtherState)]
+        return [
+            value for value in values if isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau)
+        ]
+
+    @property
+    def schedulers_of_engines(self) -> list[Any]:
+        """What engines step themselves."""
+        found = [each.scheduler for each in self._tracked if isinstance(each, EngineState)]
+        return [scheduler for scheduler in found if scheduler is not None]
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all of the state."""
+        return all(each.replicated for each in self._tracked)
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether a ``GradScaler`` is tracked, which does not bear an optimizer step without gradients."""
+        return any(each.scales_gradients for each in self._tracked)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients, in the way of the engine where one is tracked.
+
+        Raises:
+            UsageError: the engine is set up for something else.
+        """
+        if self._engine is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self._engine.backward(loss)
+
+    def accumulate(self, *, last: bool) -> None:
+        """Tell the engine, where one is tracked, whether the next pass is the last one of a step.
+
+        Raises:
+            UsageError: it is not set up for several.
+        """
+        if self._engine is not None:
+            self._engine.accumulate(last=last)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients: an optimizer step then changes nothing."""
+        for each in self._tracked:
+            if isinstance(each, ModuleState):
+                for parameter in each.module.parameters():
+                    parameter.grad = None
+
+    def others(self) -> dict[str, Any]:
+        """Return a copy of the states of what is neither module nor optimizer, such as schedulers."""
+        return {each.name: each.copy() for each in self._tracked if isinstance(each, OtherState)}
+
+    def restore_others(self, states: Mapping[str, Any]) -> None:
+        """Put back what :meth:`others` returned."""
+        for each in self._tracked:
+            if isinstance(each, OtherState):
+                each.put_back(states[each.name])
+
+    def collect(self, *, is_main: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the state as JSON and as tensors that alias the live ones.
+
+        Args:
+            is_main: whether this is rank 0, whose word counts for what all ranks hold a copy of but the library
+                does not keep equal: buffers, and objects that are neither module nor optimizer.
+
+        Raises:
+            UsageError: a state holds what cannot be saved.
+        """
+        plain: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for each in self._tracked:
+            plain[each.name], found = each.collect()
+            if not is_main:
+                keep = each.common(found)
+                found = {key: tensor for key, tensor in found.items() if key in keep}
+            tensors.update(found)
+        return plain, tensors
+
+    def targets(self, plain: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return tensors to read a checkpoint into, by name.
+
+        Args:
+            plain: the checkpoint's state as JSON.
+
+        Raises:
+            UsageError: it holds other names than are tracked, or does not fit an object.
+        """
+        self.require_names(plain)
+        tensors: dict[str, torch.Tensor] = {}
+        for each in self._tracked:
+            with _fitting(each):
+                tensors.update(each.targets(plain[each.name]))
+        return tensors
+
+    def wants(self, tensor: str) -> bool:
+        """Tell by its name whether this rank needs a tensor of a checkpoint."""
+        name = tensor.partition("/")[0]
+        return all(each.wants(tensor) for each in self._tracked if each.name == name)
+
+    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put back what :meth:`collect` returned.
+
+        Raises:
+            UsageError: the checkpoint holds other names than are tracked, or does not fit an object.
+        """
+        self.require_names(plain)
+        for each in self._tracked:
+            with _fitting(each):
+                each.restore(plain[each.name], tensors)
+
+    def require_names(self, saved: Mapping[str, Any]) -> None:
+        """Check that a checkpoint holds exactly what is tracked.
+
+        Raises:
+            UsageError: it does not.
+        """
+        if sorted(saved) != self.names:
+            raise UsageError(
+                f"The checkpoint holds {sorted(saved)}, but this script tracks {self.names}. Track the same names, or "
+                "start anew with an empty checkpoint folder."
+            )
+
+
+def _tracked(name: str, value: Any, modules: Mapping[str, nn.Module], engines: Mapping[str, Any]) -> Tracked:
+    for engine in engines.values():
+        if value is not engine and any(value is part for part in EngineState.parts(engine)):
+            raise UsageError(
+                f"{name}={type(value).__name__} belongs to the DeepSpeed engine that is tracked as well, and would be "
+                "saved twice. Track the engine alone: it holds model, optimizer and scheduler."
+            )
+    if name in engines:
+        return EngineState(name, value)
+    if isinstance(value, nn.Module):
+        return ModuleState(name, value)
+    if isinstance(value, Optimizer):
+        owner = owner_of(value, modules)
+        if owner is None:
+            raise UsageError(
+                f"The parameters of {name!r} ({type(value).__name__}) do not all belong to one tracked module, so "
+                f"they have no names; tracked are {sorted(modules)}. Track the module that the optimizer was "
+                "made for, in the same call; put several into one nn.ModuleDict."
+            )
+        return (ZeroRedundancyState if is_zero_redundancy(value) else OptimizerState)(name, value, owner)
+    if isinstance(value, Stateful):
+        return OtherState(name, value)
+    raise UsageError(
+        f"{name}={value!r} cannot be tracked: it has no state_dict() and load_state_dict(). Track modules, "
+        "optimizers, and objects with both methods."
+    )
+
+
+@contextlib.contextmanager
+def _fitting(tracked: Tracked) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"The checkpoint's {tracked.name!r} does not fit this script: {error} "
+            "Restore the former definition, or start anew with an empty checkpoint folder."
+        ) from error

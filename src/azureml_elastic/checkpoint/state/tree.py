@@ -1,0 +1,103 @@
+"""State dicts as JSON plus tensors, so that no pickle is ever loaded from a checkpoint.
+
+A nested state is split into *plain* (JSON: everything that is no tensor, with placeholders) and a flat mapping of names
+to tensors for ``torch.distributed.checkpoint``. JSON knows neither tuples, nor keys that are no strings, nor infinity:
+such values are written as an object with one key that starts with ``$``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from azureml_elastic.checkpoint.format.manifest import FLAT
+from azureml_elastic.errors import CheckpointDamaged, UsageError
+
+__all__ = ["join", "split"]
+
+
+def split(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Separate the tensors from the rest.
+
+    Args:
+        name: of the state, the prefix of its tensors' names and the start of the path in messages.
+        value: nested mappings, lists, tuples, sets, tensors, numbers, text, bytes and ``None``.
+
+    Returns:
+        The rest as JSON, and the tensors by name.
+
+    Raises:
+        UsageError: there is something else in it.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _split(name, value, tensors), tensors
+
+
+def _split(path: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value
+        return {"$tensor": path}
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, Mapping):
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        if plain and not isinstance(value, Counter):
+            return {key: _split(f"{path}/{key}", item, tensors) for key, item in value.items()}
+        pairs = [[_split(path, key, {}), _split(f"{path}/{key}", item, tensors)] for key, item in value.items()]
+        return {"$counter" if isinstance(value, Counter) else "$map": pairs}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_split(f"{path}/{index}", item, tensors) for index, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        return {"$tuple" if isinstance(value, tuple) else "$set": items}
+    raise UsageError(
+        f"The state at {path!r} holds a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold without pickle. Have its state_dict() return tensors, numbers, text, bytes, None and lists, "
+        "tuples, sets or mappings of these."
+    )
+
+
+def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the value that :func:`split` took apart; named tuples come back as tuples.
+
+    Raises:
+        CheckpointDamaged: a placeholder names a tensor that is not there, or is unknown.
+    """
+    if isinstance(plain, list):
+        return [join(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) != 1 or not (kind := next(iter(plain))).startswith("$"):
+        return {key: join(item, tensors) for key, item in plain.items()}
+    content = plain[kind]
+    if kind == "$tensor":
+        if content not in tensors:
+            raise CheckpointDamaged(f"The checkpoint's manifest names the tensor {content!r}, which it does not hold.")
+        return tensors[content]
+    if kind == FLAT:
+        return tensors[content[0]]
+    if kind == "$float":
+        return float(content)
+    if kind == "$bytes":
+        return base64.b64decode(content)
+    items = [join(item, tensors) for item in content]
+    if kind == "$tuple":
+        return tuple(items)
+    if kind == "$set":
+        return set(items)
+    if kind == "$map":
+        return dict(items)
+    if kind == "$counter":
+        return Counter(dict(items))
+    raise CheckpointDamaged(f"The checkpoint's manifest holds {kind!r}, which this release does not know.")

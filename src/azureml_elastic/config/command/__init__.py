@@ -1,0 +1,1 @@
+"""The command of a job, parsed as far as the agent needs it."""

@@ -1,0 +1,223 @@
+"""The Python program that a job starts: found in the job's shell command, understood on the node.
+
+A job's command may prepare the node first (``pip install -r r.txt && python train.py | tee log``). Submission
+only has to know *where* the program stands in that text, for everything around it stays the shell's business:
+:func:`find_program` reads the command as a shell would, without running or rewriting a character of it. On the
+node the shell has already split the words, and :func:`parse_program` reads those.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from azureml_elastic.config.command.shell import simple_commands
+from azureml_elastic.errors import CommandError
+
+__all__ = ["FoundProgram", "Program", "find_program", "parse_program", "require_script"]
+
+_INTERPRETER = re.compile(r"(?:.*[/\\])?python(?:\d+(?:\.\d+)*)?(?:\.exe)?", re.DOTALL)
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=", re.ASCII)
+_QUOTES = frozenset("'\"\\")
+_FLAGS = frozenset("bBdEIOPqRsSuvx")
+_FLAGS_WITH_VALUE = frozenset("WX")
+_LAUNCHERS = frozenset({"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "torchrun"})
+_LAUNCHER_MODULES = frozenset(
+    {"accelerate.commands.launch", "deepspeed.launcher.launch", "torch.distributed.launch", "torch.distributed.run"}
+)
+_PREFIXES = frozenset({"!", "do", "elif", "else", "env", "exec", "if", "nohup", "then", "time", "{"})
+_LOOPS = (["for"], ["until"], ["while"])
+_NEXT_STEP = "Give the script itself, as in 'python train.py --epochs 10' or 'python -m package.module'"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Python program and how it is started.
+
+    Args:
+        interpreter: as it was given (``"python3.11"``, ``"/opt/bin/python"``); ``None`` where only the script was.
+        interpreter_options: for the interpreter itself (``("-u", "-W", "error")``).
+        kind: whether ``target`` is a file or the name of a module.
+        target: the script's path or the module's dotted name.
+        arguments: for the program.
+    """
+
+    interpreter: str | None
+    interpreter_options: tuple[str, ...]
+    kind: Literal["script", "module"]
+    target: str
+    arguments: tuple[str, ...]
+
+
+class FoundProgram(NamedTuple):
+    """A shell command, cut in three; the parts joined are the command, character for character."""
+
+    before: str
+    program: str
+    after: str
+
+
+def parse_program(argv: Sequence[str]) -> Program:
+    """Read the words that start a Python program.
+
+    Args:
+        argv: the interpreter, its options, the script or ``-m module``, and the program's arguments; or just a
+            script that ends in ``.py`` with its arguments; or one string that holds all of it.
+
+    Raises:
+        CommandError: the words start no Python program that the elastic agent could run.
+    """
+    words = list(argv)
+    if len(words) == 1 and any(character.isspace() or character in _QUOTES for character in words[0]):
+        words = _split(words[0])
+    if not words:
+        raise CommandError(f"The command is empty. {_NEXT_STEP}.")
+    if _INTERPRETER.fullmatch(words[0]):
+        return _parse_interpreted(words)
+    if words[0].endswith(".py"):
+        return Program(None, (), "script", words[0], tuple(words[1:]))
+    raise CommandError(_no_python(words))
+
+
+def require_script(program: Program) -> None:
+    """Check that the script is there, so that nothing is started for one that is not.
+
+    Raises:
+        CommandError: it is not. A module is found only by its own interpreter, and not checked.
+    """
+    if program.kind == "script" and not Path(program.target).is_file():
+        raise CommandError(
+            f"The script {program.target!r} does not exist in {Path.cwd()}. "
+            "Give its path from there, or an absolute one."
+        )
+
+
+def find_program(shell_command: str) -> FoundProgram:
+    """Find the one Python program that a shell command starts.
+
+    Commands before it may prepare the node, ``python -m pip`` and ``python -c`` among them; what follows may be
+    a pipe, a redirection or a clean-up. ``${{...}}`` expressions of Azure ML are words like any other.
+
+    Args:
+        shell_command: one or more lines for ``bash``.
+
+    Raises:
+        CommandError: no Python program is there, or more than one, or it is started in a loop.
+    """
+    found: list[FoundProgram] = []
+    others: list[list[str]] = []
+    loops = 0
+    for command in simple_commands(shell_command):
+        words = [word.text for word in command]
+        skipped = _prefix_length(words)
+        start = words[skipped:]
+        loops += (start[:1] in _LOOPS) - (start[:1] == ["done"])
+        if not start or not (_INTERPRETER.fullmatch(start[0]) or start[0].endswith(".py")):
+            others.append(start or words)
+            continue
+        if _prepares(start):
+            others.append(start)
+            continue
+        parse_program(start)
+        if loops:
+            raise CommandError(
+                f"The command starts {shlex.join(start)!r} in a shell loop; an elastic job runs its program once. "
+                "Move the loop into the training script, or submit one job per turn."
+            )
+        cut = slice(command[skipped].start, command[-1].end)
+        found.append(FoundProgram(shell_command[: cut.start], shell_command[cut], shell_command[cut.stop :]))
+    if not found:
+        launcher = next((words for words in others if words[0].rsplit("/", 1)[-1] in _LAUNCHERS), None)
+        raise CommandError(_no_python(launcher or (others[-1] if others else [])))
+    if len(found) > 1:
+        programs = ", ".join(repr(one.program) for one in found)
+        raise CommandError(
+            f"The command starts {len(found)} Python programs ({programs}); an elastic job runs exactly one. "
+            "Call the others from the training script, or submit them as jobs of their own."
+        )
+    return found[0]
+
+
+def _parse_interpreted(words: list[str]) -> Program:
+    interpreter, rest = words[0], words[1:]
+    options: list[str] = []
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "--check-hash-based-pycs" and rest:
+            options += [word, rest.pop(0)]
+            continue
+        for position, letter in enumerate(word[1:], start=1):
+            value = word[position + 1 :]
+            if letter == "m":
+                if position > 1:
+                    options.append(word[:position])
+                module = value or (rest.pop(0) if rest else "")
+                if not module:
+                    raise CommandError(f"{shlex.join(words)!r} names no module after -m. {_NEXT_STEP}.")
+                if module in _LAUNCHER_MODULES:
+                    raise CommandError(
+                        f"{shlex.join(words)!r} starts the launcher {module!r}; the elastic agent takes the launcher's "
+                        f"place and starts the workers. {_NEXT_STEP}."
+                    )
+                return Program(interpreter, tuple(options), "module", module, tuple(rest))
+            if letter in _FLAGS_WITH_VALUE:
+                if not value and not rest:
+                    raise CommandError(f"{shlex.join(words)!r} gives -{letter} no value. {_NEXT_STEP}.")
+                options += [word] if value else [word, rest.pop(0)]
+                break
+            if letter not in _FLAGS:
+                raise CommandError(
+                    f"{shlex.join(words)!r} gives the interpreter {word!r}, which starts no script or module that "
+                    f"could run again after a restart. {_NEXT_STEP}."
+                )
+        else:
+            if len(word) == 1:
+                raise CommandError(f"{shlex.join(words)!r} reads its program from standard input. {_NEXT_STEP}.")
+            options.append(word)
+    if not rest:
+        raise CommandError(f"{shlex.join(words)!r} starts the interpreter without a program. {_NEXT_STEP}.")
+    return Program(interpreter, tuple(options), "script", rest[0], tuple(rest[1:]))
+
+
+def _prepares(words: list[str]) -> bool:
+    """Whether a call of Python installs packages or runs one line, and so is no program of the job."""
+    for position, word in enumerate(words[1:], start=1):
+        if not word.startswith("-"):
+            return False
+        if word == "-c":
+            return True
+        if word == "-m":
+            return words[position + 1 : position + 2] in (["pip"], ["venv"], ["ensurepip"])
+    return False
+
+
+def _prefix_length(words: list[str]) -> int:
+    for position, word in enumerate(words):
+        if word not in _PREFIXES and not _ASSIGNMENT.match(word):
+            return position
+    return len(words)
+
+
+def _no_python(words: Sequence[str]) -> str:
+    if not words:
+        return f"The command starts no Python program. {_NEXT_STEP}."
+    said = f"The command {shlex.join(words)!r} starts no Python program"
+    if words[0].rsplit("/", 1)[-1] in _LAUNCHERS:
+        return (
+            f"{said} but the launcher {words[0]!r}; the elastic agent takes the launcher's place and starts "
+            f"the workers. {_NEXT_STEP}."
+        )
+    return f"{said}; the elastic agent has to start, watch and restart the workers itself. {_NEXT_STEP}."
+
+
+def _split(text: str) -> list[str]:
+    commands = list(simple_commands(text))
+    if len(commands) > 1:
+        raise CommandError(
+            f"{text!r} holds {len(commands)} shell commands where one Python program is expected. {_NEXT_STEP}."
+        )
+    return [word.text for word in commands[0]] if commands else []

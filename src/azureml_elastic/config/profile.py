@@ -1,0 +1,84 @@
+"""Which steps of a run PyTorch's profiler records, and on which ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import Self
+
+from azureml_elastic.config.base import Spec
+
+__all__ = ["Profile", "recorded_after"]
+
+
+def _ranks(value: tuple[int, ...]) -> tuple[int, ...]:
+    wrong = [rank for rank in value if rank < 0]
+    if wrong or not value:
+        raise ValueError(f'ranks={list(value)} has {wrong or "none"}; give numbers from 0, as in (0, 4), or "all"')
+    return tuple(sorted(set(value)))
+
+
+class Profile(Spec):
+    """PyTorch's profiler over a few steps, written for TensorBoard; the rest of the run is not slowed down.
+
+    Args:
+        first: the first step that is recorded. Steps are counted from 1 over the whole run, restarts included.
+        steps: how many, one after the other, are recorded; a trace has all of them.
+        warmup: steps before them in which the profiler runs without keeping anything: its own start takes time.
+        every: steps from one recording's beginning to the next one's; ``None`` records once.
+        each_round: whether steps are counted anew in each round, so that every world size has its traces.
+        ranks: that record; those that a round does not have are left out.
+        folder: for the traces. Variables in it, as in ``"$AZURE_ML_OUTPUT_traces"``, are the node's. ``None`` takes
+            ``profiles`` in the run's folder, which Azure ML uploads.
+        record_shapes: whether the shapes of operators' inputs are recorded.
+        profile_memory: whether allocations are.
+        with_stack: whether the lines of source are. Each of the three makes the recorded steps slower.
+    """
+
+    first: int = Field(default=10, ge=1)
+    steps: int = Field(default=3, ge=1)
+    warmup: int = Field(default=2, ge=0)
+    every: int | None = Field(default=None, ge=1)
+    each_round: bool = False
+    ranks: Literal["all"] | Annotated[tuple[int, ...], AfterValidator(_ranks)] = (0,)
+    folder: str | None = Field(default=None, min_length=1)
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+
+    @model_validator(mode="after")
+    def _recordings_do_not_meet(self) -> Self:
+        if self.every is not None and self.every < self.steps + self.warmup:
+            raise ValueError(
+                f"every={self.every} is below steps + warmup = {self.steps + self.warmup}, so one recording would "
+                "begin before the one before it has ended; raise the first or lower the others"
+            )
+        return self
+
+    def __str__(self) -> str:
+        each = "" if self.every is None else f", every {self.every} steps"
+        counted = " of each round" if self.each_round else ""
+        where = "all ranks" if self.ranks == "all" else f"rank {', '.join(str(rank) for rank in self.ranks)}"
+        last = self.first + self.steps - 1
+        what = f"step {self.first}" if last == self.first else f"steps {self.first} to {last}"
+        return f"{what}{counted}{each} on {where}"
+
+
+def recorded_after(profile: Profile, completed: int, entered: int) -> tuple[int, int] | None:
+    """Return the first and the last step of the next recording that can be whole; ``None`` where there is none.
+
+    Args:
+        profile: what is asked for.
+        completed: steps of the run that are completed.
+        entered: steps that were completed when the round began.
+    """
+    origin = entered if profile.each_round else 0
+    behind = completed - origin - (profile.first - 1)  # completed steps that the first recording wanted, or later ones
+    number = 0
+    if behind > 0:
+        if profile.every is None:
+            return None
+        number = -(-behind // profile.every)
+    first = origin + profile.first + number * (profile.every or 0)
+    return first, first + profile.steps - 1

@@ -1,0 +1,156 @@
+"""The process group and the device, from the environment that torchrun or the node's agent sets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+import torch
+import torch.distributed as dist
+
+from azureml_elastic.config import CheckpointPolicy, Plan
+from azureml_elastic.config import environment as names
+from azureml_elastic.distributed.forks import spare_the_inherited
+from azureml_elastic.errors import PlanError, UsageError
+from azureml_elastic.ipc.agent_interface import Identity
+
+__all__ = ["Environment", "close_group", "open_group", "pick_device", "read_history", "trace_folder"]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment says.
+
+    Args:
+        identity: of this process.
+        channel: the path of the agent's socket, ``None`` without an agent.
+        run_dir: for audit files, ``None`` for the working directory.
+        plan: the run's plan, ``None`` without one.
+        node: names the machine, in files.
+    """
+
+    identity: Identity
+    channel: str | None
+    run_dir: str | None
+    plan: Plan | None
+    node: str
+
+    @property
+    def stays(self) -> bool:
+        """Whether the agent wants this process to outlive its round: it is told its place later."""
+        return self.channel is not None and self.identity.round == 0
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
+        """Read it.
+
+        Raises:
+            PlanError: the plan cannot be read.
+            UsageError: a number is none, or ``MASTER_ADDR`` or ``MASTER_PORT`` is missing beside ``WORLD_SIZE``.
+        """
+        identity = Identity(
+            rank=_number(variables, "RANK", 0),
+            local_rank=_number(variables, "LOCAL_RANK", 0),
+            world_size=_number(variables, "WORLD_SIZE", 1),
+            round=_number(variables, names.ROUND, 0),
+        )
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
+        if identity.world_size > 1 and missing:
+            raise UsageError(
+                f"WORLD_SIZE={identity.world_size}, but {', '.join(missing)} is not set. Start the script with the "
+                "node agent or torchrun, which set all of them, or unset WORLD_SIZE to run alone."
+            )
+        channel = variables.get(names.CHANNEL)
+        text = variables.get(names.PLAN)
+        if channel is not None and names.ROUND not in variables:
+            raise PlanError(f"{names.CHANNEL} is set without {names.ROUND}; the node's agent sets both.")
+        plan = None if text is None else Plan.from_json(text)
+        return cls(
+            identity, channel, variables.get(names.RUN_DIR), plan, variables.get(names.NODE_ID) or socket.gethostname()
+        )
+
+    def policy(self, wanted: CheckpointPolicy | None) -> CheckpointPolicy:
+        """Return the checkpoint policy: the script's argument, else the plan's, else the defaults.
+
+        The path, where the chosen policy has none, is the plan's, else ``checkpoints`` in the run's folder, else
+        ``checkpoints`` in the working directory.
+        """
+        planned = None if self.plan is None else self.plan.checkpoint
+        chosen = wanted or planned or CheckpointPolicy()
+        if chosen.path is not None:
+            return chosen
+        path = planned.path if planned is not None and planned.path is not None else None
+        return chosen.model_copy(update={"path": path or os.path.join(self.run_dir or ".", "checkpoints")})  # noqa: PTH118
+
+
+def read_history(variables: Mapping[str, str] = os.environ) -> tuple[int, float]:
+    """Return how many losses the run has had, and for how many seconds it has trained before this round."""
+    losses, _, seconds = variables.get(names.HISTORY, "0 0").partition(" ")
+    return int(losses), float(seconds)
+
+
+def trace_folder(wanted: str | None, run_dir: str | None, variables: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for the profiler's traces.
+
+    Args:
+        wanted: with variables in it, or ``None`` for ``profiles`` in the run's folder.
+        run_dir: that folder, ``None`` for the working directory.
+        variables: the environment.
+    """
+    return Path(run_dir or ".") / "profiles" if wanted is None else Path(Template(wanted).safe_substitute(variables))
+
+
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError as error:
+        raise UsageError(f"{name}={text!r} is no whole number; the node agent or torchrun sets it.") from error
+
+
+def pick_device(identity: Identity) -> torch.device:
+    """Return this process's GPU, or the CPU where there is none.
+
+    Raises:
+        UsageError: there are fewer GPUs than processes on this node.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if identity.local_rank >= count:
+        raise UsageError(
+            f"LOCAL_RANK={identity.local_rank}, but this node has {count} GPUs. Lower process_count_per_instance to "
+            f"{count}."
+        )
+    device = torch.device("cuda", identity.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def open_group(identity: Identity, device: torch.device) -> bool:
+    """Join the process group, unless the script already has.
+
+    Returns:
+        Whether the group was opened here, and so is to be closed here.
+    """
+    spare_the_inherited()
+    if dist.is_initialized():
+        return False
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ and "RANK" in os.environ:
+        dist.init_process_group(backend, rank=identity.rank, world_size=identity.world_size)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return True
+
+
+def close_group() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

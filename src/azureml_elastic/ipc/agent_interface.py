@@ -1,0 +1,173 @@
+"""What a training process needs of the agent that started it.
+
+Two implementations: :class:`~azureml_elastic.train.agent_client.channel.ChannelAgent` speaks to the node's agent, and
+:class:`~azureml_elastic.train.agent_client.standalone.StandaloneAgent` stands in for it where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED
+
+__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "Identity", "Memory"]
+
+EXIT_AGENT_LOST = AGENT_LOST
+"""Exit code of a worker whose agent is gone: it must not go on, and may be started again (``EX_TEMPFAIL``)."""
+
+EXIT_TERMINATED = PREEMPTED
+"""Exit code of a process without an agent that has saved and left after SIGTERM."""
+
+Action = Literal["save", "leave", "rejoin"]
+"""What is to be done at a step boundary: take a checkpoint; take one and give up this place in the round; or give up
+this place, while the state stays in memory. Who has given up its place exits, or waits for another one where it may."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a training process is.
+
+    Args:
+        rank: among all processes of the round.
+        local_rank: among those of the node.
+        world_size: processes of the round.
+        round: its number, 0 without an agent.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A state that the agent holds for the workers of the next round.
+
+    Args:
+        path: to be opened and mapped.
+        step: optimizer steps completed.
+        round: in which they were.
+        rank: of the worker that handed it over.
+    """
+
+    path: str
+    step: int
+    round: int
+    rank: int
+
+
+class Agent(Protocol):
+    """The agent as the session sees it. ``pointer`` and ``commit`` are for rank 0 alone."""
+
+    leave_code: int
+    """With which the process exits after the action ``leave``."""
+
+    stays: bool
+    """Whether this process may outlive its round and take a place in the next one."""
+
+    def connected(self) -> None:
+        """Report that this process and all other ranks of the round have found each other."""
+
+    def pointer(self) -> Reference | None:
+        """Return the committed checkpoint to start from.
+
+        Raises:
+            Fenced: a newer round has taken over.
+            TableUnavailable: not to be learnt now; may be repeated.
+        """
+
+    def commit(self, reference: Reference, stall_seconds: float) -> None:
+        """Make this the checkpoint that the next round starts from.
+
+        Args:
+            reference: of a complete checkpoint.
+            stall_seconds: for which the training loop was held up.
+
+        Raises:
+            Fenced: a newer round has taken over; nothing was committed.
+            TableUnavailable: unknown whether it was committed; a later commit settles it.
+        """
+
+    def damaged(self, directory: str, problems: str) -> None:
+        """Report a checkpoint that cannot be restored. For rank 0 alone."""
+
+    def restored(self, step: int, directory: str | None) -> None:
+        """Report, on every rank, where training starts."""
+
+    def completed(self, step: int) -> Action | None:
+        """Report a completed step and return what is to be done now.
+
+        Every rank is told the same at the same step. Returns at once, unless the agent has announced a decision for
+        this very step.
+
+        Raises:
+            ElasticError: the announced decision did not come.
+        """
+
+    def busy(self, *, bounded: bool = True) -> None:
+        """Report that the next step will take its time: a checkpoint is written, say.
+
+        Args:
+            bounded: whether there is a limit, beyond that of a step; without one the wait has its own.
+        """
+
+    def free(self) -> None:
+        """Report that what was announced as busy is over."""
+
+    def expects(self, steps: int) -> None:
+        """Report how many steps the run will have, as far as the script tells."""
+
+    def when_interrupted(self, callback: Callable[[], None]) -> None:
+        """Have this called, from a thread, when the round is over and its collectives will never complete."""
+
+    def wait_interrupted(self, timeout: float) -> bool:
+        """Wait until the round is over, at most for these seconds, and return whether it is."""
+
+    def hand_over(self, step: int, descriptor: int) -> None:
+        """Have the agent hold on to the memory behind a descriptor.
+
+        Raises:
+            ElasticError: it does not.
+        """
+
+    def memory(self) -> Memory | None:
+        """Return what a worker of this node has handed over, if anything."""
+
+    shelves: bool
+    """Whether the agent holds on to copies of the state."""
+
+    def shelve(self, descriptor: int, description: Mapping[str, Any]) -> None:
+        """Have the agent hold on to a share of a copy of the state, until it is told to let go.
+
+        Args:
+            descriptor: of the memory.
+            description: with ``folder``, which names the copy, ``file``, and whatever the next worker wants to know.
+
+        Raises:
+            ElasticError: it does not.
+        """
+
+    def shelve_only(self, folder: str) -> None:
+        """Have the agent let go of all shares but those of one copy."""
+
+    def unshelve(self, folder: str) -> None:
+        """Have the agent let go of the shares of one copy, which is not whole."""
+
+    def shelved(self) -> list[dict[str, Any]]:
+        """Return the descriptions of what this node's agent holds on to, each with the ``path`` of the memory."""
+
+    def park(self) -> Identity:
+        """Wait for a place in the next round, and return it. The process ends where there will be none."""
+
+    def stopped(self, step: int) -> None:
+        """Report that the process saved and is about to exit; returns when the report is out."""
+
+    def finished(self, step: int) -> None:
+        """Report that training has ended normally."""
+
+    def close(self) -> None:
+        """Release sockets and signal handlers."""

@@ -1,0 +1,1 @@
+"""Faults that are injected into a local cluster: nodes, the table and the metadata service."""

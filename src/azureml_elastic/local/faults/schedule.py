@@ -1,0 +1,300 @@
+"""Faults to inject into a local cluster: their notation, and when they are due.
+
+A schedule is a list of faults, separated by commas or line ends::
+
+    kill=rank0@step:30          SIGKILL for the node and all its processes
+    preempt=node-1@step:30/10s  SIGTERM for the node, SIGKILL for what is left of it 10 s later (30 s by default)
+    freeze=any@20s/5s           SIGSTOP for the node and all its processes, SIGCONT 5 s later (never by default)
+    add@step:80                 one more node; ``add=2@15s`` adds two
+    table=outage@step:30/5s     the table cannot be reached for 5 s (for the rest of the run by default)
+    table=slow:20%@10s/5s       every fifth call to the table, drawn with the schedule's seed, is slow
+
+The kinds of trouble with the table are ``outage``, ``throttle``, ``timeout``, ``reset``, ``slow``, ``half``,
+``garbage`` and ``any``; see :class:`~azureml_elastic.local.faults.disturbance.Disturbance`. They need a table that nodes reach
+over plain HTTP, such as the emulator; a file has no such trouble.
+
+The target is ``node-<k>``, ``rank0`` (the node that rank 0 runs on) or ``any`` (drawn with the schedule's seed from
+those alive). The time is ``step:<n>``, once n training steps are completed, or seconds since the first round was
+sealed. The decisions are pure functions; ``cluster.py`` carries them out.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from azureml_elastic.errors import ChaosError
+from azureml_elastic.local.faults.disturbance import TROUBLES
+from azureml_elastic.local.faults.model import (
+    DEFAULT_NOTICE_S,
+    Add,
+    AfterSeconds,
+    AtStep,
+    Fault,
+    Freeze,
+    Kill,
+    Preempt,
+    Schedule,
+    TableTrouble,
+    When,
+)
+
+__all__ = ["DEFAULT_KINDS", "ChaosState", "Due", "due", "load_schedule", "may_add", "parse_schedule", "random_schedule"]
+
+_ACCEPTED = (
+    "Accepted are kill=TARGET@WHEN, preempt=TARGET@WHEN[/NOTICEs], freeze=TARGET@WHEN[/DURATIONs], "
+    "add[=COUNT]@WHEN and table=TROUBLE[:PERCENT%]@WHEN[/DURATIONs], where TARGET is node-<k>, rank0 or any, WHEN is "
+    f"step:<n> or <seconds>s, and TROUBLE is {', '.join(TROUBLES)}; "
+    "for example kill=rank0@step:30,add@step:60,table=outage@step:40/5s"
+)
+_FAULT = re.compile(r"(?P<verb>[^=@/]+)(=(?P<target>[^@/]*))?@(?P<when>[^/]*)(/(?P<extra>.*))?")
+_TARGET = re.compile(r"node-\d+|rank0|any")
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)s")
+_STEP = re.compile(r"step:(\d+)")
+_TROUBLE = re.compile(rf"(?P<kind>{'|'.join(TROUBLES)})(:(?P<percent>\d{{1,3}})%)?")
+
+DEFAULT_KINDS = ("kill", "preempt", "add")
+"""What :func:`random_schedule` draws unless it is told otherwise."""
+
+
+@dataclass(frozen=True)
+class ChaosState:
+    """What a decision depends on.
+
+    Args:
+        step: completed training steps.
+        seconds: since the first round was sealed, ``None`` before.
+        living: nodes that may be hit: alive, not frozen and not under notice.
+        gone: nodes that will not come back.
+        rank0: the node of rank 0 in the newest round.
+        fired: indices of the faults that have happened.
+    """
+
+    step: int = 0
+    seconds: float | None = None
+    living: frozenset[str] = frozenset()
+    gone: frozenset[str] = frozenset()
+    rank0: str | None = None
+    fired: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Due:
+    """A fault that is to happen now.
+
+    Args:
+        index: of the fault in the schedule.
+        fault: what is to happen.
+        victim: the node that it hits, ``None`` for an ``add``, for trouble with the table and for a target that has
+            gone already.
+    """
+
+    index: int
+    fault: Fault
+    victim: str | None = None
+
+
+def due(schedule: Schedule, state: ChaosState) -> list[Due]:
+    """Return the faults that are to happen now, at most one for each node.
+
+    A fault whose target is not there yet (a node still to be added, rank 0 between two rounds) waits for it.
+    """
+    decided: list[Due] = []
+    living = set(state.living)
+    for index, fault in enumerate(schedule.faults):
+        if index in state.fired or not _reached(fault.when, state):
+            continue
+        if isinstance(fault, (Add, TableTrouble)):
+            decided.append(Due(index, fault))
+            continue
+        if fault.target in state.gone:
+            decided.append(Due(index, fault))
+            continue
+        victim = _victim(fault.target, living, state.rank0, f"{schedule.seed}/{index}")
+        if victim is not None:
+            living.remove(victim)
+            decided.append(Due(index, fault, victim))
+    return decided
+
+
+def may_add(schedule: Schedule, state: ChaosState) -> bool:
+    """Whether new nodes can still come when none is left: steps no longer pass then, but time does."""
+    return any(
+        isinstance(fault, Add)
+        and index not in state.fired
+        and (_reached(fault.when, state) or (isinstance(fault.when, AfterSeconds) and state.seconds is not None))
+        for index, fault in enumerate(schedule.faults)
+    )
+
+
+def load_schedule(spec: str, seed: int = 0) -> Schedule:
+    """Read a schedule from a file of that name, else from the text itself.
+
+    Raises:
+        ChaosError: it cannot be read.
+    """
+    path = Path(spec)
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # longer than a file name may be
+        is_file = False
+    if not is_file:
+        return parse_schedule(spec, seed)
+    try:
+        return parse_schedule(path.read_text(encoding="utf-8"), seed)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ChaosError(f"The fault schedule {path} cannot be read: {error}. Give a text file.") from error
+
+
+def parse_schedule(text: str, seed: int = 0) -> Schedule:
+    """Read a schedule; ``#`` starts a comment that ends with its line.
+
+    Raises:
+        ChaosError: an entry is not understood; the message names what is accepted.
+    """
+    lines = (line.partition("#")[0] for line in text.splitlines())
+    entries = (entry.strip() for line in lines for entry in line.split(","))
+    return Schedule(tuple(_parse(entry) for entry in entries if entry), seed)
+
+
+def random_schedule(
+    seed: int,
+    *,
+    nodes: int = 3,
+    first_step: int = 5,
+    last_step: int = 60,
+    faults: int = 6,
+    kinds: Sequence[str] = DEFAULT_KINDS,
+) -> Schedule:
+    """Draw a schedule of losses, new nodes and other trouble at random steps that never takes the last node.
+
+    The first loss is rank 0's node. There are never more nodes than at the start. What ends by itself (a freeze,
+    trouble with the table) does so after 1 to 8 s, so that steps pass again.
+
+    Args:
+        seed: the same seed draws the same schedule.
+        nodes: at the start, and at most; at least 2.
+        first_step: before which nothing happens.
+        last_step: after which nothing happens; from ``first_step`` there must be at least ``faults`` steps.
+        faults: how many, at least 2.
+        kinds: what is drawn, of ``kill``, ``preempt``, ``add``, ``freeze`` and ``table``; with losses also ``add``.
+
+    Raises:
+        ChaosError: no schedule fits.
+    """
+    losses = [kind for kind in ("kill", "preempt") if kind in kinds]
+    passing = [kind for kind in ("freeze", "table") if kind in kinds]
+    if nodes < 2 or faults < 2 or last_step - first_step + 1 < faults:  # noqa: PLR2004
+        raise ChaosError(
+            f"No schedule of {faults} faults on {nodes} nodes fits steps {first_step} to {last_step}: "
+            "give at least 2 nodes, 2 faults and a step for each fault."
+        )
+    if not losses + passing or set(kinds) - {*losses, *passing, "add"} or (losses and "add" not in kinds):
+        raise ChaosError(
+            f"No schedule can be drawn of the kinds {', '.join(kinds) or 'none'}: give some of kill, preempt, add, "
+            "freeze and table, and add wherever nodes are lost."
+        )
+    rng = random.Random(seed)
+    steps = sorted(rng.sample(range(first_step, last_step + 1), faults))
+    drawn: list[Fault] = []
+    living = nodes
+    lost = False
+    for step in steps:
+        if passing and (not losses or rng.random() < 0.5):  # noqa: PLR2004
+            drawn.append(_passing(rng, rng.choice(passing), AtStep(step)))
+        elif living == 1 or (living < nodes and rng.random() < 0.5):  # noqa: PLR2004
+            count = rng.randint(1, nodes - living)
+            drawn.append(Add(AtStep(step), count))
+            living += count
+        else:
+            target = rng.choice(["rank0", "any"]) if lost else "rank0"
+            notice_s = float(rng.randint(2, 10))
+            loss = rng.choice(losses)
+            drawn.append(Kill(target, AtStep(step)) if loss == "kill" else Preempt(target, AtStep(step), notice_s))
+            living -= 1
+            lost = True
+    return Schedule(tuple(drawn), seed)
+
+
+def _passing(rng: random.Random, kind: str, when: When) -> Fault:
+    duration_s = float(rng.randint(1, 8))
+    if kind == "freeze":
+        return Freeze(rng.choice(["rank0", "any"]), when, duration_s)
+    trouble = rng.choice(TROUBLES)
+    return TableTrouble(trouble, when, duration_s, 100 if trouble == "outage" else rng.choice([20, 50, 100]))
+
+
+def _reached(when: When, state: ChaosState) -> bool:
+    if isinstance(when, AtStep):
+        return state.step >= when.step
+    return state.seconds is not None and state.seconds >= when.seconds
+
+
+def _victim(target: str, living: set[str], rank0: str | None, seed: str) -> str | None:
+    if target == "any":
+        return random.Random(seed).choice(sorted(living)) if living else None
+    name = rank0 if target == "rank0" else target
+    return name if name in living else None
+
+
+def _parse(entry: str) -> Fault:
+    match = _FAULT.fullmatch(entry)
+    if match is None:
+        raise ChaosError(f"The fault {entry!r} is not of the form VERB=TARGET@WHEN. {_ACCEPTED}.")
+    verb, target, extra = match["verb"].strip(), match["target"], match["extra"]
+    if verb not in ("kill", "preempt", "freeze", "add", "table"):
+        raise ChaosError(f"The fault {entry!r} has the unknown verb {verb!r}. {_ACCEPTED}.")
+    when = _when(match["when"].strip(), entry)
+    if verb in ("kill", "add") and extra is not None:
+        raise ChaosError(
+            f"The fault {entry!r} has {'/' + extra!r} at its end, which {verb} does not take. {_ACCEPTED}."
+        )
+    if verb == "add":
+        return Add(when, 1 if target is None else _count(target.strip(), entry))
+    target = (target or "").strip()
+    if verb == "table":
+        return _trouble(target, when, None if extra is None else _seconds(extra.strip(), entry), entry)
+    if not _TARGET.fullmatch(target):
+        raise ChaosError(f"The fault {entry!r} has the target {target!r}, which names no node. {_ACCEPTED}.")
+    if verb == "kill":
+        return Kill(target, when)
+    if verb == "preempt":
+        return Preempt(target, when, DEFAULT_NOTICE_S if extra is None else _seconds(extra.strip(), entry))
+    return Freeze(target, when, None if extra is None else _seconds(extra.strip(), entry))
+
+
+def _trouble(text: str, when: When, duration_s: float | None, entry: str) -> TableTrouble:
+    match = _TROUBLE.fullmatch(text)
+    if match is None:
+        raise ChaosError(f"The fault {entry!r} has the trouble {text!r}, which is none. {_ACCEPTED}.")
+    percent = 100 if match["percent"] is None else int(match["percent"])
+    trouble = next(kind for kind in TROUBLES if kind == match["kind"])
+    if not 1 <= percent <= 100 or (trouble == "outage" and percent < 100):  # noqa: PLR2004
+        raise ChaosError(
+            f"The fault {entry!r} hits {percent} % of the calls; give 1 to 100, and an outage none: it hits all. "
+            f"{_ACCEPTED}."
+        )
+    return TableTrouble(trouble, when, duration_s, percent)
+
+
+def _when(text: str, entry: str) -> When:
+    if step := _STEP.fullmatch(text):
+        return AtStep(int(step[1]))
+    if seconds := _SECONDS.fullmatch(text):
+        return AfterSeconds(float(seconds[1]))
+    raise ChaosError(f"The fault {entry!r} has the time {text!r}, which is none. {_ACCEPTED}.")
+
+
+def _seconds(text: str, entry: str) -> float:
+    if seconds := _SECONDS.fullmatch(text):
+        return float(seconds[1])
+    raise ChaosError(f"The fault {entry!r} has the duration {text!r}, which is none. {_ACCEPTED}.")
+
+
+def _count(text: str, entry: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise ChaosError(f"The fault {entry!r} adds {text!r} nodes; give a number of at least 1. {_ACCEPTED}.")

@@ -1,0 +1,329 @@
+"""An HTTP proxy in front of a table that injects trouble: the network between the nodes and their table.
+
+Nodes are given the proxy's address instead of the table's. What is to go wrong is switched at run time::
+
+    with TableProxy(azurite.endpoint, seed=7) as proxy:
+        ...                                          # nodes that use proxy.endpoint
+        outage = proxy.add(Disturbance("outage"))    # connections are refused
+        time.sleep(30)
+        proxy.remove(outage)
+
+Which call is hit, and how, is drawn from the seed, the call's HTTP method and its place among the calls of that method,
+so the same sequence of calls meets the same trouble. Every call is written down as an :class:`Exchange`.
+
+Plain HTTP only: the emulator's. The signature in a call covers the path, not the host, so it stays valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+from urllib.parse import urlsplit
+
+from typing_extensions import Self
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.local.faults.disturbance import Disturbance, Fate, Trouble, draw
+from azureml_elastic.local.faults.http_call import Answer, Exchange, Request, busy, forward, page, read_request
+
+__all__ = ["Disturbance", "Exchange", "TableProxy"]
+
+_HOLD_S = 60.0
+"""How long a call without an answer is held at most."""
+
+_JOIN_S = 5.0
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing drops what was not sent and resets the connection
+
+
+@dataclass(eq=False)
+class _Client:
+    """A node's connection."""
+
+    sock: socket.socket
+    condemned: bool = False
+    thread: threading.Thread | None = field(default=None)
+
+    def condemn(self) -> None:
+        """Have its thread reset the connection, from any thread."""
+        self.condemned = True
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RD)  # wakes the thread; the node notices nothing yet
+
+    def reset(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+
+
+class TableProxy:
+    """Forwards calls to a table on a free port of this machine and disturbs them; a context manager. Thread-safe.
+
+    Args:
+        target: the table's URL, plain HTTP.
+        seed: draws which calls are hit and how.
+        log: file to which each call is appended as a line of JSON; ``None`` keeps them in memory alone.
+
+    Raises:
+        UsageError: the address is not one of plain HTTP.
+    """
+
+    def __init__(self, target: str, *, seed: int = 0, log: Path | None = None) -> None:
+        parts = urlsplit(target)
+        if parts.scheme != "http" or parts.hostname is None:
+            raise UsageError(
+                f"Trouble can be injected only in front of a table with plain HTTP, such as the emulator Azurite, and "
+                f"{target!r} is none. Use the table 'azurite'."
+            )
+        self._table, self._path = (parts.hostname, parts.port or 80), parts.path
+        self._seed = seed
+        self._log_path = log
+        self._log: BinaryIO | None = None
+        self._lock = threading.Lock()
+        self._disturbances: list[Disturbance] = []
+        self._hits: Counter[int] = Counter()
+        self._seen: Counter[str] = Counter()
+        self._exchanges: list[Exchange] = []
+        self._clients: set[_Client] = set()
+        self._closing = threading.Event()
+        self._placeholder: socket.socket | None = None
+        self._listener: socket.socket | None = None
+        self._port = 0
+
+    @property
+    def endpoint(self) -> str:
+        """The table's URL, through the proxy."""
+        return f"http://127.0.0.1:{self._port}{self._path}"
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """All calls so far, in the order in which they ended."""
+        with self._lock:
+            return tuple(self._exchanges)
+
+    def counts(self) -> Mapping[tuple[str, str], tuple[int, int]]:
+        """Return how many calls there were and how many were disturbed, for each method and path."""
+        seen: Counter[tuple[str, str]] = Counter()
+        disturbed: Counter[tuple[str, str]] = Counter()
+        for exchange in self.exchanges:
+            seen[exchange.method, exchange.path] += 1
+            disturbed[exchange.method, exchange.path] += exchange.trouble is not None
+        return {key: (count, disturbed[key]) for key, count in seen.items()}
+
+    def set(self, *disturbances: Disturbance) -> None:
+        """Let these, and no others, be in force from now on; the first one that hits a call decides."""
+        with self._lock:
+            self._disturbances = list(disturbances)
+            self._hits.clear()
+        self._open_or_refuse()
+
+    def add(self, disturbance: Disturbance) -> Disturbance:
+        """Put one more in force, and return it for :meth:`remove`."""
+        with self._lock:
+            self._disturbances.append(disturbance)
+        self._open_or_refuse()
+        return disturbance
+
+    def remove(self, disturbance: Disturbance) -> None:
+        """End one; nothing where it is not in force."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._disturbances.remove(disturbance)
+        self._open_or_refuse()
+
+    def clear(self) -> None:
+        """Let every call pass."""
+        self.set()
+
+    def __enter__(self) -> Self:
+        # Bound without listening, it keeps the port for us while connections to it are refused.
+        self._placeholder = _bound(0)
+        self._port = self._placeholder.getsockname()[1]
+        if self._log_path is not None:
+            self._log = self._log_path.open("ab", buffering=0)
+        self._open_or_refuse()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        self._refuse()
+        with self._lock:
+            threads = [client.thread for client in self._clients if client.thread is not None]
+        for thread in threads:
+            thread.join(_JOIN_S)
+        if self._placeholder is not None:
+            self._placeholder.close()
+        with self._lock:
+            if self._log is not None:
+                self._log.close()
+            self._log = None
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    def _open_or_refuse(self) -> None:
+        with self._lock:
+            refused = any(disturbance.kind == "outage" for disturbance in self._disturbances)
+        if refused:
+            self._refuse()
+            return
+        with self._lock:
+            if self._listener is not None or self._placeholder is None or self._closing.is_set():
+                return
+            self._listener = _bound(self._port)
+            self._listener.listen(1024)
+            threading.Thread(target=self._accept, args=(self._listener,), name="table-proxy", daemon=True).start()
+
+    def _refuse(self) -> None:
+        with self._lock:
+            listener, self._listener = self._listener, None
+            clients = list(self._clients)
+        if listener is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+        for client in clients:
+            client.condemn()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while True:
+                try:
+                    sock, _ = listener.accept()
+                except OSError:
+                    return  # shut down
+                client = _Client(sock)
+                client.thread = threading.Thread(target=self._serve, args=(client,), name="table-call", daemon=True)
+                with self._lock:
+                    client.condemned = self._listener is not listener  # an outage has begun meanwhile
+                    self._clients.add(client)
+                client.thread.start()
+
+    def _serve(self, client: _Client) -> None:
+        reader = client.sock.makefile("rb")
+        try:
+            while not client.condemned and (request := read_request(reader)) is not None:
+                if not self._handle(client, request):
+                    client.condemned = True
+        except (OSError, HTTPException, ValueError):
+            client.condemned = True  # the table itself, or the client, has gone
+        finally:
+            if client.condemned:
+                client.reset()
+            reader.close()
+            client.sock.close()
+            with self._lock:
+                self._clients.discard(client)
+
+    # --- a call ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, client: _Client, request: Request) -> bool:
+        """Forward one call, or do to it what its fate is; return whether the connection lives on."""
+        number, fate = self._fate(request)
+        if fate is not None and fate.kind == "slow" and not fate.arrives:
+            self._closing.wait(fate.delay_s)
+        answer: Answer | None = None
+        arrived = fate is None or fate.arrives or fate.kind == "slow"
+        answered = False
+        try:
+            if arrived:
+                answer = forward(request, self._table)
+            answered = self._answer(client, fate, answer)
+            return answered or (fate is not None and fate.kind in ("throttle", "garbage") and not client.condemned)
+        finally:
+            trouble: Trouble | None = None if fate is None else fate.kind
+            if client.condemned and not answered:
+                trouble = trouble or "outage"
+            self._write_down(number, request, trouble, answer, arrived=arrived, answered=answered)
+
+    def _answer(self, client: _Client, fate: Fate | None, answer: Answer | None) -> bool:
+        """Send what the client is to get; return whether that is the table's whole answer."""
+        if client.condemned:
+            return False
+        kind = None if fate is None else fate.kind
+        if fate is None or kind == "slow":
+            if fate is not None and fate.arrives:
+                self._closing.wait(fate.delay_s)
+            if client.condemned or answer is None:
+                return False
+            client.sock.sendall(answer.to_bytes())
+            return True
+        if kind == "timeout":
+            self._hold(client)
+        elif kind == "half" and answer is not None:
+            data = answer.to_bytes()
+            client.sock.sendall(data[: len(data) - (len(answer.body) or len(data)) // 2])
+        elif kind == "throttle":
+            client.sock.sendall(busy(fate.retry_after_s).to_bytes())
+        elif kind == "garbage":
+            client.sock.sendall(page(fate.status).to_bytes())
+        return False
+
+    def _hold(self, client: _Client) -> None:
+        """Return when the client has hung up."""
+        until = time.monotonic() + _HOLD_S
+        while time.monotonic() < until and not client.condemned and not self._closing.is_set():
+            if select.select([client.sock], [], [], 0.1)[0]:
+                return
+        client.condemned = True
+
+    def _fate(self, request: Request) -> tuple[int, Fate | None]:
+        text = f"{request.target}\n{request.body.decode('utf-8', 'replace')}"
+        with self._lock:
+            self._seen[request.method] += 1
+            concerned = [
+                disturbance
+                for disturbance in self._disturbances
+                if disturbance.concerns(request.method, text)
+                and (disturbance.times is None or self._hits[id(disturbance)] < disturbance.times)
+            ]
+            fate = draw(concerned, f"{self._seed}/{request.method}/{self._seen[request.method]}")
+            if fate is not None:
+                self._hits[id(fate.source)] += 1
+            return self._seen.total(), fate
+
+    def _write_down(
+        self,
+        number: int,
+        request: Request,
+        trouble: Trouble | None,
+        answer: Answer | None,
+        *,
+        arrived: bool,
+        answered: bool,
+    ) -> None:
+        exchange = Exchange(
+            number=number,
+            time=time.time(),
+            method=request.method,
+            path=request.target.partition("?")[0],
+            row=request.row,
+            trouble=trouble,
+            arrived=arrived,
+            status=None if answer is None else answer.status,
+            answered=answered,
+        )
+        with self._lock:
+            self._exchanges.append(exchange)
+            if self._log is not None:
+                self._log.write(json.dumps(asdict(exchange)).encode() + b"\n")
+
+
+def _bound(port: int) -> socket.socket:
+    sock = socket.socket()
+    # Two sockets of ours share the port: one keeps it, the other listens or does not.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    sock.bind(("127.0.0.1", port))
+    return sock

@@ -1,0 +1,1 @@
+"""The agent of one node: its workers, its connection to them, and its messages to other agents."""

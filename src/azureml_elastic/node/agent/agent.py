@@ -1,0 +1,362 @@
+"""The agent of one node: it takes its workers through all rounds of the run, and no other node's death takes it along.
+
+torch's launcher starts the workers and collects their output. Everything that torch's own agent does through rank 0's
+store between rendezvous and exit (rank assignment, exit barrier) is replaced: ranks follow from the sealed round, the
+end of the run from the hub and the table.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+
+from azureml_elastic.config.exit_codes import AGENT_LOST, FAILED
+from azureml_elastic.ledger.events import (
+    HostStruck,
+    RoundEntered,
+    RoundReopened,
+    RunEnded,
+    WorkersStarted,
+)
+from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.agent.peer_messages import Conversation
+from azureml_elastic.node.agent.worker_group import Crew
+from azureml_elastic.node.agent.worker_processes import Workers
+from azureml_elastic.node.failures.classification import Failure, first_failure, hung
+from azureml_elastic.node.failures.fault_attribution import blamed, incident, strike_reason
+from azureml_elastic.node.failures.host_strikes import Strikes
+from azureml_elastic.node.failures.restart_decision import charge
+from azureml_elastic.node.hangs.detector import HangWatch
+from azureml_elastic.node.hangs.policy import Hang
+from azureml_elastic.node.hangs.response import HangResponse
+from azureml_elastic.node.hangs.stack_dump import Worker
+from azureml_elastic.node.hangs.stack_report import StackDumper
+from azureml_elastic.node.host.identity import NodeIdentity
+from azureml_elastic.node.preemption.watch import Preemption
+from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.state.assignment import Status
+from azureml_elastic.node.rendezvous.state.round import global_ranks
+from azureml_elastic.node.rendezvous.torchrun import enter
+from azureml_elastic.node.table import Table
+from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
+
+__all__ = ["Ending", "NodeAgent"]
+
+_LOG = logging.getLogger(__name__)
+
+_SETTLE_SECONDS = 0.5
+"""How long a failed worker's agent waits for the news that another node is the cause."""
+
+_CLOSING_SECONDS = 2.0
+"""How long rank 0's node has to mark the end of the run before another one does."""
+
+
+class Ending(Enum):
+    """How this node's part ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    LEFT = "left"
+
+
+class NodeAgent:
+    """Runs this node's workers through all rounds of the run.
+
+    Args:
+        workers: the processes.
+        slots: how many there are.
+        identity: of the node, with the plan of the run.
+        rendezvous: this node's part in the run.
+        channel: to the workers' sessions.
+        recorder: of the ledger.
+        table: for the checkpoint's row.
+        preemption: tells when this node must go.
+        strikes: against the hosts of lost nodes.
+        watch: notices that workers hang.
+        opens_session: whether the program's own text says that it opens a session, for which newcomers then wait.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        slots: int,
+        identity: NodeIdentity,
+        *,
+        rendezvous: Rendezvous,
+        channel: Channel,
+        recorder: Recorder,
+        table: Table,
+        preemption: Preemption,
+        strikes: Strikes,
+        watch: HangWatch,
+        opens_session: bool,
+    ) -> None:
+        self._workers = workers
+        self._slots = slots
+        self._run_id = identity.run_id
+        self._rdzv = rendezvous
+        self._channel = channel
+        self._recorder = recorder
+        self._table = table
+        self._plan = plan = identity.plan
+        self._preemption = preemption
+        self._strikes = strikes
+        self._opens_session = opens_session
+        self._crew = Crew(
+            workers,
+            channel,
+            slots,
+            identity.node,
+            stays=opens_session and plan.distribution.recovery == "in_process",
+            handover_seconds=plan.distribution.handover_timeout.total_seconds(),
+            wait=self._wait_for_a_place,
+            started=preemption.listen,  # older launchers of torch have just taken the signals
+        )
+        dumper = StackDumper(
+            channel.folder, identity.folder / "stacks", identity.node, self._processes, rendezvous.wake.set
+        )
+        hangs = HangResponse(
+            watch,
+            dumper,
+            recorder,
+            identity.node,
+            broadcast=rendezvous.hub.broadcast,
+            send=lambda message: rendezvous.link.send(message),  # noqa: PLW0108 - another one in each round
+        )
+        self._conversation = Conversation(rendezvous, channel, hangs, opens_session=opens_session)
+        self._store: Any = None
+        self._announced = False
+        self._done = False
+        self.failure: Failure | None = None
+        """Set when this node's worker ended the run."""
+
+    def take_part(self) -> Ending:
+        """Take part in the run until it ends or this node has to leave.
+
+        Raises:
+            RunSucceeded, RunFailed: another node has ended the run, or the workers cannot be started.
+            InterruptedError: this node was told to leave while it waited for a place.
+        """
+        try:
+            if self._rdzv.running():
+                self._crew.warm_up()
+            while True:
+                if self._crew.stays:
+                    self._crew.get_ready(self._rdzv.given_up)
+                self._enter_round()
+                ending = self._watch_round()
+                if ending is not None:
+                    return ending
+        finally:
+            self._workers.begin_stopping()
+            self._workers.finish_stopping()
+
+    # --- into a round ------------------------------------------------------------------------------------------------
+
+    def _enter_round(self) -> None:
+        """Take a place in the next round, and give the workers theirs."""
+        seat, self._store = enter(self._rdzv)
+        round_ = seat.round
+        leads = seat.rank == 0
+        pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
+        names = tuple(member.node for member in round_.members)
+        self._conversation.begin(round_, leads=leads)
+        self._announced = self._done = False
+        self._record(RoundEntered, rank=seat.rank, members=names, world_size=round_.world_size)
+        _LOG.info("Round %d: rank %d of %d nodes, %d workers.", round_.number, seat.rank, len(names), round_.world_size)
+        self._crew.enter(seat, pointer, self._run_id, self._plan.distribution.max_restarts)
+        self._record(WorkersStarted, pids=self._workers.pids)
+
+    def _processes(self) -> list[Worker]:
+        """Return the workers, for their stacks."""
+        ranks = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)
+        return [Worker(local_rank, ranks[local_rank], pid) for local_rank, pid in enumerate(self._workers.pids)]
+
+    @property
+    def _leavers(self) -> frozenset[str]:
+        return frozenset(self._conversation.leavers)
+
+    def _wait(self) -> None:
+        self._rdzv.wake.wait(self._plan.distribution.monitor_interval.total_seconds())
+        self._rdzv.wake.clear()
+
+    def _wait_for_a_place(self) -> None:
+        self._wait()
+        if self._preemption.noticed and self._preemption.commit_to_leave():
+            raise InterruptedError("the node was told to leave")
+
+    # --- a round -----------------------------------------------------------------------------------------------------
+
+    def _watch_round(self) -> Ending | None:
+        """Watch the workers until the round is over; ``None`` means that another round follows."""
+        while True:
+            self._wait()
+            status = self._rdzv.status()
+            if status.broken:
+                return self._end_round(_why(status), lost=status.lost)
+            self._conversation.talk()
+            if (reason := self._conversation.lead(status, done=self._done)) is not None:
+                return self._end_round(reason, lost=self._leavers)
+            if self._preemption.noticed:
+                self._announce_leaving()
+                if self._announced and self._preemption.overdue:
+                    return self._end_round(f"{self._rdzv.node} was preempted", lost=frozenset({self._rdzv.node}))
+            if (gap := self._conversation.gap()) is not None:
+                return self._end_round(f"the workers cannot connect: {gap}", lost=frozenset(), fruitless=True)
+            if (hang := self._conversation.hang()) is not None:
+                return self._workers_hang(hang)
+            if self._done:
+                if status.all_done:
+                    return self._close_run()
+                continue
+            if self._crew.all(self._channel.stopped):
+                # All have saved; how a process ends after that, or who is told to by torch, is of no interest.
+                return self._end_round("rescale at a step boundary", lost=self._leavers)
+            codes = self._workers.exit_codes
+            if any(codes.values()):
+                return self._some_failed()
+            if len(codes) == self._slots:
+                self._crew.hear_last_words()
+                if self._crew.all(self._channel.stopped):
+                    continue
+                self._done = True
+                self._rdzv.link.send({"op": "done"})
+
+    def _some_failed(self) -> Ending | None:
+        self._workers.wait_for_siblings()
+        self._crew.hear_last_words()
+        ranks = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)
+        failures = {ranks[local_rank]: failure for local_rank, failure in self._workers.failures().items()}
+        if all(failure.exitcode == AGENT_LOST for failure in failures.values()):
+            return self._workers_gave_way()
+        return self._worker_failed(RunResult(state=WorkerState.FAILED, failures=failures))
+
+    def _workers_gave_way(self) -> Ending | None:
+        """Start anew: a session has seen the end of the round, or cannot go on with this one."""
+        until = time.monotonic() + _SETTLE_SECONDS
+        while not self._rdzv.status().broken and time.monotonic() < until:
+            self._wait()
+        status = self._rdzv.status()
+        if status.broken:
+            return self._end_round(_why(status), lost=status.lost)
+        reason = f"a worker on {self._rdzv.node} could not go on with the round"
+        return self._end_round(reason, lost=frozenset(), fruitless=True)
+
+    def _announce_leaving(self) -> None:
+        if not self._announced and self._preemption.commit_to_leave():
+            self._announced = True
+            _LOG.warning("This node is being preempted (%s); leaving at the next step.", self._preemption.reason)
+            self._conversation.announce_leaving()
+
+    def _end_round(self, reason: str, *, lost: frozenset[str], fruitless: bool = False) -> Ending | None:
+        """Interrupt the workers and end the round, so that the next one forms; or leave, where this node has to.
+
+        Args:
+            reason: why.
+            lost: members that will not be back.
+            fruitless: whether nobody is to blame but the network.
+        """
+        leaving = self._preemption.noticed and self._preemption.commit_to_leave()
+        lost |= frozenset({self._rdzv.node}) if leaving else frozenset()
+        if leaving or not self._crew.stays:
+            self._workers.begin_stopping()
+        else:
+            self._channel.interrupt()
+        if leaving:
+            self._rdzv.drop()  # the others hear of it before the table does
+        round_ = self._rdzv.seat.round
+        if self._rdzv.reopen(reason, lost=lost, fruitless=fruitless):
+            self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
+            for member in blamed(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
+                self._strike(member.host_id, strike_reason("lost"))
+        return Ending.LEFT if leaving else None
+
+    def _strike(self, host: str, reason: str | None) -> None:
+        """Hold something against a host."""
+        if reason is not None and host:
+            self._strikes.strike(host, reason, incident(self._rdzv.seat.round))
+            self._record(HostStruck, host=host, reason=reason)
+
+    def _worker_failed(self, result: RunResult) -> Ending | None:
+        """Find out whose fault it is: a lost node's, this node's preemption, or the worker's own."""
+        failure = first_failure(result.failures, self._workers.stderrs)
+        distribution = self._plan.distribution
+        # SIGKILL is nobody's consequence. SIGTERM may be: a preempted container's processes all get it.
+        killed = failure.exit_code == 128 + signal.SIGKILL
+        until = time.monotonic() + (0.0 if killed else _SETTLE_SECONDS)
+        if failure.kind == "peer":  # silence is noticed no sooner, and another node's agent may have the cause
+            until += distribution.rendezvous.timings.heartbeat_timeout.total_seconds()
+        status = self._rdzv.status()
+        while not status.broken and not self._preemption.noticed and time.monotonic() < until:
+            self._rdzv.wake.wait(until - time.monotonic())
+            self._rdzv.wake.clear()
+            status = self._rdzv.status()
+        if status.broken or self._preemption.noticed:
+            return self._end_round(_why(status), lost=status.lost)
+        if self._died_after_training(result):
+            return self._end_round("a worker was aborted after its training had ended", lost=frozenset())
+        self._strike(self._strikes.host, strike_reason("worker", failure.exit_code, failure.message))
+        reason = f"worker {failure.rank} on {self._rdzv.node} failed with exit code {failure.exit_code}"
+        # Where processes stay, the others do not wait for this node's new ones.
+        return self._charge(failure, reason, lost=frozenset({self._rdzv.node}) if self._crew.stays else frozenset())
+
+    def _workers_hang(self, hang: Hang) -> Ending | None:
+        """Start anew, which costs as much as a failure: a program may hang at the same place each time."""
+        rank = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)[0]
+        return self._charge(hung(rank, FAILED, hang.reason), hang.reason, lost=self._leavers)
+
+    def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> Ending | None:
+        self._workers.begin_stopping()
+        self.failure = charge(
+            failure,
+            step=self._channel.step if self._opens_session or self._channel.in_session else None,
+            reason=reason,
+            lost=lost,
+            rendezvous=self._rdzv,
+            recorder=self._recorder,
+            distribution=self._plan.distribution,
+        )
+        return Ending.FAILED if self.failure is not None else None
+
+    def _died_after_training(self, result: RunResult) -> bool:
+        """Tell whether torch has aborted a worker that had finished, as its threads sometimes do at interpreter exit.
+
+        Such a round is repeated free of charge, but only if it has trained: the next one has nothing left to train.
+        """
+        aborted = [failure for failure in result.failures.values() if failure.exitcode != -signal.SIGTERM]
+        return (
+            self._channel.trained
+            and bool(aborted)
+            and all(failure.exitcode == -signal.SIGABRT for failure in aborted)
+            and {failure.local_rank for failure in aborted} <= self._channel.finished
+        )
+
+    def _close_run(self) -> Ending | None:
+        """Mark the run's good end. Rank 0 writes; the others make sure that it has."""
+        if not self._rdzv.leads:
+            until = time.monotonic() + _CLOSING_SECONDS
+            while not self._rdzv.status().over and time.monotonic() < until:
+                self._rdzv.wake.wait(until - time.monotonic())
+                self._rdzv.wake.clear()
+        if self._rdzv.close(succeeded=True):
+            self._record(RunEnded, succeeded=True)
+            return Ending.SUCCEEDED
+        return None  # closed by another node, which joining tells, or reopened
+
+    def _record(self, kind: type[Any], **fields: Any) -> None:
+        self._recorder.record(kind, self._rdzv.seat.round.number, **fields)
+
+
+def _why(status: Status) -> str:
+    return f"lost {_list(status.lost)}" if status.lost else "the round was reopened"
+
+
+def _list(nodes: Iterable[str]) -> str:
+    return ", ".join(sorted(nodes))

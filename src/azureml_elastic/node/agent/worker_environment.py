@@ -1,0 +1,40 @@
+"""The environment that workers find, as under torchrun."""
+
+from __future__ import annotations
+
+import os
+
+from azureml_elastic.config import environment as variables
+from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.state.round import global_ranks
+
+__all__ = ["worker_environments"]
+
+
+def worker_environments(seat: Seat, run_id: str, max_restarts: int) -> dict[int, dict[str, str]]:
+    """Return, by local rank, what torchrun would set for the workers of this node."""
+    round_ = seat.round
+    ranks = global_ranks(round_, seat.rank)
+    host, port = seat.store_address
+    shared = {
+        "LOCAL_WORLD_SIZE": str(len(ranks)),
+        "WORLD_SIZE": str(round_.world_size),
+        "GROUP_RANK": str(seat.rank),
+        "GROUP_WORLD_SIZE": str(len(round_.members)),
+        "ROLE_NAME": "worker",
+        "ROLE_WORLD_SIZE": str(round_.world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        # Workers share keys by the restart count, which must therefore be the same on old nodes and new ones.
+        "TORCHELASTIC_RESTART_COUNT": str(round_.number - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        variables.ROUND: str(round_.number),
+        variables.HISTORY: f"{round_.losses} {round_.seconds:.0f}",
+    }
+    return {
+        local_rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
+        for local_rank, rank in enumerate(ranks)
+    }

@@ -1,0 +1,146 @@
+"""This node's workers with their sessions: got ready, given their places, and listened to until their last word."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from azureml_elastic.config import environment as variables
+from azureml_elastic.errors import RunFailed
+from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.agent.worker_environment import worker_environments
+from azureml_elastic.node.agent.worker_processes import Workers
+from azureml_elastic.node.failures.classification import first_failure
+from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.state.round import global_ranks
+from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
+
+__all__ = ["Crew"]
+
+_WARM_SECONDS = 30.0
+"""How long a newcomer gets ready beyond its script's imports."""
+
+_LAST_WORDS_SECONDS = 5.0
+"""How long the channel has to deliver what workers said before they ended."""
+
+
+class Crew:
+    """The workers of one node, started anew in each round or staying over several. For the agent's thread.
+
+    Args:
+        workers: the processes.
+        channel: to their sessions.
+        slots: how many there are.
+        node: this node's name.
+        stays: whether they stay over the rounds where they can.
+        handover_seconds: for those of the round before to be ready for the next one.
+        wait: waits a moment, or until something happens; raises where this node must leave while it has no place.
+        started: called after processes were started.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        channel: Channel,
+        slots: int,
+        node: str,
+        *,
+        stays: bool,
+        handover_seconds: float,
+        wait: Callable[[], None],
+        started: Callable[[], None],
+    ) -> None:
+        self._workers = workers
+        self._channel = channel
+        self._slots = slots
+        self._node = node
+        self._handover = handover_seconds
+        self._wait = wait
+        self._started = started
+        self.stays = stays
+
+    def all(self, local_ranks: frozenset[int]) -> bool:
+        """Whether these are all of them."""
+        return len(local_ranks) == self._slots
+
+    def warm_up(self) -> None:
+        """Wait until new workers would start as fast as they can; for a node that nobody waits for."""
+        until = time.monotonic() + _WARM_SECONDS
+        while not self._workers.settled and time.monotonic() < until:
+            self._wait()
+
+    def get_ready(self, given_up: Callable[[], bool]) -> None:
+        """Have workers that wait for a place: those of the round before, or new ones that have run up to their session.
+
+        A node asks for a place only when they do, so that nobody waits for its imports and its data.
+
+        Args:
+            given_up: tells whether the others have gone on without this node. What its workers know is old then: they
+                would be at another place in the script.
+
+        Raises:
+            RunFailed: a new worker has ended before it came so far.
+        """
+        until = time.monotonic() + self._handover
+        while self._workers.alive and not self.all(self._channel.parked) and time.monotonic() < until:
+            self._wait()
+        if not given_up() and self._workers.alive and self.all(self._channel.parked):
+            return
+        self._workers.begin_stopping()
+        self._workers.finish_stopping()
+        self._channel.begin(0, self._slots, None)
+        known = {variables.ROUND: "0", "LOCAL_WORLD_SIZE": str(self._slots)}
+        self._start({local_rank: {**known, "LOCAL_RANK": str(local_rank)} for local_rank in range(self._slots)})
+        while not self.all(self._channel.parked):
+            self._wait()
+            if self._workers.exit_codes:
+                raise self._early_end()
+
+    def enter(self, seat: Seat, pointer: CheckpointPointer | None, run_id: str, max_restarts: int) -> None:
+        """Give the workers their places in a round.
+
+        Args:
+            seat: this node's.
+            pointer: of the checkpoint, on rank 0's node only.
+            run_id: of the run.
+            max_restarts: to be told to them, as torchrun does.
+        """
+        self._workers.finish_stopping()  # whatever they hand over is for the next ones
+        round_ = seat.round
+        ranks = global_ranks(round_, seat.rank)
+        self._channel.begin(round_.number, len(ranks), pointer, keep=self.stays)
+        environments = worker_environments(seat, run_id, max_restarts)
+        if self.stays:
+            places = {
+                local_rank: {"rank": rank, "world_size": round_.world_size, "environment": environments[local_rank]}
+                for local_rank, rank in enumerate(ranks)
+            }
+            self._channel.assign(places)
+        else:
+            self._start(environments)
+
+    def hear_last_words(self) -> None:
+        """Wait until the connections of sessions that end have ended: what workers said last comes before that."""
+        until = time.monotonic() + _LAST_WORDS_SECONDS
+        while self._channel.leaving and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def _start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
+        own = {variables.CHANNEL: self._channel.path}
+        if self.stays:
+            prefixes = {local_rank: f"[{self._node} worker {local_rank}]: " for local_rank in environments}
+        else:
+            prefixes = {local_rank: f"[rank{each['RANK']}]: " for local_rank, each in environments.items()}
+        self._workers.start({local_rank: {**own, **each} for local_rank, each in environments.items()}, prefixes)
+        self._started()
+
+    def _early_end(self) -> RunFailed:
+        failures = self._workers.failures()
+        if not failures:
+            return RunFailed(
+                'A worker ended without train.start(), which recovery="in_process" needs. Call it, or submit with '
+                'recovery="restart".',
+                1,
+            )
+        failure = first_failure(failures, self._workers.stderrs)
+        return RunFailed(f"{failure.message}\nA worker failed before it could take part.", failure.exit_code)

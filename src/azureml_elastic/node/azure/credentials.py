@@ -1,0 +1,276 @@
+"""The identity that opens the table, on a node of Azure ML and elsewhere.
+
+Azure ML serves tokens to its jobs on an address of the node: those of the compute's managed identity and, when the job
+was submitted so, those of the user (*on behalf of*). azure-identity takes that address for an Azure Cloud Shell when no
+secret comes with it and then refuses a client id, so the requests are made here.
+"""
+
+from __future__ import annotations
+
+import calendar
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlencode
+from urllib.request import Request
+
+from azureml_elastic.config.rendezvous import TableRendezvous
+from azureml_elastic.errors import MissingExtra, TableForbidden, TableUnavailable, UsageError
+from azureml_elastic.node.azure.http import fetch
+
+try:
+    from azure.core.credentials import AccessToken, TokenCredential
+    from azure.core.exceptions import AzureError
+except ImportError as missing:
+    raise MissingExtra("azure-data-tables", "node") from missing
+
+__all__ = ["STORAGE_SCOPE", "Login", "NodeIdentity", "choose_login"]
+
+STORAGE_SCOPE = "https://storage.azure.com/.default"
+"""Of the tokens that Azure Tables takes."""
+
+_LOG = logging.getLogger(__name__)
+_RENEW_BEFORE_S = 300.0
+_TRY_NEXT_METHOD = frozenset({404, 405, 501})
+
+
+@dataclass(frozen=True)
+class Login:
+    """One way to be let in; either a source of tokens or a connection string.
+
+    Args:
+        who: in words, for the messages; never a secret.
+        token: makes tokens.
+        connection_string: with an account key or a signature.
+    """
+
+    who: str
+    token: TokenCredential | None = field(default=None, repr=False)
+    connection_string: str | None = field(default=None, repr=False)
+
+
+class NodeIdentity:
+    """Tokens from the address that Azure ML serves on the node; implements azure-core's ``TokenCredential``.
+
+    Each token is kept until five minutes before it expires. Thread-safe.
+
+    Args:
+        who: the identity in words, for the messages.
+        requests: makes the requests for one resource; the second is tried where the address does not know the first.
+        clock: seconds since the epoch, in which tokens expire.
+    """
+
+    def __init__(
+        self, who: str, requests: Callable[[str], list[Request]], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._who = who
+        self._requests = requests
+        self._clock = clock
+        self._tokens: dict[str, AccessToken] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def managed(cls, environ: Mapping[str, str], client_id: str | None) -> NodeIdentity:
+        """Return the managed identity of the node.
+
+        Args:
+            environ: has ``MSI_ENDPOINT`` and, on some computes, ``MSI_SECRET``.
+            client_id: of a user-assigned identity; ``None`` takes ``DEFAULT_IDENTITY_CLIENT_ID``.
+        """
+        address, secret = environ["MSI_ENDPOINT"], environ.get("MSI_SECRET")
+        client_id = client_id or environ.get("DEFAULT_IDENTITY_CLIENT_ID") or None
+
+        def requests(resource: str) -> list[Request]:
+            if secret:
+                query = {"api-version": "2017-09-01", "resource": resource, **_present(clientid=client_id)}
+                return [Request(_with_query(address, query), headers={"secret": secret})]  # noqa: S310 - fetch checks
+            form = {"resource": resource, **_present(client_id=client_id)}
+            headers = {"Metadata": "true"}
+            return [
+                Request(address, data=urlencode(form).encode(), headers=headers, method="POST"),  # noqa: S310
+                Request(_with_query(address, form), headers=headers),  # noqa: S310
+            ]
+
+        name = f"user-assigned, client id {client_id}" if client_id else "system-assigned"
+        return cls(f"the node's managed identity ({name})", requests)
+
+    @classmethod
+    def on_behalf_of(cls, environ: Mapping[str, str]) -> NodeIdentity:
+        """Return the identity of the user who submitted the job.
+
+        Args:
+            environ: has ``OBO_ENDPOINT``.
+        """
+        address = environ["OBO_ENDPOINT"]
+        return cls(
+            "the identity of the user who submitted the job",
+            lambda resource: [Request(_with_query(address, {"resource": resource}))],  # noqa: S310 - fetch checks
+        )
+
+    @property
+    def who(self) -> str:
+        """The identity in words."""
+        return self._who
+
+    def get_token(self, *scopes: str, **_options: Any) -> AccessToken:
+        """Return a token that is good for five minutes at least, unless the node issues shorter ones.
+
+        Args:
+            scopes: exactly one, as in ``https://storage.azure.com/.default``.
+
+        Raises:
+            TableForbidden: the node does not give this identity a token.
+            TableUnavailable: the address on the node does not answer.
+        """
+        (scope,) = scopes
+        resource = scope.removesuffix("/.default")
+        with self._lock:
+            token = self._tokens.get(resource)
+            if token is None or token.expires_on - self._clock() < _RENEW_BEFORE_S:
+                token = self._tokens[resource] = self._ask(resource)
+            return token
+
+    def _ask(self, resource: str) -> AccessToken:
+        status, document = 0, None
+        for request in self._requests(resource):
+            status, document = fetch(request, f"a token of {self._who}", direct=True)
+            if status not in _TRY_NEXT_METHOD:
+                break
+        content = document if isinstance(document, dict) else {}
+        text = content.get("access_token") or content.get("token")
+        if status == HTTPStatus.OK and isinstance(text, str):
+            return AccessToken(text, self._expiry(content))
+        detail = content.get("error_description") or content.get("error") or content.get("message") or "no token"
+        raise TableForbidden(
+            f"The node gives no token of {self._who} for {resource} (HTTP {status}: {detail}). Assign the identity to "
+            "the compute, or submit the job with that identity, and grant it the role 'Storage Table Data Contributor' "
+            "on the storage account."
+        )
+
+    def _expiry(self, content: Mapping[str, Any]) -> int:
+        on, seconds = content.get("expires_on", content.get("expiresOn")), content.get("expires_in")
+        if on is not None:
+            return _epoch(str(on))
+        return int(self._clock()) + int(seconds if seconds is not None else 0)
+
+
+def choose_login(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Login:
+    """Return the identity that opens the table.
+
+    ``auto`` takes the first that works of: the node's managed identity, the identity of the user who submitted, the
+    connection string, the developer's login. Where several are there, one that gives no token is passed over.
+
+    Args:
+        rendezvous: says which, and the connection string's variable.
+        environ: of the node.
+
+    Raises:
+        UsageError: the identity asked for is not there.
+        TableForbidden: none that is there gives a token.
+        TableUnavailable: the token service of the node does not answer.
+    """
+    variable = rendezvous.connection_string_variable
+    match rendezvous.credential:
+        case "managed_identity":
+            return _managed(rendezvous, environ)
+        case "on_behalf_of":
+            return _on_behalf_of(environ)
+        case "connection_string":
+            return _connection_string(variable, environ)
+        case "developer":
+            return _developer()
+        case "auto":
+            return _first(rendezvous, environ)
+
+
+def _first(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Login:
+    candidates: list[Callable[[], Login]] = []
+    if environ.get("MSI_ENDPOINT"):
+        candidates.append(lambda: _managed(rendezvous, environ))
+    if environ.get("OBO_ENDPOINT"):
+        candidates.append(lambda: _on_behalf_of(environ))
+    if environ.get(rendezvous.connection_string_variable):
+        candidates.append(lambda: _connection_string(rendezvous.connection_string_variable, environ))
+    candidates.append(_developer)
+    refusals: list[str] = []
+    for candidate in candidates:
+        login = candidate()
+        try:
+            if login.token is not None:
+                login.token.get_token(STORAGE_SCOPE)
+        except (TableForbidden, TableUnavailable, AzureError) as error:
+            refusals.append(f"{login.who}: {str(error).strip().splitlines()[0]}")
+            _LOG.info("The table is not opened with %s", refusals[-1])
+        else:
+            _LOG.info("The table is opened with %s", login.who)
+            return login
+    raise TableForbidden(
+        "No identity can open the table. Tried in order: " + " | ".join(refusals) + " | To be let in, give the compute "
+        "a managed identity, submit the job with the user's identity, or name one with the rendezvous' credential=; "
+        "it needs the role 'Storage Table Data Contributor' on the storage account. "
+        f"A connection string would be read from {rendezvous.connection_string_variable}."
+    )
+
+
+def _managed(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Login:
+    if environ.get("MSI_ENDPOINT"):
+        identity = NodeIdentity.managed(environ, rendezvous.client_id)
+        return Login(identity.who, token=identity)
+    try:
+        from azure.identity import ManagedIdentityCredential
+    except ImportError as error:
+        raise MissingExtra("azure-identity", "node") from error
+    return Login("this machine's managed identity", token=ManagedIdentityCredential(client_id=rendezvous.client_id))
+
+
+def _on_behalf_of(environ: Mapping[str, str]) -> Login:
+    if not environ.get("OBO_ENDPOINT"):
+        raise UsageError(
+            "credential='on_behalf_of' needs the environment variable OBO_ENDPOINT, which Azure ML sets for jobs that "
+            "were submitted with identity=UserIdentityConfiguration(). Submit the job so, or use another credential."
+        )
+    identity = NodeIdentity.on_behalf_of(environ)
+    return Login(identity.who, token=identity)
+
+
+def _connection_string(variable: str, environ: Mapping[str, str]) -> Login:
+    text = environ.get(variable)
+    if not text:
+        raise UsageError(
+            f"credential='connection_string' needs a storage connection string in the environment variable {variable}, "
+            "which is not set. Set it, or name another variable with connection_string_variable=."
+        )
+    return Login(f"connection string in {variable}", connection_string=text)
+
+
+def _developer() -> Login:
+    try:
+        from azure.identity import DefaultAzureCredential
+    except ImportError as error:
+        raise MissingExtra("azure-identity", "node") from error
+    return Login("the developer's login (az login, environment, IDE)", token=DefaultAzureCredential())
+
+
+def _with_query(address: str, query: Mapping[str, str]) -> str:
+    return f"{address}{'&' if '?' in address else '?'}{urlencode(query)}"
+
+
+def _present(**values: str | None) -> dict[str, str]:
+    return {name: value for name, value in values.items() if value}
+
+
+def _epoch(text: str) -> int:
+    """Read a time as the token services write it: seconds, ``06/20/2019 02:57:58 +00:00`` or ISO 8601."""
+    if text.isdigit():
+        return int(text)
+    bare = text.removesuffix(" +00:00").removesuffix("+00:00").removesuffix("Z").partition(".")[0]
+    for form in ("%m/%d/%Y %H:%M:%S", "%m/%d/%Y %I:%M:%S %p", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S"):
+        try:
+            return calendar.timegm(time.strptime(bare, form))
+        except ValueError:
+            continue
+    return 0  # use it once and ask again

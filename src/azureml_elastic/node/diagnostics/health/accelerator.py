@@ -1,0 +1,175 @@
+"""Probes of the GPUs, in processes of their own: no CUDA context is ever made in the agent.
+
+``python -m azureml_elastic.node.diagnostics.health.accelerator`` is that process. It multiplies two matrices of small whole numbers
+on each GPU and on the CPU. Every factor, product and sum is a whole number that single precision holds exactly, the
+factors also where they are rounded to TensorFloat-32. Any order of addition therefore gives the same result, and a
+single wrong bit shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from azureml_elastic.node.diagnostics.health.findings import Finding
+
+__all__ = ["check_ecc", "check_gpus", "examine", "read_ecc"]
+
+_MODULE = "azureml_elastic.node.diagnostics.health.accelerator"
+_SIZE = 512
+_LARGEST = 4
+_GIB = 1 << 30
+_TAIL_CHARACTERS = 400
+
+_GPU_ADVICE = "Reset or replace the GPU; `nvidia-smi` and the kernel's log (Xid) tell more."
+
+
+def check_gpus(expected: int, timeout: float, free: float | None, *, device: str = "cuda") -> list[Finding]:
+    """Compute on every visible GPU.
+
+    Args:
+        expected: how many GPUs the driver lists.
+        timeout: seconds, of which the import of torch takes some.
+        free: share of each GPU's memory below which another process's use is worth a warning.
+        device: what torch calls the devices.
+    """
+    name, limit = "gpu", f"{expected} GPUs that compute"
+    command = [sys.executable, "-m", _MODULE, "--device", device, "--seconds", str(int(timeout) + 1)]
+    code, output, errors = _run(command, timeout)
+    if code is None:
+        value = f"no answer within {timeout:g} s"
+        return [Finding(name, "fail", value, limit, f"{_GPU_ADVICE} Or raise HealthPolicy.gpu_timeout.")]
+    documents = [line for line in output.splitlines() if line.startswith("{")]
+    if code != 0 or not documents:
+        return [Finding(name, "fail", f"exit code {code}: {errors[-_TAIL_CHARACTERS:].strip()}", limit, _GPU_ADVICE)]
+    devices: list[dict[str, Any]] = json.loads(documents[-1])["devices"]
+    findings = [_judge(found, free) for found in devices]
+    if len(devices) < expected:
+        value = f"torch sees {len(devices)} of {expected}"
+        advice = f"{_GPU_ADVICE} A torch that was built for another CUDA, or for none, sees no GPU either."
+        findings.insert(0, Finding(name, "fail", value, limit, advice))
+    return findings
+
+
+def check_ecc(limit: int, timeout: float) -> list[Finding]:
+    """Ask the driver's own tool for uncorrected memory errors; nothing where there is no such tool.
+
+    Args:
+        limit: errors of one GPU that are accepted.
+        timeout: seconds.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    wanted = f"at most {limit}"
+    query = "--query-gpu=index,ecc.errors.uncorrected.volatile.total"
+    code, output, errors = _run([tool, query, "--format=csv,noheader,nounits"], timeout)
+    if code is None:
+        return [Finding("gpu memory errors", "fail", f"no answer within {timeout:g} s", wanted, _GPU_ADVICE)]
+    if code != 0:
+        said = (errors or output)[-_TAIL_CHARACTERS:].strip()
+        return [Finding("gpu memory errors", "warn", f"not checked: exit code {code}: {said}", wanted)]
+    return [
+        Finding(f"gpu {index} memory errors", "ok", str(count), wanted)
+        if count <= limit
+        else Finding(f"gpu {index} memory errors", "fail", str(count), wanted, _GPU_ADVICE)
+        for index, count in read_ecc(output).items()
+    ]
+
+
+def read_ecc(output: str) -> dict[int, int]:
+    """Return the errors of each GPU that counts them, from lines ``<index>, <errors>``."""
+    counts: dict[int, int] = {}
+    for line in output.splitlines():
+        index, _, count = line.partition(",")
+        with contextlib.suppress(ValueError):  # "[N/A]" and the like: this GPU does not count
+            counts[int(index)] = int(count)
+    return counts
+
+
+def examine(device: str) -> dict[str, Any]:
+    """Compute on one device, in this process, and return what was found; errors are told, not raised."""
+    import torch
+
+    found: dict[str, Any] = {"device": device, "error": "", "free": None, "total": None}
+    try:
+        numbers = torch.Generator().manual_seed(0)
+        left, right = (
+            torch.randint(-_LARGEST, _LARGEST + 1, (_SIZE, _SIZE), generator=numbers, dtype=torch.float32)
+            for _ in range(2)
+        )
+        if device.startswith("cuda"):
+            found["name"] = torch.cuda.get_device_name(device)
+            found["free"], found["total"] = torch.cuda.mem_get_info(device)
+        product = (left.to(device) @ right.to(device)).cpu()
+        wrong = int((product != left @ right).sum())
+        if wrong:
+            found["error"] = f"{wrong} of {_SIZE * _SIZE} numbers of a matrix product are wrong"
+    except Exception as error:  # noqa: BLE001 - whatever a broken GPU raises
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _judge(found: dict[str, Any], free: float | None) -> Finding:
+    name, limit = f"gpu {found['device']}", "the CPU's matrix product"
+    if found["error"]:
+        return Finding(name, "fail", found["error"][:_TAIL_CHARACTERS], limit, _GPU_ADVICE)
+    value = f"computes as the CPU does{', ' + found['name'] if found.get('name') else ''}"
+    if found["total"]:
+        value += f", {found['free'] / _GIB:.1f} of {found['total'] / _GIB:.1f} GiB free"
+        if free is not None and found["free"] < free * found["total"]:
+            limit, advice = f"{free:.0%} of its memory free", "End the other processes that use this GPU."
+            return Finding(name, "warn", value, limit, advice)
+    return Finding(name, "ok", value, limit)
+
+
+def _run(command: Sequence[str], timeout: float) -> tuple[int | None, str, str]:
+    """Run a command and return exit code, output and errors; no code when it had to be killed.
+
+    What a broken driver does not let die is left behind.
+    """
+    with contextlib.ExitStack() as stack:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stack.callback(stream.close)
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+            return None, "", ""
+        return process.returncode, output, errors
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(description="Compute on every visible device and print what was found as JSON.")
+    parser.add_argument("--device", default="cuda", help="what torch calls the devices")
+    parser.add_argument("--seconds", type=int, default=60, help="after which this process ends itself")
+    arguments = parser.parse_args()
+    signal.alarm(arguments.seconds)  # nobody else ends it when the agent was killed meanwhile
+    import torch
+
+    count = torch.cuda.device_count() if arguments.device == "cuda" else 1
+    names = [f"cuda:{index}" for index in range(count)] if arguments.device == "cuda" else [arguments.device]
+    print(json.dumps({"devices": [examine(name) for name in names]}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,171 @@
+"""Probes of this machine alone: folders, memory, shared memory, open files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+
+from azureml_elastic.errors import MissingExtra
+from azureml_elastic.node.diagnostics.health.findings import Finding, Status
+
+__all__ = ["available_memory", "check_folder", "check_memory", "check_open_files", "check_shared_memory"]
+
+_MIB = 1 << 20
+_SAMPLE_BYTES = 4096
+_WARN_BELOW = 2
+"""A value below this many times its limit is worth a warning."""
+
+_UNLIMITED = 1 << 60
+"""From here on a limit of the first control groups means that there is none."""
+
+
+def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding:
+    """Write a small file, force it to the disk, read it back, and look at the free space.
+
+    On a dead mount any of these calls may never return.
+
+    Args:
+        what: the folder is for.
+        folder: made when it is missing.
+        owner: part of the file's name: nobody else writes to it meanwhile, and what a node that was killed here has
+            left is overwritten, not added to.
+        limit_mib: free MiB that are needed.
+    """
+    name, limit = f"disk: {what}", f"{limit_mib:,} MiB free, writable"
+    started = time.monotonic()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_and_read(folder / f".azureml-elastic-health-{owner}")
+        space = os.statvfs(folder)
+    except OSError as error:
+        advice = f"Free space on the disk, or give another folder than {str(folder)!r} that this process may write to."
+        return Finding(name, "fail", f"{type(error).__name__}: {error}", limit, advice)
+    took = f"written and read in {1000 * (time.monotonic() - started):.0f} ms"
+    if space.f_blocks == 0:  # some network mounts know no size
+        return Finding(name, "ok", took, limit)
+    free = space.f_bavail * space.f_frsize // _MIB
+    status = _compare(free, limit_mib)
+    advice = "" if status == "ok" else f"Free space on the disk of {str(folder)!r}."
+    return Finding(name, status, f"{free:,} MiB free, {took}", limit, advice)
+
+
+def check_memory(limit_mib: int) -> Finding:
+    """Look at the memory that this process and its workers may still take."""
+    free, container = available_memory()
+    free_mib = free // _MIB
+    status = _compare(free_mib, limit_mib)
+    whose = " by the container's limit" if container else ""
+    advice = "" if status == "ok" else "End other processes on this machine, or take a larger one."
+    return Finding("memory", status, f"{free_mib:,} MiB available{whose}", f"{limit_mib:,} MiB available", advice)
+
+
+def check_shared_memory(limit_mib: int, folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - the kernel's name
+    """Look at the size of the memory file system through which DataLoader workers hand over their batches."""
+    name, limit = "shared memory", f"{limit_mib:,} MiB"
+    advice = "Give the container more: ElasticResources(shm_size='16g'), or `docker run --shm-size`."
+    try:
+        space = os.statvfs(folder)
+    except OSError as error:
+        return Finding(name, "warn", f"{type(error).__name__}: {error}", limit, advice)
+    size = space.f_blocks * space.f_frsize // _MIB
+    if size < limit_mib:
+        return Finding(name, "warn", f"{size:,} MiB", limit, advice)
+    return Finding(name, "ok", f"{size:,} MiB", limit)
+
+
+def check_open_files(limit: int) -> Finding:
+    """Look at how many files and sockets a process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = f"{limit:,}"
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        return Finding("open files", "warn", f"{soft:,}", wanted, "Raise it with `ulimit -n` before the node starts.")
+    return Finding("open files", "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}", wanted)
+
+
+def available_memory(
+    mounts: Path = Path("/sys/fs/cgroup"), listing: Path = Path("/proc/self/cgroup")
+) -> tuple[int, bool]:
+    """Return how many bytes may still be taken, and whether a container's limit says so and not the machine's size.
+
+    Both generations of Linux control groups are read (https://docs.kernel.org/admin-guide/cgroup-v2.html and
+    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html). A limit of any group above this process's own counts.
+    Cached files that the kernel would drop first (``inactive_file``) count as available.
+
+    Args:
+        mounts: where the groups are mounted.
+        listing: which groups this process is in.
+
+    Raises:
+        MissingExtra: psutil is not installed.
+    """
+    try:
+        import psutil
+    except ImportError as error:
+        raise MissingExtra("psutil", "node") from error
+    machine: int = psutil.virtual_memory().available
+    headroom = [room for folder in _groups(mounts, listing) if (room := _headroom(folder)) is not None]
+    container = min(headroom, default=machine)
+    return min(machine, container), container < machine
+
+
+def _write_and_read(path: Path) -> None:
+    sample = os.urandom(_SAMPLE_BYTES)
+    # No link is followed: the temporary folder is everybody's.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(file, "wb") as writing:
+            writing.write(sample)
+            writing.flush()
+            os.fsync(writing)
+        with path.open("rb") as again:
+            found = again.read(_SAMPLE_BYTES)
+        if found != sample:
+            raise OSError(f"what was written to {str(path)!r} was read back differently")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _compare(found: int, limit: int) -> Status:
+    if found < limit:
+        return "fail"
+    return "warn" if found < _WARN_BELOW * limit else "ok"
+
+
+def _groups(mounts: Path, listing: Path) -> list[Path]:
+    """Return the folders of this process's memory groups, up to the outermost that is visible here."""
+    try:
+        lines = listing.read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            top = mounts
+        elif "memory" in controllers.split(","):
+            top = mounts / "memory"
+        else:
+            continue
+        # Inside a container the path may be the host's, of which only the end, or nothing, is mounted.
+        inner = top / path.lstrip("/")
+        folders += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
+    return folders
+
+
+def _headroom(folder: Path) -> int | None:
+    """Return the bytes that a group may still take, ``None`` without a limit."""
+    for limit_file, usage_file, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = int((folder / limit_file).read_text())
+            usage = int((folder / usage_file).read_text())
+            statistics = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+            if limit < _UNLIMITED:
+                return max(0, limit - max(0, usage - int(statistics.get(cache, "0"))))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return None

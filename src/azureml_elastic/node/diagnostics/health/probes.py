@@ -1,0 +1,117 @@
+"""Which probes a node's check consists of, with their limits from the policy."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+from azureml_elastic.checkpoint.storage.storage import is_remote
+from azureml_elastic.config import HealthPolicy
+from azureml_elastic.node.diagnostics.health.accelerator import check_ecc, check_gpus
+from azureml_elastic.node.diagnostics.health.findings import Finding, Probe, Status
+from azureml_elastic.node.diagnostics.health.machine import (
+    check_folder,
+    check_memory,
+    check_open_files,
+    check_shared_memory,
+)
+from azureml_elastic.node.diagnostics.health.network import check_clock, check_hub, check_peers
+from azureml_elastic.node.failures.host_strikes import Strikes
+from azureml_elastic.node.table import Table
+from azureml_elastic.node.table.server_time import ServerClock
+
+__all__ = ["check_folders", "node_probes"]
+
+_Look = Callable[[], Finding | Sequence[Finding]]
+
+_KILL_SECONDS = 3.0
+"""For a process that has to be killed, beyond its own limit."""
+
+
+def check_folders(run: Path, checkpoints: str | None) -> dict[str, Path]:
+    """Return the folders that a node writes to, by what they are for; of equal ones the first."""
+    folders = {"run's folder": run, "temporary files": Path(tempfile.gettempdir())}
+    if checkpoints is not None and not is_remote(checkpoints):
+        folders["checkpoints"] = Path(checkpoints)
+    known: dict[Path, str] = {}
+    for what, folder in folders.items():
+        known.setdefault(folder.absolute(), what)
+    return {what: folder for folder, what in known.items()}
+
+
+def node_probes(
+    policy: HealthPolicy,
+    *,
+    node: str,
+    owner: str | None = None,
+    folders: Mapping[str, Path],
+    gpus: int = 0,
+    table: Table | None = None,
+    clock: ServerClock | None = None,
+    witness_interval: timedelta = timedelta(seconds=5),
+    hub: tuple[str, int] | None = None,
+    strikes: Strikes | None = None,
+) -> list[Probe]:
+    """Return the probes of one node, those that the policy switches off left out.
+
+    Args:
+        policy: limits.
+        node: this node's name.
+        owner: names the files that are written for a moment, unlike those of any other process; ``None`` takes the
+            node's name.
+        folders: that it writes to, by what they are for.
+        gpus: that the driver lists.
+        table: of the run; without it neither the clock nor the peers are looked at.
+        clock: tells the time of the table's server.
+        witness_interval: between two signs of life of a running round.
+        hub: host and port at which the other nodes reach this one.
+        strikes: against this node's host, read now so that asking for a place need not wait for them.
+    """
+    quick, mount = policy.timeout.total_seconds(), policy.mount_timeout.total_seconds()
+    probes: list[Probe] = []
+
+    def add(name: str, look: _Look, limit: float, late: Status, advice: str) -> None:
+        probes.append(Probe(name, look, limit, Finding(name, late, "", f"an answer within {limit:g} s", advice)))
+
+    if policy.disk_mib is not None:
+        for what, folder in folders.items():
+            advice = f"Look whether the mount of {str(folder)!r} is alive, or raise HealthPolicy.mount_timeout."
+            write = partial(check_folder, what, folder, owner or node, policy.disk_mib)
+            add(f"disk: {what}", write, mount, "fail", advice)
+    if policy.memory_mib is not None:
+        add("memory", partial(check_memory, policy.memory_mib), quick, "warn", "")
+    if policy.shm_mib is not None:
+        add("shared memory", partial(check_shared_memory, policy.shm_mib), quick, "warn", "")
+    if policy.open_files is not None:
+        add("open files", partial(check_open_files, policy.open_files), quick, "warn", "")
+    if policy.peers and hub is not None:
+        add("own port", partial(check_hub, *hub), quick, "warn", "")
+    if table is not None and clock is not None:
+        advice = "The table is away, or slow; the node joins and waits for it."
+        if policy.clock_skew is not None:
+            add("clock", partial(check_clock, clock, policy), quick, "warn", advice)
+        if policy.peers:
+            add("peers", partial(check_peers, table, clock, node, witness_interval), quick, "warn", advice)
+    if strikes is not None and policy.strike_decay:
+        add("strikes", partial(_check_strikes, strikes, policy.quarantine_strikes), quick, "warn", "")
+    if policy.gpu_timeout is not None and gpus:
+        limit = policy.gpu_timeout.total_seconds()
+        advice = "A process that uses the GPU cannot even be killed; restart the machine."
+        add("gpu", partial(check_gpus, gpus, limit, policy.gpu_free), limit + _KILL_SECONDS, "fail", advice)
+        if policy.ecc_errors is not None:
+            look = partial(check_ecc, policy.ecc_errors, limit)
+            add("gpu memory errors", look, limit + _KILL_SECONDS, "fail", advice)
+    return probes
+
+
+def _check_strikes(strikes: Strikes, quarantine: int | None) -> Finding:
+    count = strikes.mine(fresh=True)
+    value = f"{count} against {strikes.host}"
+    limit = "any" if quarantine is None else f"fewer than {quarantine}"
+    if quarantine is None or count < quarantine:
+        return Finding("strikes", "ok", value, limit)
+    advice = "This host is quarantined: it trains only where the minimum of nodes needs it, until its strikes decay."
+    return Finding("strikes", "warn", value, limit, advice)

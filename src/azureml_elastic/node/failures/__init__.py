@@ -1,0 +1,1 @@
+"""Failures of workers and hosts: classification, restart policy, fault attribution and messages."""

@@ -1,0 +1,203 @@
+"""Strikes against hosts: one row ``strike.<host>.<incident>`` each, whose own time, set by the server, is its time.
+
+A strike counts for ``strike_decay``. Its age is the difference of two times of the table's server: of its row, and of
+a row that this node has written (:class:`~azureml_elastic.node.table.server_time.ServerClock`). A row holds nothing of a
+node's own clock. The incident is named the same by everybody who sees it, and a row is inserted, never replaced: one
+incident is one strike, however many nodes report it and however often.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from azureml_elastic.config import HealthPolicy
+from azureml_elastic.errors import ElasticError, RowExists, TableUnavailable
+from azureml_elastic.node.table import Row, Table
+from azureml_elastic.node.table.server_time import ServerClock
+
+__all__ = ["STRIKE_PREFIX", "Strikes"]
+
+_LOG = logging.getLogger(__name__)
+
+STRIKE_PREFIX = "strike."
+
+_KEPT = 16
+"""Rows of one host that are kept."""
+
+_WAITING = 64
+"""Strikes that wait for a table that is away."""
+
+_PATIENCE_SECONDS = 120.0
+"""For writing one strike."""
+
+_RETRY_SECONDS = (0.5, 10.0)
+
+_FLUSH_SECONDS = 2.0
+
+_REASON_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class _Strike:
+    host: str
+    key: str
+    reason: str
+    until: float
+    """Monotonic seconds after which it is no longer tried to write."""
+
+
+class Strikes:
+    """The strikes as one node sees them. Thread-safe; never raises, whatever the table does.
+
+    Args:
+        table: opened for the run.
+        host: this node's own host.
+        node: this node's name, for people who read the rows.
+        policy: the decay.
+        clock: tells the server's time.
+    """
+
+    def __init__(self, table: Table, host: str, node: str, policy: HealthPolicy, clock: ServerClock) -> None:
+        self.host = host
+        self._table = table
+        self._node = node
+        self._decay = policy.strike_decay
+        self._clock = clock
+        self._monotonic: Callable[[], float] = clock.monotonic
+        self._lock = threading.Lock()
+        self._known: dict[str, dict[str, float]] = {}
+        self._unwritten: dict[str, set[str]] = {}
+        self._queue: queue.Queue[_Strike | None] = queue.Queue(_WAITING)
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    def strike(self, host: str, reason: str, incident: str) -> None:
+        """Hold something against a host. Returns at once; a thread writes.
+
+        Args:
+            host: which, see :func:`~azureml_elastic.node.host.identity.host_id`.
+            reason: what happened, for people.
+            incident: names what happened, the same for everybody who reports it, such as the round that it broke.
+        """
+        if not self._decay:
+            return
+        now = self._monotonic()
+        key = f"{STRIKE_PREFIX}{host}.{incident}"
+        _LOG.warning("A strike against %s: %s.", host, reason.splitlines()[0] if reason else "no reason was given")
+        strike = _Strike(host, key, reason[:_REASON_CHARACTERS], now + _PATIENCE_SECONDS)
+        with self._lock:
+            if host in self._known or host == self.host:
+                self._known.setdefault(host, {}).setdefault(key, now + self._decay.total_seconds())
+            self._unwritten.setdefault(host, set()).add(key)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, name="strikes", daemon=True)
+                self._thread.start()
+        try:
+            self._queue.put_nowait(strike)
+        except queue.Full:
+            self._settled(strike)
+            _LOG.debug("The table has been away for too long; the strike against %s is not written.", host)
+
+    def live(self, host: str) -> int:
+        """Read the table and return the strikes that still count; what was known last where the table is away."""
+        if not self._decay:
+            return 0
+        with self._lock:
+            unwritten = set(self._unwritten.get(host, ()))
+        try:
+            rows = self._rows(host)
+            ends = self._ends(rows, self._now(rows)) if rows else {}
+        except ElasticError as error:
+            _LOG.debug("The strikes against %s are not known: %s", host, error)
+        else:
+            with self._lock:
+                known = self._known.get(host, {})
+                self._known[host] = {key: end for key, end in known.items() if key in unwritten} | ends
+        return self._count(host)
+
+    def mine(self, *, fresh: bool = False) -> int:
+        """Return the live strikes against this node's own host.
+
+        Args:
+            fresh: read the table even if it was read before. Worth its time where others may have struck this host
+                without its knowing: a node that was lost and comes back.
+        """
+        with self._lock:
+            known = self.host in self._known
+        return self.live(self.host) if fresh or not known else self._count(self.host)
+
+    def close(self) -> None:
+        """Write what is waiting, for a short time."""
+        self._closing.set()
+        if self._thread is not None:
+            try:
+                self._queue.put_nowait(None)
+            except queue.Full:
+                return
+            self._thread.join(_FLUSH_SECONDS)
+
+    def _count(self, host: str) -> int:
+        now = self._monotonic()
+        with self._lock:
+            return sum(end > now for end in self._known.get(host, {}).values())
+
+    def _rows(self, host: str) -> list[Row]:
+        # Another host's name may start with this one's.
+        return [row for row in self._table.query(f"{STRIKE_PREFIX}{host}.") if row.value.get("host") == host]
+
+    def _now(self, rows: Iterable[Row]) -> datetime:
+        # The server cannot be earlier than a row that it has written.
+        return max([self._clock.now(), *(row.timestamp for row in rows)])
+
+    def _ends(self, rows: Iterable[Row], now: datetime) -> dict[str, float]:
+        """Return when each strike that still counts ends, in this process's monotonic seconds."""
+        monotonic = self._monotonic()
+        ends = {row.key: monotonic + (self._decay - (now - row.timestamp)).total_seconds() for row in rows}
+        return {key: end for key, end in ends.items() if end > monotonic}
+
+    def _write_all(self) -> None:
+        while (strike := self._queue.get()) is not None:
+            written = self._write(strike)
+            self._settled(strike)
+            if written:
+                self._prune(strike.host)
+
+    def _settled(self, strike: _Strike) -> None:
+        with self._lock:
+            self._unwritten[strike.host].discard(strike.key)
+
+    def _write(self, strike: _Strike) -> bool:
+        pause, longest = _RETRY_SECONDS
+        value = {"host": strike.host, "reason": strike.reason, "by": self._node}
+        while True:
+            try:
+                self._table.insert(strike.key, value)
+            except RowExists:
+                return False  # reported already, perhaps by this node: an answer may have been lost
+            except TableUnavailable as error:
+                if self._closing.is_set() or self._monotonic() >= strike.until:
+                    _LOG.debug("The strike against %s was not written: %s", strike.host, error)
+                    return False
+                self._closing.wait(pause)
+                pause = min(longest, 2 * pause)
+            except ElasticError as error:
+                _LOG.debug("The strike against %s was not written: %s", strike.host, error)
+                return False
+            else:
+                return True
+
+    def _prune(self, host: str) -> None:
+        """Remove a host's strikes that no longer count, and the oldest of very many."""
+        try:
+            rows = sorted(self._rows(host), key=lambda row: row.timestamp)
+            now = self._now(rows)
+            for index, row in enumerate(rows):
+                if now - row.timestamp >= self._decay or index < len(rows) - _KEPT:
+                    self._table.delete(row.key)
+        except ElasticError as error:
+            _LOG.debug("Old strikes against %s were not removed: %s", host, error)

@@ -1,0 +1,1 @@
+"""Hang detection: limits, the detector, stack dumps and the response."""

@@ -1,0 +1,279 @@
+"""The stacks of all workers of a node, and of their children, within a few seconds and from whatever state they are in.
+
+Three ways, the best one first:
+
+1. A worker with a session has a handler that writes its stacks into a file (see :mod:`azureml_elastic.ipc.stack_file`)
+   when a signal comes. That also works for processes that it has forked. The signal goes only to a process that has
+   the file open and catches the signal, since any other would die of it.
+2. ``py-spy``, where it is installed beside this interpreter or on the path, reads the stacks of any Python process from
+   outside, if the system allows that.
+3. What the kernel says: the state, what the process waits for, and its stack in the kernel where that may be read.
+
+The handler is over when the signal is no longer pending and no thread blocks it that had not blocked it before: the
+kernel blocks a signal while its handler runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from azureml_elastic.ipc.stack_file import StackFile, stack_files
+from azureml_elastic.node.hangs.process_state import (
+    descendants,
+    has_open,
+    is_python,
+    kernel_stack,
+    read_state,
+    threads_that_block,
+)
+
+__all__ = ["ProcessStacks", "Worker", "collect", "main_thread_first", "py_spy"]
+
+_POLL_SECONDS = 0.02
+_SILENT_SECONDS = 0.3
+"""A handler that ran and wrote nothing for so long will not write."""
+
+_SIGNAL_SHARE = 0.6
+"""Part of the time for the first way, so that some is left for the second."""
+
+_MOST_CHILDREN = 16
+_LARGEST_READ = 4 * 1024 * 1024
+_LARGEST_TEXT = 64 * 1024
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) (?P<id>0x[0-9a-f]+|\d+).*:.*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process that the agent has started.
+
+    Args:
+        local_rank: on this node.
+        rank: in the round.
+        pid: of the process.
+    """
+
+    local_rank: int
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class ProcessStacks:
+    """What could be learnt of one process.
+
+    Args:
+        name: for people: a rank, or whose child it is.
+        local_rank: of the worker that it is or descends from.
+        pid: of the process.
+        state: what it is doing, by the kernel's word.
+        text: the stacks, innermost call first, the main thread before the others; empty where there are none.
+        remarks: what did not go well.
+    """
+
+    name: str
+    local_rank: int
+    pid: int
+    state: str
+    text: str
+    remarks: tuple[str, ...] = ()
+
+
+def collect(folder: Path, workers: Mapping[int, Worker], *, seconds: float = 2.5) -> list[ProcessStacks]:
+    """Collect the stacks of a node's workers and of their children.
+
+    Args:
+        folder: where the workers' sessions have made their files.
+        workers: the processes that the agent has started, by local rank. Where a session is in another process, as
+            below a shell script, that one counts.
+        seconds: after which whatever is there is returned.
+
+    Returns:
+        A list in the order of local ranks, each worker followed by its children.
+    """
+    deadline = time.monotonic() + seconds
+    folder = folder.resolve()
+    jobs: dict[int, tuple[Worker, StackFile | None]] = {rank: (worker, None) for rank, worker in workers.items()}
+    for path, entry in stack_files(folder):
+        if has_open(entry.pid, path):
+            jobs[entry.local_rank] = (Worker(entry.local_rank, entry.rank, entry.pid), entry)
+    found: dict[int, list[ProcessStacks]] = {rank: [] for rank in jobs}
+
+    def work(worker: Worker, entry: StackFile | None) -> None:
+        # Appended one by one: when time is over, what is there is taken.
+        seen = found[worker.local_rank]
+        seen.append(_process(f"rank {worker.rank}", worker, worker.pid, entry, folder, deadline))
+        children = descendants(worker.pid)
+        for pid in children[:_MOST_CHILDREN]:
+            seen.append(_process(f"child of rank {worker.rank}", worker, pid, entry, folder, deadline))
+        if len(children) > _MOST_CHILDREN:
+            rest = children[_MOST_CHILDREN:]
+            seen.append(
+                ProcessStacks(f"{len(rest)} more children of rank {worker.rank}", worker.local_rank, rest[0], "", "")
+            )
+
+    # Nothing here should block for long; should something do so all the same, the agent must not.
+    threads = [threading.Thread(target=work, args=job, name="stacks", daemon=True) for job in jobs.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()) + _POLL_SECONDS)
+    for local_rank, (worker, _) in jobs.items():
+        if not found[local_rank]:
+            remark = f"nothing could be learnt within {seconds:g} s"
+            found[local_rank].append(
+                ProcessStacks(f"rank {worker.rank}", local_rank, worker.pid, _state(worker.pid), "", (remark,))
+            )
+    return list(itertools.chain.from_iterable(list(found[local_rank]) for local_rank in sorted(found)))
+
+
+def main_thread_first(text: str, main_thread: int | None = None) -> str:
+    """Return a dump with the main thread's stack before all others.
+
+    Args:
+        text: of :mod:`faulthandler` or ``py-spy``.
+        main_thread: as the dump numbers it; ``None`` for a dump that calls it ``MainThread``.
+    """
+    heads = list(_THREAD.finditer(text))
+    bounds = [head.start() for head in heads] + [len(text)]
+    main: list[str] = []
+    others: list[str] = []
+    for head, (start, end) in zip(heads, itertools.pairwise(bounds), strict=True):
+        block = text[start:end].strip("\n")
+        if main_thread is None:
+            (main if '"MainThread"' in head.group() else others).append(block)
+        elif int(head.group("id"), 16) == main_thread:
+            main.append(re.sub(r"^(Current thread|Thread)", "Main thread", block))
+        else:
+            others.append(re.sub(r"^Current thread", "Thread", block))
+    preface = text[: bounds[0]].strip("\n")
+    return "\n\n".join(part for part in (preface, *main, *others) if part)
+
+
+def py_spy() -> str | None:
+    """Return the path of ``py-spy``, ``None`` where it is not installed."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+def _process(
+    name: str, worker: Worker, pid: int, entry: StackFile | None, folder: Path, deadline: float
+) -> ProcessStacks:
+    """Learn about one process."""
+    remarks: list[str] = []
+    text = ""
+    state = _state(pid)
+    if entry is not None:
+        now = time.monotonic()
+        text, remark = _by_signal(pid, entry, entry.path(folder), now + max(0.0, deadline - now) * _SIGNAL_SHARE)
+        text = main_thread_first(text, entry.main_thread)
+        remarks.append(remark)
+    if not text and is_python(pid):
+        text, remark = _by_py_spy(pid, deadline)
+        text = main_thread_first(text)
+        remarks.append(remark)
+    if not text and (inside := kernel_stack(pid)):
+        text = f"In the kernel (innermost first):\n{inside}"
+    return ProcessStacks(
+        name, worker.local_rank, pid, state, _shortened(text, _LARGEST_TEXT), tuple(filter(None, remarks))
+    )
+
+
+def _by_signal(pid: int, entry: StackFile, path: Path, deadline: float) -> tuple[str, str]:
+    """Have the process write its stacks.
+
+    Returns:
+        What it wrote, and what did not go well.
+    """
+    before = read_state(pid)
+    if before is None or before.ended:
+        return "", "it has ended"
+    if not has_open(pid, path) or not before.catches(entry.signal):
+        own = pid == entry.pid
+        return "", f"it no longer answers signal {entry.signal}" if own else ""
+    try:
+        offset = path.stat().st_size
+        blocking = threads_that_block(pid, entry.signal)
+        os.kill(pid, entry.signal)
+    except OSError as error:
+        return "", f"it could not be asked: {error}"
+    size, remark, sent = offset, "", time.monotonic()
+    while True:
+        time.sleep(_POLL_SECONDS)
+        state = read_state(pid)
+        if state is None or state.ended:
+            remark = "it ended meanwhile"
+            break
+        if state.awaits(entry.signal):
+            if state.stopped:
+                remark = "it takes no signal while it is stopped"
+                break
+        elif threads_that_block(pid, entry.signal) <= blocking:
+            last, size = size, _size(path)
+            if size == last > offset:
+                break
+            if size == offset and time.monotonic() - sent > _SILENT_SECONDS:
+                remark = f"it took signal {entry.signal}, but wrote nothing"
+                break
+        if time.monotonic() > deadline:
+            remark = f"its answer was not complete after {time.monotonic() - sent:.1f} s"
+            break
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(_LARGEST_READ).decode("ascii", errors="replace").strip("\n"), remark
+    except OSError as error:
+        return "", f"its answer cannot be read: {error}"
+
+
+def _by_py_spy(pid: int, deadline: float) -> tuple[str, str]:
+    """Read the stacks from outside, without stopping the process.
+
+    Returns:
+        The stacks, and what did not go well.
+    """
+    program = py_spy()
+    left = deadline - time.monotonic()
+    if program is None or left <= 0:
+        return "", "" if program is None else "no time was left for py-spy"
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=left, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"py-spy did not answer within {left:.1f} s"
+    except OSError as error:
+        return "", f"py-spy could not be started: {error}"
+    if result.returncode != 0:
+        why = result.stderr.decode(errors="replace").strip().splitlines()
+        return "", f"py-spy failed: {why[-1] if why else result.returncode}"
+    return result.stdout[:_LARGEST_READ].decode(errors="replace").strip("\n"), ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _state(pid: int) -> str:
+    state = read_state(pid)
+    return "gone" if state is None else str(state)
+
+
+def _shortened(text: str, largest: int) -> str:
+    """Cut a text at a line's end; a note says how much is missing."""
+    if len(text) <= largest:
+        return text
+    kept = text[:largest].rpartition("\n")[0]
+    return f"{kept}\n  ({len(text) - len(kept)} more characters)"

@@ -1,0 +1,1 @@
+"""The identity and the addresses of this node."""

@@ -1,0 +1,1 @@
+"""Preemption notices: scheduled events, marker files and signals."""

@@ -1,0 +1,294 @@
+"""Azure's scheduled events: what is going to happen to this virtual machine.
+
+Protocol: "Azure Metadata Service: Scheduled Events for Linux VMs" in Azure's documentation, api-version 2020-07-01.
+``GET /metadata/scheduledevents`` with the header ``Metadata: true`` gives ``{"DocumentIncarnation": n, "Events":
+[...]}``. The document lists the events of *all* machines of a scale set or an availability set; each names its machines
+in ``Resources``. An event is ``Scheduled``, then ``Started``; when it is over, or was given up, it is no longer listed.
+The first request switches the service on and may take two minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from azureml_elastic.node.preemption.metadata_service import Answer, MetadataError, call, read_time
+from azureml_elastic.node.preemption.notices import Announcement
+
+__all__ = ["EventWatch", "Patience", "ScheduledEvent", "concerns", "judge", "read_document", "seconds_left"]
+
+_LOG = logging.getLogger(__name__)
+
+_EVENTS = "/scheduledevents?api-version=2020-07-01"
+_NAME = "/instance/compute/name?api-version=2021-02-01&format=text"
+
+_RESTARTS = ("Reboot", "Redeploy")
+_LEAVING = ("Preempt", "Terminate", *_RESTARTS)
+
+
+@dataclass(frozen=True)
+class ScheduledEvent:
+    """One entry of the document.
+
+    Args:
+        id: names the event.
+        type: ``Preempt``, ``Terminate``, ``Reboot``, ``Redeploy``, ``Freeze``, or one that is not known here.
+        status: ``Scheduled`` or ``Started``.
+        resources: names of the machines that it will happen to.
+        not_before: its earliest start; ``None`` once it has started.
+        duration: seconds for which a machine will be interrupted; ``None`` where that is not known.
+    """
+
+    id: str
+    type: str
+    status: str
+    resources: tuple[str, ...]
+    not_before: datetime | None = None
+    duration: float | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether it may happen at any moment, or has happened."""
+        return self.status == "Started"
+
+
+def read_document(body: bytes) -> list[ScheduledEvent]:
+    """Return the events of a document. Entries that are none are left out: they must not hide the others.
+
+    Raises:
+        ValueError: it is no such document.
+    """
+    document = json.loads(body)
+    entries = document.get("Events") if isinstance(document, dict) else None
+    if not isinstance(entries, list):
+        raise ValueError("it has no list of Events")  # noqa: TRY004 - whatever is wrong with it is one case
+    return [event for entry in entries if (event := _read_event(entry)) is not None]
+
+
+def concerns(event: ScheduledEvent, name: str | None, host_name: str) -> bool:
+    """Tell whether an event is about this machine.
+
+    Args:
+        event: of the document.
+        name: of this machine as Azure calls it, ``None`` if that could not be learnt.
+        host_name: as the machine calls itself. It stands in for an unknown name, and only for an event of one machine:
+            a neighbour's event, taken for one's own on all machines of a set, would end the whole run.
+    """
+    names = [resource.casefold() for resource in event.resources]
+    if name is not None:
+        return name.casefold() in names
+    return names == [host_name.casefold()]
+
+
+def seconds_left(event: ScheduledEvent, now: datetime) -> float | None:
+    """Return the seconds until the event may start, ``None`` where that is not known.
+
+    Args:
+        event: of the document.
+        now: by the clock that has written ``NotBefore``, so that no two clocks are compared.
+    """
+    return None if event.not_before is None or event.started else (event.not_before - now).total_seconds()
+
+
+def judge(
+    events: Iterable[ScheduledEvent], *, name: str | None, host_name: str, now: datetime, lead: float, past: set[str]
+) -> dict[str, Announcement]:
+    """Return, by id, the events for which this node must leave now.
+
+    Args:
+        events: of the document.
+        name: of this machine, see :func:`concerns`.
+        host_name: see :func:`concerns`.
+        now: see :func:`seconds_left`.
+        lead: how many seconds before its start an event other than ``Preempt`` makes the node leave.
+        past: ids of events whose effect this machine has behind it.
+    """
+    found = {}
+    for event in events:
+        if event.type not in _LEAVING or event.id in past or not concerns(event, name, host_name):
+            continue
+        left = seconds_left(event, now)
+        if event.type == "Preempt" or left is None or left <= lead:
+            own = event.id if len(event.resources) == 1 else None
+            found[event.id] = Announcement(f"scheduled event {event.type} {event.id}", left, own)
+    return found
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for the service. All in seconds, but ``attempts``.
+
+    Args:
+        connect: to connect: it is on the same host, or nowhere.
+        first: for an answer, as long as there was none: the first request switches the service on.
+        request: for an answer, later.
+        name: for the machine's name.
+        attempts: failures to connect after which the service counts as absent.
+        rarely: between two looks whether an absent service has appeared.
+        longest: pause between two requests to a service that fails.
+    """
+
+    connect: float = 2.0
+    first: float = 150.0
+    request: float = 5.0
+    name: float = 2.0
+    attempts: int = 3
+    rarely: float = 60.0
+    longest: float = 10.0
+
+
+class EventWatch:
+    """Asks the service again and again, one request at a time, on a thread of its own.
+
+    What was last heard stands while the service fails.
+
+    Args:
+        address: of the service.
+        announce: called after each document with the events for which this node must leave.
+        host_name: of this machine.
+        lead: see :func:`judge`.
+        interval: seconds between two requests.
+        patience: with the service.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        announce: Callable[[Mapping[str, Announcement]], None],
+        *,
+        host_name: str,
+        lead: float = 120.0,
+        interval: float = 1.0,
+        patience: Patience | None = None,
+    ) -> None:
+        self._address = address
+        self._announce = announce
+        self._host_name = host_name
+        self._lead = lead
+        self._interval = interval
+        self._patience = patience or Patience()
+        self._name: str | None = None
+        self._answered = False
+        self._unreached = 0
+        self._failures = 0
+        self._past: set[str] = set()
+        self._logged: set[tuple[str, str]] = set()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scheduled-events", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, after the request that is under way."""
+        self._stopped.set()
+
+    def acknowledge(self, event: str) -> None:
+        """Tell the service that an event may start at once. Never raises."""
+        body = json.dumps({"StartRequests": [{"EventId": event}]}).encode()
+        try:
+            self._call(_EVENTS, self._patience.request, body)
+        except MetadataError as error:
+            _LOG.warning("The scheduled event %s could not be acknowledged: %s", event, error)
+        else:
+            _LOG.info("The scheduled event %s is acknowledged.", event)
+
+    def poll(self) -> float:
+        """Ask once and return the seconds to wait before the next time."""
+        try:
+            answer = self._call(_EVENTS, self._patience.request if self._answered else self._patience.first)
+            events = read_document(answer.body)
+        except MetadataError as error:
+            return self._failed(str(error), reached=error.reached)
+        except (ValueError, RecursionError) as error:
+            return self._failed(f"what {self._address} answered is no document: {error}", reached=True)
+        if not self._answered:
+            # Such an event stays listed for minutes after the machine is up again, with this node on it.
+            self._past = {event.id for event in events if event.started and event.type in _RESTARTS}
+            _LOG.info("Watching the scheduled events of %s.", self._address)
+        elif self._failures:
+            _LOG.info("The metadata service %s answers again.", self._address)
+        self._answered, self._failures, self._unreached = True, 0, 0
+        self._learn_name()
+        now = answer.time or datetime.now(timezone.utc)
+        self._past &= {event.id for event in events}
+        self._log(events)
+        self._announce(
+            judge(events, name=self._name, host_name=self._host_name, now=now, lead=self._lead, past=self._past)
+        )
+        return self._interval
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._stopped.wait(self.poll())
+
+    def _call(self, path: str, timeout: float, body: bytes | None = None) -> Answer:
+        return call(self._address, path, timeout=timeout, connect_timeout=self._patience.connect, body=body)
+
+    def _learn_name(self) -> None:
+        if self._name is None:
+            try:
+                name = self._call(_NAME, self._patience.name).body.decode().strip()
+            except (MetadataError, UnicodeDecodeError) as error:
+                _LOG.debug("This machine's name cannot be learnt now: %s", error)
+            else:
+                self._name = name or None
+
+    def _failed(self, message: str, *, reached: bool) -> float:
+        """Count a failure and return the pause after it."""
+        patience = self._patience
+        self._failures += 1
+        self._unreached = 0 if reached else self._unreached + 1
+        if not self._answered and self._unreached >= patience.attempts:
+            if self._unreached == patience.attempts:
+                _LOG.info("No scheduled events here: there is no metadata service (%s).", message)
+            return max(patience.rarely, self._interval)
+        if self._failures == patience.attempts and (self._answered or reached):
+            _LOG.warning("The metadata service fails; scheduled events may go unnoticed meanwhile. %s", message)
+        else:
+            _LOG.debug("%s", message)
+        return max(self._interval, min(patience.longest, self._interval * 2.0 ** min(self._failures - 1, 16)))
+
+    def _log(self, events: Iterable[ScheduledEvent]) -> None:
+        """Log what is new about this machine; its leaving is logged by who decides on it."""
+        seen = set()
+        for event in events:
+            if event.type in _LEAVING and self._name is None and not concerns(event, None, self._host_name):
+                words = "is not taken for this machine, whose name could not be learnt"
+            elif not concerns(event, self._name, self._host_name):
+                continue
+            elif event.type == "Freeze":
+                lasting = "for an unknown time" if event.duration is None else f"for about {event.duration:g} s"
+                words = f"will stop this machine {lasting}; training stays"
+            elif event.id in self._past:
+                words = "has happened before this node started"
+            else:
+                when = "now" if event.not_before is None else f"not before {event.not_before:%Y-%m-%d %H:%M:%S %Z}"
+                words = f"is to happen to this machine, {when}"
+            seen.add((event.id, event.status))
+            if (event.id, event.status) not in self._logged:
+                _LOG.warning("The scheduled event %s %s (%s) %s.", event.type, event.id, event.status, words)
+        self._logged = seen
+
+
+def _read_event(entry: Any) -> ScheduledEvent | None:
+    if not isinstance(entry, dict):
+        return None
+    id_, type_, resources = entry.get("EventId"), entry.get("EventType"), entry.get("Resources")
+    if not (isinstance(id_, str) and id_ and isinstance(type_, str) and isinstance(resources, list)):
+        return None
+    duration = entry.get("DurationInSeconds")
+    return ScheduledEvent(
+        id=id_,
+        type=type_,
+        status=str(entry.get("EventStatus")),
+        resources=tuple(str(resource) for resource in resources),
+        not_before=read_time(entry.get("NotBefore")),
+        duration=float(duration) if isinstance(duration, int | float) and duration >= 0 else None,
+    )

@@ -1,0 +1,310 @@
+"""The agent's side of the warm process: starts it, asks it for workers, and hears how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from azureml_elastic.config.command.program import Program
+from azureml_elastic.node.preload.environment_variables import changed, lasting
+from azureml_elastic.node.preload.script_runner import OUTERMOST
+from azureml_elastic.node.preload.worker import WarmWorker
+
+__all__ = ["WarmProcess", "WarmRefused", "WarmWorker"]
+
+_LOG = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 15.0
+"""A request waits for one import at most; see ``LATER`` in :mod:`.loading`."""
+
+_END_SECONDS = 2.0
+_MOST_BYTES = 1 << 16
+
+
+class WarmRefused(Exception):
+    """No worker can be started from the warm process now; the message says why. Start it cold."""
+
+
+class WarmProcess:
+    """A process that has imported what a program imports, and becomes that program in each of its forks.
+
+    It is started at once and imports in the background. It never outlives this process, nor do its workers outlive it.
+    All methods may be called from any thread.
+
+    Args:
+        interpreter: to start, as the workers' would be.
+        options: of the interpreter.
+        program: that the workers run.
+        environ: the environment of the workers. Variables of single workers in it (``RANK``) are ignored.
+    """
+
+    def __init__(self, interpreter: str, options: Sequence[str], program: Program, environ: Mapping[str, str]) -> None:
+        target = ("-m", program.target) if program.kind == "module" else (program.target,)
+        self.command = (interpreter, *options, *target, *program.arguments)
+        """The command that starts the same worker cold."""
+        self._environ = lasting(environ)
+        self._changes = threading.Condition(threading.RLock())
+        self._ready = self._settled = False
+        self._refusal: str | None = None
+        self._closed = False
+        self._requests = 0
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._workers: dict[int, WarmWorker] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._link: socket.socket | None = None
+        self._reader: threading.Thread | None = None
+        if sys.platform != "linux":
+            self._refuse(f"{sys.platform} is not Linux")
+            return
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = [interpreter, *options, "-c", OUTERMOST, str(theirs.fileno()), "{}"]
+        words += [program.kind, program.target, *program.arguments]
+        with theirs, _scratch() as output:
+            self._errors = _scratch()
+            try:
+                self._process = subprocess.Popen(
+                    words,
+                    env=self._environ,
+                    stdout=output,
+                    stderr=self._errors,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._refuse(f"{interpreter!r} cannot be started: {error.strerror}")
+                return
+        self._reader = threading.Thread(target=self._read, name="warm-process", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; ``None`` if it could not be started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker can be started from it now."""
+        with self._changes:
+            return self._ready and self._refusal is None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no worker can be started from it any more; said in the log when it came up."""
+        with self._changes:
+            return self._refusal
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait until the imports are done, or cannot be.
+
+        Args:
+            timeout: in seconds.
+
+        Returns:
+            :attr:`ready`.
+        """
+        with self._changes:
+            self._changes.wait_for(lambda: self._ready or self._refusal is not None, timeout)
+            return self.ready
+
+    @property
+    def settled(self) -> bool:
+        """Whether also what torch imports in its first steps is imported, or cannot be."""
+        with self._changes:
+            return self._settled or self._refusal is not None
+
+    def start(self, environ: Mapping[str, str], stdout: Path | None, stderr: Path | None) -> WarmWorker:
+        """Start a worker.
+
+        Args:
+            environ: its whole environment.
+            stdout: a file that takes its output, written from the start; ``None`` leaves it this process's.
+            stderr: likewise.
+
+        Raises:
+            WarmRefused: it must be started cold.
+            OSError: a file cannot be written.
+        """
+        self._check(environ)
+        with contextlib.ExitStack() as files:
+            content = files.enter_context(_scratch())
+            content.write(json.dumps(dict(environ)).encode())
+            content.flush()
+            descriptors = [content.fileno()]
+            for path, inherited in ((stdout, 1), (stderr, 2)):
+                file = inherited if path is None else files.enter_context(path.open("wb")).fileno()
+                descriptors.append(file)
+            with self._changes:
+                self._requests += 1
+                number = self._requests
+            self._send({"op": "fork", "id": number, "folder": os.getcwd()}, descriptors)  # noqa: PTH109
+            return self._answer(number)
+
+    def close(self) -> None:
+        """End the process and the workers that still run."""
+        with self._changes:
+            self._closed = True
+            if self._refusal is None:
+                self._refusal = "it was closed"
+            self._changes.notify_all()
+        if self._link is not None:
+            with contextlib.suppress(OSError):
+                self._link.shutdown(socket.SHUT_RDWR)
+        if self._reader is not None:
+            self._reader.join()
+        for file in (self._link, self._errors):
+            if file is not None:
+                file.close()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _check(self, environ: Mapping[str, str]) -> None:
+        with self._changes:
+            if self._refusal is not None:
+                raise WarmRefused(self._refusal)
+            if not self._ready:
+                raise WarmRefused("its imports are not done")
+        names = changed(self._environ, environ)
+        if names:
+            raise WarmRefused(f"{', '.join(names)} in the environment changed after the imports")
+
+    def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        assert self._link is not None
+        try:
+            socket.send_fds(self._link, [json.dumps(message).encode()], list(descriptors))
+        except OSError as error:
+            raise WarmRefused(self.refusal or f"it cannot be reached: {error}") from error
+
+    def _answer(self, number: int) -> WarmWorker:
+        with self._changes:
+            answered = self._changes.wait_for(
+                lambda: number in self._answers or self._refusal is not None, _ANSWER_SECONDS
+            )
+            answer = self._answers.pop(number, None)
+            if not answered:
+                self._refuse(f"it did not answer within {_ANSWER_SECONDS:g} s")
+                self._kill()
+            if answer is None or "reason" in answer:
+                raise WarmRefused(answer["reason"] if answer else self._refusal or "it has ended")
+            return self._workers[answer["pid"]]
+
+    def _reap(self, pid: int) -> None:
+        self._workers.pop(pid, None)
+        with contextlib.suppress(WarmRefused):
+            self._send({"op": "reap", "pid": pid})
+
+    def _refuse(self, reason: str) -> None:
+        with self._changes:
+            if self._refusal is not None:
+                return
+            self._refusal = reason
+            self._changes.notify_all()
+        _LOG.warning("Workers start without the warm process, and take some seconds longer: %s.", reason)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        assert self._link is not None
+        while True:
+            try:
+                data = self._link.recv(_MOST_BYTES)
+            except OSError:
+                break
+            if not data:
+                break
+            self._take(json.loads(data))
+        self._has_ended()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        operation = message["op"]
+        with self._changes:
+            if operation == "ready":
+                self._ready = True
+                _LOG.info("The warm process is ready after %s s (%s imports).", message["seconds"], message["imports"])
+                for reason in message["excluded"].values():
+                    _LOG.info("Left to each worker: %s.", reason)
+            elif operation == "settled":
+                self._settled = True
+            elif operation == "unsafe":
+                self._refuse(message["reason"])
+            elif operation == "started":
+                worker = WarmWorker(message["pid"], self.command, self._changes, self._reap)
+                self._workers[message["pid"]] = worker
+                self._answers[message["id"]] = message
+            elif operation == "declined":
+                self._answers[message["id"]] = message
+            elif operation == "ended":
+                worker_or_none = self._workers.get(message["pid"])
+                if worker_or_none is not None:
+                    worker_or_none.end(message["code"])
+            self._changes.notify_all()
+
+    def _has_ended(self) -> None:
+        """Account for the process and its workers, which the kernel ends with it."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        with self._changes:
+            running = [worker for worker in self._workers.values() if worker.runs]
+        until = time.monotonic() + _END_SECONDS
+        for worker in running:
+            _end_orphan(worker.pid, until)
+        if not self._closed:
+            self._refuse(f"it has ended{self._last_words(code)}")
+        with self._changes:
+            for worker in running:
+                worker.end(-signal.SIGKILL)
+            self._changes.notify_all()
+
+    def _last_words(self, code: int) -> str:
+        if code < 0:
+            return f" by {signal.Signals(-code).name}"
+        assert self._errors is not None
+        with contextlib.suppress(OSError, ValueError):
+            lines = os.pread(self._errors.fileno(), _MOST_BYTES, 0).decode(errors="replace").split("\n")
+            said = [line.strip() for line in lines if line.strip()]
+            if said:
+                return f" with exit code {code}: {said[-1]}"
+        return f" with exit code {code}"
+
+
+def _end_orphan(pid: int, until: float) -> None:
+    """Make sure that a worker of a dead warm process is gone, as the kernel has been told to see to."""
+    while time.monotonic() < until:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state in "ZX":
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)  # this process adopts orphans where it is the first one of a container
+            return
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _scratch() -> IO[bytes]:
+    """Return an empty file without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("azureml-elastic"), "w+b")
+    return tempfile.TemporaryFile()

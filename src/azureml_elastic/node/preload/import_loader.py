@@ -1,0 +1,203 @@
+"""The imports of the warm process, made as the script would make them.
+
+What an import prints would be in each worker's log, had the worker made it; it is kept, for each worker to print. What
+an import changes in the environment is kept as well. A module that reads ``RANK`` or another variable of a single
+worker while it is imported must be left to the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import pkgutil
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from azureml_elastic.node.preload.environment_variables import is_per_worker
+from azureml_elastic.node.preload.import_scan import Import
+
+__all__ = ["LATER", "Output", "ReadsRank", "difference", "import_all", "import_later", "prepare", "shadowed"]
+
+_BASICS = (Import("torch"), Import("torch.distributed"))
+_OWN = "azureml_elastic.train"
+
+LATER = (
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.tensor",
+    "torch.onnx",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "torch.profiler",
+    "torch.distributed.checkpoint",
+    "torch.utils.serialization",
+    "torch.utils.data.distributed",
+    "numpy.random",
+    "multiprocessing.queues",
+    "multiprocessing.synchronize",
+    "multiprocessing.popen_fork",
+)
+"""What torch 2.13 imports by itself between ``import torch`` and the third step of a script with
+``DistributedDataParallel``, optimizers, a ``DataLoader`` with workers and ``torch.save``; measured, and put in an
+order in which none takes more than 0.5 s. The constructor of ``DistributedDataParallel`` imports ``torch._dynamo``,
+which needs the ones before and would take 1.2 s, most of the time of torch itself. Older releases have fewer of them.
+"""
+
+_MOST_BYTES = 1 << 20
+
+
+class ReadsRank(Exception):
+    """An import has read a variable of a single worker.
+
+    Args:
+        package: that was being imported.
+        variable: that it has read.
+    """
+
+    def __init__(self, package: str, variable: str) -> None:
+        super().__init__(f"{package} reads {variable} while it is imported")
+        self.package = package
+
+
+class Output:
+    """What has been written to standard output and standard error, which are files of nobody else."""
+
+    def __init__(self) -> None:
+        self._flush_c = ctypes.CDLL(None).fflush
+
+    def sizes(self) -> tuple[int, int]:
+        """Return how much there is of each."""
+        self._flush()
+        return os.fstat(1).st_size, os.fstat(2).st_size
+
+    def forget_after(self, sizes: tuple[int, int]) -> None:
+        """Forget what was written since there was this much."""
+        self._flush()
+        for descriptor, size in zip((1, 2), sizes, strict=True):
+            os.ftruncate(descriptor, size)
+            os.lseek(descriptor, size, os.SEEK_SET)
+
+    def read(self) -> tuple[bytes, bytes]:
+        """Return the first MiB of each."""
+        self._flush()
+        return os.pread(1, _MOST_BYTES, 0), os.pread(2, _MOST_BYTES, 0)
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        self._flush_c(None)
+
+
+def prepare(kind: str, target: str, arguments: Sequence[str]) -> None:
+    """Give ``sys.argv`` and ``sys.path`` the values that the program will find.
+
+    The interpreter does the same before it runs a script (``Modules/main.c``): the folder of the resolved script, or
+    for ``-m`` the working directory, comes first on the path, unless ``-P`` or ``-I`` forbid it.
+    """
+    sys.argv[:] = [target if kind == "script" else "-m", *arguments]
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        sys.path.insert(0, str(Path.cwd()) if kind == "module" else os.path.dirname(os.path.realpath(target)))  # noqa: PTH120
+
+
+def shadowed() -> str | None:
+    """Return a module that this process has imported and the script would take from its own folder.
+
+    Scripts find ``random.py`` beside them before the standard library's. This process has imported some of the
+    standard library before it knew of the script.
+    """
+    if not sys.path:
+        return None
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(sys.path[0]):
+            name, _, suffix = entry.name.partition(".")
+            regular = suffix == "py" or (not suffix and Path(entry.path, "__init__.py").is_file())
+            if regular and name in sys.modules and name not in {"__main__", "azureml_elastic"}:
+                known = getattr(sys.modules[name], "__file__", None)
+                if known is None or not Path(known).resolve().is_relative_to(Path(entry.path).resolve()):
+                    return entry.path
+    return None
+
+
+def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output) -> int:
+    """Import what the script imports, in its order, and torch.
+
+    Args:
+        found: in the script.
+        excluded: top-level packages that are left to the workers.
+        output: of the imports.
+
+    Returns:
+        How many of the imports were made. One that fails is left to the script, for which it will fail again.
+
+    Raises:
+        ImportError: torch cannot be imported.
+        ReadsRank: an import has read a variable of a single worker. This process is spoilt by that.
+    """
+    made = 0
+    with _watched(os.environ) as read:
+        for wanted in (*found, *_BASICS):
+            if wanted.package in excluded:
+                continue
+            before = output.sizes()
+            try:
+                __import__(wanted.module, fromlist=list(wanted.names))
+                if wanted.module == _OWN or (wanted.package == _OWN.partition(".")[0] and "train" in wanted.names):
+                    _import_below(_OWN)
+                made += 1
+            except BaseException as error:
+                output.forget_after(before)
+                if wanted in _BASICS:
+                    raise ImportError(f"{wanted.module} cannot be imported: {error!r}") from error
+            if read:
+                raise ReadsRank(wanted.package, read[0])
+    return made
+
+
+def import_later(name: str, output: Output) -> None:
+    """Import one of :data:`LATER`, if this release of torch has it, and without a word."""
+    before = output.sizes()
+    filters = warnings.filters[:]
+    with contextlib.suppress(Exception):
+        importlib.import_module(name)
+    warnings.filters[:] = filters  # type: ignore[index] # a list, and what the script would not have yet, it does not see
+    output.forget_after(before)
+
+
+def _import_below(package: str) -> None:
+    """Import the modules that a package imports only when they are needed."""
+    for module in pkgutil.iter_modules(sys.modules[package].__path__, package + "."):
+        with contextlib.suppress(Exception):
+            importlib.import_module(module.name)
+
+
+@contextlib.contextmanager
+def _watched(environ: os._Environ[str]) -> Iterator[list[str]]:
+    """Note which variables of single workers are read meanwhile.
+
+    Modules keep references to ``os.environ``, so it has to stay the same object: only its class changes for a while.
+    """
+    usual = type(environ)
+    read: list[str] = []
+
+    class Watched(usual):  # type: ignore[valid-type,misc]
+        def __getitem__(self, name: str) -> str:
+            if is_per_worker(name):
+                read.append(name)
+            return str(super().__getitem__(name))
+
+    environ.__class__ = Watched
+    try:
+        yield read
+    finally:
+        environ.__class__ = usual
+
+
+def difference(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that imports have set, and ``None`` for those that they have removed."""
+    names = {*before, *after}
+    return {name: after.get(name) for name in sorted(names) if before.get(name) != after.get(name)}

@@ -1,0 +1,266 @@
+"""How a forked child becomes the process that ``python script.py`` or ``python -m module`` would have made.
+
+The interpreter's own start is described in ``Modules/main.c`` and ``Python/pylifecycle.c``. Whatever this module cannot
+do exactly like it (a script that is a folder, has no valid syntax, or is missing) it leaves to the interpreter: the
+child executes the very command of a worker that starts cold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CodeType, TracebackType
+from typing import Any, NoReturn
+
+__all__ = [
+    "OUTERMOST",
+    "adopt_descriptors",
+    "adopt_environment",
+    "adopt_imports",
+    "become",
+    "execute",
+    "freshen",
+    "on_end",
+    "on_uncaught",
+    "read_environment",
+]
+
+OUTERMOST = """\
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]
+from azureml_elastic.node.preload import server as serving
+try:
+    serving.serve()()
+except SystemExit:
+    raise
+except BaseException:
+    __import__("sys").modules["azureml_elastic.node.preload.script_runner"].on_uncaught()
+    raise
+else:
+    __import__("sys").modules["azureml_elastic.node.preload.script_runner"].on_end()
+"""
+"""The code that the warm process runs with ``-c``.
+
+``serve`` returns only in children, and what it returns runs the script: so no frame but this outermost one is below
+the script's. The names that it defines are removed from ``__main__`` before that. The working directory leaves the path
+before anything is imported from it.
+"""
+
+_NAMES_OF_MAIN = frozenset(
+    {"__annotations__", "__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__"}
+)
+_STANDARD_ERROR = 2
+
+
+def adopt_descriptors(stdout: int, stderr: int) -> None:
+    """Make these standard output and standard error."""
+    for source, target in ((stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    _reopen(sys.__stdin__, 0, "rb")
+    _reopen(sys.__stdout__, 1, "wb")
+    _reopen(sys.__stderr__, 2, "wb")
+
+
+def adopt_environment(wanted: Mapping[str, str]) -> None:
+    """Make this the environment."""
+    os.environ.clear()
+    os.environ.update(wanted)
+
+
+def adopt_imports(printed: Iterable[bytes], variables: Mapping[str, str | None]) -> None:
+    """Do what this process would have done had it made the imports itself.
+
+    Args:
+        printed: by them, on standard output and standard error.
+        variables: that they have set, ``None`` for those that they have removed.
+    """
+    for descriptor, text in enumerate(printed, start=1):
+        while text:
+            text = text[os.write(descriptor, text) :]  # noqa: PLW2901 - the rest of it
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def freshen() -> None:
+    """Renew what each process has for itself: random numbers, keys, caches. Python renews :mod:`random` by itself."""
+    sys.modules["torch"].default_generator.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    main_thread = threading.main_thread()
+    if main_thread.native_id != threading.get_native_id():
+        main_thread._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001 - Python 3.11 forgets it
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None:
+        multiprocessing.current_process().authkey = os.urandom(32)
+    importlib.invalidate_caches()
+    gc.enable()
+
+
+def become(kind: str, target: str, command: Sequence[str]) -> Callable[[], Any]:
+    """Make ``__main__`` and :data:`sys.orig_argv` those of the program and return the call that runs it.
+
+    Args:
+        kind: ``"script"`` or ``"module"``.
+        target: the script's path or the module's name.
+        command: that starts the same program cold; executed where the program cannot be run from here.
+    """
+    sys.orig_argv[:] = command
+    namespace = sys.modules["__main__"].__dict__
+    if kind == "module":
+        import runpy
+
+        _clear(namespace)
+        run = runpy._run_module_as_main  # type: ignore[attr-defined]  # noqa: SLF001 - what ``-m`` calls
+        _disguise(run.__code__.co_filename)
+        return functools.partial(run, target)
+    path = target if os.path.isabs(target) else f"{os.getcwd()}/{target}"  # noqa: PTH109, PTH117 - not normalised
+    code = _compile(path)
+    if code is None:
+        execute(command)
+    _clear(namespace)
+    namespace["__file__"] = path
+    if "__cached__" in _names_of_scripts():
+        namespace["__cached__"] = None
+    namespace["__loader__"] = importlib.machinery.SourceFileLoader("__main__", path)
+    _disguise(path)
+    return functools.partial(exec, code, namespace)
+
+
+def execute(command: Sequence[str]) -> NoReturn:
+    """Start cold, in this very process."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # Python ignores them; a new interpreter finds them as they are by default
+    try:
+        os.execvpe(command[0], list(command), os.environ)  # noqa: S606
+    except OSError as error:
+        os.write(2, f"{command[0]} cannot be executed: {error.strerror}\n".encode(errors="replace"))
+        os._exit(127)
+
+
+def on_uncaught() -> None:
+    """Take the outermost frame, which is not the user's, from the traceback that is about to be shown.
+
+    The interpreter is left to do what it does at an uncaught exception. ``sys.excepthook``, which it calls for that,
+    is replaced for this one call.
+    """
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        sys.excepthook = hook
+        inner = traceback.tb_next if traceback is not None else None
+        error.__traceback__ = sys.last_traceback = inner
+        try:
+            hook(kind, error, inner)
+        except BaseException as failed:
+            if failed.__traceback__ is not None:
+                failed.__traceback__ = failed.__traceback__.tb_next  # this frame; Python 3.10 shows it nevertheless
+            raise
+        finally:
+            on_end()
+
+    sys.excepthook = show
+
+
+def on_end() -> None:
+    """Remove from ``__main__`` what the interpreter removes from a script's after its last line."""
+    main = sys.modules.get("__main__")
+    if main is not None and main.__spec__ is None:
+        for name in ("__file__", "__cached__"):
+            main.__dict__.pop(name, None)
+
+
+def _names_of_scripts() -> frozenset[str]:
+    """Return the names that this version of the interpreter gives the ``__main__`` of a script, beyond the usual."""
+    return frozenset({"__file__", "__cached__"}) if sys.version_info < (3, 15) else frozenset({"__file__"})
+
+
+def _clear(namespace: dict[str, Any]) -> None:
+    for name in set(namespace) - _NAMES_OF_MAIN:
+        del namespace[name]
+
+
+def _compile(path: str) -> CodeType | None:
+    """Compile a script; ``None`` where the interpreter has to say what is wrong with it, or knows another way."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            source = file.read()
+        if path.endswith(".pyc") or _has_option_x(sys.orig_argv):
+            return None
+        return compile(source, path, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError, Warning):
+        return None
+
+
+def _has_option_x(command: Sequence[str]) -> bool:
+    """Tell whether ``-x`` may be among the interpreter's options: it skips the script's first line."""
+    for word in command[1:]:
+        if not word.startswith("-") or word == "-":
+            return False
+        if "x" in word and not word.startswith(("-X", "-W", "--")):
+            return True
+    return False
+
+
+def _disguise(path: str) -> None:
+    """Give the outermost frame, which stack walkers find below the script's own, the file name of the script.
+
+    Programs look for "the script" at the end of ``inspect.stack()``. Importlib has this function to correct the file
+    names in compiled files that were moved.
+    """
+    frame = sys._getframe()  # noqa: SLF001
+    while frame.f_back is not None:
+        frame = frame.f_back
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        import _imp
+
+        _imp._fix_co_filename(frame.f_code, path)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _reopen(stream: Any, descriptor: int, mode: str) -> None:
+    """Make a standard stream anew, on what its descriptor is now.
+
+    A stream caches whether it is a terminal and can seek. Modules keep references to the streams, so that the objects
+    have to stay; the arguments are those of ``create_stdio`` in ``pylifecycle.c``.
+    """
+    if stream is None:
+        return
+    writes = mode == "wb"
+    unbuffered = stream.write_through  # option -u, which sys.flags does not have
+    bare = writes and unbuffered
+    buffer: Any = open(descriptor, mode, buffering=0 if bare else -1, closefd=False)  # noqa: SIM115
+    raw = buffer if bare else buffer.raw
+    raw.name = stream.name
+    stream.__init__(
+        buffer,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        newline="\n",
+        line_buffering=not unbuffered and (raw.isatty() or descriptor == _STANDARD_ERROR),
+        write_through=unbuffered,
+    )
+    stream.mode = "w" if writes else "r"
+
+
+def read_environment(descriptor: int) -> dict[str, str]:
+    """Read a JSON object of variables from the start of a file."""
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        found: dict[str, str] = json.loads(file.read())
+    return found

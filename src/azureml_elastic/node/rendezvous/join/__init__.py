@@ -1,0 +1,1 @@
+"""How a node joins: waiting for a round, and entering a sealed one."""

@@ -1,0 +1,1 @@
+"""Which nodes of a run cannot reach each other."""

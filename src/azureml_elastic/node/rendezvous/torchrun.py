@@ -1,0 +1,184 @@
+r"""The rendezvous behind torch's ``RendezvousHandler``, registered as ``azure-table`` for plain torchrun.
+
+::
+
+    torchrun --rdzv-backend=azure-table --rdzv-endpoint=<account url or SQLite path> --rdzv-id=<run> \
+        --nnodes=1:3 train.py
+
+torchrun's own agent talks through rank 0's store after the rendezvous and dies when that node dies in just that moment;
+``python -m azureml_elastic.node`` does not. See ``docs/torchrun.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import uuid
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from azureml_elastic.config import RendezvousTimings, TableRendezvous
+from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
+from azureml_elastic.node.host.addresses import advertised
+from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.state.round import Limits
+from azureml_elastic.node.rendezvous.store import open_store
+from azureml_elastic.node.table import open_table
+
+__all__ = ["BACKEND", "TableRendezvousHandler", "create_handler", "enter"]
+
+_LOG = logging.getLogger(__name__)
+
+BACKEND = "azure-table"
+
+_STORE_TIMEOUT = timedelta(minutes=5)
+
+
+def enter(rendezvous: Rendezvous) -> tuple[Seat, TCPStore]:
+    """Join the next round and open its store, however many rounds break before that.
+
+    Raises:
+        RunSucceeded, RunFailed, InterruptedError: see :meth:`Rendezvous.join`.
+    """
+    while True:
+        seat = rendezvous.join()
+        store = open_store(seat, _STORE_TIMEOUT, lambda: rendezvous.status().broken, rendezvous.store_failed)
+        if store is not None:
+            return seat, store
+        status = rendezvous.status()
+        if not status.over or status.lost:
+            rendezvous.reopen("the round's store cannot be reached", lost=status.lost, fruitless=not status.lost)
+
+
+class TableRendezvousHandler(RendezvousHandler):
+    """torch's view of a :class:`Rendezvous`.
+
+    Args:
+        rendezvous: this node's part in the run.
+        run_id: of the run.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, run_id: str) -> None:
+        self._rendezvous = rendezvous
+        self._run_id = run_id
+        self._joined = False
+        self._closed = False
+
+    def get_backend(self) -> str:
+        """Return ``azure-table``."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers share the round's store, whose address every node knows from the table."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Block until this node is part of a round.
+
+        Raises:
+            SystemExit: the run has ended well; torchrun exits with 0. torch has ``RendezvousGracefulExitError`` for
+                this, but its launcher trips over the missing result (``None.is_failed()``) and exits with 1.
+            RendezvousClosedError: the run has failed; the message is the failure's.
+            RendezvousConnectionError: the table cannot be used.
+        """
+        try:
+            seat, store = enter(self._rendezvous)
+        except RunSucceeded as end:
+            self._closed = True
+            _LOG.info("%s Nothing is left to do for this node.", end)
+            raise SystemExit(0) from end
+        except RunFailed as end:
+            self._closed = True
+            raise RendezvousClosedError(str(end)) from end
+        except UsageError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        self._joined = True
+        host, port = seat.store_address
+        return RendezvousInfo(store, seat.rank, len(seat.round.members), RendezvousStoreInfo(host, port))
+
+    def is_closed(self) -> bool:
+        """Return whether this node has seen the run's end."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """End the run as failed: torchrun gives up."""
+        if self._joined and not self._closed:
+            self._rendezvous.close(succeeded=False, message="torchrun closed the rendezvous.", exit_code=1)
+            self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes want in, or 1 when the round is over and everyone must join the next."""
+        status = self._rendezvous.status()
+        return 1 if status.broken else len(status.waiting)
+
+    def get_run_id(self) -> str:
+        """Return the run's id."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Mark how the run ended and close all connections.
+
+        torchrun calls this in a ``finally`` clause and does not say how its agent ended; an exception in flight is
+        the failure.
+        """
+        error = sys.exc_info()[1]
+        if self._joined and not self._closed:
+            message = "" if error is None else f"A worker failed under torchrun: {error}"
+            self._rendezvous.close(succeeded=error is None, message=message, exit_code=0 if error is None else 1)
+            self._closed = True
+        self._rendezvous.shutdown()
+        return True
+
+
+def create_handler(parameters: RendezvousParameters) -> TableRendezvousHandler:
+    """Make the handler from torchrun's options; ``--rdzv-conf`` sets the timings in seconds by name, ports and address.
+
+    Args:
+        parameters: ``endpoint`` is the account's table URL or the path of an SQLite file. Of its configuration,
+            ``port_range=29400-29500`` and ``advertise=eth0`` are those of ``TableRendezvous``.
+
+    Raises:
+        UsageError: the range of ports is none, this machine has no such address, or the table cannot be used.
+    """
+    timings = RendezvousTimings.model_validate(
+        {name: float(value) for name, value in parameters.config.items() if name in RendezvousTimings.model_fields}
+    )
+    where = TableRendezvous(
+        endpoint=parameters.endpoint or None,
+        timings=timings,
+        port_range=_ports(parameters.config.get("port_range")),
+        advertise=parameters.config.get("advertise"),
+    )
+    rendezvous = Rendezvous(
+        table=open_table(where, parameters.run_id, os.environ),
+        node=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
+        host=parameters.local_addr or advertised(where, os.environ).host,
+        slots=1,
+        limits=Limits(parameters.min_nodes, parameters.max_nodes),
+        timings=timings,
+        ports=where.port_range,
+    )
+    rendezvous.announce()
+    return TableRendezvousHandler(rendezvous, parameters.run_id)
+
+
+def _ports(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    low, _, high = str(text).partition("-")
+    if not (low.isdigit() and high.isdigit()):
+        raise UsageError(f"port_range={text} in --rdzv-conf is no range of ports; give for example 29400-29500.")
+    return int(low), int(high)

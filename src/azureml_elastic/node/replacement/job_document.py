@@ -1,0 +1,208 @@
+"""The document of a job that brings a run another node, made from the document of the run's first job.
+
+A run is a pipeline whose steps are its nodes. What brings another node is a pipeline of one step with the same inputs,
+component and settings; two variables tell it which run it belongs to. A run that is a single job is submitted again as
+it is, with the same two variables.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from azureml_elastic.config import environment as variables
+from azureml_elastic.config.plan import Plan
+from azureml_elastic.config.pools import SERVERLESS, NodePool, step_names
+from azureml_elastic.errors import PlanError
+
+__all__ = ["SINGLE", "Place", "first_of", "place_of", "plan_of", "replacement", "run_of", "timeout_of"]
+
+SINGLE = "job"
+"""The stem of a run that is a single job."""
+
+_COPIED = ("jobType", "experimentName", "description", "tags", "computeId", "settings", "inputs", "outputs")
+_COPIED_OF_ONE = (
+    *("command", "codeId", "environmentId", "componentId", "distribution", "limits", "identity", "queueSettings"),
+    *("resources", "services"),
+)
+_OF_AZURE = frozenset({"Studio", "Tracking"})
+_TENSOR_BOARD = frozenset({"tensorboard", "tensor_board"})
+_RUN = "azureml_elastic.run"
+"""The property that names the first job in those that bring nodes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which node a job is.
+
+    Args:
+        pool: index of its pool.
+        number: of the job within the pool.
+    """
+
+    pool: int
+    number: int
+
+
+def plan_of(document: Mapping[str, Any]) -> Plan:
+    """Return the plan of a submitted job.
+
+    Args:
+        document: the properties of a job of this library.
+
+    Raises:
+        PlanError: it is no such job, or of another release.
+    """
+    texts = [found for step in _steps(document).values() if (found := _variables(step).get(variables.PLAN)) is not None]
+    if not texts:
+        raise PlanError(
+            "The job has no plan of azureml-elastic among its environment variables, so it is no elastic job. Name the "
+            "job that submitting an ElasticCommandJob returned."
+        )
+    return Plan.from_json(texts[0])
+
+
+def run_of(document: Mapping[str, Any]) -> str | None:
+    """Return the run that a submitted job says it belongs to, ``None`` where it begins one of its own.
+
+    Args:
+        document: the properties of a job of this library.
+    """
+    found = [name for step in _steps(document).values() if (name := _variables(step).get(variables.RUN_ID))]
+    return found[0] if found else None
+
+
+def first_of(document: Mapping[str, Any]) -> str | None:
+    """Return the first job of the run that a job brought a node to, ``None`` for a job that is a first one.
+
+    Args:
+        document: the properties of a job of this library.
+    """
+    found = [name for step in _steps(document).values() if (name := _variables(step).get(variables.FIRST_JOB))]
+    return found[0] if found else None
+
+
+def timeout_of(document: Mapping[str, Any]) -> float:
+    """Return the seconds after which Azure ML cancels a node's job; infinite for none.
+
+    Args:
+        document: the properties of a job of this library.
+    """
+    limits = [document.get("limits"), *(step.get("limits") for step in _steps(document).values())]
+    texts = [limit["timeout"] for limit in limits if limit and limit.get("timeout")]
+    return TypeAdapter(timedelta).validate_python(texts[0]).total_seconds() if texts else math.inf
+
+
+def place_of(name: str, plan: Plan) -> Place | None:
+    """Return which node a step is by its name, ``None`` for a step that is not ours.
+
+    Args:
+        name: such as ``spot_3``.
+        plan: of the run.
+    """
+    stem, _, number = name.rpartition("_")
+    stems = step_names(plan.pools)
+    return Place(stems.index(stem), int(number)) if stem in stems and number.isdecimal() else None
+
+
+def replacement(
+    document: Mapping[str, Any], plan: Plan, place: Place, *, first: str, run_id: str, workspace: str
+) -> dict[str, Any]:
+    """Return the properties of the job that brings a node.
+
+    Args:
+        document: the properties of the run's first job, as the workspace returns them; left as they are.
+        plan: of the run.
+        place: of the new node.
+        first: name of the first job.
+        run_id: that the nodes of the run share.
+        workspace: id of the workspace, for the pools' computes.
+
+    Raises:
+        PlanError: no step of the job is a node.
+    """
+    own = {variables.RUN_ID: run_id, variables.FIRST_JOB: first}
+    labels = {**_texts(document.get("properties")), _RUN: first}
+    if document.get("jobType") != "Pipeline":
+        kept = {name: copy.deepcopy(document[name]) for name in (*_COPIED, *_COPIED_OF_ONE) if document.get(name)}
+        if "services" in kept:
+            kept["services"] = {
+                name: service for name, service in kept["services"].items() if not _is_of_azure(service)
+            }
+        given = _texts(document.get("environmentVariables"))
+        title = f"{document.get('displayName') or first} again {place.number}"
+        return {**kept, "displayName": title, "properties": labels, "environmentVariables": {**given, **own}}
+    name = f"{step_names(plan.pools)[place.pool]}_{place.number}"
+    kept = {name: copy.deepcopy(document[name]) for name in _COPIED if document.get(name)}
+    step = _step(document, plan, place.pool, workspace)
+    step["display_name"] = name
+    step["environment_variables"] = {**_variables(step), **own}
+    return {
+        **kept,
+        "displayName": f"{document.get('displayName') or first}, {name}",
+        "properties": labels,
+        "jobs": {name: step},
+    }
+
+
+def _step(document: Mapping[str, Any], plan: Plan, pool: int, workspace: str) -> dict[str, Any]:
+    """Return a new step for a node of a pool: of the pool's own first nodes, or of another pool's on its compute."""
+    ours = {name: place_of(name, plan) for name in _steps(document)}
+    alike = [name for name, place in ours.items() if place is not None and place.pool == pool]
+    names = alike or [name for name, place in ours.items() if place is not None]
+    if not names:
+        raise PlanError("No step of the job is a node of azureml-elastic, so that no further one can be made from it.")
+    step: dict[str, Any] = copy.deepcopy(dict(_steps(document)[names[-1]]))
+    step["services"] = {
+        name: service
+        for name, service in (step.get("services") or {}).items()
+        if str(service.get("job_service_type") or service.get("jobServiceType")).lower() not in _TENSOR_BOARD
+    }
+    if not step["services"]:
+        del step["services"]
+    if not alike:
+        _move(step, plan.pools[pool], workspace)
+    return step
+
+
+def _move(step: dict[str, Any], pool: NodePool, workspace: str) -> None:
+    """Put a step onto the compute of another pool."""
+    of_serverless = pool.compute == SERVERLESS
+    step["computeId"] = SERVERLESS if of_serverless else f"{workspace}/computes/{pool.compute}"
+    step["resources"] = {
+        **{name: value for name, value in (step.get("resources") or {}).items() if name != "instance_type"},
+        **({"instance_type": pool.instance_type} if pool.instance_type else {}),
+    }
+    queue = {name: value for name, value in (step.pop("queue_settings", None) or {}).items() if name == "priority"}
+    if pool.job_tier is not None:
+        step["queue_settings"] = {**queue, "job_tier": pool.job_tier}
+
+
+def _steps(document: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the steps of a pipeline by name; a single job is its own only step."""
+    if document.get("jobType") == "Pipeline":
+        found: Mapping[str, Mapping[str, Any]] = document.get("jobs") or {}
+        return found
+    return {SINGLE: {"environment_variables": document.get("environmentVariables")}}
+
+
+def _variables(step: Mapping[str, Any]) -> dict[str, str]:
+    return _texts(step.get("environment_variables") or step.get("environmentVariables"))
+
+
+def _texts(values: Any) -> dict[str, str]:
+    """Return texts by name; Azure ML has values of other kinds as well."""
+    return {
+        str(name): value if isinstance(value, str) else json.dumps(value) for name, value in dict(values or {}).items()
+    }
+
+
+def _is_of_azure(service: Mapping[str, Any]) -> bool:
+    return str(service.get("jobServiceType")) in _OF_AZURE

@@ -1,0 +1,283 @@
+"""The jobs of an Azure ML workspace, over HTTP and without azure-ai-ml, which no node has.
+
+Jobs are read, submitted and cancelled at the resource manager; what became of the steps of a pipeline is in the
+workspace's run history. Sources: the REST reference "Machine Learning, Jobs" and the calls of ``MLClient``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+from urllib.request import Request
+
+from azureml_elastic.errors import (
+    JobRefused,
+    MissingExtra,
+    TableForbidden,
+    TableUnavailable,
+    WorkspaceForbidden,
+    WorkspaceUnavailable,
+)
+from azureml_elastic.node.azure.http import Reply, exchange
+from azureml_elastic.node.azure.workspace import ARM_URL, workspace_of
+
+try:
+    from azure.core.exceptions import AzureError
+except ImportError as missing:
+    raise MissingExtra("azure-data-tables", "node") from missing
+
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
+
+__all__ = ["RunRecord", "WorkspaceJobs", "workspace_id"]
+
+_JOBS_API = "2025-01-01-preview"
+_PIPELINES_API = "2024-01-01-preview"
+_CANCEL_API = "2023-02-01-preview"
+_WORKSPACE_API = "2024-04-01"
+_ML_SCOPE = "https://ml.azure.com/.default"
+_REFUSED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
+_FRACTION = re.compile(r"\.\d+")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the run history says of a job or a step.
+
+    Args:
+        name: of the job.
+        display_name: of the step.
+        status: as Azure ML writes it.
+        created: when it was submitted.
+        started: when it began to run, ``None`` before.
+        ended: when it ended, ``None`` before.
+        tags: that it has.
+    """
+
+    name: str
+    display_name: str
+    status: str
+    created: datetime | None = None
+    started: datetime | None = None
+    ended: datetime | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+def workspace_id(environ: Mapping[str, str]) -> str:
+    """Return the id of the workspace that a job runs in.
+
+    Args:
+        environ: of the node.
+
+    Raises:
+        UsageError: this is no job of Azure ML.
+    """
+    return quote(workspace_of(environ).id)
+
+
+class WorkspaceJobs:
+    """The jobs of one workspace.
+
+    Args:
+        workspace: its id.
+        token: of an identity that may read and submit jobs.
+        arm_url: of the resource manager.
+    """
+
+    def __init__(self, workspace: str, token: TokenCredential, arm_url: str = ARM_URL) -> None:
+        self.workspace = workspace
+        self._token = token
+        self._arm_url = arm_url
+        self._history: str | None = None
+        self.now = datetime.min.replace(tzinfo=timezone.utc)
+        """The run history's time at its last answer: no clock of this machine is compared with its own."""
+
+    def document(self, name: str) -> dict[str, Any] | None:
+        """Return the properties of a job, ``None`` where there is none of this name.
+
+        Args:
+            name: of the job.
+
+        Raises:
+            WorkspaceForbidden: the identity may not read jobs.
+            WorkspaceUnavailable: the resource manager does not answer.
+        """
+        reply = self._arm("GET", f"/jobs/{quote(name, safe='')}", _PIPELINES_API, f"the job {name!r}")
+        if reply.status == HTTPStatus.NOT_FOUND:
+            return None
+        match reply.document:
+            case {"properties": dict(properties)} if reply.status == HTTPStatus.OK:
+                return properties
+        raise _unexpected(reply, f"the job {name!r}")
+
+    def submit(self, name: str, properties: Mapping[str, Any]) -> bool:
+        """Submit a job; return false where there is one of this name.
+
+        Args:
+            name: of the job.
+            properties: of its document.
+
+        Raises:
+            WorkspaceForbidden: the identity may not submit jobs.
+            WorkspaceUnavailable: the resource manager does not answer.
+            JobRefused: it does not take the job, and will not when it is asked again.
+        """
+        version = _PIPELINES_API if properties.get("jobType") == "Pipeline" else _JOBS_API
+        body = {"properties": dict(properties)}
+        reply = self._arm("PUT", f"/jobs/{quote(name, safe='')}", version, f"the submission of {name!r}", body)
+        if reply.status in (HTTPStatus.OK, HTTPStatus.CREATED, HTTPStatus.ACCEPTED):
+            return True
+        if reply.status == HTTPStatus.CONFLICT or (
+            reply.status == HTTPStatus.BAD_REQUEST and self.document(name) is not None
+        ):
+            return False
+        if HTTPStatus.BAD_REQUEST <= reply.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise JobRefused(f"The workspace refuses the job {name!r} (HTTP {reply.status}: {_said(reply)}).")
+        raise _unexpected(reply, f"the submission of {name!r}")
+
+    def cancel(self, name: str) -> None:
+        """Ask a job to end; one that has ended, or does not exist, is left alone.
+
+        Args:
+            name: of the job.
+
+        Raises:
+            WorkspaceForbidden: the identity may not cancel jobs.
+            WorkspaceUnavailable: the resource manager does not answer.
+        """
+        self._arm("POST", f"/jobs/{quote(name, safe='')}/cancel", _CANCEL_API, f"the end of {name!r}", {})
+
+    def record(self, name: str) -> RunRecord | None:
+        """Return what became of a job, ``None`` where there is none of this name.
+
+        Args:
+            name: of the job.
+
+        Raises:
+            WorkspaceForbidden: the identity may not read the run history.
+            WorkspaceUnavailable: the history does not answer.
+        """
+        reply = self._history_of(f"/runs/{quote(name, safe='')}", f"the run {name!r}")
+        if reply is None:
+            return None
+        return _record(reply.document)
+
+    def children(self, name: str) -> list[RunRecord] | None:
+        """Return what became of the steps of a pipeline, ``None`` where there is none of this name.
+
+        Args:
+            name: of the pipeline job.
+
+        Raises:
+            WorkspaceForbidden: the identity may not read the run history.
+            WorkspaceUnavailable: the history does not answer.
+        """
+        found: list[RunRecord] = []
+        address: str | None = f"/runs/{quote(name, safe='')}/children"
+        while address is not None:
+            reply = self._history_of(address, f"the steps of {name!r}")
+            if reply is None:
+                return None
+            page = reply.document if isinstance(reply.document, dict) else {}
+            found += [_record(run) for run in page.get("value") or []]
+            link = page.get("nextLink")
+            address = str(link) if link else None
+        return found
+
+    def _history_of(self, address: str, what: str) -> Reply | None:
+        if self._history is None:
+            self._history = self._find_history()
+        url = address if "://" in address else f"{self._history}{address}"
+        if urlsplit(url)[:2] != urlsplit(self._history)[:2]:  # the token is for this server alone
+            raise WorkspaceUnavailable(f"The run history gives {what} at another server, {urlsplit(url).netloc!r}.")
+        reply = self._send(Request(url), _ML_SCOPE, what)  # noqa: S310 - exchange checks the scheme
+        if reply.status == HTTPStatus.NOT_FOUND:
+            return None
+        if reply.status != HTTPStatus.OK or not isinstance(reply.document, dict):
+            raise _unexpected(reply, what)
+        try:
+            self.now = parsedate_to_datetime(reply.headers["date"])
+        except (KeyError, ValueError) as error:
+            raise WorkspaceUnavailable(f"The run history gives {what} without the time of its answer.") from error
+        return reply
+
+    def _find_history(self) -> str:
+        reply = self._arm("GET", "", _WORKSPACE_API, "the workspace")
+        match reply.document:
+            case {"properties": {"discoveryUrl": str(url)}} if reply.status == HTTPStatus.OK:
+                pass
+            case _:
+                raise _unexpected(reply, "the workspace")
+        found = self._send(Request(url), _ML_SCOPE, "the workspace's addresses")  # noqa: S310 - exchange checks
+        match found.document:
+            case {"history": str(address)} if found.status == HTTPStatus.OK:
+                return f"{address.rstrip('/')}/history/v1.0{self.workspace}"
+        raise _unexpected(found, "the workspace's addresses")
+
+    def _arm(self, method: str, path: str, version: str, what: str, body: Mapping[str, Any] | None = None) -> Reply:
+        request = Request(  # noqa: S310 - exchange checks the scheme
+            f"{self._arm_url}{self.workspace}{path}?api-version={version}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+            method=method,
+        )
+        return self._send(request, f"{self._arm_url}/.default", what)
+
+    def _send(self, request: Request, scope: str, what: str) -> Reply:
+        try:
+            request.add_header("Authorization", f"Bearer {self._token.get_token(scope).token}")
+            reply = exchange(request, what)
+        except TableForbidden as error:
+            raise WorkspaceForbidden(f"The identity gets no token for {what}: {error}") from error
+        except TableUnavailable as error:
+            raise WorkspaceUnavailable(str(error)) from error
+        except AzureError as error:
+            said = str(error).strip().partition("\n")[0]
+            raise WorkspaceUnavailable(
+                f"The login gives no token for {what}: {said}. Log in again: az login."
+            ) from error
+        if reply.status in _REFUSED:
+            raise WorkspaceForbidden(
+                f"The identity may not have {what} of workspace {self.workspace.rpartition('/')[2]!r} "
+                f"(HTTP {reply.status}: {_said(reply)}). Grant it the role 'AzureML Data Scientist' on the workspace."
+            )
+        return reply
+
+
+def _record(run: Mapping[str, Any]) -> RunRecord:
+    return RunRecord(
+        name=str(run.get("runId")),
+        display_name=str(run.get("displayName") or ""),
+        status=str(run.get("status")),
+        created=_time(run.get("createdUtc")),
+        started=_time(run.get("startTimeUtc")),
+        ended=_time(run.get("endTimeUtc")),
+        tags=run.get("tags") or {},
+    )
+
+
+def _time(text: object) -> datetime | None:
+    """Read a time as the run history writes it: in UTC, with up to seven digits of a second."""
+    if not text:
+        return None
+    bare = _FRACTION.sub("", str(text)).replace("Z", "+00:00")
+    time = datetime.fromisoformat(bare)
+    return time.replace(tzinfo=timezone.utc) if time.tzinfo is None else time
+
+
+def _said(reply: Reply) -> str:
+    match reply.document:
+        case {"error": {"message": str(message)}}:
+            return message.strip().splitlines()[0] if message.strip() else "no reason"
+    return "no reason"
+
+
+def _unexpected(reply: Reply, what: str) -> WorkspaceUnavailable:
+    return WorkspaceUnavailable(f"The workspace does not give {what} (HTTP {reply.status}: {_said(reply)}).")

@@ -1,0 +1,68 @@
+"""A supervisor that is no node of the run: on somebody's own machine, with their own login."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from azureml_elastic.config.replacement import SupervisionPolicy
+from azureml_elastic.errors import MissingExtra, PlanError, UsageError
+from azureml_elastic.node.replacement.job_document import first_of, plan_of, run_of
+from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id
+from azureml_elastic.node.replacement.replacer import Supervisor
+from azureml_elastic.node.table import open_table
+
+__all__ = ["open_supervisor"]
+
+
+@contextlib.contextmanager
+def open_supervisor(
+    environ: Mapping[str, str], first: str, changes: Mapping[str, Any]
+) -> Iterator[tuple[Supervisor, SupervisionPolicy]]:
+    """Open the run's table, and give the supervisor with the policy that it follows.
+
+    Args:
+        environ: of this process, with the variables that name the workspace.
+        first: name of the job with which the run was submitted, or of one that has brought it a node.
+        changes: fields of the policy, before those of the plan.
+
+    Raises:
+        PlanError: there is no such job, or it is no elastic one.
+        UsageError: the table cannot be opened.
+        WorkspaceForbidden: the login may not read jobs.
+        WorkspaceUnavailable: the workspace does not answer.
+        MissingExtra: azure-identity is not installed.
+    """
+    try:
+        from azure.identity import DefaultAzureCredential
+    except ImportError as error:
+        raise MissingExtra("azure-identity", "node") from error
+    jobs = WorkspaceJobs(workspace_id(environ), DefaultAzureCredential())
+    document = _document(jobs, first)
+    if (earlier := first_of(document)) is not None:
+        first, document = earlier, _document(jobs, earlier)
+    plan = plan_of(document)
+    policy = SupervisionPolicy.model_validate({**dict(plan.supervision or SupervisionPolicy()), **changes})
+    if policy.budget is not None and not (plan.pools and all(pool.price_per_hour is not None for pool in plan.pools)):
+        raise UsageError(
+            f"A budget of {policy.budget:g} USD needs the price of every node pool, and the run {first!r} was "
+            "submitted without. Limit it by --max-replacements instead."
+        )
+    run_id = run_of(document) or plan.run_id or first
+    # The nodes' identity is theirs; here whoever is logged in opens the table.
+    rendezvous = plan.distribution.rendezvous
+    if rendezvous.credential != "connection_string":
+        rendezvous = rendezvous.model_copy(update={"credential": "developer", "client_id": None})
+    table = open_table(rendezvous, run_id, environ)
+    try:
+        yield Supervisor(jobs, table, first, run_id, policy), policy
+    finally:
+        table.close()
+
+
+def _document(jobs: WorkspaceJobs, name: str) -> Mapping[str, Any]:
+    document = jobs.document(name)
+    if document is None:
+        raise PlanError(f"The workspace has no job {name!r}. Give the name of the job that was submitted.")
+    return document

@@ -1,0 +1,1 @@
+"""What travels with a job to its nodes: this library, and the script that starts it there."""

@@ -1,0 +1,227 @@
+"""The ``elastic:`` block of a job file: which fields it has, and what is said of one that is wrong.
+
+The block has what a standard command job cannot say: the node counts, and every field of ``ElasticCommandJob`` that
+``azure.ai.ml.command()`` does not have. Both are read off the models, so a new field of theirs is one of the block's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic_core import ErrorDetails
+
+from azureml_elastic.config.base import Spec
+from azureml_elastic.config.resources import ElasticResources
+from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.conversion import FIELDS_OF_COMMAND, FIELDS_OF_RESOURCES
+from azureml_elastic.submit.job import ElasticCommandJob
+
+__all__ = ["BLOCK", "COUNTS", "block_model", "models_in", "read_block", "wanted", "wrong_fields"]
+
+BLOCK = "elastic"
+"""The key of the block in a job file."""
+
+COUNTS = tuple(name for name in ElasticResources.model_fields if name not in FIELDS_OF_RESOURCES)
+"""The fields of ``ElasticResources`` that the block has; the others are in the standard ``resources:``."""
+
+_OUTSIDE = FIELDS_OF_COMMAND - {"distribution"} | {"resources", "type"}
+_SHOWN = re.compile(r"[\w .:@-]{0,60}", re.ASCII)
+_MOST = 5
+_MESSAGES = {
+    "time_delta_parsing": "a duration: a number of seconds, or text such as 'PT5M' or '00:05:00'",
+    "time_delta_type": "a duration: a number of seconds, or text such as 'PT5M' or '00:05:00'",
+    "model_type": "a block of fields",
+    "model_attributes_type": "a block of fields",
+    "tuple_type": "a list",
+}
+"""What pydantic says about Python's types, for who writes YAML."""
+
+
+@functools.cache
+def block_model(job: type[BaseModel] = ElasticCommandJob) -> type[Spec]:
+    """Return the model of the block: none of its fields must be given.
+
+    Args:
+        job: the model of the job, whose fields the block has.
+    """
+    fields: dict[str, Any] = {
+        name: (ElasticResources.model_fields[name].annotation | None, None)  # type: ignore[operator]
+        for name in COUNTS
+    }
+    pools = [kind for kind in get_args(job.model_fields["compute"].annotation) if kind not in {str, type(None)}]
+    if pools:
+        fields["pools"] = (functools.reduce(operator.or_, pools) | None, Field(default=None))
+    for name, info in job.model_fields.items():
+        if name not in _OUTSIDE:
+            fields[name] = (info.annotation, info)
+    return create_model("ElasticBlock", __base__=Spec, **fields)
+
+
+def read_block(block: Any, job: type[BaseModel] = ElasticCommandJob) -> Spec:
+    """Return the block's fields, each of them valid.
+
+    Args:
+        block: what the file has under ``elastic:``.
+        job: the model of the job.
+
+    Raises:
+        SubmitError: a field is unknown or wrong; the message has its place, but no name of the file.
+    """
+    given = {} if block is None else block
+    if not isinstance(given, dict):
+        raise SubmitError(
+            f"{BLOCK} is a {_kind(given)}, not a block of fields. {_fields_text(BLOCK, block_model(job))}"
+        )
+    model = block_model(job)
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise SubmitError(" ".join(wrong_fields(error, given, model, BLOCK))) from None
+
+
+def wrong_fields(error: ValidationError, given: Mapping[str, Any], model: type[BaseModel], root: str) -> list[str]:
+    """Return what is wrong, a sentence for each field: its dotted place, and for an unknown one what may be meant.
+
+    Args:
+        error: of the validation.
+        given: what was validated.
+        model: by which.
+        root: what the places begin with; may be empty.
+    """
+    found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        found.setdefault(_place(detail["loc"], given, missing=detail["type"] == "missing"), []).append(detail)
+    deepest = {place: details for place, details in found.items() if not any(_below(other, place) for other in found)}
+    return [_sentence(place, details, given, model, root) for place, details in list(deepest.items())[:_MOST]]
+
+
+def wanted(details: Sequence[ErrorDetails]) -> str:
+    """Return what a value should be; of a union what its members say together.
+
+    Args:
+        details: the faults of one place.
+    """
+    ours = [detail["msg"].removeprefix("Value error, ") for detail in details if detail["type"] == "value_error"]
+    if ours:
+        return ours[0]
+    begin = "Input should be "
+    said = dict.fromkeys(_MESSAGES.get(detail["type"], detail["msg"]).removeprefix(begin) for detail in details)
+    return ("should be " if all(detail["msg"].startswith(begin) for detail in details) else "") + " or ".join(said)
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models that a field's type is made of.
+
+    Args:
+        annotation: the type, such as ``tuple[NodePool, ...] | None``.
+    """
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
+
+
+def _below(place: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool:
+    return len(place) > len(other) and place[: len(other)] == other
+
+
+def _place(location: Sequence[str | int], given: Any, *, missing: bool) -> tuple[str | int, ...]:
+    """Return the keys of the document that lead to a fault: pydantic names the members of unions, too."""
+    place: list[str | int] = []
+    here = given
+    for number, part in enumerate(location):
+        inside = isinstance(here, dict) and part in here
+        if inside or (isinstance(here, list) and isinstance(part, int)):
+            here = here[part]
+            place.append(part)
+        elif missing and number == len(location) - 1:
+            place.append(part)
+    return tuple(place)
+
+
+def _sentence(
+    place: tuple[str | int, ...],
+    details: Sequence[ErrorDetails],
+    given: Mapping[str, Any],
+    model: type[BaseModel],
+    root: str,
+) -> str:
+    dotted = _dotted(root, place)
+    first = details[0]
+    holder = _model_at(model, given, place[:-1])
+    if first["type"] == "extra_forbidden" and holder is not None:
+        meant = _meant(str(place[-1]), _dotted(root, place[:-1]), holder)
+        return f"{dotted} is no field{meant} {_fields_text(_dotted(root, place[:-1]), holder)}"
+    if first["type"] == "missing":
+        return f"{dotted} is missing."
+    if first["type"] in {"union_tag_not_found", "union_tag_invalid"}:
+        key = str(first.get("ctx", {}).get("discriminator", "")).strip("'")
+        tags = " or ".join(str(one.model_fields[key].default) for one in _models_at(model, given, place))
+        return f"{dotted}.{key} says which of the policies is meant: give {tags}."
+    return f"{dotted}{_shown(first['input'])}: {wanted(details)}."
+
+
+def _dotted(root: str, place: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in (*([root] if root else []), *place))
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it may be shown: nothing long, and nothing that could be a key or a signature."""
+    if value is None or isinstance(value, bool | int | float):
+        return f"={json.dumps(value)}"
+    return f"={value!r}" if isinstance(value, str) and _SHOWN.fullmatch(value) else ""
+
+
+def _kind(value: Any) -> str:
+    return {"str": "text", "list": "list"}.get(type(value).__name__, type(value).__name__)
+
+
+def _models_at(model: type[BaseModel], given: Any, place: Sequence[str | int]) -> list[type[BaseModel]]:
+    """Return the models that may stand at a place."""
+    models, here = [model], given
+    for part in place:
+        here = here[part]
+        if isinstance(part, int):
+            continue
+        fields = [one.model_fields[part] for one in models if part in one.model_fields]
+        models = [one for info in fields for one in models_in(info.annotation)]
+        tags = {info.discriminator for info in fields if isinstance(info.discriminator, str)}
+        for tag in tags & (here.keys() if isinstance(here, dict) else set()):
+            models = [one for one in models if one.model_fields[tag].default == here[tag]] or models
+    return models
+
+
+def _model_at(model: type[BaseModel], given: Any, place: Sequence[str | int]) -> type[BaseModel] | None:
+    return next(iter(_models_at(model, given, place)), None)
+
+
+def _meant(name: str, place: str, model: type[BaseModel]) -> str:
+    """Return what an unknown name was meant to be, as the end of a sentence."""
+    near = difflib.get_close_matches(name, model.model_fields, 1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    if place == BLOCK and (name in FIELDS_OF_RESOURCES or name == "instance_count"):
+        return f"; it stands outside of the block, as resources.{name}."
+    if place == BLOCK and name in _OUTSIDE:
+        return "; it stands outside of the block, as in any command job."
+    deeper = [path for path in _paths(model, place) if path.rpartition(".")[2] == name]
+    return f"; it belongs to {deeper[0].rpartition('.')[0]}." if deeper else "."
+
+
+def _paths(model: type[BaseModel], place: str) -> Iterator[str]:
+    """Yield the dotted places of all fields below a model."""
+    for name, info in model.model_fields.items():
+        yield f"{place}.{name}"
+        for deeper in models_in(info.annotation):
+            yield from _paths(deeper, f"{place}.{name}")
+
+
+def _fields_text(place: str, model: type[BaseModel]) -> str:
+    return f"The fields of {place} are {', '.join(sorted(model.model_fields.keys() - {'type'}))}."

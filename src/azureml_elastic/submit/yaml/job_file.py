@@ -1,0 +1,223 @@
+"""A job as a YAML file: any command job of Azure ML, with one ``elastic:`` block.
+
+The block is taken out, and azure-ai-ml loads the rest, so that every field of a command job means what it always does.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.errors import CommandError, MissingExtra, SubmitError
+from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, block_model, read_block, wanted
+from azureml_elastic.submit.yaml.overrides import apply_overrides
+from azureml_elastic.submit.yaml.sdk_errors import readable
+
+try:
+    import yaml
+except ModuleNotFoundError as error:
+    raise MissingExtra("PyYAML", "submit") from error
+
+if TYPE_CHECKING:
+    from azureml_elastic.submit.job import ElasticCommandJob
+
+__all__ = ["load_elastic_job", "read_document"]
+
+_SHORTEST = f"\n{BLOCK}:\n  max_instance_count: 4"
+_ELSEWHERE = {
+    "timeout": "limits.timeout",
+    "job_tier": "queue_settings.job_tier",
+    "priority": "queue_settings.priority",
+}
+"""Fields of the elastic job by the place that a job file has for them."""
+
+
+def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> ElasticCommandJob:
+    """Return the job that a YAML file describes: a standard command job, and one ``elastic:`` block.
+
+    Local paths in the file are relative to its folder, as azure-ai-ml reads them.
+
+    Args:
+        path: of the file.
+        overrides: values to set in it first, each ``a.b=c``, such as ``elastic.max_instance_count=12``.
+
+    Raises:
+        SubmitError: the file cannot be read, or a field is wrong; the message has the file and the field's place.
+        CommandError: its command has a launcher whose options cannot be translated.
+        MissingExtra: azure-ai-ml is not installed.
+    """
+    file = Path(path)
+    document = read_document(file, overrides)
+    try:
+        return _job(document, file)
+    except (SubmitError, CommandError) as error:
+        raise type(error)(f"{file}: {error}") from None
+
+
+def read_document(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Return what a job file says, as it stands there, with values set from outside.
+
+    Args:
+        path: of the file.
+        overrides: each ``a.b=c``.
+
+    Raises:
+        SubmitError: the file cannot be read, or an override.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise SubmitError(f"{file} cannot be read ({why}). Give the YAML file of a job.") from error
+    try:
+        _refuse_twice(yaml.compose(text, Loader=yaml.SafeLoader), set())
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SubmitError(f"{file}{_what(error, text)}") from None  # the error itself quotes the line
+    if not isinstance(document, dict):
+        raise SubmitError(f"{file} is no job: a job file is a block of fields, such as 'command: python train.py'.")
+    return apply_overrides(document, overrides)
+
+
+def _refuse_twice(node: Any, seen: set[int]) -> None:
+    """Check that no block has a field twice: the first would be dropped in silence."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    names = set()
+    for entry in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for one in entry if isinstance(entry, tuple) else (entry,):
+            _refuse_twice(one, seen)
+        key = entry[0] if isinstance(entry, tuple) else None
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            if key.value in names:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+            names.add(key.value)
+
+
+def _what(error: yaml.YAMLError, text: str) -> str:
+    """Return where the text is no YAML, and why; without the line itself, which may hold a secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f", line {mark.line + 1}, column {mark.column + 1}: this is no YAML: {error.problem}."
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f", line {line}: this is no YAML: it has a character that must not be in it."
+    return ": this is no YAML."
+
+
+def _job(document: Mapping[str, Any], file: Path) -> ElasticCommandJob:
+    from azureml_elastic.submit import ElasticCommandJob
+
+    rest = {name: value for name, value in document.items() if name != BLOCK}
+    kind = rest.get("type", "command")
+    if kind != "command":
+        raise SubmitError(f"type is {kind!r}, but only a job of 'type: command' can be elastic.")
+    if BLOCK not in document:
+        raise SubmitError(
+            f"there is no {BLOCK}: block, which says how many nodes may train. The shortest is:{_SHORTEST}"
+        )
+    block = read_block(document[BLOCK])
+    _check_variables(rest.get("environment_variables"))
+    _check_places(rest)
+    given = {name: getattr(block, name) for name in block.model_fields_set}
+    pools = given.pop("pools", None)
+    if pools is not None and rest.get("compute") is not None:
+        raise SubmitError(f"compute and {BLOCK}.pools both say where the nodes are. Leave one of them out.")
+    resources = _resources(rest.get("resources"), given, pools)
+    if pools is not None:
+        given["compute"] = pools
+    loaded = _load(rest, file)
+    try:
+        if isinstance(given.get("distribution"), ElasticDistribution):
+            given["distribution"] = _distribution(rest, loaded, resources, given["distribution"])
+        return ElasticCommandJob.from_command(loaded, resources=resources, **given)
+    except ValidationError as error:
+        raise SubmitError(_wrong(error)) from None
+
+
+def _load(document: Mapping[str, Any], file: Path) -> Any:
+    """Return what azure-ai-ml makes of the job without its block."""
+    try:
+        from azure.ai.ml import load_job
+        from azure.ai.ml.exceptions import ValidationException
+        from marshmallow.exceptions import ValidationError as SchemaError
+    except ModuleNotFoundError as error:
+        raise MissingExtra("azure-ai-ml", "submit") from error
+    try:
+        return load_job(io.StringIO(yaml.safe_dump(dict(document))), relative_origin=str(file.absolute()))
+    except (ValidationException, SchemaError) as error:
+        raise SubmitError(readable(error, document)) from None
+
+
+def _resources(standard: Any, given: dict[str, Any], pools: Any) -> dict[str, Any] | None:
+    """Take the node counts out of the block's fields; ``None`` leaves them to the standard ones."""
+    counts = {name: value for name in COUNTS if (value := given.pop(name, None)) is not None}
+    if "max_instance_count" in counts:
+        return counts
+    if pools is not None:
+        from azureml_elastic.submit.job import ElasticCommandJob
+
+        try:
+            of_pools = ElasticCommandJob(command="python -m x", environment="x", compute=pools).resources
+        except ValidationError as error:
+            raise SubmitError(_wrong(error)) from None
+        return {**of_pools.model_dump(exclude_unset=True), **counts}
+    said = standard if isinstance(standard, dict) else {}
+    most = said.get("max_instance_count") or said.get("instance_count") or 1
+    if not isinstance(most, int) or most <= 1:
+        raise SubmitError(f"nothing says how many nodes may train at once. Give max_instance_count:{_SHORTEST}")
+    return {**counts, "max_instance_count": most} if counts else None
+
+
+def _distribution(
+    document: Mapping[str, Any], loaded: Any, resources: Any, block: ElasticDistribution
+) -> ElasticDistribution:
+    """Return the block's distribution, with what the standard one and a launcher say where the block says nothing."""
+    from azureml_elastic.submit import ElasticCommandJob
+
+    said = document.get("distribution")
+    kind = str(said.get("type", "")).lower() if isinstance(said, dict) else ""
+    if "process_count_per_instance" in block.model_fields_set or kind not in {"", "pytorch"}:
+        return block
+    outside = ElasticCommandJob.from_command(loaded, resources=resources).distribution
+    both = [{name: getattr(one, name) for name in one.model_fields_set} for one in (outside, block)]
+    return ElasticDistribution.model_validate(both[0] | both[1])
+
+
+def _check_variables(variables: Any) -> None:
+    """Refuse values that azure-ai-ml would turn into text such as ``None`` or ``{'a': 1}``."""
+    for name, value in variables.items() if isinstance(variables, dict) else ():
+        if value is None or isinstance(value, dict | list):
+            raise SubmitError(
+                f"environment_variables.{name} is {'empty' if value is None else 'a block'}; give a text, in quotes, "
+                'which may be "".'
+            )
+
+
+def _check_places(document: Mapping[str, Any]) -> None:
+    """Refuse fields of the block that stand outside of it."""
+    resources = document.get("resources")
+    for name in COUNTS:
+        if isinstance(resources, dict) and name in resources and name != "max_instance_count":
+            raise SubmitError(f"resources.{name} belongs into the {BLOCK}: block, as {BLOCK}.{name}.")
+    for name in sorted(block_model().model_fields.keys() & document.keys() - {"distribution"}):
+        raise SubmitError(f"{name} belongs into the {BLOCK}: block, as {BLOCK}.{name}.")
+
+
+def _wrong(error: ValidationError) -> str:
+    """Return what is wrong with the job as a whole, by the places of the file, without its values."""
+    faults = []
+    for detail in error.errors(include_url=False, include_input=False):
+        name = str(detail["loc"][0]) if detail["loc"] else ""
+        ours = error.title != "ElasticCommandJob" or not name
+        place = f"{BLOCK}.{name}".rstrip(".") if ours else _ELSEWHERE.get(name, name)
+        faults.append(f"{place}: {wanted([detail])}.")
+    return " ".join(dict.fromkeys(faults))

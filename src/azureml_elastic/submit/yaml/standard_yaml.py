@@ -1,0 +1,121 @@
+"""An elastic job as standard YAML, for ``az ml job create -f`` and azure-ai-ml's ``load_job``.
+
+What azure-ai-ml itself writes of a job cannot be submitted: truth values become numbers, and local paths the names of
+assets. Here the compiled job is written by this library; and what was written is loaded and read again, so that nothing
+is lost in silence.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from azureml_elastic.errors import MissingExtra, SubmitError
+from azureml_elastic.submit import wiring
+from azureml_elastic.submit.yaml.entity_document import Places, document_of, real_path
+from azureml_elastic.submit.yaml.sdk_errors import readable
+
+try:
+    import yaml
+except ModuleNotFoundError as error:
+    raise MissingExtra("PyYAML", "submit") from error
+
+if TYPE_CHECKING:
+    from azureml_elastic.submit.job import ElasticCommandJob
+
+__all__ = ["standard_yaml"]
+
+_LINE_ENDS = re.compile("[\\x85\\u2028\\u2029]")
+
+
+def standard_yaml(
+    job: ElasticCommandJob,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    absolute: Iterable[str] = (),
+    runtime: str | os.PathLike[str] | None = None,
+) -> str:
+    """Return the compiled job as YAML: a pipeline job for ``fan_out``, else a command job.
+
+    Args:
+        job: left as it is.
+        folder: where the text is to be a file; local paths become relative to it. ``None`` makes them absolute.
+        absolute: paths that stay absolute nevertheless.
+        runtime: a copy of the library for the nodes, in place of the one in the cache; see ``delivery="ship"``.
+
+    Raises:
+        SubmitError: the job cannot be compiled, or has something that YAML has no field for.
+        CommandError: its command starts no Python program, or one that is not in ``code``.
+        MissingExtra: azure-ai-ml is not installed.
+    """
+    kept = frozenset(real_path(path, named=named) for path in absolute for named in (True, False))
+    places = Places(None if folder is None else Path(folder), kept)
+    absent = frozenset(name for name, output in job.outputs.items() if output is None)
+    entity = job.compile()
+    document = document_of(entity, places, absent)
+    if runtime is not None and wiring.RUNTIME in document.get("inputs", {}):
+        document["inputs"][wiring.RUNTIME]["path"] = places.spelled(str(runtime))
+    text = _dump(document)
+    _check(text, entity, places, absent)
+    return text
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
+    """Text of several lines as a block of lines."""
+
+    def represent_text(self, text: str) -> Any:
+        style = "|" if "\n" in text else None
+        if _LINE_ENDS.search(text):  # between other quotes PyYAML would lose them
+            style = '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _dump(document: Mapping[str, Any]) -> str:
+    text: str = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=4096)
+    return text
+
+
+def _check(text: str, entity: Any, places: Places, absent: Collection[str]) -> None:
+    """Load what was written as whoever submits it will, and see that it says the same."""
+    from azure.ai.ml import load_job
+    from azure.ai.ml.exceptions import ValidationException
+    from marshmallow.exceptions import ValidationError as SchemaError
+
+    folder = Path(os.path.realpath(places.folder or Path()))
+    meant = document_of(entity, replace(places, resolved=True), absent)
+    try:
+        loaded = load_job(io.StringIO(text), relative_origin=str(folder / "job.yml"))
+    except (ValidationException, SchemaError) as error:
+        variables = [one.get("environment_variables") for one in (meant, *meant.get("jobs", {}).values())]
+        said = readable(error, {"environment_variables": variables})
+        raise SubmitError(
+            f"The YAML of a job cannot say all of this job. azure-ai-ml's load_job says: {said}"
+        ) from None
+    read = document_of(loaded, replace(places, resolved=True, base=folder), absent)
+    for one in (meant, read):
+        one.get("inputs", {}).get(wiring.RUNTIME, {}).pop("path", None)  # the copy has another place
+    place = _difference(meant, read, "")
+    if place is not None:
+        raise SubmitError(
+            f"The YAML of a job cannot say this job's {place}: azure-ai-ml's load_job reads it as something else. "
+            "Leave it out, or submit the job from Python."
+        )
+
+
+def _difference(one: Any, other: Any, place: str) -> str | None:
+    """Return the dotted place where two documents differ first; ``None`` where they are the same."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in {**one, **other}:
+            found = _difference(one.get(name), other.get(name), f"{place}.{name}".lstrip("."))
+            if found is not None:
+                return found
+        return None
+    return None if one == other and type(one) is type(other) else place

@@ -1,0 +1,1 @@
+"""The HTTP interface of Azure ML that the local workspace implements."""

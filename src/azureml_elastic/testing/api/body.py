@@ -1,0 +1,259 @@
+"""What was submitted, read from the document that reaches Azure ML: command jobs and pipelines of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.testing.jobs.expressions import parent_reference
+
+__all__ = ["CommandBody", "InputBody", "OutputBody", "PipelineBody", "read_job"]
+
+Mode = Literal["download", "upload", "mount", "direct"]
+
+_MODES: dict[str, Mode] = {
+    "download": "download",
+    "direct": "direct",
+    "evaldownload": "download",
+    "evalmount": "mount",
+    "readonlymount": "mount",
+    "readwritemount": "mount",
+    "romount": "mount",
+    "rwmount": "mount",
+    "upload": "upload",
+}
+_DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?:(\d+)H)?(?:(\d+)M)?(?:(\d+(?:\.\d+)?)S)?)?")
+
+
+@dataclass(frozen=True)
+class InputBody:
+    """An input: a literal, or the address of a file or folder and how it comes to the node."""
+
+    literal: str | None = None
+    uri: str | None = None
+    mode: Mode = "mount"
+
+
+@dataclass(frozen=True)
+class OutputBody:
+    """An output; without an address it gets one of the job's own."""
+
+    uri: str | None = None
+    mode: Mode = "mount"
+    type: str = "uri_folder"
+
+
+@dataclass(frozen=True)
+class CommandBody:
+    """A command job, alone or as a step.
+
+    Args:
+        command: with its expressions.
+        code: id of the code, ``None`` for none.
+        inputs: by name.
+        outputs: by name.
+        environment_variables: of the job.
+        compute: the pool's name, ``"serverless"`` for none.
+        nodes: that start together.
+        most_nodes: that may run at once; more than ``nodes`` for the service's own elasticity.
+        processes: that are started on each node.
+        distributed: whether the service tells the processes of each other.
+        timeout_s: after which the job is cancelled.
+    """
+
+    command: str
+    code: str | None
+    inputs: Mapping[str, InputBody]
+    outputs: Mapping[str, OutputBody]
+    environment_variables: Mapping[str, str]
+    compute: str
+    nodes: int = 1
+    most_nodes: int = 1
+    processes: int = 1
+    distributed: bool = False
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class PipelineBody:
+    """A pipeline of steps that run side by side."""
+
+    steps: Mapping[str, CommandBody]
+    continue_on_step_failure: bool = False
+
+
+def read_job(
+    properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]
+) -> CommandBody | PipelineBody:
+    """Read the properties of a job's document.
+
+    Args:
+        properties: of the document.
+        component: returns the specification of a component by its id.
+
+    Raises:
+        UsageError: the job is of a kind that the local workspace does not run.
+    """
+    kind = properties.get("jobType")
+    if kind == "Command":
+        return _command(properties, inputs=_inputs(properties), outputs=_outputs(properties), default_compute=None)
+    if kind == "Pipeline":
+        return _pipeline(properties, component)
+    raise UsageError(
+        f"The local workspace runs command jobs and pipelines of them, and this is a job of type {kind!r}. Submit its "
+        "training as a command job."
+    )
+
+
+def _pipeline(properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]) -> PipelineBody:
+    inputs, outputs = _inputs(properties), _outputs(properties)
+    settings = properties.get("settings") or {}
+    default = properties.get("computeId") or settings.get("default_compute")
+    steps = {}
+    for name, node in (properties.get("jobs") or {}).items():
+        if node.get("type") != "command":
+            raise UsageError(
+                f"The step {name!r} is of type {node.get('type')!r}; the local workspace runs steps of type 'command'."
+            )
+        spec = component(str(node["componentId"]))
+        step = {**spec, **{key: value for key, value in node.items() if value is not None}}
+        own = {
+            "environment_variables": {
+                **_mapping(spec, "environment_variables"),
+                **_mapping(node, "environment_variables"),
+            }
+        }
+        steps[name] = _command(
+            {**step, **own},
+            inputs=_bound_inputs(spec, node, inputs),
+            outputs=_bound_outputs(spec, node, outputs),
+            default_compute=default,
+        )
+    if not steps:
+        raise UsageError("The pipeline has no steps. Give it at least one command.")
+    return PipelineBody(steps, bool(settings.get("continue_on_step_failure")))
+
+
+def _bound_inputs(
+    spec: Mapping[str, Any], node: Mapping[str, Any], parents: Mapping[str, InputBody]
+) -> dict[str, InputBody]:
+    declared, given = _mapping(spec, "inputs"), _mapping(node, "inputs")
+    bound = {}
+    for name, declaration in declared.items():
+        value = given.get(name)
+        if value is None:
+            default = declaration.get("default")
+            if default is not None:
+                bound[name] = InputBody(literal=_text(default))
+            continue
+        reference = parent_reference(value.get("value", value.get("uri")))
+        if reference is None:
+            bound[name] = _input({**value, "mode": value.get("mode") or declaration.get("mode")})
+        elif reference[1] in parents:
+            parent = parents[reference[1]]
+            mode = value.get("mode") or declaration.get("mode")
+            bound[name] = InputBody(parent.literal, parent.uri, _mode(mode, parent.mode))
+    return bound
+
+
+def _bound_outputs(
+    spec: Mapping[str, Any], node: Mapping[str, Any], parents: Mapping[str, OutputBody]
+) -> dict[str, OutputBody]:
+    given = _mapping(node, "outputs")
+    bound = {}
+    for name, declaration in _mapping(spec, "outputs").items():
+        value = given.get(name) or {}
+        reference = parent_reference(value.get("value", value.get("uri")))
+        kind = str(declaration.get("type") or "uri_folder")
+        mode = _mode(value.get("mode") or declaration.get("mode"), "mount")
+        if reference is None:
+            bound[name] = OutputBody(value.get("uri") or None, mode, kind)
+        else:
+            parent = parents.get(reference[1], OutputBody())
+            bound[name] = OutputBody(parent.uri, mode, kind)
+    return bound
+
+
+def _command(
+    properties: Mapping[str, Any],
+    *,
+    inputs: Mapping[str, InputBody],
+    outputs: Mapping[str, OutputBody],
+    default_compute: str | None,
+) -> CommandBody:
+    resources = properties.get("resources") or {}
+    distribution = properties.get("distribution") or {}
+    nodes = int(_either(resources, "instanceCount") or 1)
+    kind = _either(distribution, "distributionType")
+    if kind not in (None, "PyTorch"):
+        raise UsageError(f"The local workspace starts PyTorch jobs, and this job's distribution is {kind!r}.")
+    compute = str(_either(properties, "computeId") or default_compute or "serverless")
+    code = _either(properties, "codeId") or properties.get("code")
+    return CommandBody(
+        command=str(properties["command"]),
+        code=None if code is None else str(code),
+        inputs=inputs,
+        outputs=outputs,
+        environment_variables=_mapping(properties, "environmentVariables"),
+        compute=compute.rpartition("/")[2],
+        nodes=nodes,
+        most_nodes=max(nodes, int(_either(resources, "maxInstanceCount") or nodes)),
+        processes=int(_either(distribution, "processCountPerInstance") or 1),
+        distributed=kind is not None,
+        timeout_s=_seconds(_either(properties.get("limits") or {}, "timeout")),
+    )
+
+
+def _inputs(properties: Mapping[str, Any]) -> dict[str, InputBody]:
+    return {name: _input(value) for name, value in _mapping(properties, "inputs").items() if value is not None}
+
+
+def _outputs(properties: Mapping[str, Any]) -> dict[str, OutputBody]:
+    return {
+        name: OutputBody(
+            value.get("uri") or None,
+            _mode(value.get("mode"), "mount"),
+            str(_either(value, "jobOutputType") or "uri_folder"),
+        )
+        for name, value in _mapping(properties, "outputs").items()
+        if value is not None
+    }
+
+
+def _input(value: Mapping[str, Any]) -> InputBody:
+    if _either(value, "jobInputType") == "literal":
+        return InputBody(literal=_text(value.get("value")))
+    return InputBody(uri=str(value["uri"]), mode=_mode(value.get("mode"), "mount"))
+
+
+def _mode(value: object, default: Mode) -> Mode:
+    return default if value is None else _MODES[str(value).replace("_", "").lower()]
+
+
+def _text(value: object) -> str:
+    return str(value) if not isinstance(value, bool) else str(value).lower()
+
+
+def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return dict(_either(value, name) or {})
+
+
+def _either(value: Mapping[str, Any], name: str) -> Any:
+    """Return a field that jobs write in camel case and steps of pipelines in snake case."""
+    snake = re.sub(r"[A-Z]", lambda match: f"_{match[0].lower()}", name)
+    found = value.get(name)
+    return value.get(snake) if found is None else found
+
+
+def _seconds(text: object) -> float | None:
+    """Read an ISO 8601 duration such as ``PT1H30M``."""
+    if text is None:
+        return None
+    match = _DURATION.fullmatch(str(text))
+    if match is None:
+        raise UsageError(f"The timeout {text!r} is no ISO 8601 duration such as PT1H.")
+    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,0 +1,201 @@
+"""The way into a local workspace: an HTTPS proxy that is the workspace's hosts itself and lets all others pass.
+
+Clients find it by ``HTTPS_PROXY`` and trust it by a bundle of certificates, so that neither the SDK nor a node has to
+be changed: they call ``https://management.azure.com`` as ever. Plain requests to the proxy itself are those that Azure
+ML serves on a node, such as tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from azureml_elastic.testing.api.messages import Answer, Request, refusal
+
+__all__ = ["Gateway"]
+
+_CONNECT_TIMEOUT_S = 30.0
+_CHUNK = 65536
+_SELF = "node"
+"""The host of plain requests."""
+
+
+class Gateway:
+    """The proxy on a free port of this machine; a context manager.
+
+    Args:
+        hosts: names whose requests are answered here, each by a function.
+        own: answers plain requests to the gateway itself.
+        context: the server's side of TLS for these names.
+    """
+
+    def __init__(
+        self,
+        hosts: dict[str, Callable[[Request], Answer]],
+        own: Callable[[Request], Answer],
+        context: ssl.SSLContext,
+    ) -> None:
+        self._server = _Server({**hosts, _SELF: own}, context)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="workspace-gateway", daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.hang_up()
+        self._server.server_close()  # waits for the connections' threads
+
+    @property
+    def address(self) -> str:
+        """Its URL, as ``HTTPS_PROXY`` takes it."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = False
+    request_queue_size = 256
+
+    def __init__(self, hosts: dict[str, Callable[[Request], Answer]], context: ssl.SSLContext) -> None:
+        self.hosts = hosts
+        self.context = context
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def keep(self, connection: socket.socket) -> None:
+        """Remember a connection that is to end with the server."""
+        with self._lock:
+            self._open.add(connection)
+            closed = self._closed
+        if closed:
+            _shut(connection)
+
+    def forget(self, connection: socket.socket) -> None:
+        """Forget a connection that has ended."""
+        with self._lock:
+            self._open.discard(connection)
+
+    def hang_up(self) -> None:
+        """End all connections."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._open)
+        for connection in connections:
+            _shut(connection)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: a client that hangs up, or is killed, is what happens here."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self._host = _SELF
+        self.server.keep(self.connection)
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().finish()
+        self.server.forget(self.connection)
+        self.connection.close()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        """Say nothing."""
+
+    def do_CONNECT(self) -> None:
+        host, _, port = self.path.rpartition(":")
+        if host not in self.server.hosts:
+            self._tunnel(host, int(port))
+            return
+        self.send_response(HTTPStatus.OK, "Connection established")
+        self.end_headers()
+        self.server.forget(self.connection)
+        plain = self.connection
+        try:
+            self.connection = self.server.context.wrap_socket(plain, server_side=True)
+        except OSError:
+            self.close_connection = True
+            plain.close()
+            return
+        self.server.keep(self.connection)
+        self.rfile.close()
+        self.rfile = self.connection.makefile("rb", -1)
+        self.wfile = self.connection.makefile("wb", 0)
+        self._host = host
+        self.close_connection = False
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    do_DELETE = do_HEAD = do_MERGE = do_OPTIONS = do_PATCH = do_POST = do_PUT = do_GET  # noqa: N815 - names of methods
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        request = Request(self.command, self._host, self.path, headers, body)
+        try:
+            answer = self.server.hosts[self._host](request)
+        except Exception as error:  # noqa: BLE001 - the caller must learn of it, whatever it is
+            answer = refusal(500, "InternalServerError", f"the local workspace failed: {error!r}")
+        self.send_response(answer.status)
+        named = {name.lower() for name, _ in answer.headers}
+        for name, value in answer.headers:
+            self.send_header(name, value)
+        if "content-length" not in named and answer.status not in (204, 304):
+            self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    def _tunnel(self, host: str, port: int) -> None:
+        """Pass bytes between the client and another host until one of them has ended."""
+        self.close_connection = True
+        try:
+            other = socket.create_connection((host.strip("[]"), port), _CONNECT_TIMEOUT_S)
+        except OSError as error:
+            self.send_error(HTTPStatus.BAD_GATEWAY, f"{host}:{port} cannot be reached: {error}")
+            return
+        with other:
+            self.server.keep(other)
+            self.send_response(HTTPStatus.OK, "Connection established")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                _relay(self.connection, other)
+            self.server.forget(other)
+
+
+def _relay(one: socket.socket, other: socket.socket) -> None:
+    to = {one: other, other: one}
+    while True:
+        for source in select.select([one, other], [], [])[0]:
+            data = source.recv(_CHUNK)
+            if not data:
+                return
+            to[source].sendall(data)
+
+
+def _shut(connection: Any) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,141 @@
+"""The workspace's data plane: run history, from which ``stream``, ``list`` and ``download`` learn."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import quote
+
+from azureml_elastic.testing.api.messages import Answer, Request, document, refusal
+from azureml_elastic.testing.jobs.runs import Run, Runs
+from azureml_elastic.testing.jobs.verdicts import TERMINAL
+
+__all__ = ["API_HOST", "History"]
+
+API_HOST = "local.api.azureml.ms"
+
+_RUNS = r".*/workspaces/[^/]+(?:/experiment(?:id)?s/[^/]+)?/"
+_ASSET = "azureml-output"
+_SNAKE_CASE_SINCE = (1, 35)
+_LABELS = ("description", "displayName", "tags")
+"""What a submitted job can be changed in."""
+
+
+class History:
+    """Answers the requests to the data plane.
+
+    Args:
+        runs: of the workspace.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    def answer(self, request: Request) -> Answer:
+        """Return the answer to one request."""
+        path = request.path
+        if path.startswith("/discovery"):
+            api = f"https://{API_HOST}"
+            return document(dict.fromkeys(("api", "catalog", "experimentation", "gallery", "history", "studio"), api))
+        if match := re.fullmatch(r"/logs/([^/]+)/(.*)", path):
+            run = self._runs.get(match[1])
+            if run is None:
+                return _no_run(match[1])
+            return Answer(200, (("Content-Type", "text/plain; charset=utf-8"),), self._log(run, match[2]))
+        if path.endswith("/rundata"):
+            return self._data(str(request.json().get("runId")), request.headers.get("user-agent", ""))
+        if path.endswith("/dataversion/batchGetResolvedUris"):
+            return document({"values": self._resolved(request.json().get("values") or [])})
+        if match := re.fullmatch(_RUNS + r"runs/([^/]+)(/details|/children)?", path):
+            run = self._runs.get(match[1])
+            if run is None:
+                return _no_run(match[1])
+            if request.method == "PATCH" and not match[2]:
+                changes = request.json()
+                run.body.update({name: changes[name] for name in _LABELS if changes.get(name) is not None})
+                return document(self._record(run))
+            if match[2] == "/children":
+                return document({"value": [self._record(child) for child in self._runs.children(run.name)]})
+            return document(self._details(run) if match[2] else self._record(run))
+        return refusal(404, "NotFound", f"The local workspace has no {request.method} {path}.")
+
+    def _details(self, run: Run) -> dict[str, Any]:
+        names = [*run.logs, *(["logs/azureml/executionlogs.txt"] if run.kind == "Pipeline" else [])]
+        return {
+            **self._record(run),
+            "logFiles": {name: f"https://{API_HOST}/logs/{quote(run.name)}/{quote(name)}" for name in names},
+        }
+
+    def _record(self, run: Run) -> dict[str, Any]:
+        status = self._runs.status(run)
+        record: dict[str, Any] = {
+            "runId": run.name,
+            "rootRunId": run.root,
+            "parentRunId": run.parent,
+            "displayName": run.display_name,
+            "experimentId": run.experiment,
+            "status": status,
+            "createdUtc": run.created.isoformat(),
+            "tags": run.body.get("tags") or {},
+            "properties": {"azureml.number": str(run.number)} if run.parent else {},
+            "outputs": {
+                name: {"assetId": f"{_ASSET}/{run.name}/{name}", "type": kind}
+                for name, (kind, _) in run.outputs.items()
+            },
+        }
+        if run.started is not None:
+            record["startTimeUtc"] = run.started.isoformat()
+        if run.ended is not None:
+            record["endTimeUtc"] = run.ended.isoformat()
+        error = run.error or (self._first_error(run) if status == "Failed" else None)
+        if error is not None:
+            record["error"] = {"error": {"code": error[0], "message": error[1]}}
+        return record
+
+    def _first_error(self, run: Run) -> tuple[str, str]:
+        for child in self._runs.children(run.name):
+            if child.error is not None:
+                return child.error[0], f"The step {child.display_name} failed. {child.error[1]}"
+        return "UserError", "The job failed."
+
+    def _data(self, name: str, client: str) -> Answer:
+        run = self._runs.get(name)
+        if run is None:
+            return _no_run(name)
+        record = self._record(run)
+        for output in record["outputs"].values():
+            output["type"] = _kind_for(client, output["type"])
+        return document({"runMetadata": record})
+
+    def _resolved(self, assets: list[str]) -> dict[str, Any]:
+        found = {}
+        for asset in assets:
+            _, name, output = asset.split("/", 2)
+            run = self._runs.get(name)
+            if run is not None and output in run.outputs:
+                kind, uri = run.outputs[output]
+                found[asset] = {"uri": uri, "type": kind}
+        return found
+
+    def _log(self, run: Run, name: str) -> bytes:
+        if run.kind == "Command":
+            return run.log(name)
+        lines = []
+        for child in self._runs.children(run.name):
+            if child.started is not None:
+                lines.append((child.started, f"{child.display_name} ({child.name}) runs"))
+            if child.ended is not None and child.status in TERMINAL:
+                lines.append((child.ended, f"{child.display_name} ({child.name}): {child.status}"))
+        return "".join(f"[{when:%Y-%m-%d %H:%M:%SZ}] {text}\n" for when, text in sorted(lines)).encode()
+
+
+def _kind_for(client: str, kind: str) -> str:
+    """Return the kind of an output as the client knows it: azure-ai-ml before 1.35 looks for ``UriFolder``."""
+    release = re.match(r"azure-ai-ml/(\d+)\.(\d+)", client)
+    if release is None or (int(release[1]), int(release[2])) >= _SNAKE_CASE_SINCE:
+        return kind
+    return {"uri_folder": "UriFolder", "uri_file": "UriFile", "mltable": "MLTable"}.get(kind, kind)
+
+
+def _no_run(name: str) -> Answer:
+    return refusal(404, "RunNotFound", f"The local workspace has no run {name!r}.")

@@ -1,0 +1,289 @@
+"""The resource manager of a local workspace: computes, datastores, code, environments, components and jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.testing.api.history import API_HOST
+from azureml_elastic.testing.api.messages import Answer, Request, document, refusal
+from azureml_elastic.testing.jobs.runs import Run, Runs
+from azureml_elastic.testing.storage.locations import DATASTORES
+from azureml_elastic.testing.storage.storage import Storage
+
+__all__ = ["ARM_HOST", "Resources"]
+
+ARM_HOST = "management.azure.com"
+
+_LOCATION = "westeurope"
+_CONTAINER = re.compile(r"[a-z0-9](?:[a-z0-9]|-(?=[a-z0-9])){2,62}")
+
+
+class Resources:
+    """Answers the requests to the resource manager, and remembers what was put.
+
+    Args:
+        root: id of the workspace.
+        storage: its account.
+        runs: its runs.
+        pools: the names of its computes.
+        submit: takes a job's name and its properties; raises ``UsageError`` for one that it cannot run.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        storage: Storage,
+        runs: Runs,
+        pools: Mapping[str, Any],
+        submit: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._root = root
+        self._storage = storage
+        self._runs = runs
+        self._pools = pools
+        self._submit = submit
+        self._entities: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+
+    def properties(self, resource: str) -> dict[str, Any] | None:
+        """Return the properties of what was put under this id, ``None`` for nothing."""
+        with self._lock:
+            entity = self._entities.get(self._relative(resource.removeprefix("azureml:")) or "")
+        return None if entity is None else dict(entity["properties"])
+
+    def answer(self, request: Request) -> Answer:
+        """Return the answer to one request."""
+        rest = self._relative(request.path)
+        if rest is None and request.path == self._account:
+            return document(self._storage_document())
+        if rest is None:
+            return refusal(
+                404, "ResourceNotFound", f"There is nothing here but the local workspace {self._root}: {request.path}"
+            )
+        kind = rest.strip("/").partition("/")[0]
+        handler = {
+            "": self._workspace,
+            "computes": self._compute,
+            "datastores": self._datastore,
+            "jobs": self._job,
+        }.get(kind, self._entity)
+        return handler(request, rest)
+
+    def _relative(self, path: str) -> str | None:
+        if path.lower() == self._root.lower() or path.lower().startswith(f"{self._root.lower()}/"):
+            return path[len(self._root) :]
+        return None
+
+    @property
+    def _account(self) -> str:
+        """The id of the storage account's resource."""
+        scope = self._root.partition("/providers/")[0]
+        return f"{scope}/providers/Microsoft.Storage/storageAccounts/{self._storage.account}"
+
+    def _storage_document(self) -> dict[str, Any]:
+        return {
+            "id": self._account,
+            "name": self._storage.account,
+            "kind": "StorageV2",
+            "location": _LOCATION,
+            "properties": {
+                "primaryEndpoints": {
+                    "blob": f"https://{self._storage.blob_host}/",
+                    "table": f"https://{self._storage.table_host}/",
+                },
+                "publicNetworkAccess": "Enabled",
+            },
+        }
+
+    def _workspace(self, request: Request, rest: str) -> Answer:
+        del request, rest
+        return document(
+            {
+                "id": self._root,
+                "name": self._root.rpartition("/")[2],
+                "location": _LOCATION,
+                "type": "Microsoft.MachineLearningServices/workspaces",
+                "identity": {"type": "SystemAssigned"},
+                "properties": {
+                    "workspaceId": "00000000-0000-0000-0000-0000000000bb",
+                    "discoveryUrl": f"https://{API_HOST}/discovery",
+                    "storageAccount": self._account,
+                },
+            }
+        )
+
+    def _compute(self, request: Request, rest: str) -> Answer:
+        name = rest.removeprefix("/computes").strip("/")
+        if not name:
+            return document({"value": [self._compute_document(name) for name in self._pools]})
+        if name not in self._pools:
+            there = ", ".join(sorted(self._pools))
+            return refusal(
+                404, "NotFound", f"The local workspace has no compute {name!r}, only {there}. Give it one with pools=."
+            )
+        if request.method != "GET":
+            return _cannot(request)
+        return document(self._compute_document(name))
+
+    def _compute_document(self, name: str) -> dict[str, Any]:
+        pool = self._pools[name]
+        return {
+            "id": f"{self._root}/computes/{name}",
+            "name": name,
+            "location": _LOCATION,
+            "properties": {
+                "computeType": "AmlCompute",
+                "provisioningState": "Succeeded",
+                "properties": {
+                    "vmPriority": "LowPriority" if pool.tier == "low_priority" else "Dedicated",
+                    "scaleSettings": {"maxNodeCount": pool.nodes, "minNodeCount": 0},
+                },
+            },
+        }
+
+    def _datastore(self, request: Request, rest: str) -> Answer:
+        parts = rest.strip("/").split("/")[1:]
+        if not parts:
+            found = [self._datastore_document(name) for name in DATASTORES]
+            default = request.query.get("isDefault") == ["true"]
+            return document({"value": found[:1] if default else found})
+        if parts[0] not in DATASTORES:
+            return refusal(404, "NotFound", f"The local workspace has no datastore {parts[0]!r}.")
+        if parts[1:] == ["listSecrets"]:
+            if request.body and request.json().get("expirableSecret"):
+                return document({"secretsType": "Sas", "sasToken": self._storage.blob_signature})
+            return document({"secretsType": "AccountKey", "key": self._storage.key})
+        return document(self._datastore_document(parts[0])) if request.method == "GET" else _cannot(request)
+
+    def _datastore_document(self, name: str) -> dict[str, Any]:
+        return {
+            "id": f"{self._root}/datastores/{name}",
+            "name": name,
+            "type": "Microsoft.MachineLearningServices/workspaces/datastores",
+            "properties": {
+                "datastoreType": "AzureBlob",
+                "accountName": self._storage.account,
+                "containerName": DATASTORES[name],
+                "endpoint": "core.windows.net",
+                "protocol": "https",
+                "isDefault": name == next(iter(DATASTORES)),
+                "credentials": {"credentialsType": "AccountKey"},
+            },
+        }
+
+    def _job(self, request: Request, rest: str) -> Answer:
+        name, _, action = rest.removeprefix("/jobs").strip("/").partition("/")
+        if not name:
+            return document({"value": [self._job_document(run) for run in self._runs.all()]})
+        if request.method == "PUT" and not action:
+            return self._submitted(name, request.json())
+        run = self._runs.get(name)
+        if run is None:
+            return refusal(404, "NotFound", f"The local workspace has no job {name!r}.")
+        if request.method == "POST" and action == "cancel":
+            self._runs.cancel(name)
+            return Answer(200)
+        return document(self._job_document(run)) if request.method == "GET" and not action else _cannot(request)
+
+    def _submitted(self, name: str, body: dict[str, Any]) -> Answer:
+        if self._runs.get(name) is not None:
+            return refusal(409, "Conflict", f"The local workspace has a job {name!r} already. Submit under a new name.")
+        try:
+            self._submit(name, dict(body["properties"]))
+        except UsageError as error:
+            return refusal(400, "UserError", str(error))
+        run = self._runs.get(name)
+        assert run is not None
+        return document(self._job_document(run), 201)
+
+    def _job_document(self, run: Run) -> dict[str, Any]:
+        outputs = {
+            name: {**((run.body.get("outputs") or {}).get(name) or {}), "uri": uri, "jobOutputType": kind}
+            for name, (kind, uri) in run.outputs.items()
+        }
+        return {
+            "id": f"{self._root}/jobs/{run.name}",
+            "name": run.name,
+            "type": "Microsoft.MachineLearningServices/workspaces/jobs",
+            "systemData": {"createdAt": run.created.isoformat(), "createdBy": "local"},
+            "properties": {
+                **run.body,
+                "outputs": outputs,
+                "status": self._runs.status(run),
+                "services": {
+                    "Studio": {
+                        "jobServiceType": "Studio",
+                        "endpoint": f"https://{API_HOST}/runs/{run.name}",
+                        "status": "Unknown",
+                    }
+                },
+            },
+        }
+
+    def _entity(self, request: Request, rest: str) -> Answer:
+        if request.method == "POST" and rest.endswith("/startPendingUpload"):
+            return self._pending_upload(rest)
+        if request.method == "PUT":
+            entity = {
+                "id": f"{self._root}{rest}",
+                "name": rest.rpartition("/")[2],
+                "systemData": {"createdBy": "local"},
+                **request.json(),
+            }
+            with self._lock:
+                self._entities[rest] = entity
+            return document(entity, 201)
+        if request.method != "GET":
+            return _cannot(request)
+        with self._lock:
+            entities = dict(self._entities)
+        if rest in entities:
+            return document(entities[rest])
+        prefix = rest if rest.endswith("/versions") else f"{rest}/versions"
+        versions = [entity for key, entity in entities.items() if key.startswith(f"{prefix}/")]
+        if rest.startswith("/environments/") and not versions and ":" not in rest:
+            versions = [self._environment(rest.split("/")[2], "1")]
+            if "/versions/" in rest:
+                return document(self._environment(*rest.split("/")[2::2]))
+        if rest.endswith("/versions"):
+            return document({"value": versions[::-1]})
+        if versions:
+            latest = versions[-1]["name"]
+            return document(
+                {"id": f"{self._root}{rest}", "name": rest.rpartition("/")[2], "properties": {"latestVersion": latest}}
+            )
+        return refusal(404, "NotFound", f"{rest.strip('/')} is not in the local workspace.")
+
+    def _environment(self, name: str, version: str) -> dict[str, Any]:
+        """Return an environment of any name: all of them are the Python that runs the workspace."""
+        return {
+            "id": f"{self._root}/environments/{name}/versions/{version}",
+            "name": version,
+            "properties": {"image": "local", "environmentType": "Curated", "osType": "Linux"},
+        }
+
+    def _pending_upload(self, rest: str) -> Answer:
+        name = rest.split("/")[2].lower()
+        container = name if _CONTAINER.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:40]
+        self._storage.make_container(container)
+        uri = f"https://{self._storage.blob_host}/{container}"
+        return document(
+            {
+                "pendingUploadId": container,
+                "pendingUploadType": "TemporaryBlobReference",
+                "blobReferenceForConsumption": {
+                    "blobUri": uri,
+                    "storageAccountArmId": self._storage.account,
+                    "credential": {"credentialType": "SAS", "sasUri": f"{uri}?{self._storage.blob_signature}"},
+                },
+            }
+        )
+
+
+def _cannot(request: Request) -> Answer:
+    return refusal(405, "MethodNotAllowed", f"The local workspace cannot do {request.method} {request.path}.")

@@ -1,0 +1,1 @@
+"""The jobs of the local workspace: machines, execution, evictions and results."""

@@ -1,0 +1,111 @@
+"""The runs of a local workspace: what became of each job and of each step."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from azureml_elastic.testing.jobs.verdicts import TERMINAL, Status, pipeline_status
+
+__all__ = ["Run", "Runs"]
+
+
+@dataclass
+class Run:
+    """One run; its thread writes it, and the servers read it.
+
+    Args:
+        name: of the job.
+        root: name of the outermost run, its own where it is that.
+        parent: name of the pipeline, ``None`` for none.
+        number: of the step within the pipeline, from 0.
+        display_name: for people.
+        kind: ``Command`` or ``Pipeline``.
+        experiment: that it belongs to.
+        body: its document's properties.
+    """
+
+    name: str
+    root: str
+    parent: str | None
+    number: int
+    display_name: str
+    kind: Literal["Command", "Pipeline"]
+    experiment: str
+    body: dict[str, Any]
+    status: Status = "NotStarted"
+    created: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+    started: datetime | None = None
+    ended: datetime | None = None
+    error: tuple[str, str] | None = None
+    """Code and message."""
+    attempts: int = 0
+    outputs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Type and address by name."""
+    logs: dict[str, list[Path]] = field(default_factory=dict)
+    """Files by the name of the log, in the order of their writing."""
+    cancel: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def log(self, name: str) -> bytes:
+        """Return what was written so far."""
+        return b"".join(path.read_bytes() for path in self.logs.get(name, ()) if path.exists())
+
+
+class Runs:
+    """All runs, in the order of their submission, for several threads.
+
+    Args:
+        lenient: whether a pipeline that continues on a step's failure completes if at least one step did.
+    """
+
+    def __init__(self, *, lenient: bool) -> None:
+        self._lenient = lenient
+        self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+
+    def add(self, *runs: Run) -> None:
+        """Add runs, all at once."""
+        with self._lock:
+            self._runs.update({run.name: run for run in runs})
+
+    def get(self, name: str) -> Run | None:
+        """Return the run of this name."""
+        with self._lock:
+            return self._runs.get(name)
+
+    def all(self) -> list[Run]:
+        """Return the runs that were submitted."""
+        with self._lock:
+            return [run for run in self._runs.values() if run.parent is None]
+
+    def children(self, name: str) -> list[Run]:
+        """Return the steps of a pipeline in their order."""
+        with self._lock:
+            return [run for run in self._runs.values() if run.parent == name]
+
+    def status(self, run: Run) -> Status:
+        """Return the state of a run: a pipeline's is that of its steps."""
+        if run.kind == "Command":
+            return "CancelRequested" if run.cancel.is_set() and run.status not in TERMINAL else run.status
+        settings = run.body.get("settings") or {}
+        return pipeline_status(
+            [self.status(child) for child in self.children(run.name)],
+            cancelled=run.cancel.is_set(),
+            lenient=self._lenient and bool(settings.get("continue_on_step_failure")),
+        )
+
+    def cancel(self, name: str) -> bool:
+        """Ask a run and its steps to end; return whether there is such a run."""
+        run = self.get(name)
+        if run is None:
+            return False
+        if self.status(run) not in TERMINAL:
+            run.cancel.set()
+            for child in self.children(name):
+                if child.status not in TERMINAL:
+                    child.cancel.set()
+        return True

@@ -1,0 +1,241 @@
+"""Takes jobs, makes runs of them, and takes their machines away."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.testing.api.body import CommandBody, PipelineBody, read_job
+from azureml_elastic.testing.jobs.evictions import Evicted, Eviction, Target, due
+from azureml_elastic.testing.jobs.execution import Execution, Setting
+from azureml_elastic.testing.jobs.nodes import Bindings, Node
+from azureml_elastic.testing.jobs.runs import Run, Runs
+from azureml_elastic.testing.jobs.verdicts import TERMINAL
+from azureml_elastic.testing.storage.locations import Location, locate
+
+__all__ = ["Service"]
+
+_POLL_S = 0.05
+
+
+class Service:
+    """Runs what is submitted, until it is closed.
+
+    Args:
+        setting: what executions work with.
+        runs: the records.
+        properties: returns the properties of a resource by its id.
+        evictions: that are to happen.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        runs: Runs,
+        properties: Callable[[str], Mapping[str, Any] | None],
+        evictions: Sequence[Eviction],
+    ) -> None:
+        self._setting = setting
+        self._runs = runs
+        self._properties = properties
+        self._pending = list(evictions)
+        self._announced: list[tuple[float, str, Node]] = []
+        self._done: list[Evicted] = []
+        self._executions: dict[str, Execution] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="workspace-service")
+
+    def start(self) -> None:
+        """Begin to look after the runs."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cancel what runs, and wait for it."""
+        for run in self._runs.all():
+            self._runs.cancel(run.name)
+        with self._lock:
+            executions = list(self._executions.values())
+        for execution in executions:
+            execution.join()
+        self._closed.set()
+        self._thread.join()
+
+    @property
+    def evicted(self) -> tuple[Evicted, ...]:
+        """The evictions that have happened."""
+        with self._lock:
+            return tuple(self._done)
+
+    def evict(self, eviction: Eviction) -> None:
+        """Have one more eviction."""
+        with self._lock:
+            self._pending.append(eviction)
+
+    def submit(self, name: str, properties: dict[str, Any]) -> None:
+        """Take a job and begin to run it.
+
+        Args:
+            name: of the job.
+            properties: of its document.
+
+        Raises:
+            UsageError: it is of a kind, or has bindings, that cannot be run here.
+        """
+        body = read_job(properties, self._component)
+        experiment = str(properties.get("experimentName") or "Default")
+        display_name = str(properties.get("displayName") or name)
+        if isinstance(body, CommandBody):
+            run = Run(name, name, None, 0, display_name, "Command", experiment, properties)
+            executions = [self._execution(run, body)]
+            records = [run]
+        else:
+            records, executions = self._steps(name, body, properties, experiment, display_name)
+        with self._lock:
+            if self._closed.is_set():
+                raise UsageError("The local workspace is closed.")
+            self._executions.update({execution.run.name: execution for execution in executions})
+        self._runs.add(*records)
+        for execution in executions:
+            execution.start()
+
+    def _steps(
+        self, name: str, body: PipelineBody, properties: dict[str, Any], experiment: str, display_name: str
+    ) -> tuple[list[Run], list[Execution]]:
+        parent = Run(name, name, None, 0, display_name, "Pipeline", experiment, properties)
+        parent.started = datetime.now(timezone.utc)
+        executions = []
+        for number, (step, command) in enumerate(body.steps.items()):
+            document = {
+                "jobType": "Command",
+                "command": command.command,
+                "computeId": f"azureml:{command.compute}",
+                "displayName": step,
+                "experimentName": experiment,
+                "environmentVariables": dict(command.environment_variables),
+                "resources": {"instanceCount": command.nodes},
+                "inputs": {},
+                "outputs": {},
+                "properties": {},
+                "tags": {},
+            }
+            run = Run(
+                f"{name}-{step}-{secrets.token_hex(4)}", name, name, number, step, "Command", experiment, document
+            )
+            executions.append(self._execution(run, command))
+        return [parent, *(execution.run for execution in executions)], executions
+
+    def _execution(self, run: Run, body: CommandBody) -> Execution:
+        """Bind a command to its data.
+
+        Raises:
+            UsageError: its pool or its data is not there.
+        """
+        pool = self._setting.machines.pool(body.compute)
+        if pool is None:
+            raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one with pools=.")
+        if body.nodes > pool.nodes:
+            raise UsageError(
+                f"The job wants {body.nodes} nodes at once, above the limit of {pool.nodes} of the compute "
+                f"{body.compute!r}; it would wait for ever. Give the pool more nodes, or the job fewer."
+            )
+        outputs: dict[str, Location] = {}
+        for name, output in body.outputs.items():
+            uri = output.uri or f"azureml://datastores/workspaceblobstore/paths/azureml/{run.name}/{name}/"
+            outputs[name] = locate(uri, self._address)
+            run.outputs[name] = (output.type, uri)
+        inputs = {
+            name: locate(value.uri, self._address) for name, value in body.inputs.items() if value.uri is not None
+        }
+        code = None if body.code is None else locate(body.code, self._address)
+        return Execution(run, body, Bindings(code, inputs, outputs), self._setting)
+
+    def _component(self, resource: str) -> Mapping[str, Any]:
+        found = self._properties(resource)
+        if found is None:
+            raise UsageError(f"The component {resource!r} is not in the local workspace. Register it first.")
+        spec: Mapping[str, Any] = found["componentSpec"]
+        return spec
+
+    def _address(self, resource: str) -> str | None:
+        found = self._properties(resource) or {}
+        address = found.get("codeUri") or found.get("dataUri") or found.get("modelUri")
+        return None if address is None else str(address)
+
+    def _watch(self) -> None:
+        """Take machines away when their time has come, and end the steps of a pipeline that does not go on."""
+        while not self._closed.wait(_POLL_S):
+            self._stop_failed_pipelines()
+            now = time.monotonic()
+            for at, event, node in list(self._announced):
+                left = node.exit_code() is not None
+                if at <= now or left:
+                    self._announced.remove((at, event, node))
+                    node.gone = not left
+                    node.kill()
+                    self._setting.metadata.remove(event)
+            with self._lock:
+                pending = list(self._pending)
+            if pending:
+                self._evict(pending)
+
+    def _evict(self, pending: list[Eviction]) -> None:
+        targets, nodes = {}, {}
+        for run in self._runs.all():
+            found = self._nodes(run)
+            steps = [node.step for _, node in found.values()]
+            started = [record.started for record in self._records(run) if record.started is not None]
+            if not found or not started:
+                continue
+            seconds = (datetime.now(timezone.utc) - min(started)).total_seconds()
+            able = {
+                number for number, (_, node) in found.items() if node.machine.tier == "low_priority" and not node.taken
+            }
+            targets[run.name] = Target(seconds, max(steps), frozenset(able))
+            nodes[run.name] = found
+        for eviction, name in due(pending, targets):
+            job, node = nodes[name][eviction.node]
+            node.taken = True
+            if eviction.notice_s:
+                event = self._setting.metadata.announce("Preempt", node.machine.name, notice=eviction.notice_s)
+                self._announced.append((time.monotonic() + eviction.notice_s, event, node))
+            else:
+                node.gone = True
+                node.kill()
+            with self._lock:
+                self._pending.remove(eviction)
+                self._done.append(Evicted(eviction, job, node.machine.name, targets[name].step))
+
+    def _records(self, run: Run) -> list[Run]:
+        return [run] if run.kind == "Command" else self._runs.children(run.name)
+
+    def _nodes(self, run: Run) -> dict[int, tuple[str, Node]]:
+        """Return the running nodes of a submitted job, each with the job that it runs."""
+        with self._lock:
+            executions = dict(self._executions)
+        if run.kind == "Command":
+            return {number: (run.name, node) for number, node in executions[run.name].nodes().items()}
+        found = {}
+        for child in self._runs.children(run.name):
+            for node in executions[child.name].nodes().values():
+                found[child.number] = (child.name, node)
+        return found
+
+    def _stop_failed_pipelines(self) -> None:
+        for run in self._runs.all():
+            if run.kind != "Pipeline" or run.over.is_set():
+                continue
+            children = self._runs.children(run.name)
+            settings = run.body.get("settings") or {}
+            if any(child.status == "Failed" for child in children) and not settings.get("continue_on_step_failure"):
+                for child in children:
+                    if child.status not in TERMINAL:
+                        child.cancel.set()
+            if all(child.over.is_set() for child in children):
+                run.ended = datetime.now(timezone.utc)
+                run.over.set()

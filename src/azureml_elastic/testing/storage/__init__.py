@@ -1,0 +1,1 @@
+"""The storage account of the local workspace."""

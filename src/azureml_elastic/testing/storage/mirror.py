@@ -1,0 +1,133 @@
+"""The storage account's blobs as files: what a mount shows, and the source of what nodes download.
+
+A file system in user space would need rights that a test has not. A mount is a folder here, one for all nodes, so what
+one node writes the others see at once; it goes to the blobs when a job ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from azure.core.exceptions import ResourceNotFoundError
+from azure.storage.blob import BlobProperties
+
+from azureml_elastic.testing.storage.locations import Location
+from azureml_elastic.testing.storage.storage import Storage
+
+__all__ = ["Mirror"]
+
+_AT_ONCE = 8
+
+
+class Mirror:
+    """Files of the account's blobs, for several threads.
+
+    Args:
+        storage: the account.
+        folder: that holds the files.
+    """
+
+    def __init__(self, storage: Storage, folder: Path) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._tags: dict[Location, str] = {}
+        self._written: dict[Location, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def path(self, location: Location) -> Path:
+        """Return the file or folder of a location; it need not exist."""
+        return self._folder / location.container / location.path
+
+    def bring(self, location: Location) -> Path:
+        """Download what the files of a location lack or have otherwise, and return its path.
+
+        A file that a node has changed since stays as it is, unless its blob has changed too.
+        """
+        with self._lock, self._storage.container(location.container) as client:
+            new = []
+            with contextlib.suppress(ResourceNotFoundError):
+                for blob in client.list_blobs(name_starts_with=location.path or None):
+                    found = Location(location.container, str(blob.name))
+                    within = (
+                        not location.path or found.path == location.path or found.path.startswith(f"{location.path}/")
+                    )
+                    if within and not found.path.endswith("/") and self._tags.get(found) != _tag(blob):
+                        new.append((found, _tag(blob)))
+
+            def fetch(item: tuple[Location, str]) -> None:
+                path = self.path(item[0])
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part = path.with_name(f".{path.name}.part")
+                part.write_bytes(client.download_blob(item[0].path).readall())
+                part.replace(path)  # a node that reads the mount never sees half a file
+                state = path.stat()
+                self._tags[item[0]] = item[1]
+                self._written[item[0]] = (state.st_size, state.st_mtime_ns)
+
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(fetch, new))
+        return self.path(location)
+
+    def copy(self, location: Location, target: Path) -> None:
+        """Copy the files of a location to a node; an empty folder where there are none."""
+        source = self.bring(location)
+        if source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+        elif source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+
+    def store(self, location: Location, source: Path | None = None) -> None:
+        """Upload what has changed at a location, and delete the blobs of files that were deleted.
+
+        Args:
+            location: of the blobs.
+            source: a node's own file or folder to upload; ``None`` takes the mirror's.
+        """
+        root = self.path(location) if source is None else source
+        files = {location: root} if root.is_file() else _below(root, location)
+        with self._lock, self._storage.container(location.container) as client:
+            for place, path in files.items():
+                with contextlib.suppress(FileNotFoundError):  # the nodes that go on may delete it meanwhile
+                    state = path.stat()
+                    mark = (state.st_size, state.st_mtime_ns)
+                    if source is None and self._written.get(place) == mark:
+                        continue
+                    answer = client.upload_blob(place.path, path.read_bytes(), overwrite=True)
+                    if source is None:
+                        self._written[place] = mark
+                        self._tags[place] = _tag(answer.get_blob_properties())
+            if source is None:
+                self._delete_missing(location, files)
+
+    def _delete_missing(self, location: Location, files: dict[Location, Path]) -> None:
+        gone = [
+            place
+            for place in self._written
+            if place.container == location.container
+            and (place.path == location.path or place.path.startswith(f"{location.path}/"))
+            and place not in files
+        ]
+        with self._storage.container(location.container) as client:
+            for place in gone:
+                del self._written[place]
+                self._tags.pop(place, None)
+                with contextlib.suppress(ResourceNotFoundError):
+                    client.delete_blob(place.path)
+
+
+def _tag(blob: BlobProperties) -> str:
+    """Return a blob's etag: the service writes it with quotes in headers and without in listings."""
+    return str(blob.etag).strip('"')
+
+
+def _below(folder: Path, location: Location) -> dict[Location, Path]:
+    return {
+        location / path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }

@@ -1,0 +1,136 @@
+"""The workspace's storage account: two real Azurites, and the names under which Azure's SDKs reach them.
+
+Requests with a signature go through as they are; Azurite checks it. Those with a token, which Azurite takes over TLS
+only, get a signature in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from http.client import HTTPConnection
+from types import TracebackType
+from urllib.parse import urlsplit
+
+from typing_extensions import Self
+
+from azureml_elastic.errors import MissingExtra
+from azureml_elastic.local.azurite import Azurite
+from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
+from azureml_elastic.testing.api.messages import Answer, Request
+
+try:
+    from azure.core.credentials import AzureNamedKeyCredential
+    from azure.data.tables import ResourceTypes as TableResources
+    from azure.data.tables import generate_account_sas as table_account_sas
+except ImportError as missing:
+    raise MissingExtra("azure-data-tables", "node") from missing
+try:
+    from azure.storage.blob import ContainerClient, generate_account_sas
+    from azure.storage.blob import ResourceTypes as BlobResources
+except ImportError as missing:
+    raise MissingExtra("azure-ai-ml", "submit") from missing
+
+__all__ = ["ARTIFACTS", "BLOBS", "Storage"]
+
+BLOBS = "azureml-blobstore"
+"""The container of the default datastore."""
+
+ARTIFACTS = "azureml"
+"""The container of logs and of what runs leave in ``./outputs``."""
+
+_VALID = timedelta(days=7)
+_TIMEOUT_S = 60.0
+_OF_THE_CONNECTION = frozenset({"connection", "keep-alive", "proxy-connection", "transfer-encoding"})
+
+
+class Storage:
+    """The account; a context manager."""
+
+    account = EMULATOR_ACCOUNT
+    blob_host = f"{EMULATOR_ACCOUNT}.blob.core.windows.net"
+    table_host = f"{EMULATOR_ACCOUNT}.table.core.windows.net"
+
+    def __init__(self) -> None:
+        self._blob = Azurite(service="blob")
+        self._table = Azurite(service="table")
+        self._stack = contextlib.ExitStack()
+        parts = emulator_connection_string("http://127.0.0.1").split(";")
+        self.key = dict(part.split("=", 1) for part in parts if part)["AccountKey"]
+        expiry = datetime.now(timezone.utc) + _VALID
+        everything = BlobResources(service=True, container=True, object=True)
+        self.blob_signature = str(
+            generate_account_sas(self.account, self.key, everything, "rwdlacup", expiry, protocol="https,http")
+        )
+        named = AzureNamedKeyCredential(self.account, self.key)
+        self._table_signature = str(
+            table_account_sas(named, TableResources.from_string("sco"), "rwdlacup", expiry, protocol="https,http")
+        )
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            with ThreadPoolExecutor(2) as pool:
+                services = (self._blob, self._table)
+                started = [(service, pool.submit(service.__enter__)) for service in services]
+            for service, future in started:
+                if future.exception() is None:
+                    stack.push(service)
+            for _, future in started:
+                future.result()
+            for name in (BLOBS, ARTIFACTS):
+                self.make_container(name)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def table_endpoint(self) -> str:
+        """The tables' URL past the gateway, for nodes that are to use no token."""
+        return self._table.endpoint
+
+    @property
+    def hosts(self) -> dict[str, Callable[[Request], Answer]]:
+        """The hosts that the account answers at."""
+        return {self.blob_host: self._answer_blob, self.table_host: self._answer_table}
+
+    def container(self, name: str) -> ContainerClient:
+        """Return a client of a container, which the caller closes."""
+        return ContainerClient.from_connection_string(self._blob.connection_string, name)
+
+    def make_container(self, name: str) -> None:
+        """Make a container unless it is there."""
+        with self.container(name) as client:
+            if not client.exists():
+                client.create_container()
+
+    def _answer_blob(self, request: Request) -> Answer:
+        return _forward(request, self._blob.endpoint, self.blob_signature)
+
+    def _answer_table(self, request: Request) -> Answer:
+        return _forward(request, self._table.endpoint, self._table_signature)
+
+
+def _forward(request: Request, endpoint: str, signature: str) -> Answer:
+    """Send a request to an emulator, under the host's own name, from which it knows the account."""
+    headers = {name: value for name, value in request.headers.items() if name not in _OF_THE_CONNECTION}
+    target = request.target
+    if headers.get("authorization", "").startswith("Bearer "):
+        del headers["authorization"]
+        target += f"{'&' if '?' in target else '?'}{signature}"
+    headers["host"] = request.host
+    address = urlsplit(endpoint)
+    assert address.hostname is not None
+    with contextlib.closing(HTTPConnection(address.hostname, address.port, timeout=_TIMEOUT_S)) as connection:
+        connection.request(request.method, target, request.body or None, headers)
+        response = connection.getresponse()
+        body = response.read()
+        kept = [(name, value) for name, value in response.getheaders() if name.lower() not in _OF_THE_CONNECTION]
+        if request.method != "HEAD":  # the length of what is not sent stays as it is
+            kept = [(name, value) for name, value in kept if name.lower() != "content-length"]
+        return Answer(response.status, tuple(kept), body)

@@ -1,0 +1,1 @@
+"""The training process's connection to the node's agent."""

@@ -1,0 +1,46 @@
+"""What SIGTERM means to a training process that has an agent, and what a process that ends at once leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from multiprocessing import resource_tracker
+
+from azureml_elastic.train.agent_client.sigterm_filter import shield_children, shielded, survive
+
+__all__ = ["end_group", "leave_sigterm_to_the_agent", "shielded"]
+
+_ROUNDS = 3
+
+
+def leave_sigterm_to_the_agent() -> None:
+    """Ignore SIGTERM here, unless the script handles it itself, and shield the children of ``multiprocessing``.
+
+    One that reaches all processes of a container has reached the agent too, which knows when to leave. To be called on
+    the main thread; on another one it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, survive)
+    shield_children()
+
+
+def end_group() -> None:
+    """SIGKILL all other processes of the group that this process leads, as each worker of an agent does.
+
+    For a worker that ends at once: whatever it leaves behind would hold memory and ports that the next round needs.
+    """
+    own = os.getpid()
+    if os.getpgrp() != own or sys.platform != "linux":
+        return
+    # It ends by itself after the others, and takes their shared memory with it.
+    janitor = getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None)
+    for _ in range(_ROUNDS):  # they may fork meanwhile
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:  # noqa: PTH208 - names, not paths
+            with contextlib.suppress(OSError):
+                if pid not in (own, janitor) and os.getpgid(pid) == own:
+                    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,154 @@
+"""The stand-in for the agent where a script runs by itself: ``python train.py`` or plain ``torchrun``.
+
+The pointer to the committed checkpoint is the file ``latest.json`` in the checkpoint folder, replaced atomically; that
+is safe on a local disk with one run at a time, which is what the real agent's table removes as a condition.
+
+A single process takes SIGTERM as a notice: it saves after the step at hand and exits with
+:data:`~azureml_elastic.ipc.agent_interface.EXIT_TERMINATED`. Under plain torchrun with several processes SIGTERM reaches the
+ranks at different steps, and there is no agent to agree on one: they end as they would without this library, and
+continue from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint.storage.storage import Storage
+from azureml_elastic.errors import CheckpointDamaged, ElasticError
+from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, Identity
+
+__all__ = ["POINTER", "StandaloneAgent"]
+
+POINTER = "latest.json"
+
+
+class StandaloneAgent:
+    """Keeps the pointer in a file and listens for SIGTERM.
+
+    Args:
+        storage: of the checkpoints.
+        identity: of this process.
+    """
+
+    leave_code = EXIT_TERMINATED
+    stays = False
+    shelves = False
+
+    def __init__(self, storage: Storage, identity: Identity) -> None:
+        self._storage = storage
+        self._terminated = False
+        self._previous: Any = None
+        self._listens = identity.world_size == 1 and threading.current_thread() is threading.main_thread()
+        if self._listens:
+            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def connected(self) -> None:
+        """Nobody to tell."""
+
+    def pointer(self) -> Reference | None:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`.
+
+        Raises:
+            CheckpointDamaged: the file is there but cannot be read.
+        """
+        try:
+            return Reference.from_json(json.loads(self._storage.read("", POINTER)))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointDamaged(
+                f"{self._storage}/{POINTER} does not name a checkpoint: {error!r}. Restore the file, or remove it to "
+                "start anew."
+            ) from error
+
+    def commit(self, reference: Reference, stall_seconds: float) -> None:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
+        del stall_seconds
+        self._storage.replace(POINTER, json.dumps(reference.to_json()).encode() + b"\n")
+
+    def damaged(self, directory: str, problems: str) -> None:
+        """Nobody to tell."""
+
+    def restored(self, step: int, directory: str | None) -> None:
+        """Nobody to tell."""
+
+    def completed(self, step: int) -> Action | None:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
+        del step
+        return "leave" if self._terminated else None
+
+    def busy(self, *, bounded: bool = True) -> None:
+        """Nobody to tell."""
+
+    def free(self) -> None:
+        """Nobody to tell."""
+
+    def expects(self, steps: int) -> None:
+        """Nobody to tell."""
+
+    def when_interrupted(self, callback: Callable[[], None]) -> None:
+        """Nobody interrupts."""
+
+    def wait_interrupted(self, timeout: float) -> bool:
+        """Nobody interrupts."""
+        del timeout
+        return False
+
+    def hand_over(self, step: int, descriptor: int) -> None:
+        """Nobody to take it.
+
+        Raises:
+            ElasticError: always.
+        """
+        raise ElasticError(f"There is no agent to hold on to the state of step {step} (descriptor {descriptor}).")
+
+    def memory(self) -> None:
+        """Nobody has kept anything."""
+
+    def shelve(self, descriptor: int, description: Mapping[str, Any]) -> None:
+        """Nobody to take it.
+
+        Raises:
+            ElasticError: always.
+        """
+        raise ElasticError(f"There is no agent to hold on to {description['folder']} (descriptor {descriptor}).")
+
+    def shelve_only(self, folder: str) -> None:
+        """Nobody to tell."""
+
+    def unshelve(self, folder: str) -> None:
+        """Nobody to tell."""
+
+    def shelved(self) -> list[dict[str, Any]]:
+        """Nobody has kept anything."""
+        return []
+
+    def park(self) -> Identity:
+        """There is no other round.
+
+        Raises:
+            ElasticError: always.
+        """
+        raise ElasticError("There is no agent to wait for.")
+
+    def stopped(self, step: int) -> None:
+        """Nobody to tell."""
+
+    def finished(self, step: int) -> None:
+        """Nobody to tell."""
+
+    def close(self) -> None:
+        """Give SIGTERM back."""
+        if self._listens:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._listens = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._terminated = True

@@ -1,0 +1,1 @@
+"""Elastic data loading: each sample once per epoch at any world size."""

@@ -1,0 +1,1 @@
+"""Integrations of training frameworks, each behind its extra."""

@@ -1,0 +1,1 @@
+"""Gradients and learning rates at a changing world size."""

@@ -1,0 +1,239 @@
+"""The gradient of a whole window from the micro-batches of all ranks.
+
+Data parallelism averages over ranks; what is wanted is the mean over samples. Each micro-batch's mean loss is weighted
+accordingly, ranks exchange gradients in the backward pass of their last one only, and a rank without a sample takes
+part with a weight of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from azureml_elastic.checkpoint.state import random_state
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
+from azureml_elastic.distributed.world import World
+from azureml_elastic.errors import UsageError
+from azureml_elastic.train.data import sampling
+from azureml_elastic.train.data.position import MicroBatch, Position
+from azureml_elastic.train.optim.exact_sum import exact_sum
+from azureml_elastic.train.optim.learning_rate import LearningRate
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """How a step's gradients come about.
+
+    Args:
+        policy: of the run.
+        world: the ranks.
+        position: in the data.
+        rate: learns from the gradients how noisy they are.
+    """
+
+    def __init__(self, policy: BatchPolicy, world: World, position: Position, rate: LearningRate) -> None:
+        self._world = world
+        self._position = position
+        self._rate = rate
+        self.exact = isinstance(policy, FixedGlobalBatch) and policy.reduce == "exact"
+        self._measures_noise = isinstance(policy, FixedPerWorkerBatch) and policy.scaling == "adascale"
+        self._state: TrackedState | None = None
+        self._modules: list[nn.Module] = []
+        self._parameters: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
+        self._syncing: tuple[bool, int] | None = None
+        self._sum: _ExactSum | None = None
+        self._tokens: int | None = None
+        self._norms: list[torch.Tensor] = []
+        self._local = 0.0
+
+    def attach(self, state: TrackedState) -> None:
+        """Compute the gradients of what is tracked.
+
+        Raises:
+            UsageError: the policy does not go with it.
+        """
+        self._state = state
+        parts = [part for module in state.modules for part in module.modules()]
+        self._modules = [part for part in parts if _syncs(part)]
+        self._parameters = _unique(
+            each for module in state.modules for each in module.parameters() if each.requires_grad
+        )
+        self._buffers = _unique(each for module in state.modules for each in module.buffers())
+        if not (self.exact or self._measures_noise):
+            return
+        what = 'reduce="exact"' if self.exact else 'scaling="adascale"'
+        if not state.replicated:
+            raise UsageError(f"{what} needs the whole model on each rank; this one is sharded. Take another policy.")
+        if self._measures_noise:
+            if state.scales_gradients:
+                raise UsageError(f"{what} does not go with a GradScaler, whose scale changes. Train in bfloat16.")
+            for parameter in self._parameters:
+                parameter.register_hook(self._measure)  # type: ignore[no-untyped-call]
+        elif any(isinstance(part, nn.SyncBatchNorm) for part in parts):
+            raise UsageError(f"{what} and SyncBatchNorm do not go together: ranks have different numbers of batches.")
+
+    def begin(self, micro: MicroBatch) -> None:
+        """Get ready for a micro-batch's forward pass."""
+        if micro.index == 0:
+            self._rate.begin()
+            self._sum = self._tokens = None
+            self._local = 0.0
+        self._sync(on=micro.last and not self._position.accumulating and not self.exact)
+        if self.exact:
+            random_state.begin("exact", *micro.place)
+            if self._sum is None:
+                self._sum = _ExactSum(self._parameters, self._buffers)
+
+    def backward(self, loss: torch.Tensor, micro: MicroBatch, tokens: int | None) -> None:
+        """Compute the gradients of a micro-batch.
+
+        Args:
+            loss: its mean loss.
+            micro: at hand.
+            tokens: that the loss is the mean over, ``None`` for the samples.
+
+        Raises:
+            UsageError: the call does not go with those before.
+        """
+        if micro.index == 0:
+            self._tokens = None if tokens is None else 0
+        elif (tokens is None) != (self._tokens is None):
+            raise UsageError("run.backward() got count= for some micro-batches of a step and not for others.")
+        weight = micro.samples / micro.window.count if self.exact else micro.weight
+        if tokens is not None:
+            if not self._parameters:
+                raise UsageError("run.backward(count=…) needs the model tracked, by itself and not as an engine.")
+            assert self._tokens is not None
+            own = tokens if micro.samples else 0
+            self._tokens += own
+            # As if the window's samples were its tokens, whose number is known in the end.
+            weight = sampling.weight(own, micro.window.count, 1 if self.exact else self._world.control.world_size)
+        self._norms.clear()
+        weighed = loss if weight == 1 else loss * weight
+        if self._state is None:
+            weighed.backward()  # type: ignore[no-untyped-call]
+        else:
+            self._state.backward(weighed)
+        if self._measures_noise and weight:
+            self._local += micro.samples / micro.window.count * _squared(self._norms) / weight**2
+        if self._sum is not None:
+            self._sum.add(micro)
+        if not micro.last or self._position.accumulating:
+            return
+        if self._sum is not None:
+            self._sum.finish(micro.window.count)
+        if self._tokens is not None:
+            self._normalise(self._world.control.total(float(self._tokens)), micro.window.count)
+        if self._measures_noise:
+            self._learn(micro)
+
+    def _sync(self, *, on: bool) -> None:
+        if (on, self._position.generation) == self._syncing:
+            return
+        for module in self._modules:
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = on
+            elif hasattr(module, "set_requires_gradient_sync"):
+                module.set_requires_gradient_sync(on, recurse=False)  # type: ignore[operator]
+                module.set_is_last_backward(on)  # type: ignore[operator]
+            elif not on:
+                raise UsageError(
+                    f"{type(module).__name__} cannot accumulate gradients over micro-batches here. Take fully_shard(), "
+                    "or leave out micro_batch_size and logical_workers."
+                )
+        if self._state is not None:
+            self._state.accumulate(last=on)
+        self._syncing = (on, self._position.generation)
+
+    def _normalise(self, tokens: float, samples: int) -> None:
+        """Turn gradients that were divided by the window's samples into those divided by its tokens."""
+        if tokens:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(samples / tokens)
+
+    def _measure(self, gradient: torch.Tensor) -> None:
+        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=_dtype_of_norm(gradient)))
+
+    def _learn(self, micro: MicroBatch) -> None:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = [each.to(_dtype_of_norm(each)) for each in gradients]
+        mean = _squared(torch._foreach_norm(gradients))  # noqa: SLF001 - what clip_grad_norm_ uses
+        local = self._world.control.total(self._local)
+        batches = self._world.control.total(float((micro.index + 1) if micro.samples else 0))
+        spec = self._position.first_spec
+        assert spec is not None
+        self._rate.observe(
+            local, mean, micro_batches=round(batches), count=micro.window.count, reference=spec.global_batch_size
+        )
+
+
+class _ExactSum:
+    """The gradients of a step's micro-batches, and what they do to buffers such as those of batch normalisation.
+
+    Each micro-batch begins with the buffers of the step before. Those of the step are the mean, weighted as gradients
+    are; what counts, such as the batches that were seen, adds up.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._buffers = [buffer for buffer in buffers if buffer.dtype != torch.bool]
+        self._before = [parameter.grad for parameter in parameters]
+        self._begun = [buffer.detach().clone() for buffer in self._buffers]
+        self._terms: list[list[torch.Tensor | None]] = []
+        for parameter in parameters:
+            parameter.grad = None
+
+    def add(self, micro: MicroBatch) -> None:
+        """Take the gradients of a backward pass, and the changes of the buffers."""
+        if len(self._terms) != micro.index:
+            raise UsageError(
+                f'reduce="exact" takes one run.backward() for each micro-batch, but this is the {micro.index + 1}. '
+                f"micro-batch and call {len(self._terms) + 1}. Add the losses up before."
+            )
+        gradients: list[torch.Tensor | None] = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        weight = micro.samples / micro.window.count
+        changes: list[torch.Tensor | None] = []
+        for buffer, begun in zip(self._buffers, self._begun, strict=True):
+            changed = not torch.equal(buffer, begun)
+            changes.append((buffer - begun) * (weight if buffer.is_floating_point() else 1) if changed else None)
+            buffer.copy_(begun)
+        if not micro.samples:  # a stand-in
+            gradients, changes = [None] * len(gradients), [None] * len(changes)
+        self._terms.append(gradients + changes)
+
+    def finish(self, count: int) -> None:
+        """Make the sums over all ranks the gradients and the buffers. A collective."""
+        sums = exact_sum(self._terms, like=[*self._parameters, *self._buffers], count=count)
+        for parameter, before, total in zip(self._parameters, self._before, sums, strict=False):
+            parameter.grad = before if total is None else total if before is None else before.add_(total)
+        for buffer, total in zip(self._buffers, sums[len(self._parameters) :], strict=True):
+            if total is not None:
+                buffer.add_(total)
+        self._terms = []
+
+
+def _dtype_of_norm(gradient: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)
+
+
+def _squared(norms: Sequence[torch.Tensor]) -> float:
+    """Return the sum of the squares."""
+    return float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
+
+
+def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(each): each for each in tensors}.values())
+
+
+def _syncs(module: nn.Module) -> bool:
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return bool(kinds & {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"})

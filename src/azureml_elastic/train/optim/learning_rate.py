@@ -1,0 +1,230 @@
+"""The learning rate of each step, changed for the length of that step only.
+
+Schedulers and checkpoints see the script's own rates: a hook before ``optimizer.step()`` multiplies them and one after
+it puts them back. The hooks keep no count, because an optimizer may step several times for one step of the run
+(DeepSpeed's do, once for each group of parameters), or not at all (under a ``GradScaler``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from azureml_elastic.checkpoint.state.zero_redundancy import is_zero_redundancy
+from azureml_elastic.config import BatchPolicy, FixedPerWorkerBatch
+from azureml_elastic.errors import UsageError
+from azureml_elastic.train.data.position import Position, Spec, Window
+from azureml_elastic.train.data.sampling import DataSpec
+from azureml_elastic.train.optim.gradient_noise import Noise
+from azureml_elastic.train.optim.scaling import Scale, adam_betas
+
+__all__ = ["LearningRate"]
+
+
+class LearningRate:
+    """The factor of all tracked optimizers.
+
+    Args:
+        policy: of the run.
+        position: in the data.
+        void: tells whether the step at hand counts for nothing.
+    """
+
+    def __init__(self, policy: BatchPolicy, position: Position, void: Callable[[], bool]) -> None:
+        self._policy = policy if isinstance(policy, FixedPerWorkerBatch) else None
+        self._position = position
+        self._void = void
+        self._hooked: list[_Hooked] = []
+        self._scale: Scale | None = None
+        self._progress = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Of the step at hand."""
+        return 1.0 if self._policy is None or self._scale is None else self._scale.factor(self._policy)
+
+    def attach(self, optimizers: list[Optimizer]) -> None:
+        """Look after optimizers.
+
+        Raises:
+            UsageError: the policy asks for what one of them does not have.
+        """
+        for optimizer in optimizers:
+            if self._policy is not None:
+                _require_fitting(self._policy, optimizer)
+            self._hooked.append(_Hooked(optimizer, self._before_step))
+
+    def begin(self) -> None:
+        """Make good what a step that has failed half-way has left. To be called before each step."""
+        for each in self._hooked:
+            each.put_back()
+
+    def enter(self, world_size: int) -> None:
+        """Follow the world size of the round, after the state is restored."""
+        if self._policy is None:
+            return
+        if self._scale is None:
+            # A run that begins has no momentum to wait for; one that had another policy has gone at a factor of 1.
+            reference = self._policy.reference_world_size
+            size = reference if self._progress else world_size
+            self._scale = Scale(size, gain=Noise().gain(reference, size), progress=self._progress)
+        self._scale, shrink = self._scale.enter(self._policy, world_size, self._momentum())
+        if shrink != 1.0:
+            for each in self._hooked:
+                each.shrink_momentum(shrink)
+
+    def observe(self, local: float, mean: float, *, micro_batches: int, count: int, reference: int) -> None:
+        """Learn from a step's gradients, before the optimizer steps, see :meth:`Noise.observe`."""
+        assert self._policy is not None
+        assert self._scale is not None
+        noise = Noise(self._scale.moments).observe(
+            local, mean, micro_batches=micro_batches, count=count, reference=reference
+        )
+        gain = noise.gain(self._policy.reference_world_size, self._scale.world_size)
+        self._scale = _with(self._scale, gain=gain, moments=noise.moments)
+
+    def steps_of(self, window: Window | None) -> int:
+        """Return by how many steps a schedule goes on with the step at hand.
+
+        Args:
+            window: of the first loader, ``None`` where it is not taken from.
+        """
+        return math.floor(self._progress_now + self._advance_of(window)) - math.floor(self._progress_now)
+
+    def commit(self, window: Window | None) -> None:
+        """Count a completed step, see :meth:`steps_of`."""
+        advance = self._advance_of(window)
+        if self._scale is None:
+            self._progress += advance
+        else:
+            self._scale = self._scale.advance(advance)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state, to be saved with a checkpoint."""
+        return {"progress": self._progress_now, "scale": None if self._scale is None else self._scale.to_json()}
+
+    def load(self, document: dict[str, Any] | None) -> None:
+        """Go to a saved state, ``None`` for the beginning; a run may have begun under another policy."""
+        self._progress = 0.0 if document is None else float(document["progress"])
+        scale = None if document is None else document["scale"]
+        self._scale = None
+        if self._policy is not None and scale is not None:
+            self._scale = Scale.from_json({**scale, "progress": self._progress})
+
+    @property
+    def _progress_now(self) -> float:
+        return self._progress if self._scale is None else self._scale.progress
+
+    def _advance_of(self, window: Window | None) -> float:
+        spec = self._position.first_spec
+        if spec is None:
+            return 1  # a script with a loader of its own, whose samples nobody has counted
+        if window is None:
+            return 0
+        if self._policy is None:
+            return 1
+        if self._policy.scaling == "adascale":
+            assert self._scale is not None
+            return self._scale.gain
+        return _steps_at(spec, window.after.consumed) - _steps_at(spec, window.before.consumed)
+
+    def _momentum(self) -> float:
+        values = [0.0]
+        for each in self._hooked:
+            for group in each.optimizer.param_groups:
+                values.append(float(group.get("momentum", 0.0)))
+                values.append(float(group.get("betas", (0.0,))[0]))
+        return max(values)
+
+    def _before_step(self, optimizer: Optimizer) -> tuple[float, float | None]:
+        if self._position.accumulating and not self._void() and _moves(optimizer):
+            self._position.require_whole()
+        if self._policy is None or self._scale is None:
+            return 1.0, None
+        k = self._scale.world_size / self._policy.reference_world_size
+        return self._scale.factor(self._policy), k if self._policy.scale_betas else None
+
+
+class _Hooked:
+    """One optimizer.
+
+    Args:
+        optimizer: to change the rates of.
+        before_step: takes it; returns the factor, and by how much the batch is larger where betas are to follow it.
+    """
+
+    def __init__(self, optimizer: Optimizer, before_step: Callable[[Optimizer], tuple[float, float | None]]) -> None:
+        self.optimizer = optimizer
+        self._before_step = before_step
+        self._changed: list[tuple[dict[str, Any], str, Any, Any]] = []
+        optimizer.register_step_pre_hook(lambda *_: self._apply())
+        optimizer.register_step_post_hook(lambda *_: self.put_back())
+
+    def put_back(self) -> None:
+        """Undo what the hook before the step has changed; what somebody else has changed since stays."""
+        for group, key, original, applied in self._changed:
+            if isinstance(applied, torch.Tensor):
+                if isinstance(group[key], torch.Tensor):  # without waiting for a GPU
+                    group[key].copy_(torch.where(group[key] == applied, original, group[key]))
+            elif not isinstance(group[key], torch.Tensor) and group[key] == applied:
+                group[key] = original
+        self._changed.clear()
+
+    def shrink_momentum(self, factor: float) -> None:
+        """Multiply SGD's momentum buffers."""
+        owner: Any = self.optimizer
+        for state in (owner.optim if is_zero_redundancy(owner) else owner).state.values():
+            if isinstance(state.get("momentum_buffer"), torch.Tensor):
+                state["momentum_buffer"].mul_(factor)
+
+    def _apply(self) -> None:
+        self.put_back()  # an exception in a closure has kept the hook after the step from being called
+        factor, k = self._before_step(self.optimizer)
+        scaled: list[torch.Tensor] = []  # groups may share one: what was given to the optimizer, not to a group
+        for group in self.optimizer.param_groups:
+            rate = group["lr"]
+            if factor != 1.0 and not any(rate is each for each in scaled):
+                self._set(group, "lr", rate * factor)
+                if isinstance(rate, torch.Tensor):
+                    scaled.append(rate)
+            if k is not None and k != 1.0 and "betas" in group:
+                betas, epsilon = adam_betas(k, tuple(map(float, group["betas"])), group["eps"])
+                self._set(group, "betas", betas)
+                self._set(group, "eps", epsilon)
+
+    def _set(self, group: dict[str, Any], key: str, value: Any) -> None:
+        if isinstance(group[key], torch.Tensor):
+            original = group[key].clone()
+            group[key].copy_(value)  # a fused or captured step has the tensor itself
+            value = group[key].clone()
+        else:
+            original, group[key] = group[key], value
+        self._changed.append((group, key, original, value))
+
+
+def _moves(optimizer: Optimizer) -> bool:
+    """Tell whether a step may change weights; the look at an optimizer's state makes it step at a rate of 0."""
+    return any(float(group["lr"]) for group in optimizer.param_groups)
+
+
+def _require_fitting(policy: FixedPerWorkerBatch, optimizer: Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if policy.momentum == "rescale" and not all("momentum" in group for group in optimizer.param_groups):
+        raise UsageError(f'momentum="rescale" divides the momentum buffers of SGD, which {kind} has not. Take Ramp().')
+    if policy.scale_betas and not all({"betas", "eps"} <= group.keys() for group in optimizer.param_groups):
+        raise UsageError(f"scale_betas=True needs betas and eps, which {kind} has not. Leave it out.")
+
+
+def _steps_at(spec: Spec, consumed: int) -> int:
+    """Return the steps of the reference that so many samples of an epoch complete; its last one may be smaller."""
+    if isinstance(spec, DataSpec):
+        return spec.windows if consumed >= spec.usable else consumed // spec.global_batch_size
+    return -(-consumed // spec.global_batch_size)  # of shards nobody knows beforehand where the epoch ends
+
+
+def _with(scale: Scale, *, gain: float, moments: tuple[float, ...]) -> Scale:
+    return Scale.from_json({**scale.to_json(), "gain": gain, "moments": moments})

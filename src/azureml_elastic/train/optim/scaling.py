@@ -1,0 +1,131 @@
+"""By which factor a step's learning rate differs from the script's, as pure functions.
+
+Under a fixed batch per worker a step trains ``k`` times the samples of the reference. The factor that this asks for is
+``k`` (Goyal et al., 2017), its square root, AdaScale's gain, or 1. Where it rises, it rises linearly from the factor
+that is applied, over T steps: with momentum ``u' = mu u + g``, ``w' = w - gamma eta u'``, the buffer still holds the
+noise of small batches, which a rate ``k`` times as large would apply with ``k**2`` times the variance (Lin et al.,
+"Dynamic Mini-batch SGD for Elastic Distributed Training", arXiv 1904.12043). T has to grow with the horizon of the
+momentum: ``0.8 * ratio / (1 - mu)``. Where it falls, it falls at once: a rate that is too large for its batch diverges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from typing_extensions import Self
+
+from azureml_elastic.config import FixedPerWorkerBatch, Ramp
+from azureml_elastic.train.optim.gradient_noise import Noise
+
+__all__ = ["Scale", "adam_betas", "ramp_steps", "target"]
+
+_RAMP_PER_HORIZON = 0.8
+"""Measured: shared noise of the buffer is forgotten, and no step is wasted."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The factor now, and the way to the one that is asked for.
+
+    Args:
+        world_size: that it follows.
+        start: the factor at which the ramp began.
+        elapsed: steps of the ramp that are completed.
+        steps: of the whole ramp.
+        gain: AdaScale's, as of the last step.
+        moments: AdaScale's estimates, see :mod:`~azureml_elastic.train.optim.gradient_noise`.
+        progress: of schedules, in steps of the reference.
+    """
+
+    world_size: int
+    start: float = 1.0
+    elapsed: int = 0
+    steps: int = 0
+    gain: float = 1.0
+    moments: tuple[float, ...] = ()
+    progress: float = 0.0
+
+    def factor(self, policy: FixedPerWorkerBatch) -> float:
+        """Return the factor of the step at hand."""
+        wanted = target(policy, self.world_size, self.gain)
+        if self.elapsed >= self.steps or wanted <= self.start:
+            return wanted
+        return self.start + (wanted - self.start) * self.elapsed / self.steps
+
+    def enter(self, policy: FixedPerWorkerBatch, world_size: int, momentum: float) -> tuple[Self, float]:
+        """Follow another world size.
+
+        Args:
+            policy: of the run.
+            world_size: from now on.
+            momentum: of the optimizer, 0 without one.
+
+        Returns:
+            The new state, and the number that momentum buffers are to be multiplied by.
+        """
+        if world_size == self.world_size:
+            return self, 1.0
+        now = self.factor(policy)
+        gain = self.gain
+        if policy.scaling == "adascale":  # what has been measured tells the gain of the new batch before its first step
+            gain = Noise(self.moments).gain(policy.reference_world_size, world_size)
+        wanted = target(policy, world_size, gain)
+        moved = replace(self, world_size=world_size, start=now, elapsed=0, steps=0, gain=gain)
+        if wanted <= now:
+            return moved, 1.0
+        if isinstance(policy.momentum, Ramp):
+            return replace(moved, steps=ramp_steps(policy.momentum, wanted / now, momentum)), 1.0
+        return moved, now / wanted if policy.momentum == "rescale" else 1.0
+
+    def advance(self, steps: float) -> Self:
+        """Return the state after a completed step.
+
+        Args:
+            steps: of the reference that it stands for.
+        """
+        return replace(self, elapsed=min(self.elapsed + 1, self.steps), progress=self.progress + steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, to be saved with a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Return the inverse of :meth:`to_json`."""
+        return cls(**{**document, "moments": tuple(document["moments"])})
+
+
+def ramp_steps(ramp: Ramp, ratio: float, momentum: float) -> int:
+    """Return the steps that a rise takes.
+
+    Args:
+        ramp: of the policy.
+        ratio: of the factors after and before.
+        momentum: of the optimizer, 0 without one: nothing is to be waited for then.
+    """
+    if ramp.steps != "auto":
+        return ramp.steps
+    if not 0 < momentum < 1:
+        return 0
+    return math.ceil(round(_RAMP_PER_HORIZON * ratio / (1 - momentum), 6))  # 1 - 0.9 is a little less than 0.1
+
+
+def target(policy: FixedPerWorkerBatch, world_size: int, gain: float = 1.0) -> float:
+    """Return the factor that a policy asks for, beyond all ramps.
+
+    Args:
+        policy: of the run.
+        world_size: ranks.
+        gain: AdaScale's.
+    """
+    k = world_size / policy.reference_world_size
+    factor = {"linear": k, "sqrt": math.sqrt(k), "adascale": gain, "none": 1.0}[policy.scaling]
+    return factor if policy.max_scale is None else min(factor, policy.max_scale)
+
+
+def adam_betas(k: float, betas: tuple[float, ...], epsilon: float) -> tuple[tuple[float, ...], float]:
+    """Return Adam's betas and epsilon for a batch ``k`` times as large (Malladi et al., 2022, definition 5)."""
+    return tuple(max(0.0, 1 - k * (1 - beta)) for beta in betas), epsilon / math.sqrt(k)

@@ -1,0 +1,1 @@
+"""The session of a training process, and what belongs to its lifetime."""

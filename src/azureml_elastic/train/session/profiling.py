@@ -1,0 +1,206 @@
+"""PyTorch's profiler over chosen steps of the run, on chosen ranks, written as TensorBoard and Perfetto read it.
+
+A recording begins and ends between two steps. It is dropped where its round ends in the middle, since what it was to
+show did not happen. Nothing that goes wrong here ends training: it is logged once, and the profiler stays off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from azureml_elastic.config.profile import Profile, recorded_after
+from azureml_elastic.ipc.agent_interface import Agent, Identity
+
+__all__ = ["Profiling", "ends_within"]
+
+_LOG = logging.getLogger(__name__)
+
+_SUFFIX = ".pt.trace.json.gz"
+"""By which TensorBoard's plugin knows its files; what is before it and the time names the worker."""
+
+_IDLE_SECONDS = 5.0
+"""How long a process that ends waits for its GPU, on which the kernels of a lost round may hang for ever."""
+
+
+class Profiling:
+    """The recordings of one process.
+
+    Args:
+        wanted: the steps and ranks.
+        folder: for the traces.
+        node: begins the names of the files.
+        device: of this process.
+        agent: is told when a step takes its time.
+    """
+
+    def __init__(self, wanted: Profile, folder: Path, node: str, device: torch.device, agent: Agent) -> None:
+        self._wanted = wanted
+        self._folder = folder
+        self._node = re.sub(r"[^\w.-]", "_", node)
+        self._device = device
+        self._agent = agent
+        self._identity: Identity | None = None
+        self._entered = 0
+        self._window: tuple[int, int] | None = None
+        self._next = math.inf
+        """Completed steps at which there is something to do."""
+        self._profiler: profile | None = None
+        self._running = contextlib.ExitStack()
+        self._last: int | None = None
+        """The last step of the trace that is to be written when the profiler stops; ``None`` to write none."""
+        self._failed = False
+
+    def enter(self, identity: Identity, steps: int) -> None:
+        """Begin a round.
+
+        Args:
+            identity: of this process in it.
+            steps: completed.
+        """
+        self._drop()
+        self._identity, self._entered = identity, steps
+        with self._safely():
+            self._look_ahead(steps)
+
+    def after_step(self, identity: Identity, steps: int) -> None:
+        """Do what is due between two steps.
+
+        Args:
+            identity: of this process; another one than before where the round has changed.
+            steps: completed.
+        """
+        if identity is not self._identity:
+            self.enter(identity, steps)
+        elif steps >= self._next:
+            with self._safely():
+                self._go_on(steps)
+
+    def finish(self, steps: int) -> None:
+        """Write what was recorded of a recording that training has not reached the end of.
+
+        Args:
+            steps: completed.
+        """
+        self._next = math.inf
+        if self._profiler is not None and self._window is not None and steps >= self._window[0]:
+            with self._safely():
+                self._stop(steps)
+        self._drop()
+
+    def close(self) -> None:
+        """Let go of the profiler: an interpreter that ends while it runs crashes."""
+        if self._profiler is None or self._device.type != "cuda" or ends_within(_IDLE_SECONDS, self._wait_for_gpu):
+            self._drop()
+
+    def _look_ahead(self, steps: int) -> None:
+        """Find the next recording of this rank, and begin it if it is due."""
+        self._window, self._next = None, math.inf
+        assert self._identity is not None
+        if self._failed or (self._wanted.ranks != "all" and self._identity.rank not in self._wanted.ranks):
+            return
+        self._window = recorded_after(self._wanted, steps, self._entered)
+        if self._window is not None:
+            self._next = self._window[0] - 1 - self._wanted.warmup
+            if steps >= self._next:
+                self._go_on(steps)
+
+    def _go_on(self, steps: int) -> None:
+        assert self._window is not None
+        if self._profiler is None:
+            self._start(steps + 1, *self._window)
+            self._next = steps + 1
+        elif steps < self._window[1]:
+            self._profiler.step()
+        else:
+            self._stop(steps)
+            self._look_ahead(steps)
+
+    def _start(self, begin: int, first: int, last: int) -> None:
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - it would be replaced
+            raise RuntimeError("the script runs a profiler of its own")
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        profiler = profile(
+            activities=activities,
+            schedule=lambda step: ProfilerAction.WARMUP if max(step, begin) < first else ProfilerAction.RECORD,
+            on_trace_ready=self._write,
+            record_shapes=self._wanted.record_shapes,
+            profile_memory=self._wanted.profile_memory,
+            with_stack=self._wanted.with_stack,
+        )
+        profiler.step_num = begin  # so that the trace has the run's own numbers
+        with self._pause():
+            self._running.enter_context(profiler)
+        self._profiler = profiler
+        _LOG.info("The profiler runs from step %d on and records steps %d to %d.", begin, first, last)
+
+    def _stop(self, last: int) -> None:
+        """Stop, and write the steps up to this one."""
+        self._profiler, self._last = None, last
+        with self._pause():
+            self._running.close()
+
+    def _drop(self) -> None:
+        """Stop, and write nothing."""
+        self._profiler, self._last = None, None
+        with self._safely():
+            self._running.close()
+
+    def _write(self, profiler: profile) -> None:
+        if self._last is None or self._window is None or self._identity is None:
+            return
+        place = f"{self._node}_rank{self._identity.rank}_round{self._identity.round}"
+        name = f"{place}_steps{self._window[0]}-{self._last}"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        partial = self._folder / f"{name}.part.gz"  # a process may be killed while it writes
+        profiler.export_chrome_trace(str(partial))
+        whole = partial.replace(self._folder / f"{name}.{time.time_ns()}{_SUFFIX}")
+        _LOG.info("The profile of steps %d to %d is %s.", self._window[0], self._last, whole)
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._agent.busy()
+        try:
+            yield
+        finally:
+            self._agent.free()
+
+    @contextlib.contextmanager
+    def _safely(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            self._profiler, self._window, self._next = None, None, math.inf
+            with contextlib.suppress(Exception):
+                self._running.close()
+            if not self._failed:
+                _LOG.warning("The profiler has failed and stays off; training goes on: %r", error)
+            self._failed = True
+
+    def _wait_for_gpu(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
+
+
+def ends_within(seconds: float, action: Callable[[], None]) -> bool:
+    """Do something that may hang on a thread of its own, and return whether it has ended in time.
+
+    Args:
+        seconds: to wait.
+        action: to do.
+    """
+    thread = threading.Thread(target=action, name="may-hang", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()

@@ -1,0 +1,224 @@
+"""Saves go on beside training: what they wait for, and what comes of them when something fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from azureml_elastic.checkpoint.format.manifest import Manifest
+from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
+from azureml_elastic.checkpoint.save.staging import Area
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.checkpoint.storage.local import LocalStorage
+from azureml_elastic.distributed.world import World
+from azureml_elastic.errors import CheckpointError, Fenced, TableUnavailable
+from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.train.agent_client.standalone import StandaloneAgent
+from tests.support.train import workers
+
+
+class Agent(StandaloneAgent):
+    """Commits when it is told to, in the way it is told to."""
+
+    def __init__(self, folder):
+        super().__init__(LocalStorage(folder), Identity(1, 0, 2, 0))
+        self.asked = threading.Event()
+        self.may = threading.Event()
+        self.may.set()
+        self.error = None
+
+    def commit(self, reference, stall_seconds):
+        self.asked.set()
+        assert self.may.wait(60)
+        if self.error is not None:
+            raise self.error
+        super().commit(reference, stall_seconds)
+
+
+class One:
+    """A rank by itself, its model and its checkpoints."""
+
+    def __init__(self, folder):
+        folder.mkdir()
+        self.folder = folder
+        self.world = World(Identity(0, 0, 1, 0), torch.device("cpu"))
+        self.world.open()
+        self.agent = Agent(folder)
+        self.checkpoints = Checkpoints(
+            workers.policy(folder), LocalStorage(folder), self.world, self.agent, stale_seconds=0.0
+        )
+        self.model = nn.Linear(3, 2)
+        self.state = TrackedState({"model": self.model})
+
+    def fill(self, value):
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(value)
+
+    def save(self, step):
+        self.checkpoints.begin(step, self.state, None)
+
+    def restored(self):
+        """Return the step and the weights that are restored."""
+        self.fill(-1.0)
+        found = self.checkpoints.restore(self.state)
+        return found.reference.step, self.model.bias.tolist()
+
+
+@pytest.fixture
+def one(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    made = One(tmp_path / "c")
+    yield made
+    made.agent.may.set()
+    made.checkpoints.settle()
+    dist.destroy_process_group()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(one):
+    one.agent.may.clear()
+    one.fill(1.0)
+    one.save(1)
+    assert one.agent.asked.wait(60)
+    one.fill(2.0)  # the next step
+    assert one.checkpoints.settle(0.01) is None
+    one.agent.may.set()
+    assert one.checkpoints.settle().kind == "committed"
+    assert one.restored() == (1, [1.0, 1.0])
+
+
+def test_what_is_prepared_is_used(one):
+    one.checkpoints.prepare(one.state)
+    one.fill(3.0)
+    one.save(1)
+    one.checkpoints.settle()
+    one.fill(4.0)
+    one.save(2)
+    one.checkpoints.settle()
+    assert one.restored() == (2, [4.0, 4.0])
+
+
+def test_a_state_of_another_form_is_planned_anew(one):
+    one.save(1)
+    one.checkpoints.settle()
+    one.model.register_buffer("more", torch.arange(5))
+    one.save(2)
+    one.checkpoints.settle()
+    one.model.more.zero_()
+    one.checkpoints.restore(one.state)
+    assert one.model.more.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_one_failure_is_borne_and_two_are_too_many(one):
+    one.save(1)
+    one.checkpoints.settle()
+    hidden = one.folder.with_name("hidden")
+    for step in (2, 3):
+        one.checkpoints.require()
+        one.folder.rename(hidden)
+        one.folder.write_text("no folder")
+        one.save(step)
+        assert one.checkpoints.settle().kind == "failed"
+        with pytest.raises(CheckpointError, match=f"step {step}: writing failed on 1 ranks: rank 0: "):
+            one.checkpoints.require(at_once=True)
+        one.folder.unlink()
+        hidden.rename(one.folder)
+    with pytest.raises(CheckpointError, match=r"step 2: .*; step 3: "):
+        one.checkpoints.require()
+    one.save(4)
+    assert one.checkpoints.settle().kind == "committed"
+    one.checkpoints.require(at_once=True)
+
+
+def test_a_full_disk_leaves_nothing_behind(one, monkeypatch):
+    one.save(1)
+    one.checkpoints.settle()
+    before = one.checkpoints.committed()
+
+    def full(descriptor, block):
+        del descriptor, block
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)  # the disk, not what is tested
+        one.save(2)
+        assert one.checkpoints.settle().kind == "failed"
+    assert LocalStorage(one.folder).folders() == [before.directory]
+    assert one.checkpoints.committed() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(TableUnavailable("away"), "unavailable"), (Fenced("round 9 has taken over"), "fenced")]
+)
+def test_a_commit_that_is_refused(one, error, kind):
+    one.save(1)
+    one.checkpoints.settle()
+    one.agent.error = error
+    one.save(2)
+    assert one.checkpoints.settle().kind == kind
+    assert one.checkpoints.committed().step == 1
+    if kind == "fenced":
+        with pytest.raises(Fenced, match="step 2 was not committed: round 9"):
+            one.checkpoints.require()
+    else:
+        one.checkpoints.require(at_once=True)
+
+
+def test_a_save_whose_round_has_ended_commits_nothing_and_the_next_one_waits_for_it(one):
+    one.save(1)
+    one.checkpoints.settle()
+    one.agent.may.clear()
+    one.save(2)
+    assert one.agent.asked.wait(60)
+    one.checkpoints.let_go()
+    one.checkpoints.enter()
+    assert not one.checkpoints.under_way
+    one.agent.may.set()
+    one.fill(3.0)
+    one.save(3)
+    assert one.checkpoints.settle().kind == "committed"
+    assert one.restored() == (3, [3.0, 3.0])
+
+
+def test_a_refusal_of_the_former_round_does_not_count_in_the_next_one(one):
+    one.agent.error = Fenced("round 9 has taken over")
+    one.save(1)
+    one.checkpoints.settle()
+    one.agent.error = None
+    one.checkpoints.enter()
+    one.checkpoints.require(at_once=True)
+    one.save(2)
+    assert one.checkpoints.settle().kind == "committed"
+
+
+def test_the_chain_of_parents(one):
+    for step in (1, 2):
+        one.save(step)
+        one.checkpoints.settle()
+    newest = one.checkpoints.committed()
+    manifest = Manifest.read(LocalStorage(one.folder), newest.directory)
+    assert manifest.parent.step == 1
+    assert Manifest.read(LocalStorage(one.folder), manifest.parent.directory).parent is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex128, torch.int8])
+def test_staging_takes_tensors_as_they_are(dtype):
+    area = Area(torch.device("cpu"))
+    area.reserve(1000)
+    size = area.nbytes
+    tensor = torch.arange(24).reshape(4, 6).to(dtype).t()[1:]
+    area.take(64, tensor)
+    area.settle()
+    content = bytes(area.view(64, 64 + tensor.numel() * tensor.element_size()))
+    assert torch.equal(torch.frombuffer(bytearray(content), dtype=dtype).reshape(tensor.shape), tensor)
+    area.reserve(10)
+    assert area.nbytes == size
+    area.reserve(10 * size)
+    assert area.nbytes >= 10 * size
+    area.release()

@@ -1,0 +1,28 @@
+"""The sample, over real nodes of which one is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.paths import SAMPLES
+from tests.support.whole_runs import GATHERING
+
+SAMPLE = SAMPLES / "deepspeed_zero.py"
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_lost_node_costs_a_few_steps(stage, tmp_path):
+    chaos = parse_schedule("kill=node-1@step:32")
+    distribution = ElasticDistribution(rendezvous=GATHERING)
+    options = {"run_dir": tmp_path / "run", "audit": True, "timeout_s": 150, "distribution": distribution}
+    report = LocalCluster((1, 2), chaos=chaos, **options).run([str(SAMPLE), "--stage", stage, "--step-delay", "0.1"])
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit.complete, report.audit
+    before, after = report.rounds[-2:]
+    assert (before.world_size, after.world_size) == (2, 1)
+    assert after.restored_step % 5 == 0
+    assert after.restored_step >= before.last_step - 20
+    assert all(node.leftovers == 0 for node in report.nodes)

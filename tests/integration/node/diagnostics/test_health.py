@@ -1,0 +1,789 @@
+"""The check before a node joins: real disks, sockets, tables and processes, broken in real ways."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import select
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from azureml_elastic.config import ElasticDistribution, ElasticResources, HealthPolicy, Plan, TableRendezvous
+from azureml_elastic.config import environment as variables
+from azureml_elastic.config.exit_codes import UNHEALTHY
+from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, HostStruck, read_event
+from azureml_elastic.local.board import Board
+from azureml_elastic.local.view import describe
+from azureml_elastic.node.diagnostics.health import (
+    Admission,
+    Finding,
+    HealthCheck,
+    HealthReport,
+    Probe,
+    check_folders,
+    node_probes,
+)
+from azureml_elastic.node.diagnostics.health.accelerator import check_ecc, check_gpus, examine, read_ecc
+from azureml_elastic.node.diagnostics.health.machine import (
+    available_memory,
+    check_folder,
+    check_memory,
+    check_open_files,
+    check_shared_memory,
+)
+from azureml_elastic.node.diagnostics.health.network import check_clock, check_hub, check_peers
+from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, Strikes
+from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Member, Round
+from azureml_elastic.node.rendezvous.table_heartbeat import WITNESS_KEY
+from azureml_elastic.node.table import open_table
+from azureml_elastic.node.table.server_time import ServerClock
+
+MIB = 1 << 20
+QUICK = HealthPolicy(timeout=1, mount_timeout=1)
+
+
+@pytest.fixture(params=["sqlite", "azurite"])
+def table(request, tmp_path):
+    if request.param == "sqlite":
+        rendezvous = TableRendezvous(endpoint=str(tmp_path / "table.sqlite"))
+    else:
+        rendezvous = TableRendezvous(endpoint=request.getfixturevalue("azurite").endpoint, table=f"t{uuid.uuid4().hex}")
+    opened = open_table(rendezvous, "run", {})
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def local_table(tmp_path):
+    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "table.sqlite")), "run", {})
+    yield opened
+    opened.close()
+
+
+@contextlib.contextmanager
+def listening(host="127.0.0.1"):
+    with socket.create_server((host, 0)) as server:
+        yield server.getsockname()[1]
+
+
+def refusing():
+    """Return a port of this machine at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def silent():
+    """A port that answers no connection: its queue is full, so that the kernel drops what asks."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        callers: list[socket.socket] = []
+        for _ in range(3):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(server.getsockname())
+            callers.append(caller)
+        assert select.select([], callers, [], 10)[1], "one fills the queue, the others never get in"
+        yield server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def hanging(folder, node):
+    """A folder in which opening the check's file hangs as on a dead mount: the file is a pipe that nobody reads."""
+    folder.mkdir(exist_ok=True)
+    pipe = folder / f".azureml-elastic-health-{node}"
+    os.mkfifo(pipe)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets go whoever hangs
+
+
+def wait_for_answer(name):
+    """Return when the probe of this name has looked."""
+    for thread in threading.enumerate():
+        if thread.name == f"health {name}":
+            thread.join(60)
+
+
+def find(report, name):
+    (finding,) = [finding for finding in report.findings if finding.name == name]
+    return finding
+
+
+# --- gathering
+
+
+def probe(name, look, limit=60.0, late="fail"):
+    return Probe(name, look, limit, Finding(name, late, "", "an answer", "Look at it."))
+
+
+def test_probes_run_side_by_side_and_keep_their_order():
+    gate = threading.Barrier(4, timeout=60)
+
+    def meet(name):
+        def look():
+            gate.wait()
+            return Finding(name, "ok", "met")
+
+        return look
+
+    report = HealthCheck([probe(str(index), meet(str(index))) for index in range(4)]).wait()
+    assert [finding.name for finding in report.findings] == ["0", "1", "2", "3"]
+    assert report.status == "ok"
+    assert not report.failed
+
+
+def test_a_probe_that_hangs_is_left_behind_and_one_that_raises_is_a_warning():
+    release = threading.Event()
+
+    def hang():
+        release.wait(60)
+        return Finding("hangs", "ok", "too late")
+
+    def wrong():
+        raise ValueError("broken probe")
+
+    started = time.monotonic()
+    report = HealthCheck([probe("hangs", hang, 0.2), probe("raises", wrong)]).wait()
+    assert time.monotonic() - started < 30
+    release.set()
+    assert find(report, "hangs") == Finding("hangs", "fail", "no answer within 0.2 s", "an answer", "Look at it.")
+    assert find(report, "raises").status == "warn"
+    assert "broken probe" in find(report, "raises").value
+    assert report.failed
+
+
+def test_an_answer_that_came_before_anybody_asked_counts_however_late():
+    done = threading.Event()
+
+    def slow():
+        done.wait(0.3)
+        return Finding("slow", "ok", "there")
+
+    check = HealthCheck([probe("slow", slow, 0.05)])
+    wait_for_answer("slow")  # the agent is busy importing
+    assert check.wait().status == "ok"
+
+
+def test_a_report_says_what_to_do():
+    report = HealthReport((Finding("a", "ok", "1"), Finding("b", "warn", "2", "3", "Do it.")), 0.5)
+    assert report.lines("warn", "fail") == ("b: 2 (wanted: 3). Do it.",)
+    text = report.table()
+    assert re.search(r"^b +warn +2 +3$", text, re.MULTILINE)
+    assert text.endswith("b: Do it.\nwarn after 0.50 s")
+    assert HealthReport().status == "ok"
+
+
+# --- this machine
+
+
+def test_a_folder_is_written_to_and_left_as_it_was(tmp_path):
+    finding = check_folder("run", tmp_path / "new" / "folder", "node-0", 0)
+    assert finding.status == "ok"
+    assert "MiB free, written and read in" in finding.value
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+def test_too_little_space_fails_and_little_space_warns(tmp_path):
+    space = os.statvfs(tmp_path)
+    free = space.f_bavail * space.f_frsize // MIB
+    assert check_folder("run", tmp_path, "n", 2 * free).status == "fail"
+    few = check_folder("run", tmp_path, "n", int(free / 1.5))
+    assert few.status == "warn"
+    assert str(tmp_path) in few.advice
+
+
+def test_a_folder_that_is_a_file_fails(tmp_path):
+    (tmp_path / "file").write_text("x")
+    finding = check_folder("run", tmp_path / "file", "n", 0)
+    assert finding.status == "fail"
+    assert "FileExistsError" in finding.value
+
+
+def test_a_planted_link_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / ".azureml-elastic-health-n").symlink_to(victim)
+    assert check_folder("run", folder, "n", 0).status == "fail"
+    assert victim.read_text() == "precious"
+
+
+def test_a_file_that_a_killed_check_left_is_overwritten(tmp_path):
+    (tmp_path / ".azureml-elastic-health-n").write_bytes(b"x" * 9000)
+    assert check_folder("run", tmp_path, "n", 0).status == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_check(*arguments, preexec=None, prefix=(), **environ):
+    command = [*prefix, sys.executable, "-m", "azureml_elastic.node.diagnostics.health", *map(str, arguments)]
+    return subprocess.run(
+        command,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=preexec,
+        check=False,
+    )
+
+
+def test_a_limit_on_files_is_found_by_the_command(tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+
+    done = run_check("--folder", tmp_path / "here", preexec=limit)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"fail +OSError: \[Errno 27\]", done.stdout)
+
+
+def in_namespace(script, folder):
+    """A shell of its own mount namespace that prepares a mount and then runs the check."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare on this machine")
+    prefix = ["unshare", "-Urm", "sh", "-c", f'{script} && exec "$@"', "sh"]
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False, timeout=60).returncode:
+        pytest.skip("this machine lets nobody mount")
+    return prefix
+
+
+def test_a_full_disk_fails(tmp_path):
+    script = f"mount -t tmpfs -o size=64k none {tmp_path} && {{ head -c 65536 /dev/zero > {tmp_path}/x || true; }}"
+    done = run_check("--folder", tmp_path, prefix=in_namespace(script, tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert "No space left on device" in done.stdout
+
+
+def test_a_read_only_mount_fails(tmp_path):
+    script = f"mount -t tmpfs -o ro none {tmp_path}"
+    done = run_check("--folder", tmp_path, prefix=in_namespace(script, tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert "Read-only file system" in done.stdout
+
+
+def test_a_small_disk_fails_by_its_size(tmp_path):
+    script = f"mount -t tmpfs -o size=8m none {tmp_path}"
+    done = run_check("--folder", tmp_path, prefix=in_namespace(script, tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"fail +[78] MiB free", done.stdout)
+
+
+def test_a_mount_that_hangs_does_not_hang_the_check(tmp_path):
+    folder = tmp_path / "mount"
+    with hanging(folder, "n"):
+        started = time.monotonic()
+        check = HealthCheck(node_probes(QUICK, node="n", folders={"run": folder, "other": tmp_path}))
+        wait_for_answer("disk: other")
+        report = check.wait()
+        assert time.monotonic() - started < 30
+    assert find(report, "disk: run").status == "fail"
+    assert find(report, "disk: run").value == "no answer within 1 s"
+    assert "mount" in find(report, "disk: run").advice
+    assert find(report, "disk: other").status == "ok"
+
+
+def test_memory_and_shared_memory_and_open_files():
+    assert check_memory(0).status == "ok"
+    assert check_memory(1 << 30).status == "fail"
+    free, _ = available_memory()
+    assert check_memory(int(free / MIB / 1.5)).status == "warn"
+    assert check_shared_memory(0).status == "ok"
+    assert check_shared_memory(1 << 40).status == "warn"
+    assert "shm_size" in check_shared_memory(1 << 40).advice
+    assert check_shared_memory(0, Path("/dev/nowhere")).status == "warn"
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert check_open_files(soft).status == "ok"
+    assert check_open_files(soft + 1).status == "warn"
+
+
+def test_a_container_of_the_second_generation_limits_memory(tmp_path):
+    inner = tmp_path / "cgroup" / "pod" / "container"
+    inner.mkdir(parents=True)
+    listing = tmp_path / "listing"
+    listing.write_text("0::/pod/container\n")
+    for folder, limit, usage, inactive in ((inner, "max", 1, 0), (inner.parent, 100 * MIB, 90 * MIB, 50 * MIB)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{usage}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+    assert available_memory(tmp_path / "cgroup", listing) == (60 * MIB, True)
+
+
+def test_a_container_of_the_first_generation_whose_path_is_the_hosts(tmp_path):
+    top = tmp_path / "cgroup" / "memory"
+    top.mkdir(parents=True)
+    listing = tmp_path / "listing"
+    listing.write_text("5:cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n")
+    (top / "memory.limit_in_bytes").write_text(f"{80 * MIB}\n")
+    (top / "memory.usage_in_bytes").write_text(f"{30 * MIB}\n")
+    (top / "memory.stat").write_text("cache 5\n")
+    assert available_memory(tmp_path / "cgroup", listing) == (50 * MIB, True)
+    (top / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert available_memory(tmp_path / "cgroup", listing)[1] is False
+    assert available_memory(tmp_path / "cgroup", tmp_path / "missing")[1] is False
+
+
+# --- clock, port, peers
+
+
+@pytest.mark.parametrize(
+    ("off", "status", "said"),
+    [(0, "ok", "0."), (-120, "warn", "behind"), (120, "warn", "ahead"), (1200, "fail", "ahead")],
+)
+def test_the_clock_is_compared_with_the_servers(table, off, status, said):
+    finding = check_clock(ServerClock(table, "n", wall=lambda: time.time() + off), HealthPolicy())
+    assert finding.status == status
+    assert said in finding.value
+
+
+def test_the_own_port():
+    with listening() as port:
+        assert check_hub("127.0.0.1", port).status == "ok"
+        # An address that reaches this machine but not this port: another loopback address.
+        finding = check_hub("127.0.0.2", port)
+        assert finding.status == "warn"
+        assert variables.LOCAL_ADDRESS in finding.advice
+    finding = check_hub("127.0.0.1", refusing())
+    assert finding.status == "fail"
+    assert "refused" in finding.value
+
+
+def seal_round(table, *ports):
+    members = tuple(
+        Member(f"node-{index}", "i", round=3, host="127.0.0.1", hub_port=port) for index, port in enumerate(ports)
+    )
+    table.insert(ROUND_KEY, Round(3, "sealed", members).to_value())
+
+
+def peers(table, node="me", interval=5.0):
+    return check_peers(table, ServerClock(table, node), node, timedelta(seconds=interval))
+
+
+def test_without_a_running_round_there_is_nobody_to_reach(local_table):
+    assert peers(local_table).status == "ok"
+    seal_round(local_table, refusing())
+    assert peers(local_table, node="node-0").status == "ok", "its own former round"
+
+
+def test_a_hub_that_accepts_or_refuses_can_be_reached(local_table, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.health.network._CONNECT_SECONDS", 30.0)
+    with listening() as port:
+        seal_round(local_table, port)
+        assert "accepts" in peers(local_table).value
+    finding = peers(local_table)
+    assert finding.status == "ok"
+    assert "refuses" in finding.value
+
+
+def test_a_hub_that_is_silent_convicts_only_while_the_round_lives(table):
+    with silent() as port:
+        seal_round(table, port)
+        finding = peers(table)
+        assert finding.status == "warn", "no sign of life"
+        assert "node-0 at 127.0.0.1" in finding.value
+        table.insert(WITNESS_KEY, {"round": 3, "beats": 1})
+        finding = peers(table)
+        assert finding.status == "fail"
+        assert "sign of life" in finding.value
+        assert variables.LOCAL_ADDRESS in finding.advice
+        assert peers(table, interval=0.001).status == "warn", "the sign is old"
+
+
+def test_other_members_that_answer_acquit_this_node(local_table, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.health.network._CONNECT_SECONDS", 4.0)
+    local_table.insert(WITNESS_KEY, {"round": 3, "beats": 1})
+    with silent() as first, listening() as second:
+        seal_round(local_table, first, second)
+        finding = peers(local_table)
+    assert finding.status == "warn"
+    assert "other members" in finding.value
+
+
+def test_the_whole_check_of_a_healthy_node_waits_for_no_limit(table, tmp_path, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.health.network._CONNECT_SECONDS", 60.0)
+    with listening() as port:
+        seal_round(table, port)
+        probes = node_probes(
+            HealthPolicy(shm_mib=0, disk_mib=0, memory_mib=0, open_files=0, timeout=60, mount_timeout=60),
+            node="me",
+            folders=check_folders(tmp_path, str(tmp_path / "checkpoints")),
+            table=table,
+            clock=ServerClock(table, "me"),
+            hub=("127.0.0.1", port),
+        )
+        report = HealthCheck(probes).wait()
+    assert report.seconds < 30
+    assert report.status == "ok", report.table()
+    assert len(report.findings) == 9
+
+
+def test_a_table_that_is_away_keeps_nobody_from_joining(local_table, tmp_path):
+    from azureml_elastic.errors import TableUnavailable
+
+    class Away:
+        def __getattr__(self, name):
+            def call(*_):
+                raise TableUnavailable("The table is away")
+
+            return call
+
+    probes = node_probes(QUICK, node="me", folders={}, table=Away(), clock=ServerClock(Away(), "me"))
+    report = HealthCheck(probes).wait()
+    assert find(report, "clock").status == find(report, "peers").status == "warn"
+    assert not report.failed
+
+
+def test_every_check_can_be_switched_off(tmp_path, local_table):
+    off = HealthPolicy(
+        disk_mib=None, memory_mib=None, shm_mib=None, open_files=None, clock_skew=None, peers=False, gpu_timeout=None
+    )
+    probes = node_probes(
+        off,
+        node="me",
+        folders={"run": tmp_path},
+        gpus=8,
+        table=local_table,
+        clock=ServerClock(local_table, "me"),
+        hub=("127.0.0.1", 1),
+    )
+    assert probes == []
+
+
+def test_the_strikes_are_read_with_the_check(local_table):
+    policy = HealthPolicy(
+        disk_mib=None,
+        memory_mib=None,
+        shm_mib=None,
+        open_files=None,
+        clock_skew=None,
+        peers=False,
+        quarantine_strikes=1,
+        timeout=60,
+    )
+    strikes = Strikes(local_table, "host-1", "n", policy, ServerClock(local_table, "n"))
+    check = HealthCheck(node_probes(policy, node="n", folders={}, strikes=strikes))
+    assert check.wait().findings == (Finding("strikes", "ok", "0 against host-1", "fewer than 1"),)
+    strikes.strike("host-1", "went silent", "round.000001")
+    strikes.close()
+    (finding,) = HealthCheck(node_probes(policy, node="n", folders={}, strikes=strikes)).wait().findings
+    assert (finding.status, finding.value) == ("warn", "1 against host-1")
+
+
+def test_equal_folders_are_written_to_once(tmp_path):
+    assert list(check_folders(tmp_path, str(tmp_path))) == ["run's folder", "temporary files"]
+    assert next(iter(check_folders(tmp_path, None).values())) == tmp_path
+
+
+# --- GPUs
+
+
+def test_the_computation_is_exact_on_a_device_that_computes():
+    assert examine("cpu")["error"] == ""
+
+
+def test_a_device_that_is_not_there_is_an_error_not_an_exception():
+    assert examine("no-such-device")["error"] != ""
+
+
+def test_the_process_that_computes_is_another_one_and_makes_no_context_here():
+    (finding,) = check_gpus(1, 200, 0.5, device="cpu")
+    assert finding.status == "ok", finding
+    assert finding.name == "gpu cpu"
+    torch = sys.modules.get("torch")
+    assert torch is None or not torch.cuda.is_initialized()
+
+
+def test_fewer_gpus_than_the_driver_lists_fail():
+    pytest.importorskip("torch")
+    import torch
+
+    finding = check_gpus(torch.cuda.device_count() + 1, 200, 0.5)[0]
+    assert finding.status == "fail"
+    assert f"torch sees {torch.cuda.device_count()} of {torch.cuda.device_count() + 1}" in finding.value
+
+
+def test_a_gpu_that_does_not_answer_fails_in_time(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    started = time.monotonic()
+    (finding,) = check_gpus(1, 0.05, 0.5, device="cpu")
+    assert time.monotonic() - started < 30
+    assert (finding.status, finding.value) == ("fail", "no answer within 0.05 s")
+
+
+def test_the_process_ends_itself_when_nobody_else_does():
+    command = [
+        sys.executable,
+        "-m",
+        "azureml_elastic.node.diagnostics.health.accelerator",
+        "--device",
+        "cpu",
+        "--seconds",
+        "1",
+    ]
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    # Nobody reads, so that the process hangs in its last write, as in a call to a broken driver.
+    with subprocess.Popen(command, stdout=writing, stderr=subprocess.DEVNULL) as process:
+        code = process.wait(60)
+    os.close(reading)
+    os.close(writing)
+    assert code == -signal.SIGALRM
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """Put a program of the name of the driver's tool first in the path."""
+
+    def make(body):
+        path = tmp_path / "bin" / "nvidia-smi"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return make
+
+
+def test_memory_errors_are_counted_by_the_drivers_tool(tool):
+    tool('case "$1" in *ecc.errors.uncorrected.volatile.total*) printf "0, 0\\n1, 3\\n2, [N/A]\\n";; esac')
+    findings = check_ecc(0, 60)
+    assert [(finding.name, finding.status) for finding in findings] == [
+        ("gpu 0 memory errors", "ok"),
+        ("gpu 1 memory errors", "fail"),
+    ]
+    assert {finding.status for finding in check_ecc(3, 60)} == {"ok"}
+
+
+def test_a_tool_that_fails_warns_and_one_that_hangs_fails(tool):
+    tool("echo 'NVIDIA-SMI has failed'; exit 9")
+    (finding,) = check_ecc(0, 60)
+    assert finding.status == "warn"
+    assert "exit code 9: NVIDIA-SMI has failed" in finding.value
+    tool("exec sleep 60")
+    started = time.monotonic()
+    (finding,) = check_ecc(0, 0.2)
+    assert finding.status == "fail"
+    assert time.monotonic() - started < 30
+
+
+def test_without_the_tool_nothing_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check_ecc(0, 5) == []
+    assert read_ecc("") == {}
+
+
+# --- admission
+
+
+class Node:
+    """A node whose disk the test breaks and mends, with real strikes; the pause is the test's, and the clock may be."""
+
+    def __init__(self, table, folder, **policy):
+        self.folder = folder
+        self.policy = HealthPolicy(
+            **{"shm_mib": None, "open_files": None, "memory_mib": None, "retry_interval": 0.01, "disk_mib": 0} | policy
+        )
+        self.table = table
+        self.strikes = Strikes(table, "host-1", "n", self.policy, ServerClock(table, "n"))
+        self.reports, self.away, self.pauses, self.paused = [], [], 0, 0.0
+        self.when_paused = lambda: None
+
+    def admission(self, **more):
+        return Admission(
+            self.policy,
+            lambda: HealthCheck(node_probes(self.policy, node="n", folders={"run": self.folder})),
+            table=self.table,
+            strikes=self.strikes,
+            incarnation="abc",
+            record=self.reports.append,
+            away=self.away.append,
+            pause=self.pause,
+            **more,
+        )
+
+    def pause(self, seconds):
+        self.pauses += 1
+        self.when_paused()
+        self.paused += seconds
+
+    def monotonic(self):
+        return self.paused
+
+    def rows(self):
+        self.strikes.close()
+        return list(self.table.query(STRIKE_PREFIX))
+
+
+@pytest.fixture
+def node(local_table, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "azureml_elastic.node.failures.host_strikes._FLUSH_SECONDS", 60.0
+    )  # what is to be written is waited for
+    made = []
+
+    def make(**policy):
+        made.append(Node(local_table, tmp_path / "folder", **policy))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.strikes.close()
+
+
+def test_a_node_that_is_well_is_let_in_at_once(node):
+    well = node()
+    assert well.admission().wait() is True
+    assert [report.status for report in well.reports] == ["ok"]
+    assert (well.away, well.pauses, well.rows()) == ([], 0, [])
+
+
+def test_a_check_that_is_switched_off_lets_everybody_in(node):
+    off = node(check=False)
+    off.folder.write_text("no folder")
+    assert off.admission().wait() is True
+    assert off.reports == []
+
+
+def test_a_node_that_stays_ill_strikes_its_host_once_and_is_turned_away(node, monkeypatch):
+    ill = node(retry_interval=0.25, retry_for=1)
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.health.admission.time", ill)
+    ill.folder.write_text("no folder")
+    assert ill.admission().wait() is False
+    assert len(ill.away) == 1
+    assert "failed its health check: disk: run" in ill.away[0]
+    assert len(ill.reports) == 1, "the same report is recorded once"
+    assert ill.pauses == 4
+    (row,) = ill.rows()
+    assert (row.key, row.value["host"]) == (f"{STRIKE_PREFIX}host-1.health.abc", "host-1")
+    assert UNHEALTHY == 69
+
+
+def test_a_node_that_recovers_is_let_in_without_a_strike(node):
+    node_ = node()
+    node_.folder.write_text("no folder")
+    node_.when_paused = node_.folder.unlink
+    assert node_.admission().wait() is True
+    assert [report.status for report in node_.reports] == ["fail", "ok"]
+    assert node_.rows() == []
+
+
+def test_the_end_of_the_run_lets_a_node_through_to_hear_of_it(node, local_table):
+    ill = node()
+    ill.folder.write_text("no folder")
+    ill.when_paused = lambda: local_table.insert(ROUND_KEY, Round(4, "succeeded").to_value())
+    assert ill.admission().wait() is True
+    assert ill.pauses == 1
+
+
+def test_a_node_whose_exit_would_end_the_job_goes_on_checking(node, local_table):
+    ill = node(retry_for=0)
+    ill.folder.write_text("no folder")
+
+    def end_after_five():
+        if ill.pauses == 5:
+            local_table.insert(ROUND_KEY, Round(4, "failed").to_value())
+
+    ill.when_paused = end_after_five
+    assert ill.admission(stay=True).wait() is True
+    assert ill.pauses == 5
+
+
+def test_a_notice_ends_the_wait(node):
+    ill = node()
+    ill.folder.write_text("no folder")
+
+    def told():
+        raise InterruptedError("told to leave")
+
+    ill.when_paused = told
+    with pytest.raises(InterruptedError):
+        ill.admission().wait()
+
+
+# --- the command, the policy, the ledger
+
+
+def test_the_command_prints_a_table_and_says_whether_a_node_may_join(tmp_path):
+    plan = Plan(
+        resources=ElasticResources(max_instance_count=2),
+        distribution=ElasticDistribution(
+            health=HealthPolicy(disk_mib=0, memory_mib=0, shm_mib=0, open_files=0, timeout=30, mount_timeout=30),
+            rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite")),
+        ),
+        run_id="run",
+    )
+    environ = {variables.PLAN: plan.to_json(), variables.RUN_DIR: str(tmp_path / "run")}
+    done = run_check(**environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^clock +ok +0\.\d s", done.stdout, re.MULTILINE)
+    assert re.search(r"^peers +ok", done.stdout, re.MULTILINE)
+    assert re.search(r"^(ok|warn) after \d+\.\d\d s$", done.stdout.strip().splitlines()[-1])
+    opened = open_table(plan.distribution.rendezvous, "run", {})
+    assert list(opened.query("")) == [], "a look leaves nothing behind"
+    opened.close()
+
+
+def test_the_command_refuses_a_plan_that_it_cannot_read():
+    done = run_check(**{variables.PLAN: "{}"})
+    assert done.returncode == 2
+    assert "version None" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"clock_skew": 30}, "clock_skew_warning=60 s is above clock_skew=30 s"),
+        ({"quarantine_strikes": 0}, "quarantine_strikes"),
+        ({"gpu_free": 1.5}, "gpu_free"),
+        ({"timeout": 0}, "not positive"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(fields, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        HealthPolicy(**fields)
+
+
+def test_the_ledger_and_its_readers_know_the_events():
+    events = [
+        HealthChecked(time=1, node="n", status="fail", seconds=0.1, problems=("disk: run: full",)),
+        HealthChecked(time=2, node="n", status="ok", seconds=0.1),
+        HostStruck(time=3, node="n", host="h", reason="went silent"),
+        HostQuarantined(time=4, node="n", host="h", strikes=2),
+    ]
+    assert [read_event(event.model_dump_json()) for event in events] == events
+    assert [event.rare for event in events] == [True, False, True, True]
+    board = Board()
+    states = []
+    for event in events:
+        board.apply([event])
+        states.append(board.nodes["n"].state)
+    assert states == ["unhealthy", "waiting", "waiting", "quarantined"]
+    texts = [describe(event) for event in events]
+    assert texts[0] == "n is unhealthy: disk: run: full"
+    assert texts[1] is None
+    assert "went silent" in texts[2]
+    assert "2 strikes" in texts[3]

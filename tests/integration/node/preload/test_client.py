@@ -1,0 +1,243 @@
+"""The life of the warm process, and the death of everyone around it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from azureml_elastic.config.command.program import Program
+from azureml_elastic.node.preload.client import WarmProcess, WarmRefused
+from azureml_elastic.node.preload.fork_safety import open_devices
+from tests.support.paths import SUPPORT
+from tests.support.preload.starting import ENVIRON, gone, run_warm, wait_for_text, warm_process
+
+HERE = SUPPORT / "preload"
+PROBE = str(HERE / "probe.py")
+
+
+@pytest.fixture(scope="module")
+def warm():
+    process = warm_process(PROBE)
+    assert process.wait_ready(120), process.refusal
+    yield process
+    process.close()
+
+
+def environment(probe, **more):
+    return {**ENVIRON, "RANK": probe, **more}
+
+
+def waiting(process, folder, **more):
+    """A worker that waits, and has said so."""
+    worker = process.start(environment("wait", **more), folder / "out", folder / "err")
+    wait_for_text(folder / "out", "waiting")
+    return worker
+
+
+def script(folder, text):
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_many_forks_in_a_row(warm, tmp_path):
+    seconds = []
+    for number in range(20):
+        start = time.monotonic()
+        worker = warm.start(environment("exit at once"), tmp_path / f"{number}.out", tmp_path / f"{number}.err")
+        seconds.append(time.monotonic() - start)
+        assert worker.wait(60) == 7
+        assert worker.poll() == worker.returncode == 7
+    print(f"20 forks: median {sorted(seconds)[10] * 1000:.0f} ms, slowest {max(seconds) * 1000:.0f} ms")
+    assert warm.ready
+
+
+def test_ends_are_reported_however_late_they_are_asked_for(warm, tmp_path):
+    workers = [warm.start(environment("exit with a number"), tmp_path / "out", tmp_path / "err") for _ in range(3)]
+    assert workers[2].wait(60) == 3
+    until = time.monotonic() + 60
+    while not all(gone(worker.pid) for worker in workers[:2]):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert Path(f"/proc/{workers[0].pid}").exists(), "the id is kept until the end was noticed"
+    workers[0].send_signal(signal.SIGTERM)
+    assert [worker.wait(60) for worker in workers] == [3, 3, 3]
+    until = time.monotonic() + 10
+    while Path(f"/proc/{workers[0].pid}").exists():
+        assert time.monotonic() < until, "nobody reaps the worker"
+        time.sleep(0.01)
+
+
+def test_signals_reach_the_workers_and_not_the_warm_process(warm, tmp_path):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(warm.pid, number)
+    first = warm.start(environment("wait"), tmp_path / "1.out", tmp_path / "1.err")
+    os.kill(first.pid, signal.SIGTERM)  # maybe before it is Python again
+    assert first.wait(60) == -signal.SIGTERM
+    second = waiting(warm, tmp_path)
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(0.01)
+    assert second.poll() is None
+    os.killpg(second.pid, signal.SIGKILL)
+    assert second.wait(60) == -signal.SIGKILL
+    assert warm.ready
+
+
+def test_a_change_that_imports_could_have_seen_is_refused_by_name(warm, tmp_path, monkeypatch):
+    with pytest.raises(WarmRefused, match=r"^HF_HOME, OMP_NUM_THREADS in the environment changed"):
+        warm.start(environment("wait", OMP_NUM_THREADS="17", HF_HOME="/x"), None, None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WarmRefused, match="working directory"):
+        warm.start(environment("wait"), None, None)
+    assert warm.ready
+
+
+def test_workers_end_with_a_killed_agent(tmp_path):
+    output = tmp_path / "out"
+    command = [sys.executable, str(HERE / "holder.py"), PROBE, str(output)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as agent:
+        warm, worker = (int(word) for word in agent.stdout.readline().split())
+        wait_for_text(output, "waiting")
+        agent.kill()
+        killed = time.monotonic()
+    while not (gone(warm) and gone(worker)):
+        assert time.monotonic() - killed < 60
+        time.sleep(0.005)
+    print(f"gone {1000 * (time.monotonic() - killed):.0f} ms after the agent")
+
+
+def test_workers_end_with_a_killed_warm_process(tmp_path):
+    process = warm_process(PROBE, "SAVE")
+    try:
+        assert process.wait_ready(120), process.refusal
+        worker = waiting(process, tmp_path)
+        worker.terminate()
+        assert worker.wait(60) == 17
+        worker = waiting(process, tmp_path)
+        os.kill(process.pid, signal.SIGKILL)
+        assert worker.wait(60) == -signal.SIGKILL
+        assert gone(worker.pid)
+        assert "SIGKILL" in process.refusal
+        assert not process.ready
+        with pytest.raises(WarmRefused, match="SIGKILL"):
+            process.start(environment("wait"), None, None)
+    finally:
+        process.close()
+
+
+def test_closing_ends_what_runs(tmp_path):
+    process = warm_process(PROBE)
+    assert process.wait_ready(120), process.refusal
+    worker = waiting(process, tmp_path)
+    process.close()
+    assert worker.poll() == -signal.SIGKILL
+    assert gone(worker.pid)
+    assert gone(process.pid)
+    with pytest.raises(WarmRefused, match="closed"):
+        process.start(environment("wait"), None, None)
+
+
+def test_imports_that_start_threads_are_refused(tmp_path, caplog):
+    site = tmp_path / "site"
+    (site / "threaded-1.dist-info").mkdir(parents=True)
+    (site / "threaded.py").write_text(
+        "import threading, time\n"
+        "for i in range(3): threading.Thread(target=time.sleep, args=(600,), name=f't{i}', daemon=True).start()\n"
+    )
+    environ = {**ENVIRON, "PYTHONPATH": str(site)}
+    process = warm_process(script(tmp_path, "import threaded\n"), environ=environ)
+    try:
+        assert not process.wait_ready(120)
+        assert process.refusal == "the script's imports started 3 threads (t0, t1, t2)"
+        with pytest.raises(WarmRefused, match="3 threads"):
+            process.start(environ, None, None)
+        said = [record.getMessage() for record in caplog.records if "3 threads" in record.getMessage()]
+        assert len(said) == 1
+        assert said[0].startswith("Workers start without the warm process")
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "reason"),
+    [
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\n", (), "OMP_NUM_THREADS.*before torch"),
+        ("import socket\n", ("socket.py",), "socket.py has the name of a module"),
+        ("", ("-S",), "No module named"),
+        ("", ("-X", "importtime", "-c"), "it has ended"),
+    ],
+)
+def test_what_cannot_be_warm_is_refused_at_once(tmp_path, text, options, reason):
+    if options == ("socket.py",):
+        (tmp_path / "socket.py").write_text("")
+        options = ()
+    process = warm_process(script(tmp_path, text), options=options)
+    try:
+        assert not process.wait_ready(60)
+        assert process.refusal is not None
+
+        assert re.search(reason, process.refusal), process.refusal
+    finally:
+        process.close()
+
+
+def test_the_end_of_the_agent_is_noticed_in_the_middle_of_an_import(tmp_path, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.preload.client._END_SECONDS", 60.0)
+    site, importing = tmp_path / "site", tmp_path / "importing"
+    (site / "slow-1.dist-info").mkdir(parents=True)
+    (site / "slow.py").write_text(f"import time\nopen({str(importing)!r}, 'w').write('yes')\ntime.sleep(600)\n")
+    process = warm_process(script(tmp_path, "import slow\n"), environ={**ENVIRON, "PYTHONPATH": str(site)})
+    wait_for_text(importing, "yes")
+    assert not process.wait_ready(0.01)
+    start = time.monotonic()
+    process.close()
+    assert time.monotonic() - start < 30
+    assert gone(process.pid)
+
+
+def test_open_devices_are_found():
+    with Path("/dev/null").open("rb"):
+        assert open_devices(("/dev/nu", "/dev/kfd")) == ["/dev/null"]
+    assert open_devices(("/dev/nvidia", "/dev/kfd")) == []
+
+
+def test_an_interpreter_that_is_not_there(tmp_path):
+    process = WarmProcess(str(tmp_path / "python"), (), Program(None, (), "script", PROBE, ()), ENVIRON)
+    assert not process.wait_ready(5)
+    assert "cannot be started: No such file or directory" in process.refusal
+    process.close()
+
+
+def test_a_worker_that_is_asked_for_too_early_is_refused(tmp_path):
+    process = warm_process(PROBE)
+    with pytest.raises(WarmRefused, match="not done"):
+        process.start(environment("wait"), None, None)
+    process.close()
+    assert gone(process.pid)
+
+
+def test_output_goes_on_where_the_agents_goes(warm, tmp_path):
+    assert run_warm(warm, environment("exit with a text"), tmp_path, "x").stderr == "text for the user\n"
+    assert warm.start(environment("exit at once"), None, None).wait(60) == 7
+
+
+def test_it_says_when_nothing_is_left_to_import(tmp_path):
+    script = tmp_path / "nothing.py"
+    script.write_text("pass\n")
+    warm = warm_process(str(script))
+    try:
+        assert warm.wait_ready(300), warm.refusal
+        until = time.monotonic() + 300
+        while not warm.settled:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert warm.refusal is None
+    finally:
+        warm.close()

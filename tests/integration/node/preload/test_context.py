@@ -1,0 +1,75 @@
+"""Workers of torchrun, and those of a node from the warm process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import SUPPORT
+from tests.support.preload.starting import ENVIRON
+
+HERE = SUPPORT / "preload"
+
+pytestmark = pytest.mark.timeout(600)
+
+WORKER = """
+import json, os, sys, time
+from pathlib import Path
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+print(json.dumps([dict(os.environ), sys.argv, os.getcwd()]), file=sys.stderr, flush=True)
+if os.environ["RANK"] == "0":
+    time.sleep(300)
+peer = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / "0" / "stderr.log"
+while not (peer.exists() and peer.read_text().endswith("]\\n")):
+    time.sleep(0.02)
+sys.exit(3)
+"""
+"""Rank 0 is ended because rank 1 fails, which it does when rank 0 has written its report."""
+
+OURS = {"AZUREML_ELASTIC_HISTORY", "AZUREML_ELASTIC_ROUND"}
+OF_THE_RUN = OURS | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
+OF_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
+"""An option of torchrun, for itself."""
+
+
+def worker_reports(logs: Path):
+    """What the workers wrote to standard error, by local rank."""
+    found = {}
+    for path in logs.rglob("stderr.log"):
+        for line in path.read_text().splitlines():
+            if line.startswith("["):
+                environ, argv, folder = json.loads(line)
+                kept = {name: value for name, value in environ.items() if name not in OF_THE_RUN | OF_TORCHRUN}
+                found[path.parent.name] = (kept, environ.keys() - OF_TORCHRUN - OURS, argv, folder)
+    return found
+
+
+def test_torchruns_workers_and_warm_ones_are_equal(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    environ = {**ENVIRON, "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--role=worker"]
+    torchrun += [f"--log-dir={tmp_path / 'torchrun'}", "--redirects=3", "--tee=1", str(script), "--x", "1"]
+    plain = subprocess.run(torchrun, env=environ, capture_output=True, text=True, timeout=500, check=False)
+    ours = subprocess.run(
+        [sys.executable, str(HERE / "node.py"), str(script), str(tmp_path)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert ours.returncode == 0, ours.stderr
+    said = [line for line in ours.stdout.splitlines() if not line.startswith("[")]
+    assert said == ["warm True {0: -15, 1: 3}", "cold False {0: -15, 1: 3}"], ours.stderr
+    expected = worker_reports(tmp_path / "torchrun")
+    assert sorted(expected) == ["0", "1"], plain.stderr
+    for name in ("warm", "cold"):
+        assert worker_reports(tmp_path / name) == expected
+    prefixed = sorted(line for line in plain.stdout.splitlines() if line.startswith("[worker"))
+    assert prefixed == ["[worker0]:rank 0 of 2", "[worker1]:rank 1 of 2"]
+    assert sorted(line for line in ours.stdout.splitlines() if line.startswith("[")) == sorted(prefixed * 2)

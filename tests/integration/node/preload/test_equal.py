@@ -1,0 +1,143 @@
+"""A script cannot tell whether it was started by the warm process or by torch.
+
+Everything that it can see must be equal but for: process ids, the parent, ``/proc/self/cmdline``, ``sys.modules``, the
+garbage collector's frozen objects, string hashes (which workers of a node share), one more frame below the script's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+
+import pytest
+
+from tests.support.paths import SUPPORT
+from tests.support.preload.starting import ENVIRON, run_cold, run_warm, warm_process
+
+HERE = SUPPORT / "preload"
+pytestmark = pytest.mark.timeout(600)  # new processes that import torch, on machines of any speed
+
+PROBES = [name for name in runpy.run_path(str(HERE / "probe.py"))["PROBES"] if name not in {"draw", "recurse", "wait"}]
+
+
+@pytest.fixture(scope="module")
+def warm():
+    process = warm_process(os.path.relpath(HERE / "probe.py"), "--x", "1")
+    assert process.wait_ready(120), process.refusal
+    yield process
+    process.close()
+
+
+def environment(probe):
+    return {**ENVIRON, "RANK": probe, "AZUREML_ELASTIC_ROUND": "1"}
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_everything_that_a_script_sees_is_equal(warm, tmp_path, probe):
+    if probe == "a hook that fails" and sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 shows one frame of ours")
+    environ = environment(probe)
+    forked = run_warm(warm, environ, tmp_path, "warm")
+    started = run_cold(warm.command, environ, tmp_path, "cold")
+    if forked.stdout.startswith("{"):
+        assert json.loads(forked.stdout) == json.loads(started.stdout)
+    assert forked == started
+
+
+def test_workers_draw_numbers_of_their_own(warm, tmp_path):
+    drawn = [json.loads(run_warm(warm, environment("draw"), tmp_path, str(i)).stdout) for i in range(2)]
+    for one, other in zip(*drawn, strict=True):
+        assert one != other
+
+
+def test_one_frame_more_is_all_that_the_stack_holds(warm, tmp_path):
+    forked = run_warm(warm, environment("recurse"), tmp_path, "warm")
+    started = run_cold(warm.command, environment("recurse"), tmp_path, "cold")
+    assert int(started.stdout) - int(forked.stdout) in (0, 1, 2)  # it takes room on two stacks
+
+
+def test_a_module_with_packages_of_its_own(tmp_path, monkeypatch):
+    """Also without ``-u``, from a working directory that is the module's."""
+    package = tmp_path / "own" / "deep"
+    package.mkdir(parents=True)
+    (tmp_path / "own" / "__init__.py").write_text("print('package', __name__)\n")
+    (package / "__init__.py").write_text("")
+    (package / "part.py").write_text("import json\nLOADED = __name__\n")
+    (package / "main.py").write_text(
+        "'''Documentation.'''\n"
+        "import sys, inspect\n"
+        "from . import part\n"
+        "number: int = 1\n"
+        "main = vars(sys.modules['__main__'])\n"
+        "print(__name__, __doc__, __package__, __spec__.name, __file__, sys.argv, sys.orig_argv, sys.path)\n"
+        "print(part.LOADED)\n"
+        "print(sorted(main), main['__annotations__'], inspect.stack()[-1].filename)\n"
+        "print(sorted(name for name in sys.modules if name.startswith('own')))\n"
+        "1 / 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    process = warm_process("own.deep.main", "a b", "", kind="module", options=("-W", "default"))
+    try:
+        assert process.wait_ready(120), process.refusal
+        forked = run_warm(process, ENVIRON, tmp_path, "warm")
+        started = run_cold(process.command, ENVIRON, tmp_path, "cold")
+        assert forked == started
+        assert "ZeroDivisionError" in forked.stderr
+        (package / "main.py").unlink()
+        forked = run_warm(process, ENVIRON, tmp_path, "warm")
+        assert forked == run_cold(process.command, ENVIRON, tmp_path, "cold")
+        assert "No module named own.deep.main" in forked.stderr
+    finally:
+        process.close()
+
+
+NOISY = """
+import os, sys, warnings
+print("imported")
+print("as an error", file=sys.stderr)
+warnings.warn("at the import", stacklevel=1)
+os.environ["NOISY"] = "1"
+"""
+
+RANKED = "import os\nRANK = os.environ.get('RANK')\n"
+
+
+def test_scripts_that_change_and_what_imports_leave_behind(tmp_path, monkeypatch):
+    """Imports that print, set variables or read the rank; then scripts that are broken, or gone."""
+    site = tmp_path / "site"
+    (site / "noisy-1.dist-info").mkdir(parents=True)
+    (site / "noisy.py").write_text(NOISY)
+    (site / "ranked.py").write_text(RANKED)
+    script = tmp_path / "script.py"
+    (tmp_path / "local.py").write_text("import noisy\n")
+    environ = {**ENVIRON, "PYTHONPATH": os.pathsep.join([str(site), *sys.path[-1:]]), "RANK": "5"}
+    monkeypatch.chdir(tmp_path)
+    texts = {
+        "imports": "import local, ranked, no_such_module_here\n",
+        "fails later": "import os, ranked, local\nprint(ranked.RANK, os.environ['NOISY'])\nf = {}['a']\n",
+        "syntax": "print(1\n",
+        "encoding": b"# \xff\n",
+        "empty": "",
+    }
+    script.write_text("import local, ranked\n")
+    process = warm_process("script.py", environ=environ)
+    try:
+        assert process.wait_ready(120), process.refusal
+        for name, text in texts.items():
+            script.write_bytes(text if isinstance(text, bytes) else text.encode())
+            forked = run_warm(process, environ, tmp_path, "warm")
+            started = run_cold(process.command, environ, tmp_path, "cold")
+            if name == "fails later":
+                assert "5 1" in forked.stdout
+            if "local" in str(text):
+                assert sorted(forked.stdout.split("\n")) == sorted(started.stdout.split("\n")), name
+                assert sorted(forked.stderr.split("\n")) == sorted(started.stderr.split("\n")), name
+                assert forked.code == started.code
+        script.unlink()
+        forked = run_warm(process, environ, tmp_path, "warm")
+        assert forked == run_cold(process.command, environ, tmp_path, "cold")
+        assert forked.code == 2
+    finally:
+        process.close()

@@ -1,0 +1,162 @@
+"""The command line against a workspace: what became of a run, its logs and outputs, its end."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, SupervisionPolicy
+from azureml_elastic.cli import app
+from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
+from tests.support.paths import SAMPLES
+from tests.support.waiting import until
+
+SAMPLE = SAMPLES / "digits.py"
+
+
+JOB = """
+type: command
+code: src
+command: python digits.py --epochs ${{inputs.epochs}}
+environment: azureml:anything@latest
+compute: azureml:cluster
+inputs: {epochs: 9}
+elastic: {max_instance_count: 2}
+"""
+ANOTHER_PROCESS = """
+import sys, time
+from azure.ai.ml import MLClient, command
+from azure.identity import DefaultAzureCredential
+client = MLClient(DefaultAzureCredential(), "00000000-0000-0000-0000-0000000000aa", "local", "local")
+job = client.jobs.create_or_update(command(command="sleep 1000", environment="x@latest", compute="spot"))
+while (status := client.jobs.get(job.name).status) not in ("Failed", "Completed"):
+    time.sleep(0.1)
+print(status)
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def run(project):
+    shutil.copy(SAMPLE, project / "src")
+    runner = CliRunner()
+
+    def invoke(*words):
+        return runner.invoke(app, list(words))
+
+    return invoke
+
+
+def make(epochs=2, delay=0.05, most=2, **fields):
+    return ElasticCommandJob(
+        code="src",
+        command=f"python digits.py --epochs {epochs} --step-delay {delay}",
+        environment="anything@latest",
+        **{"compute": "cluster", "resources": ElasticResources(max_instance_count=most), **fields},
+    )
+
+
+def configure(workspace):
+    Path("config.json").write_text(json.dumps(dict(workspace.config)))
+
+
+def test_a_run_is_watched_read_and_downloaded(run):
+    with LocalWorkspace() as workspace:
+        configure(workspace)
+        job = workspace.ml_client.jobs.create_or_update(make())
+        assert workspace.wait(job.name, 120) == "Completed"
+        shown = run("status", job.name)
+        assert shown.exit_code == 0, shown.output
+        assert "node_0" in shown.output
+        assert shown.output.count("Completed") == 3
+        shown = run("logs", job.name, "--node", "node_1")
+        assert shown.exit_code == 0, shown.output
+        shown = run("download", job.name, "--to", "there")
+        assert shown.exit_code == 0, shown.output
+        assert list(Path("there").rglob("manifest.json"))
+        shown = run("cancel", job.name)
+        assert "has ended already" in shown.output
+        shown = run("status", "no-such-run")
+        assert shown.exit_code == 2
+        assert "give the run 'no-such-run'" in shown.output
+        shown = run("logs", job.name, "--node", "node_7")
+        assert "has no node 'node_7'. There are: node_0, node_1" in shown.output
+
+
+def test_a_file_is_shown_submitted_and_followed(run):
+    Path("job.yml").write_text(JOB)
+    with LocalWorkspace() as workspace:
+        configure(workspace)
+        shown = run("submit", "job.yml", "--set", "inputs.epochs=1", "--dry-run")
+        assert shown.exit_code == 0, shown.output
+        assert "node_1:" in shown.output
+        assert "start.py" in shown.output
+        assert not list(workspace.ml_client.jobs.list())
+        submitted = run("submit", "job.yml", "--set", "inputs.epochs=1", "--stream")
+        assert submitted.exit_code == 0, submitted.output
+        (job,) = workspace.ml_client.jobs.list()
+        assert job.name in submitted.stdout
+        assert run("status", job.name).output.count("Completed") == 3
+        wrong = run("submit", "job.yml", "--set", "elastic.max_instance_count=0")
+        assert wrong.exit_code == 2
+        assert "max_instance_count" in wrong.output
+
+
+def test_a_command_runs_in_a_workspace_of_its_own(run, project):
+    """Another process finds the workspace and its login by nothing but the environment and config.json."""
+    (project / "submit.py").write_text(ANOTHER_PROCESS)
+    words = ["workspace", "start", "--pool", "spot=2", "--evict", "0@1s/0s", "--", sys.executable, "submit.py"]
+    command = [sys.executable, "-c", "from azureml_elastic.cli import main; main()", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "FAILED" in done.stdout.upper()
+    wrong = run("workspace", "start", "--pool", "spot", "--", "true")
+    assert wrong.exit_code == 2
+    assert "'spot' is no pool" in wrong.output
+    wrong = run("workspace", "start", "--evict", "x", "--", "true")
+    assert "'x' is no eviction" in wrong.output
+    Path("config.json").write_text("{}")
+    wrong = run("workspace", "start")
+    assert "exists already" in wrong.output
+
+
+def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_all_its_jobs(run):
+    machines = {"spot": Pool(nodes=1, refill_s=math.inf), "dedicated": Pool(nodes=1, tier="dedicated")}
+    pools = (NodePool("spot", max_instance_count=1), NodePool("dedicated", max_instance_count=1))
+    policy = SupervisionPolicy(by_nodes=False, interval=1, fallback_after=1, retry_after=1)
+    job = make(epochs=200, compute=pools, resources=ElasticResources(max_instance_count=1), supervision=policy)
+    with LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)]) as workspace:
+        configure(workspace)
+        client = workspace.ml_client
+        submitted = client.jobs.create_or_update(job)
+        assert workspace.wait(submitted.name, 120) == "Failed"
+        with Path("watched.txt").open("w") as out:
+            command = [sys.executable, "-c", "from azureml_elastic.cli import main; main()"]
+            watching = subprocess.Popen([*command, "supervise", submitted.name, "--every", "1"], stdout=out, stderr=out)
+        try:
+            name = f"{submitted.name}-dedicated-0"
+            until(lambda: name in [job.name for job in client.jobs.list()])
+            (node,) = client.jobs.list(parent_job_name=name)
+            until(lambda: "continuing after step" in workspace.log(node.name))
+            shown = run("status", submitted.name)
+            assert "dedicated_0" in shown.output
+            # By the name of a job that came later it is the same run.
+            assert f"{submitted.name}: Failed" in run("status", name).output
+            wrong = run("supervise", name, "--once", "--budget", "5")
+            assert wrong.exit_code == 2
+            assert f"and the run '{submitted.name}' was submitted without" in " ".join(wrong.output.split())
+            shown = run("cancel", submitted.name)
+            assert f"cancelling {name}" in shown.output, shown.output
+            assert watching.wait(60) == 1, Path("watched.txt").read_text()
+        finally:
+            watching.kill()
+            watching.wait()
+    watched = Path("watched.txt").read_text()
+    assert f"submitted {submitted.name}-spot-1: a node was lost" in watched
+    assert f"submitted {name}: nodes of spot do not come" in watched
+    assert "The run was cancelled." in watched

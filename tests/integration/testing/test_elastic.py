@@ -1,0 +1,77 @@
+"""An elastic job, submitted as it would be to Azure ML: nothing in it names this machine."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from azureml_elastic import ElasticCommandJob, ElasticResources
+from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.ledger.summary import Paths, audit_folder
+from azureml_elastic.submit import ElasticCommandJob as Registered
+from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
+from tests.support.paths import SAMPLES
+
+SAMPLE = SAMPLES / "digits.py"
+EVICTIONS = [Eviction(node=1, at_step=15), Eviction(node=0, at_step=25, notice_s=0)]
+
+
+def make(placement, least=1, most=3):
+    assert Registered is ElasticCommandJob
+    return ElasticCommandJob(
+        code="src",
+        command="python digits.py --epochs 3 --step-delay 0.15",
+        environment="anything@latest",
+        compute="cluster",
+        resources=ElasticResources(min_instance_count=least, max_instance_count=most, placement=placement),
+        audit=True,
+    )
+
+
+@pytest.fixture(autouse=True)
+def digits(project):
+    shutil.copy(SAMPLE, project / "src")
+
+
+def accuracy(text):
+    (line,) = [line for line in text.splitlines() if "accuracy" in line]
+    return float(line.split("accuracy ")[1].split()[0])
+
+
+def audited(folder):
+    """Bring together what all machines had on their disks, those of the evicted ones too, and audit it."""
+    paths = Paths.of(folder / "together")
+    for disk in folder.glob("nodes/*/work/outputs/azureml-elastic"):
+        shutil.copytree(disk, paths.run_dir, dirs_exist_ok=True)
+    return audit_folder(paths, read_events(paths.events))
+
+
+@pytest.mark.parametrize("placement", ["fan_out", "service"])
+def test_a_job_loses_two_nodes_and_completes(placement, tmp_path):
+    with LocalWorkspace(evictions=EVICTIONS, folder=tmp_path / "workspace") as workspace:
+        client = workspace.ml_client
+        job = client.jobs.create_or_update(make(placement, least=2 if placement == "service" else 1))
+        client.jobs.stream(job.name)
+        assert client.jobs.get(job.name).status == "Completed"
+        assert len(workspace.evicted) == 2
+        children = list(client.jobs.list(parent_job_name=job.name))
+        if placement == "fan_out":
+            assert [child.status for child in children] == ["Failed", "Failed", "Completed"]
+        last = children[-1].name if children else job.name
+        assert accuracy(workspace.log(last)) > 0.5
+        client.jobs.download(last, all=True)
+    assert audited(tmp_path / "workspace").exactly_once
+    kept = list(Path("named-outputs/azureml_elastic_checkpoints").rglob("manifest.json"))
+    assert any("step-000000000069" in str(path) for path in kept)
+    assert list(Path("artifacts/outputs/azureml-elastic/events").glob("*.jsonl"))
+
+
+def test_a_gang_that_the_service_starts_again_goes_on_from_its_checkpoint():
+    eviction = Eviction(node=1, at_step=15)
+    with LocalWorkspace(evictions=[eviction], pools={"cluster": Pool(nodes=2)}, requeue=True) as workspace:
+        job = workspace.ml_client.jobs.create_or_update(make("gang", most=2, least=2))
+        assert workspace.wait(job.name, 200) == "Completed", workspace.log(job.name)
+        text = workspace.log(job.name)
+    starts = [int(line.rpartition(" ")[2]) for line in text.splitlines() if "continuing after step" in line]
+    assert 0 in starts
+    assert max(starts) >= 15

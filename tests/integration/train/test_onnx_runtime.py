@@ -1,0 +1,81 @@
+"""The sample for ONNX Runtime: with a module that has its interface, and without any."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from azureml_elastic import train
+from azureml_elastic.config import environment as names
+from tests.support.paths import SAMPLES
+
+SAMPLE = SAMPLES / "onnx_runtime.py"
+
+STAND_IN = '''
+"""A module with the interface of ONNX Runtime's: parameters and state have the names of the wrapped model."""
+from torch import nn
+
+
+class ORTModule(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        object.__setattr__(self, "inner", module)
+        for name, child in module.named_children():
+            self.add_module(name, child)
+
+    def forward(self, *arguments):
+        print("forward by the stand-in", flush=True)
+        return self.inner(*arguments)
+'''
+
+
+def run(folder, path, epochs):
+    outside = {names.__dict__[name] for name in names.__all__} | {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    environment = {name: value for name, value in os.environ.items() if name not in outside}
+    environment["PYTHONPATH"] = os.pathsep.join([str(path), str(Path(train.__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, SAMPLE, "--epochs", str(epochs)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (
+            "raise ImportError('made for another torch')",
+            "trained by PyTorch, for ONNX Runtime cannot be used (made for",
+        ),
+        (STAND_IN, "trained by ONNX Runtime"),
+    ],
+)
+def test_the_sample_trains_and_goes_on(tmp_path, module, said):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "torch_ort.py").write_text(module)
+    first = run(tmp_path, tmp_path / "site", 1)
+    assert said in first
+    assert ("forward by the stand-in" in first) == (module is STAND_IN)
+    assert "epoch 0 step 20" in first
+    second = run(tmp_path, tmp_path / "site", 3)
+    assert "continuing after step 20" in second
+    assert float(second.splitlines()[-1].split()[-2]) > 0.5
+
+
+def test_a_checkpoint_of_one_continues_in_the_other(tmp_path):
+    (tmp_path / "with").mkdir()
+    (tmp_path / "with" / "torch_ort.py").write_text(STAND_IN)
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "torch_ort.py").write_text("raise ImportError")
+    run(tmp_path, tmp_path / "with", 1)
+    assert "continuing after step 20" in run(tmp_path, tmp_path / "without", 2)

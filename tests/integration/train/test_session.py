@@ -1,0 +1,466 @@
+"""A session by itself: one process, no agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from azureml_elastic import train
+from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan
+from azureml_elastic.config import environment as names
+from azureml_elastic.distributed.process import Environment
+from azureml_elastic.errors import CheckpointDamaged, PlanError, UsageError
+from tests.support.paths import SAMPLES
+from tests.support.train import workers
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in (*names.__all__,):
+        monkeypatch.delenv(getattr(names, name), raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Numbers(Dataset):
+    """Sample i is the number i; negative length is never asked for."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), {"id": index, "pair": (index, index + 1)}
+
+
+class Loop:
+    """A training loop that can be stopped anywhere."""
+
+    def __init__(self, folder, *, every_steps=None, length=20, global_batch_size=6, keep=2, **options):
+        self.folder, self.every_steps = folder, every_steps
+        self.run = train.start(workers.policy(folder, every_steps, keep))
+        self.model = self.run.wrap(nn.Linear(1, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.run.track(model=self.model, optimizer=self.optimizer)
+        self.loader = self.run.loader(Numbers(length), global_batch_size=global_batch_size, **options)
+        self.seen = []
+
+    def __enter__(self):
+        self.run.__enter__()
+        return self
+
+    def __exit__(self, *details):
+        self.run.__exit__(*details)
+
+    def one(self, batch):
+        x, extra = batch
+        self.run.backward(self.model(x).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seen.append(extra["id"].tolist())
+        self.run.step()
+
+    def steps(self, epochs, stop=None):
+        for _ in self.run.epochs(epochs):
+            for batch in self.loader:
+                self.one(batch)
+                if self.run.steps == stop:
+                    workers.wait_for_commit(self.folder, stop // self.every_steps * self.every_steps)
+                    raise KeyboardInterrupt
+
+
+def samples(windows):
+    return sorted(sample for window in windows for sample in window)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "prefetch_factor": 4}])
+def test_an_interrupted_epoch_goes_on_where_the_checkpoint_was(tmp_path, options):
+    with Loop(tmp_path / "whole") as loop:
+        loop.steps(2)
+    whole = loop.seen
+    assert [samples(whole[:4]), samples(whole[4:])] == [list(range(20))] * 2
+    with pytest.raises(KeyboardInterrupt), Loop(tmp_path / "cut", every_steps=2, **options) as first:
+        first.steps(2, stop=7)
+    with Loop(tmp_path / "cut", **options) as second:
+        assert (second.run.steps, second.run.epoch) == (6, 1)
+        second.steps(2)
+    assert first.seen[:6] + second.seen == whole
+    with Loop(tmp_path / "cut") as third:
+        third.steps(2)
+        assert third.run.steps == 8
+    assert third.seen == []
+
+
+def test_an_epoch_that_was_trained_but_not_left_is_entered_once_more(tmp_path):
+    entered = []
+    with pytest.raises(KeyboardInterrupt), Loop(tmp_path, every_steps=4) as loop:
+        loop.steps(2, stop=4)
+    with Loop(tmp_path) as loop:
+        for epoch in loop.run.epochs(2):
+            entered.append((epoch, len(loop.seen)))
+            for batch in loop.loader:
+                loop.one(batch)
+    assert entered == [(0, 0), (1, 0)]
+    assert samples(loop.seen) == list(range(20))
+
+
+def test_a_loop_that_is_empty_since_it_was_trained_before_is_told_once(tmp_path, caplog):
+    with pytest.raises(KeyboardInterrupt), Loop(tmp_path, every_steps=4) as loop:
+        loop.steps(2, stop=4)
+    with Loop(tmp_path) as loop:
+        for _ in loop.run.epochs(3):
+            for _ in range(2):  # the second pass is empty, and no news
+                for batch in loop.loader:
+                    loop.one(batch)
+    told = [record.getMessage() for record in caplog.records if "has no batch left" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("The loader 'train' has no batch left in epoch 0")
+
+
+def test_leaving_an_epoch_early_begins_the_next_one_at_its_start(tmp_path):
+    with Loop(tmp_path) as loop:
+        for _ in loop.run.epochs(2):
+            for batch in loop.loader:
+                loop.one(batch)
+                break
+    assert loop.run.steps == 2
+    assert len(loop.seen[1]) == 6
+
+
+def test_without_epochs_each_pass_over_the_loader_is_an_epoch(tmp_path):
+    with Loop(tmp_path) as loop:
+        assert len(loop.loader) == 4
+        for _ in range(2):
+            for batch in loop.loader:
+                loop.one(batch)
+    assert [samples(loop.seen[:4]), samples(loop.seen[4:])] == [list(range(20))] * 2
+    assert loop.seen[:4] != loop.seen[4:]
+
+
+def test_a_batch_keeps_its_structure(tmp_path):
+    with Loop(tmp_path, shuffle=False) as loop:
+        x, extra = next(iter(loop.loader))
+        assert x.shape == (6, 1)
+        assert extra["pair"][1].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("misuse", "text"),
+    [
+        (lambda loop: [None for _ in loop.loader], r"run\.step\(\) was not called"),
+        (lambda loop: loop.run.step(), "without a batch"),
+        (lambda loop: loop.run.backward(torch.ones(())), "no batch"),
+        (lambda loop: loop.run.track(model=loop.model), "was called before"),
+        (lambda loop: loop.run.loader(Numbers(3), global_batch_size=2), "was called before"),
+        (lambda loop: [loop.run.backward(torch.ones(3)) for _ in loop.loader], "has 3 values"),
+        (lambda loop: (loop.run.finish(), loop.run.step()), r"after run\.finish"),
+    ],
+)
+def test_misuse_is_explained(tmp_path, misuse, text):
+    with pytest.raises(UsageError, match=text), Loop(tmp_path) as loop:
+        misuse(loop)
+
+
+def test_a_measurement_after_the_end_is_refused(tmp_path):
+    if dist.is_initialized():  # left by a session that has failed
+        dist.destroy_process_group()
+    with Loop(tmp_path) as loop:
+        pass
+    with pytest.raises(UsageError, match="has ended"):
+        loop.run.evaluate(lambda batch: {"sum": batch[0].sum()}, Numbers(3), batch_size=2)
+
+
+def test_options_of_the_loader_that_are_ours_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="batch_size"):
+        Loop(tmp_path, batch_size=3)
+
+
+def test_steps_without_tracked_objects_are_refused(tmp_path):
+    with train.start(workers.policy(tmp_path)) as run, pytest.raises(UsageError, match="track"):
+        run.step()
+
+
+@pytest.mark.parametrize(
+    ("tracked", "text"),
+    [
+        (lambda: {"thing": object()}, "state_dict"),
+        (lambda: {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "belong to one tracked module"),
+        (lambda: {"a/b": nn.Linear(1, 1)}, "'/'"),
+    ],
+)
+def test_what_cannot_be_tracked_is_explained(tmp_path, tracked, text):
+    with train.start(workers.policy(tmp_path)) as run, pytest.raises(UsageError, match=text):
+        run.track(**tracked())
+
+
+def test_a_checkpoint_that_does_not_fit_is_explained(tmp_path):
+    with Loop(tmp_path) as loop:
+        loop.steps(1)
+    with pytest.raises(UsageError, match="global_batch_size was 6 and is 5"):
+        Loop(tmp_path, global_batch_size=5).run.finish()
+    for tracked, text in [
+        ({"other": nn.Linear(1, 1)}, r"holds \['model', 'optimizer'\].* tracks \['other'\]"),
+    ]:
+        with train.start(workers.policy(tmp_path)) as run, pytest.raises(UsageError, match=text):
+            run.track(**tracked)
+    with train.start(workers.policy(tmp_path)) as run:
+        model = run.wrap(nn.Linear(2, 1))
+        with pytest.raises(UsageError, match="does not fit"):
+            run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
+        lambda parameters: torch.optim.AdamW([{"params": list(parameters), "lr": 0.2}]),
+        lambda parameters: torch.optim.RMSprop(parameters, centered=True),
+    ],
+)
+def test_optimizers_and_whatever_has_a_state_come_back(tmp_path, make):
+    class Ema:
+        def __init__(self):
+            self.state = {"mean": torch.zeros(3), "best": float("inf"), 3: (1, b"x")}
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    def build(run):
+        torch.manual_seed(run.steps)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model[0].bias.requires_grad_(False)
+        model = run.wrap(model)
+        optimizer = make(model.parameters())
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return model, optimizer, plateau, Ema()
+
+    with train.start(workers.policy(tmp_path)) as run:
+        model, optimizer, plateau, ema = build(run)
+        run.track(model=model, optimizer=optimizer, plateau=plateau, ema=ema)
+        for step in range(3):
+            model(torch.full((2, 3), float(step))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plateau.step(1.0)
+            ema.state["mean"] += 1
+            run.step()
+    with train.start(workers.policy(tmp_path)) as run:
+        model2, optimizer2, plateau2, ema2 = build(run)
+        run.track(model=model2, optimizer=optimizer2, plateau=plateau2, ema=ema2)
+        assert run.steps == 3
+    for left, right in zip(model.parameters(), model2.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert str(optimizer.state_dict()) == str(optimizer2.state_dict())
+    assert plateau.state_dict() == plateau2.state_dict()
+    assert str(ema.state) == str(ema2.state)
+
+
+def test_old_checkpoints_are_removed_and_the_chain_is_kept(tmp_path):
+    with Loop(tmp_path, every_steps=1, keep=3) as loop:
+        loop.steps(2)
+    kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert [name[:17] for name in kept] == ["step-000000000006", "step-000000000007", "step-000000000008"]
+    newest = json.loads((tmp_path / "latest.json").read_text())["directory"]
+    assert newest in kept
+    for name in kept:
+        assert (tmp_path / name / "manifest.json").exists()
+
+
+def test_half_a_step_is_never_saved(tmp_path, caplog):
+    with Loop(tmp_path, every_steps=1) as loop:
+        for _ in loop.run.epochs(1):
+            for batch in loop.loader:
+                if loop.run.steps == 2:
+                    loop.run.backward(loop.model(batch[0]).square().mean())
+                    loop.optimizer.step()
+                    break
+                loop.one(batch)
+            break
+    assert "that step is not saved" in caplog.text
+    whole = [parameter.clone() for parameter in loop.model.parameters()]
+    with Loop(tmp_path) as again:
+        assert again.run.steps == 2
+        for before, after in zip(whole, again.model.parameters(), strict=True):
+            assert not torch.equal(before, after)
+        again.steps(1)
+    assert [len(ids) for ids in again.seen] == [6, 2]
+
+
+def test_a_script_that_stops_early_saves_only_when_it_says_so(tmp_path):
+    code = """
+import atexit, sys, torch
+from pathlib import Path
+from torch.utils.data import TensorDataset
+from azureml_elastic import train
+from azureml_elastic.config import CheckpointPolicy
+def last():
+    threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+    print("left:", *[name for name in threads if "gloo" in name])
+atexit.register(last)
+run = train.start(CheckpointPolicy(path=sys.argv[1], every=None))
+model = run.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.track(model=model, optimizer=optimizer)
+print("resumed at", run.steps, flush=True)
+for _ in run.epochs(1):
+    for (x,) in run.loader(TensorDataset(torch.ones(8, 1)), global_batch_size=2):
+        run.backward(model(x).mean())
+        optimizer.step()
+        run.step()
+        if run.steps == int(sys.argv[2]):
+            if sys.argv[3] == "finish":
+                run.finish()
+            sys.exit(0)
+"""
+
+    def resumed(stop: int, how: str) -> str:
+        command = [sys.executable, "-c", code, str(tmp_path), str(stop), how]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert result.returncode == 0, (result.returncode, result.stderr)
+        first, last = result.stdout.splitlines()
+        assert last.split() == ["left:"]  # a thread of gloo's that outlives the interpreter ends the process with -6
+        return first
+
+    assert resumed(2, "exit") == "resumed at 0"
+    assert resumed(3, "finish") == "resumed at 0"
+    assert resumed(99, "exit") == "resumed at 3"
+    assert resumed(99, "exit") == "resumed at 4"
+
+
+def test_exports_are_sorted_and_there():
+    assert train.__all__ == sorted(train.__all__, key=lambda name: (not name.isupper(), name))
+    for name in train.__all__:
+        assert hasattr(train, name)
+
+
+def test_the_audit_says_what_each_step_has_trained(tmp_path, monkeypatch):
+    monkeypatch.setenv(names.RUN_DIR, str(tmp_path))
+    plan = Plan(resources=ElasticResources(max_instance_count=1), audit=True)
+    monkeypatch.setenv(names.PLAN, plan.to_json())
+    with Loop(tmp_path / "c") as loop:
+        loop.steps(1)
+    lines = (tmp_path / "samples" / "round-0.rank-0.jsonl").read_text().splitlines()
+    expected = []
+    for step, ids in enumerate(loop.seen, 1):
+        begun = {"round": 0, "step": step, "loader": "train", "epoch": 0, "of": 20, "ids": ids}
+        expected += [begun, {"round": 0, "step": step, "done": True}]
+    assert [json.loads(line) for line in lines] == expected
+
+
+def test_a_pointer_that_names_nothing_is_damage(tmp_path):
+    (tmp_path / "latest.json").write_text("{}")
+    with train.start(workers.policy(tmp_path)) as run:
+        with pytest.raises(Exception, match=r"latest\.json") as caught:
+            run.track(model=nn.Linear(1, 1))
+        assert "does not name a checkpoint" in str(caught.value)
+        (tmp_path / "latest.json").write_text('{"directory": "gone", "step": 1, "digest": "x"}')
+        with pytest.raises(CheckpointDamaged, match="gone"):
+            run.track(model=nn.Linear(1, 1))
+
+
+def test_wall_time_brings_checkpoints(tmp_path):
+    policy = CheckpointPolicy(path=str(tmp_path), every=1e-6)
+    with train.start(policy) as run:
+        run.track(model=nn.Linear(1, 1))
+        for step in range(1, 4):
+            run.step()
+            workers.wait_for_commit(tmp_path, step)
+
+
+def test_the_environment_is_read_and_checked(tmp_path):
+    plan = Plan(resources=ElasticResources(max_instance_count=2), checkpoint=CheckpointPolicy(path="/p", keep=5))
+    world = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    read = Environment.read({**world, names.PLAN: plan.to_json(), names.ROUND: "4"})
+    assert (read.identity.rank, read.identity.world_size, read.identity.round) == (1, 2, 4)
+    assert read.policy(None) == plan.checkpoint
+    assert read.policy(CheckpointPolicy(keep=3)) == CheckpointPolicy(path="/p", keep=3)
+    assert Environment.read({}).policy(None).path == "./checkpoints"
+    assert Environment.read({names.RUN_DIR: "/r"}).policy(None).path == "/r/checkpoints"
+    with pytest.raises(UsageError, match="RANK='x'"):
+        Environment.read({"RANK": "x"})
+    with pytest.raises(UsageError, match="MASTER_ADDR"):
+        Environment.read({"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(PlanError, match="not JSON"):
+        Environment.read({names.PLAN: "{"})
+    with pytest.raises(PlanError, match=names.ROUND):
+        Environment.read({names.CHANNEL: "/s"})
+
+
+def digits(tmp_path, *arguments):
+    command = [sys.executable, str(SAMPLES / "digits.py"), "--epochs", "2", *arguments]
+    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_sample_survives_sigterm_and_learns(tmp_path):
+    process = digits(tmp_path, "--step-delay", "0.2")
+    try:
+        for line in process.stdout:
+            if " step 1 " in line:
+                os.kill(process.pid, signal.SIGTERM)
+                break
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == train.EXIT_TERMINATED
+    step = json.loads((tmp_path / "checkpoints" / "latest.json").read_text())["step"]
+    assert 1 <= step < 46
+    second = digits(tmp_path)
+    output, errors = second.communicate(timeout=60)
+    assert second.returncode == 0, errors
+    assert f"continuing after step {step}" in output
+    assert "after 46 steps" in output
+    third = digits(tmp_path)
+    again, errors = third.communicate(timeout=60)
+    assert third.returncode == 0, errors
+    assert "continuing after step 46" in again
+    assert again.splitlines()[-1] == output.splitlines()[-1]
+
+
+FAILING = """
+import atexit, os, torch
+from azureml_elastic import train
+
+class Abort:
+    def __del__(self):  # as threads of torch do at that time, now and then
+        os.abort()
+
+abort = Abort()
+atexit.register(print, "said at exit")
+"""
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        "run = train.start()\nrun.track(model=torch.nn.Linear(1, 1))\nrun.step()\nraise RuntimeError('it failed')",
+        "with train.start() as run:\n run.track(model=torch.nn.Linear(1, 1))\n raise RuntimeError('it failed')",
+    ],
+    ids=["open", "block"],
+)
+def test_a_script_that_fails_commits_nothing_at_its_end(tmp_path, session):
+    script = tmp_path / "script.py"
+    script.write_text(FAILING + session)
+    failed = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert failed.returncode == 1, failed.stderr
+    assert "RuntimeError: it failed" in failed.stderr
+    assert failed.stdout == "said at exit\n"
+    assert list((tmp_path / "checkpoints").iterdir()) == []

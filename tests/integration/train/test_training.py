@@ -1,0 +1,256 @@
+"""A session's loaders, accumulation, evaluation: one process, and several."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from azureml_elastic import train
+from azureml_elastic.config import ElasticResources, FixedGlobalBatch, FixedPerWorkerBatch, Plan
+from azureml_elastic.distributed.data_parallel import ElasticDataParallel
+from azureml_elastic.errors import UsageError
+from tests.support.train import training, workers
+from tests.support.worlds import World
+
+EXACT = FixedGlobalBatch(logical_workers=4, reduce="exact")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    training.forget_environment(monkeypatch)
+    yield
+    while Run.made:
+        Run.made.pop().__exit__(KeyboardInterrupt, None, None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Run:
+    made: ClassVar = []
+
+    def __init__(self, folder, policy=None, **options):
+        self.run = train.start(workers.policy(folder), batch=policy)
+        Run.made.append(self.run)
+        self.model = self.run.wrap(nn.Linear(1, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, **options)
+        self.run.track(model=self.model, optimizer=self.optimizer)
+
+    def loader(self, length=20, global_batch_size=6, **options):
+        return self.run.loader(
+            TensorDataset(torch.arange(float(length)).unsqueeze(1)), global_batch_size=global_batch_size, **options
+        )
+
+    def loss(self, x):
+        return self.model(x).square().mean()
+
+
+def test_the_optimizer_must_not_step_before_the_last_micro_batch(tmp_path):
+    this = Run(tmp_path)
+    before = this.model.module.weight.detach().clone()
+    for (x,) in this.loader(micro_batch_size=4):
+        this.run.backward(this.loss(x))
+        assert this.run.accumulating
+        with pytest.raises(
+            UsageError, match=r"after micro-batch 1 of the loader 'train'.*if run.accumulating: continue"
+        ):
+            this.optimizer.step()
+        with pytest.raises(UsageError, match=r"if run\.accumulating: continue"):
+            this.run.step()
+        break
+    assert torch.equal(this.model.module.weight, before)
+    this.run.finish()
+
+
+def test_several_loaders_have_a_position_each(tmp_path):
+    seen = []
+    for _ in range(3):  # as after two restarts
+        this = Run(tmp_path)
+        labelled, unlabelled = this.loader(), this.loader(30, name="unlabelled", seed=5)
+        with pytest.raises(UsageError, match="before with name='unlabelled'"):
+            this.loader(name="unlabelled")
+        stop = this.run.steps + 3
+        for epoch in this.run.epochs(2):
+            for (x,), (z,) in zip(labelled, unlabelled, strict=False):
+                if len(x) == len(z):
+                    this.run.backward(this.loss(x) + this.loss(z))
+                else:
+                    with pytest.raises(UsageError, match="different numbers of samples"):
+                        this.run.backward(this.loss(x) + this.loss(z))
+                this.optimizer.step()
+                this.optimizer.zero_grad()
+                this.run.step()
+                seen += [(epoch, "labelled", i) for i in x.flatten().tolist()]
+                seen += [(epoch, "unlabelled", i) for i in z.flatten().tolist()]
+                if this.run.steps == stop:
+                    break
+            if this.run.steps == stop:
+                break
+        this.run.finish()
+    found = Counter((epoch, kind) for epoch, kind, _ in set(seen))
+    assert len(set(seen)) == len(seen)
+    assert found == {
+        (0, "labelled"): 20,
+        (1, "labelled"): 20,
+        (0, "unlabelled"): 24,
+        (1, "unlabelled"): 24,
+    }
+
+
+def test_a_checkpoint_remembers_loaders_that_a_script_makes_later(tmp_path):
+    this = Run(tmp_path)
+    for (x,) in this.loader():
+        this.run.backward(this.loss(x))
+        this.optimizer.step()
+        this.run.step()
+        break
+    this.run.finish()
+    this = Run(tmp_path)
+    with pytest.raises(UsageError, match="global_batch_size was 6 and is 5"):
+        this.loader(global_batch_size=5)
+    assert [len(x) for (x,) in map(lambda batch: (this.run.step(), batch)[1], this.loader())] == [6, 6, 2]  # noqa: C417
+    this.run.finish()
+
+
+def test_what_cannot_be_dealt_out_is_refused(tmp_path):
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    this = Run(tmp_path, EXACT)
+    with pytest.raises(UsageError, match=r"Endless has neither a length.*train.Shards\(paths, read_one\)"):
+        this.run.loader(Endless(), global_batch_size=4)
+    with pytest.raises(UsageError, match="logical_workers=4 is above global_batch_size=3"):
+        this.loader(global_batch_size=3)
+    with pytest.raises(UsageError, match="micro_batch_size=0 is below the limit of 1"):
+        this.loader(micro_batch_size=0)
+    shards = train.Shards(range(8), lambda shard: [shard])
+    with pytest.raises(UsageError, match="micro_batch_size does not go with shards"):
+        this.run.loader(shards, global_batch_size=4, micro_batch_size=2)
+    with pytest.raises(UsageError, match="persistent_workers"):
+        this.run.loader(shards, global_batch_size=4, num_workers=1, persistent_workers=True)
+    this = Run(tmp_path / "other", EXACT)
+    this.loader()
+    with pytest.raises(UsageError, match="one training loader"):
+        this.loader(name="second")
+    this = Run(tmp_path / "third", FixedPerWorkerBatch(scaling="linear", reference_world_size=4))
+    with pytest.raises(UsageError, match="global_batch_size=6 cannot be divided by reference_world_size=4"):
+        this.loader()
+
+
+def test_exact_sums_take_one_backward_pass_a_micro_batch(tmp_path):
+    this = Run(tmp_path, EXACT)
+    for (x,) in this.loader():
+        this.run.backward(this.loss(x))
+        with pytest.raises(UsageError, match=r"one run\.backward"):
+            this.run.backward(this.loss(x))
+        break
+
+
+def test_tokens_are_counted_for_all_micro_batches_or_none(tmp_path):
+    this = Run(tmp_path)
+    for index, (x,) in enumerate(this.loader(micro_batch_size=3)):
+        if index == 0:
+            this.run.backward(this.loss(x), count=5)
+            continue
+        with pytest.raises(UsageError, match="got count= for some micro-batches"):
+            this.run.backward(this.loss(x))
+        break
+
+
+def test_gradients_that_were_there_before_are_kept(tmp_path):
+    for policy in (None, EXACT):
+        this = Run(tmp_path / str(policy is None), policy)
+        this.model.module.weight.grad = torch.full((1, 1), 7.0)
+        for (x,) in this.loader():
+            this.run.backward(0.0 * this.loss(x))
+            if not this.run.accumulating:
+                break
+        assert this.model.module.weight.grad.item() == 7.0
+
+
+def test_shards_survive_a_restart_and_their_audit_is_complete(tmp_path, monkeypatch):
+    plan = Plan(resources=ElasticResources(max_instance_count=1), audit=True).to_json()
+    environment = {"AZUREML_ELASTIC_RUN_DIR": tmp_path / "run", "AZUREML_ELASTIC_PLAN": plan}
+    lengths = [3, 9, 0, 4, 4, 12, 1, 7, 5, 5, 2, 6]
+    for number, (size, stop) in enumerate([(2, 4), (3, 8), (1, 11), (2, None)]):
+        world = World(
+            size, training.train_on_shards, tmp_path / "c", lengths, stop, **environment, AZUREML_ELASTIC_ROUND=number
+        )
+        assert {outcome.code for outcome in world.outcomes()} == ({0} if stop is None else {9})
+    audit = training.audit(tmp_path / "run")
+    assert audit.complete, audit
+    assert (audit.dataset_size, audit.epochs) == (58, 3)
+
+
+def test_a_data_set_of_hugging_face_is_one_in_shards(tmp_path):
+    this = Run(tmp_path)
+    data = training.Streaming({0: [1.0, 2.0], 1: [3.0], 2: [4.0, 5.0, 6.0]})
+    seen = []
+    for _ in this.run.epochs(2):
+        for x in this.run.loader(data, global_batch_size=3) if not seen else this.again:
+            this.run.backward(this.loss(x.float().unsqueeze(1)))
+            this.optimizer.step()
+            this.run.step()
+            seen += x.tolist()
+        this.again = []
+    assert sorted(seen) == [1, 2, 3, 4, 5, 6]
+    assert data.epochs == [0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_an_evaluation_gives_the_same_bits_at_any_world_size(world_size, tmp_path):
+    expected = World(1, training.evaluate, tmp_path / "one").values()[0]
+    found = World(world_size, training.evaluate, tmp_path / "many").values()
+    assert {json.dumps(each) for each in found} == {json.dumps(expected)}
+
+
+def test_an_evaluation_leaves_the_mode_of_each_module_alone(tmp_path):
+    this = Run(tmp_path)
+    this.model.module.eval()
+    modes = []
+    this.run.evaluate(
+        lambda _: {"x": modes.append((this.model.training, this.model.module.training, torch.is_grad_enabled())) or 1},
+        TensorDataset(torch.zeros(3, 1)),
+        batch_size=2,
+    )
+    assert modes == [(False, False, False)] * 2
+    assert (this.model.training, this.model.module.training) == (True, False)
+    with pytest.raises(UsageError, match="0 samples"):
+        this.run.evaluate(lambda _: {}, TensorDataset(torch.zeros(0, 1)), batch_size=2)
+
+
+def test_a_pass_without_gradients_involves_no_other_rank(tmp_path):
+    assert World(2, training.forward_on_rank_0, tmp_path).values() == ["passed", "waited"]
+    assert issubclass(ElasticDataParallel, nn.parallel.DistributedDataParallel)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torch; torchdata calls it
+def test_a_stateful_data_loader_serves(tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    this = Run(tmp_path)
+    loader = this.loader(loader_class=stateful, num_workers=2)
+    seen = []
+    for (x,) in loader:
+        this.run.step()
+        seen += x.flatten().tolist()
+        if this.run.steps == 2:
+            break
+    this.run.finish()
+    this = Run(tmp_path)
+    for (x,) in this.loader(loader_class=stateful):
+        this.run.step()
+        seen += x.flatten().tolist()
+    assert sorted(seen) == list(range(20))
+    shards = train.Shards(range(8), lambda shard: [float(shard)])
+    other = Run(tmp_path / "shards")
+    for x in other.run.loader(shards, global_batch_size=4, loader_class=stateful):
+        other.run.step()
+        seen += x.tolist()
+    assert sorted(seen[20:]) == list(range(8))

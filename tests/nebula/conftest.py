@@ -1,9 +1,0 @@
-"""Lets the tests start processes as those of the training side do."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "train"))

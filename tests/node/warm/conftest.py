@@ -1,8 +1,0 @@
-"""Lets test modules and the processes that they start import what lies beside them."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,147 @@
+"""Whole runs: real nodes, real workers, real losses. Everything below the command line is the production code."""
+
+from __future__ import annotations
+
+from tests.support.paths import PROGRAMS, SAMPLES
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.whole_runs import GATHERING, after_gathering
+
+from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import environment as variables
+from azureml_elastic.ledger.summary import Report
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
+
+TRAINING = PROGRAMS
+PROGRAM = str(TRAINING / "chaos_train.py")
+SIGTERM_EXIT = 143
+
+
+def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
+    cluster = LocalCluster(
+        options.pop("nodes", (1, 3)),
+        chaos=parse_schedule(chaos) if chaos else None,
+        run_dir=tmp_path / "run",
+        timeout_s=150,
+        distribution=ElasticDistribution(rendezvous=GATHERING),
+        **{"audit": True, "checkpoint_steps": 10, **options},
+    )
+    return cluster.run(list(argv) or [PROGRAM])
+
+
+def log(report: Report, node: str) -> str:
+    return (report.paths.logs / f"{node}.log").read_text()
+
+
+def assert_whole(report: Report) -> None:
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit is not None
+    assert report.audit.complete, report.audit
+    assert all(node.leftovers == 0 for node in report.nodes)
+
+
+@pytest.mark.parametrize("table", ["sqlite", "azurite"])
+def test_rank_0_is_lost_and_replaced(tmp_path, table, request, monkeypatch):
+    if table == "azurite":
+        emulator = request.getfixturevalue("azurite")
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", emulator.connection_string)
+    report = run(tmp_path, "kill=rank0@step:25,add@step:40", PROGRAM, "--epochs", "5", "--full", "3", table=table)
+    assert_whole(report)
+    assert after_gathering(report, 3) == (3, 2, 3)
+    assert tuple(json.loads(report.paths.report.read_text())["world_sizes"]) == report.world_sizes
+    # Neither a kill nor a join costs a completed step.
+    assert report.audit.rolled_back_steps == 0
+    _, second, third = report.rounds[-3:]
+    assert third.first_step == second.last_step + 1
+
+
+def test_a_plain_script_with_its_own_checkpoint_is_elastic_too(tmp_path):
+    script = str(SAMPLES / "plain_ddp.py")
+    arguments = ("--epochs", "32", "--step-delay", "0.05", "--checkpoint", str(tmp_path / "own.pt"))
+    report = run(tmp_path, "kill=rank0@5s,add@6s", script, *arguments, audit=False)
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert after_gathering(report, 3) == (3, 2, 3)
+
+
+def test_a_sharded_model_is_resharded_for_the_nodes_that_are_there(tmp_path):
+    script = str(SAMPLES / "fsdp2.py")
+    arguments = ("--epochs", "16", "--step-delay", "0.05")
+    report = run(tmp_path, "kill=rank0@step:35,add@step:40", script, *arguments, nodes=(1, 2))
+    assert_whole(report)
+    assert after_gathering(report, 2) == (2, 1, 2)
+    assert "accuracy" in log(report, "node-1")
+
+
+def test_a_preempted_node_leaves_without_a_lost_step(tmp_path):
+    report = run(tmp_path, "preempt=rank0@step:25/30s", PROGRAM, "--epochs", "8", "--gather", "3")
+    assert_whole(report)
+    assert report.audit.rolled_back_steps == 0
+    assert after_gathering(report, 3) == (3, 2)
+    assert {node.name: node.exit_code for node in report.nodes}[report.faults[0].nodes[0]] == SIGTERM_EXIT
+
+
+def test_a_frozen_node_is_fenced_off_and_comes_back_as_new(tmp_path):
+    report = run(tmp_path, "freeze=rank0@step:25/12s", PROGRAM, "--epochs", "5", "--full", "2", nodes=(1, 2))
+    assert_whole(report)
+    assert after_gathering(report, 2) == (2, 1, 2)
+    assert {node.exit_code for node in report.nodes} == {0}
+
+
+def test_a_crash_is_restarted_and_resumes(tmp_path):
+    report = run(tmp_path, "", str(TRAINING / "crashing.py"), "once", str(tmp_path / "crashed"), nodes=(2, 2))
+    assert_whole(report)
+    assert len(report.rounds) == 2
+    assert "1 of 3" in log(report, "node-0") + log(report, "node-1")
+
+
+def test_a_repeated_crash_ends_the_run_with_the_users_traceback_and_exit_code(tmp_path):
+    report = run(tmp_path, "", str(TRAINING / "crashing.py"), "always", nodes=(2, 2), max_restarts=1)
+    assert (report.outcome, report.exit_code) == ("failed", 7)
+    assert {node.exit_code for node in report.nodes} == {7}
+    for node in ("node-0", "node-1"):
+        assert "ValueError: invalid literal for int() with base 10: 'this never works'" in log(report, node)
+
+
+def test_several_workers_a_node_as_a_module(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TRAINING))
+    report = run(tmp_path, "", "python", "-m", "chaos_train", "--epochs", "1", nodes=(2, 2), processes_per_node=2)
+    assert_whole(report)
+    assert report.world_sizes == (4,)
+
+
+def test_nodes_of_two_runs_on_one_machine_do_not_meet_in_its_temporary_folder(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    (temporary / ".azureml-elastic-health-node-0").mkdir(parents=True)  # the file of another run's node-0
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    report = run(tmp_path, "", PROGRAM, "--epochs", "1", nodes=(1, 1))
+    assert_whole(report)
+    assert [path.name for path in temporary.glob(".azureml-elastic-health*")] == [".azureml-elastic-health-node-0"]
+
+
+def test_a_node_that_comes_after_the_end_exits_at_once_with_0(tmp_path):
+    report = run(tmp_path, "", PROGRAM, "--epochs", "1", nodes=(1, 1))
+    assert_whole(report)
+    plan = Plan(
+        resources=ElasticResources(max_instance_count=1),
+        distribution=ElasticDistribution(
+            rendezvous=TableRendezvous(endpoint=str(report.paths.run_dir / "table.sqlite"))
+        ),
+        run_id=report.run_id,
+    )
+    environ = {**os.environ, variables.PLAN: plan.to_json(), variables.RUN_DIR: str(tmp_path / "late")}
+    late = subprocess.run(
+        [sys.executable, "-m", "azureml_elastic.node", "--", PROGRAM],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert late.returncode == 0, late.stderr
+    assert "weights" not in late.stdout

@@ -1,0 +1,99 @@
+"""When a whole run goes on after a worker's failure, when it ends, and what its nodes say then."""
+
+from __future__ import annotations
+
+from tests.support.paths import PROGRAMS
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from azureml_elastic.config import ElasticDistribution, RendezvousTimings, TableRendezvous
+from azureml_elastic.ledger.events import Event, WorkerFailed
+from azureml_elastic.ledger.reading import EventReader
+from azureml_elastic.ledger.summary import Report
+from azureml_elastic.local.cluster import LocalCluster
+
+TRAINING = PROGRAMS
+
+PATIENT = TableRendezvous(timings=RendezvousTimings(heartbeat_timeout=timedelta(seconds=30)))
+"""A node whose worker has met a peer's end waits this long for the peer's own word, which names the cause."""
+
+
+def run(tmp_path: Path, way: str = "", *steps: int, program: str = "failing.py", **options) -> Report:
+    cluster = LocalCluster(
+        options.pop("nodes", (2, 2)),
+        run_dir=tmp_path / "run",
+        timeout_s=150,
+        distribution=ElasticDistribution(rendezvous=PATIENT),
+        **{"checkpoint_steps": 5, **options},
+    )
+    return cluster.run([str(TRAINING / program), way, str(tmp_path / "notes"), *map(str, steps)])
+
+
+def failures(report: Report) -> list[WorkerFailed]:
+    events: list[Event] = EventReader(report.paths.events).read()
+    return [event for event in events if isinstance(event, WorkerFailed)]
+
+
+def assert_told_by_every_node(report: Report, error: str, *details: str) -> None:
+    """The traceback is the first thing behind ``error:``, then comes the paragraph."""
+    for node in report.nodes:
+        _, _, told = (report.paths.logs / f"{node.name}.log").read_text().partition("\nerror:")
+        assert told.startswith("\nTraceback (most recent call last):\n"), (node.name, told)
+        traceback, _, paragraph = told.partition("\n\nWorker ")
+        assert error in traceback.splitlines()[-1]
+        for detail in details:
+            assert detail in paragraph
+
+
+def assert_failed(report: Report, exit_code: int, rounds: int) -> None:
+    assert (report.outcome, report.exit_code) == ("failed", exit_code), report.message
+    assert {node.exit_code for node in report.nodes} == {exit_code}
+    assert len(report.rounds) == rounds
+    assert all(node.leftovers == 0 for node in report.nodes)
+
+
+@pytest.mark.parametrize("way", ["always", "all"])
+def test_the_same_error_without_progress_ends_the_run_at_its_first_repeat(tmp_path, way):
+    """Also when another rank has it the second time, and when all ranks have it at once, which is one failure."""
+    report = run(tmp_path, way, 7)
+    assert_failed(report, 1, rounds=2)
+    assert_told_by_every_node(report, "ValueError: the loss is nan at step 7", "at step 7", "not restarted", "round 2")
+    assert len({failure.signature for failure in failures(report)}) == 1
+    assert {(failure.failure_kind, failure.step) for failure in failures(report)} == {("user", 7)}
+
+
+def test_a_program_that_cannot_be_loaded_is_tried_twice(tmp_path):
+    report = run(tmp_path, program="unloadable.py")
+    assert_failed(report, 1, rounds=2)
+    assert_told_by_every_node(report, "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'", "environment")
+
+
+def test_the_same_error_after_progress_is_restarted(tmp_path):
+    report = run(tmp_path, "once", 4, 8, 12)
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert len(report.rounds) == 4
+    assert [failure.step for failure in sorted(failures(report), key=lambda one: one.round)] == [4, 8, 12]
+    assert len({failure.signature for failure in failures(report)}) == 1
+
+
+def test_the_budget_is_the_runs_and_not_each_nodes(tmp_path):
+    """Two nodes fail in turn: each of them once or twice, the run three times."""
+    report = run(tmp_path, "killed", 4, 8, 12, max_restarts=2)
+    assert_failed(report, 137, rounds=3)
+    assert len({failure.node for failure in failures(report)}) == 2
+    assert {failure.failure_kind for failure in failures(report)} <= {"killed", "out_of_memory"}
+    assert "failure 3 within 1 h, and max_restarts=2 allows 2" in report.message
+
+
+def test_out_of_memory_says_what_to_do(tmp_path):
+    report = run(tmp_path, "memory", 3, nodes=(1, 1))
+    assert_failed(report, 1, rounds=2)
+    assert_told_by_every_node(report, "DefaultCPUAllocator: can't allocate memory", "ran out of memory", "batch")
+
+
+def test_an_exit_code_of_the_programs_own_is_the_runs(tmp_path):
+    report = run(tmp_path, "code", 3, nodes=(1, 1))
+    assert_failed(report, 9, rounds=2)
+    assert {failure.failure_kind for failure in failures(report)} == {"exit"}

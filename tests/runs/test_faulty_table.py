@@ -1,0 +1,158 @@
+"""Whole runs whose table is away, slow, or lies: training goes on, nobody is lost, nothing is written twice."""
+
+from __future__ import annotations
+
+from tests.support.paths import PROGRAMS
+import contextlib
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tests.support.whole_runs import GATHERING, after_gathering
+
+from azureml_elastic.config import ElasticDistribution, TableRendezvous
+from azureml_elastic.ledger.events import CheckpointCommitted, Event, Progress, RoundReopened, RunEnded
+from azureml_elastic.ledger.reading import EventReader
+from azureml_elastic.ledger.summary import Report
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.disturbance import Disturbance
+from azureml_elastic.local.faults.schedule import parse_schedule
+from azureml_elastic.local.faults.table_proxy import TableProxy
+from azureml_elastic.node.rendezvous.state.round import MEMBER_PREFIX, ROUND_KEY
+from azureml_elastic.node.table import open_table
+from azureml_elastic.node.table.opening import emulator_connection_string
+
+PROGRAM = str(PROGRAMS / "chaos_train.py")
+VARIABLE = "AZURE_STORAGE_CONNECTION_STRING"
+
+LONGEST_GAP_S = 6.5
+"""Between two steps while the table is away for 8 s: one second for the first commit, the rest for a busy machine."""
+
+
+@pytest.fixture
+def run(tmp_path, azurite, monkeypatch):
+    """Run the training with a fault schedule and return its report: ``run(chaos, *arguments, **options)``."""
+    monkeypatch.setenv(VARIABLE, azurite.connection_string)
+
+    def made(chaos: str, *arguments: str, **options) -> Report:
+        cluster = LocalCluster(
+            options.pop("nodes", (1, 2)),
+            chaos=parse_schedule(chaos, seed=1) if chaos else None,
+            run_dir=tmp_path / "run",
+            table="azurite",
+            timeout_s=220,
+            distribution=ElasticDistribution(rendezvous=GATHERING),
+            **{"audit": True, "checkpoint_steps": 10, **options},
+        )
+        report = cluster.run([PROGRAM, *arguments])
+        trail = f"{report.message}; files in {report.paths.run_dir}"
+        assert (report.outcome, report.exit_code) == ("succeeded", 0), trail
+        assert report.audit is not None
+        assert report.audit.complete, (report.audit, trail)
+        assert all(node.leftovers == 0 for node in report.nodes), trail
+        return report
+
+    return made
+
+
+def events(report: Report) -> list[Event]:
+    return sorted(EventReader(report.paths.events).read(), key=lambda event: event.time)
+
+
+def during(report: Report, fault: int, duration_s: float) -> list[Event]:
+    """Return what was written while a fault of the schedule lasted, from half a second after its begin."""
+    begin = report.faults[fault].time
+    return [event for event in events(report) if begin + 0.5 <= event.time <= begin + duration_s]
+
+
+def longest_gap(found: list[Event]) -> float:
+    """Return the longest time between two steps."""
+    times = [event.time for event in found if isinstance(event, Progress)]
+    return max(later - earlier for earlier, later in pairwise(times))
+
+
+def rows(azurite, report: Report, prefix: str) -> dict:
+    """Return the run's rows as they are in the table in the end."""
+    table = open_table(TableRendezvous(endpoint=azurite.endpoint), report.run_id, {})
+    with contextlib.closing(table):
+        return {row.key: row.value for row in table.query(prefix)}
+
+
+def nodes(report: Report) -> dict:
+    return {node.name: node.exit_code for node in report.nodes}
+
+
+@pytest.mark.parametrize("seconds", [8, pytest.param(30, marks=pytest.mark.chaos)])
+def test_training_goes_on_while_the_table_is_away(run, azurite, seconds):
+    epochs = str(5 + 3 * seconds // 2)
+    report = run(f"table=outage@step:25/{seconds}s", "--epochs", epochs, "--step-delay", "0.03", "--gather", "2")
+    away = during(report, 0, seconds)
+    assert longest_gap(away) < LONGEST_GAP_S
+    assert len({event.step for event in away if isinstance(event, Progress)}) > 4 * seconds
+    assert after_gathering(report, 2) == (2,)
+    # No checkpoint was committed meanwhile; the next one made up for them, and the last one is that of the end.
+    commits = [event for event in events(report) if isinstance(event, CheckpointCommitted)]
+    assert not any(isinstance(event, CheckpointCommitted) for event in away)
+    assert {commit.step for commit in commits} >= {10, report.last_step}
+    assert any(away[-1].time < commit.time and commit.step < report.last_step for commit in commits)
+    pointer = rows(azurite, report, "checkpoint")["checkpoint"]["pointer"]
+    assert pointer["step"] == report.last_step == report.audit.steps
+
+
+def test_a_node_lost_while_the_table_is_away(run):
+    report = run("table=outage@step:25/8s,kill=rank0@step:40", "--epochs", "8", "--gather", "2")
+    back = report.faults[0].time + 8
+    *_, reopened = [event for event in events(report) if isinstance(event, RoundReopened)]
+    assert reopened.lost == report.faults[1].nodes
+    assert -0.5 < reopened.time - back < 30  # as soon as it can be written
+    assert after_gathering(report, 2) == (2, 1)
+
+
+def test_a_node_added_while_the_table_is_away(run):
+    chaos = "kill=node-1@step:12,table=outage@step:25/8s,add@step:27"
+    report = run(chaos, "--epochs", "12", "--full", "2")
+    assert report.faults[2].time < report.faults[1].time + 8
+    assert after_gathering(report, 2) == (2, 1, 2)
+    assert nodes(report) == {"node-0": 0, "node-1": -9, "node-2": 0}
+
+
+def test_a_run_that_ends_while_the_table_is_away(run, azurite):
+    report = run("table=outage@step:50/15s", "--step-delay", "0.2", "--gather", "2")
+    back = report.faults[0].time + 15
+    (ended,) = [event for event in events(report) if isinstance(event, RunEnded)]
+    assert ended.time > back - 0.5
+    assert set(nodes(report).values()) == {0}
+    assert rows(azurite, report, ROUND_KEY)[ROUND_KEY]["state"] == "succeeded"
+    assert rows(azurite, report, "checkpoint")["checkpoint"]["pointer"]["step"] == 80
+    assert after_gathering(report, 2) == (2,)
+
+
+@pytest.mark.parametrize("trouble", ["throttle", "reset", "slow", "garbage", "half", "timeout"])
+@pytest.mark.chaos
+def test_a_table_that_answers_badly_for_ten_seconds(run, trouble):
+    report = run(f"table={trouble}@step:25/10s", "--epochs", "15", "--gather", "2")
+    assert longest_gap(during(report, 0, 10)) < LONGEST_GAP_S
+    assert after_gathering(report, 2) == (2,)
+
+
+def test_every_call_of_the_whole_run_may_go_wrong(run, azurite, monkeypatch, tmp_path):
+    with TableProxy(azurite.endpoint, seed=5, log=tmp_path / "calls.jsonl") as proxy:
+        monkeypatch.setenv(VARIABLE, emulator_connection_string(proxy.endpoint))
+        proxy.set(Disturbance("any", share=0.05, delay_s=(2.0, 20.0)))
+        report = run("kill=rank0@step:25,add@step:40", "--epochs", "12", "--full", "2")
+        calls = proxy.exchanges
+    assert after_gathering(report, 2) == (2, 1, 2)
+    assert any(call.trouble for call in calls), Counter(call.method for call in calls)
+    # Each row was inserted by one call alone, however often that call was made.
+    inserted = Counter(call.row for call in calls if call.written and call.method == "POST" and call.row)
+    assert set(inserted.values()) == {1}
+    # Every event in the table is one of those in the nodes' files, and no two rows hold the same one.
+    written = [json.dumps(row, sort_keys=True) for row in rows(azurite, report, "event.").values()]
+    assert written
+    assert len(set(written)) == len(written)
+    own = {json.dumps(event.model_dump(mode="json"), sort_keys=True) for event in events(report)}
+    assert set(written) <= own
+    assert len(rows(azurite, report, MEMBER_PREFIX)) == 3
+    assert rows(azurite, report, ROUND_KEY)[ROUND_KEY]["state"] == "succeeded"

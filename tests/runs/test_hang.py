@@ -1,0 +1,78 @@
+"""A worker that hangs: all stacks are written down, the round is restarted, and the run ends well."""
+
+from __future__ import annotations
+
+from tests.support.paths import PROGRAMS
+import sys
+from pathlib import Path
+
+from azureml_elastic.ledger.events import HangDetected, Progress, RoundEntered, RoundReopened, read_event
+from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.ledger.timeline import recoveries
+from azureml_elastic.local.board import Board
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.view import describe
+
+TRAINING = PROGRAMS
+PROGRAM = str(TRAINING / "hanging.py")
+
+
+def test_a_hanging_run_tells_where_and_goes_on(tmp_path):
+    victim = 1
+    cluster = LocalCluster(
+        (2, 2),
+        run_dir=tmp_path / "run",
+        audit=True,
+        checkpoint_steps=10,
+        timeout_s=220,
+        node_command=(sys.executable, str(TRAINING / "impatient_node.py")),
+    )
+    report = cluster.run([PROGRAM, str(victim), str(tmp_path / "slept")])
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.last_step == 40
+    assert report.audit.complete, report.audit
+    first, second = report.rounds
+    assert first.last_step <= 20  # progress is not written down at every step
+    assert first.reason.startswith("hang: no step after step 20 for ")
+    assert second.restored_step == 20
+    assert second.last_step == 40
+
+    hangs = [event for event in read_events(report.paths.events) if isinstance(event, HangDetected)]
+    assert [(event.node, event.round, event.step) for event in hangs] == [(first.members[0], 1, 20)]
+    assert 10 <= hangs[0].seconds < 60
+    (recovery,) = report.recoveries
+    assert recovery.since == "last step"
+    assert recovery.seconds > 10
+
+    for rank, node in enumerate(first.members):
+        log = (report.paths.logs / f"{node}.log").read_text()
+        written = (report.paths.run_dir / "stacks" / f"round-1.{node}.txt").read_text()
+        for told in (log, written):
+            assert f"===== Stacks of {node}, round 1: hang: no step after step 20" in told
+            assert f"----- rank {rank}, pid " in told
+            assert "after step 20: " in told
+            assert f'File "{PROGRAM}", line ' in told
+            assert ("in sleep_for_ever" in told) == (rank == victim)
+        assert "Stacks of" not in log.partition("===== End of the stacks")[2]
+    assert all(node.leftovers == 0 for node in report.nodes)
+
+
+def test_a_hang_is_a_pause_since_the_last_step():
+    events = [
+        RoundEntered(time=0, node="a", round=1, rank=0, members=("a",), world_size=1),
+        Progress(time=10, node="a", round=1, step=5),
+        HangDetected(time=310, node="a", round=1, step=5, seconds=300.1, limit_seconds=300),
+        RoundReopened(time=311, node="a", round=1, reason="hang: no step"),
+        RoundEntered(time=312, node="a", round=2, rank=0, members=("a",), world_size=1),
+        Progress(time=320, node="a", round=2, step=6),
+    ]
+    assert [read_event(event.model_dump_json()) for event in events] == events
+    (recovery,) = recoveries(events)
+    assert (recovery.round, recovery.resumed, recovery.since, recovery.seconds) == (1, 2, "last step", 310)
+    board = Board()
+    board.add("a")
+    board.apply(events[:3])
+    assert board.nodes["a"].state == "hung"
+    assert describe(events[2]) == (
+        "round 1: no step for 300.1 s (limit 300.0 s); the stacks of all workers are in the nodes' logs"
+    )

@@ -1,0 +1,87 @@
+"""The notebooks run from their first cell to their last against a local workspace, and say what their text promises."""
+
+from tests.support.paths import SAMPLES
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("azure.ai.ml")
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+
+from azureml_elastic.testing import Eviction, LocalWorkspace, Pool  # noqa: E402 - after what it needs
+
+NOTEBOOKS = sorted((SAMPLES / "notebooks").glob("*.ipynb"))
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::marshmallow.warnings.RemovedInMarshmallow4Warning"),
+]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A copy of the samples, without what runs leave behind."""
+    folder = tmp_path / "samples"
+    shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    # A folder itself is no ceiling for what runs in it, but its parent is.
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
+    return folder
+
+
+def execute(project, name, **workspace):
+    """Run a notebook, and return what its cells have printed and shown."""
+    folder = project / "notebooks"
+    notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
+    with LocalWorkspace(**workspace) as local:
+        (folder / "config.json").write_text(json.dumps(dict(local.config)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Jupyter's own packages announce to drop
+            client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}})
+            client.execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    return "".join(texts), outputs
+
+
+def test_every_notebook_is_tested_and_has_no_outputs():
+    assert [path.stem for path in NOTEBOOKS] == ["from_an_existing_job", "quick_start", "spot_with_fallback"]
+    for path in NOTEBOOKS:
+        cells = nbformat.read(path, as_version=4).cells
+        assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
+
+
+def test_quick_start(project):
+    evictions = [Eviction(node=1, at_step=10)]
+    text, outputs = execute(project, "quick_start", pools={"cpu-cluster": Pool(nodes=3)}, evictions=evictions)
+    shown = [output.get("data", {}).get("text/html", "") for output in outputs]
+    (table,) = [text for text in shown if "ElasticCommandJob" in text]
+    assert "cpu-cluster" in table
+    assert "node_1     Failed" in text
+    assert "node_0     Completed" in text
+    assert "checkpoints, the newest in step-" in text
+
+
+def test_spot_with_fallback(project):
+    evictions = [Eviction(node=0, at_step=15), Eviction(node=1, at_step=30, notice_s=0)]
+    pools = {"spot": Pool(nodes=2, refill_s=1e6), "dedicated": Pool(nodes=3, tier="dedicated")}
+    text, _ = execute(project, "spot_with_fallback", pools=pools, evictions=evictions)
+    assert "spot_0       spot       Failed" in text
+    assert "dedicated_0  dedicated  Completed" in text
+    assert "dedicated_1  dedicated" in text
+    assert "Canceled" in text
+
+
+def test_from_an_existing_job(project):
+    text, _ = execute(project, "from_an_existing_job", pools={"cpu-cluster": Pool(nodes=3)})
+    assert "program         python plain_ddp.py" in text
+    assert "1 to 3" in text
+    assert "COMPLETED" in text

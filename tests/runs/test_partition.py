@@ -1,0 +1,352 @@
+"""Nodes in network namespaces of their own, some of which cannot reach each other: who trains, and what is told.
+
+Each node is the production entry, the table a real Azurite that all of them reach. A pair is separated as by a network
+that drops packets: each side's address of the other one leads nowhere. Ports are closed with iptables.
+"""
+
+from __future__ import annotations
+
+from tests.support.paths import PROGRAMS
+import contextlib
+import functools
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, RendezvousTimings, TableRendezvous
+from azureml_elastic.config import environment as variables
+from azureml_elastic.ledger.events import HealthChecked, RoundEntered, RoundReopened, Unreachable
+from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.local.azurite import Azurite
+
+PATIENCE_S = 150.0
+TOLD_WITHIN_S = 30.0
+"""It takes 2 to 6 s; nodes that wait for each other instead hang for minutes."""
+NODES = ("node-a", "node-b", "node-c")
+NOWHERE = "02:00:00:00:00:99"  # the hardware address of nobody
+PORTS = (29400, 29420)
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Return why this machine cannot make networks, ``None`` if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not shutil.which("ip"):
+        return "network namespaces need the command ip (iproute2)"
+    name = f"ae-try-{secrets.token_hex(3)}"
+    try:
+        run("ip", "netns", "add", name)
+        try:
+            run("ip", "link", "add", f"{name[-6:]}v", "type", "veth", "peer", "name", "eth0", "netns", name)
+            run("ip", "link", "add", f"{name[-6:]}b", "type", "bridge")
+            run("ip", "link", "del", f"{name[-6:]}b")
+        finally:
+            run("ip", "netns", "del", name)
+    except subprocess.CalledProcessError as error:
+        return f"this machine makes no network namespaces: {error.stderr.strip()}"
+    return None
+
+
+needs_iptables = pytest.mark.skipif(not shutil.which("iptables"), reason="closing ports needs iptables")
+
+
+class Network:
+    """Three machines on one switch, with a table beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._id = secrets.token_hex(2)
+        self._subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250) + 1}"
+        self.addresses = {name: f"{self._subnet}.{number + 11}" for number, name in enumerate(NODES)}
+        self._go = folder / "go"
+        self._processes: dict[str, subprocess.Popen] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            bridge = f"ae{self._id}"
+            run("ip", "link", "add", bridge, "type", "bridge")
+            stack.callback(run, "ip", "link", "del", bridge)
+            run("ip", "addr", "add", f"{self._subnet}.1/24", "dev", bridge)
+            run("ip", "link", "set", bridge, "up")
+            for name, address in self.addresses.items():
+                space, port = self._space(name), f"ae{self._id}{name[-1]}"
+                run("ip", "netns", "add", space)
+                stack.callback(run, "ip", "netns", "del", space)
+                run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+                run("ip", "link", "set", port, "master", bridge, "up")
+                self.within(name, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
+                for link in ("eth0", "lo"):
+                    self.within(name, "ip", "link", "set", link, "up")
+            self.azurite = stack.enter_context(Azurite(host=f"{self._subnet}.1"))
+            stack.callback(self._end)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+    def within(self, name: str, *command: str) -> str:
+        return run("ip", "netns", "exec", self._space(name), *command)
+
+    def separate(self, one: str, other: str) -> None:
+        for here, there in ((one, other), (other, one)):
+            neighbour = ("to", self.addresses[there], "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent")
+            self.within(here, "ip", "neigh", "replace", *neighbour)
+
+    def mend(self, one: str, other: str) -> None:
+        for here, there in ((one, other), (other, one)):
+            self.within(here, "ip", "neigh", "del", self.addresses[there], "dev", "eth0")
+
+    def close_ports(self, at: str, *match: str) -> None:
+        self.within(at, "iptables", "-w", "-A", "INPUT", "-p", "tcp", *match, "-j", "DROP")
+
+    def start(
+        self,
+        minimum: int,
+        steps: int = 0,
+        version: int = 4,
+        recovery: Literal["restart", "in_process"] | None = None,
+        epochs: int = 6,
+        **timings: float,
+    ) -> None:
+        """Start the nodes, with so many steps of a plain script, or one that opens a session and then recovers so."""
+        rendezvous = TableRendezvous(
+            endpoint=self.azurite.endpoint,
+            port_range=PORTS,
+            advertise=f"{self._subnet}.0/24" if version == 4 else f"fd00:{self._id}::/64",
+            timings=RendezvousTimings(**timings),
+        )
+        plan = Plan(
+            resources=ElasticResources(min_instance_count=minimum, max_instance_count=len(NODES)),
+            distribution=ElasticDistribution(
+                process_count_per_instance=1, rendezvous=rendezvous, recovery=recovery or "restart"
+            ),
+            run_id="run",
+        )
+        for number, name in enumerate(NODES):
+            self.within(name, "ip", "addr", "add", f"fd00:{self._id}::{number + 1}/64", "dev", "eth0", "nodad")
+            environment = {
+                **os.environ,
+                variables.PLAN: plan.to_json(),
+                variables.NODE_ID: name,
+                variables.RUN_DIR: str(self.folder),
+                variables.SCHEDULED_EVENTS: "",
+                "OMP_NUM_THREADS": "1",
+            }
+            plain = ["stepping.py", str(steps), str(self.folder / "progress"), str(self._go)]
+            session = ["chaos_train.py", "--epochs", str(epochs), "--full", "3"]
+            program, *arguments = plain if recovery is None else session
+            command = [sys.executable, "-m", "azureml_elastic.node", "--", "python", str(PROGRAMS / program)]
+            command += arguments
+            with (self.folder / f"{name}.log").open("wb") as log:
+                self._processes[name] = subprocess.Popen(
+                    ["ip", "netns", "exec", self._space(name), *command],
+                    env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def worlds(self, name: str) -> list[int]:
+        return [int(size) for size in re.findall(r"world (\d+)", self.log(name))]
+
+    def events(self, kind: type, node: str) -> list:
+        return [
+            event for event in read_events(self.folder / "events") if isinstance(event, kind) and event.node == node
+        ]
+
+    def reopened(self) -> list:
+        return [event for name in NODES for event in self.events(RoundReopened, name)]
+
+    def until(self, condition, patience: float = PATIENCE_S) -> None:
+        limit = time.monotonic() + patience
+        while not condition():
+            assert time.monotonic() < limit, "\n".join(f"== {name}\n{self.log(name)[-3000:]}" for name in NODES)
+            time.sleep(0.1)
+
+    def wait(self) -> dict[str, int]:
+        """Let the run end once its steps are done, and return the nodes' exit codes."""
+        self._go.touch()
+        self.until(lambda: all(process.poll() is not None for process in self._processes.values()))
+        return {name: process.returncode for name, process in self._processes.items()}
+
+    def told(self, node: str, peer: str) -> float:
+        """Return how long after this node wanted to join it told that it cannot reach the other one."""
+        (event, *_) = [event for event in self.events(Unreachable, node) if event.peer == peer]
+        assert event.host == self.addresses[node]
+        assert event.address.startswith(f"{self.addresses[peer]}:")
+        assert PORTS[0] <= int(event.address.rpartition(":")[2]) <= PORTS[1]
+        line = f"{node} ({event.host}) cannot reach {peer} ({event.address}), {event.purpose}: {event.error}. Nodes in"
+        assert line in self.log(node)
+        checked = max(each.time for each in self.events(HealthChecked, node))
+        return event.time - max(checked, min(each.time for each in self.events(RoundEntered, NODES[0])))
+
+    def _space(self, name: str) -> str:
+        return f"ae{self._id}-{name}"
+
+    def _end(self) -> None:
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for name in NODES:  # workers are in sessions of their own
+            for pid in run("ip", "netns", "pids", self._space(name)).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.fixture
+def network(tmp_path):
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Network(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_nodes_that_reach_each_other_train_on_the_ports_of_the_range(network, version):
+    network.start(minimum=3, steps=40, version=version)
+    network.until(lambda: all(network.worlds(name) == [3] for name in NODES))
+    listening = network.within("node-a", "ss", "-Htln") if shutil.which("ss") else ""
+    assert network.wait() == dict.fromkeys(NODES, 0)
+    assert int((network.folder / "progress").read_text()) >= 40
+    assert "cannot reach" not in "".join(map(network.log, NODES))
+    if listening:
+        agents = {int(line.split()[3].rpartition(":")[2]) for line in listening.splitlines()}
+        assert len([port for port in agents if PORTS[0] <= port <= PORTS[1]]) >= 2, "the hub and the store"
+
+
+def test_a_node_that_is_cut_off_is_left_out_and_says_why(network):
+    for other in ("node-a", "node-b"):
+        network.separate("node-c", other)
+    network.start(minimum=2, steps=40)
+    network.until(lambda: network.events(Unreachable, "node-c") and "node-c" in network.log("node-a"))
+    assert network.wait() == dict.fromkeys(NODES, 0)
+    assert int((network.folder / "progress").read_text()) >= 40
+    for name in ("node-a", "node-b"):
+        assert network.worlds(name) == [2]
+    assert network.worlds("node-c") == []
+    assert network.told("node-c", "node-a") < TOLD_WITHIN_S
+
+
+def test_it_gets_in_when_the_network_is_mended(network):
+    for other in ("node-a", "node-b"):
+        network.separate("node-c", other)
+    network.start(minimum=2, steps=40)
+    network.until(lambda: network.worlds("node-a") == [2] and network.events(Unreachable, "node-c"))
+    for other in ("node-a", "node-b"):
+        network.mend("node-c", other)
+    network.until(lambda: network.worlds("node-c") == [3])
+
+
+def test_below_the_minimum_the_run_fails_and_every_node_says_who_cannot_reach_whom(network):
+    for other in ("node-a", "node-b"):
+        network.separate("node-c", other)
+    network.start(minimum=3, steps=40, fruitless_rounds=3)
+    assert network.wait() == dict.fromkeys(NODES, 1)
+    assert network.told("node-c", "node-a") < TOLD_WITHIN_S
+    for name in NODES:
+        (message,) = re.findall(r"^error: (.*)$", network.log(name), re.MULTILINE)
+        assert message.startswith("3 rounds in a row broke because nodes could not reach each other")
+        assert f"node-c ({network.addresses['node-c']}) cannot reach node-a ({network.addresses['node-a']}:" in message
+        assert f"open TCP ports {PORTS[0]}-{PORTS[1]} between them" in message
+
+
+def test_two_that_reach_rank_0_but_not_each_other_are_named_although_their_workers_hang(network):
+    network.separate("node-b", "node-c")
+    network.start(minimum=3, steps=40)
+    network.until(lambda: bool(network.events(Unreachable, "node-b")) and bool(network.events(Unreachable, "node-c")))
+    assert network.told("node-b", "node-c") < TOLD_WITHIN_S
+    assert network.told("node-c", "node-b") < TOLD_WITHIN_S
+    network.until(lambda: network.log("node-a").count(" cannot reach ") >= 2)
+    assert not (network.folder / "progress").exists()
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("recovery", ["restart", "in_process"])
+def test_where_sessions_wait_for_each_other_the_round_is_formed_again_without_one_of_the_two(network, recovery):
+    network.separate("node-b", "node-c")
+    network.start(minimum=2, recovery=recovery)
+
+    def formed_again() -> bool:
+        broken = [event.time for event in network.reopened() if "the workers cannot connect: node-" in event.reason]
+        entered = network.events(RoundEntered, "node-a")
+        return bool(broken) and any(event.time > min(broken) and event.world_size == 2 for event in entered)
+
+    network.until(formed_again)
+    assert network.told("node-b", "node-c") < TOLD_WITHIN_S
+    network.mend("node-b", "node-c")
+    assert network.wait() == dict.fromkeys(NODES, 0)
+    assert network.events(RoundEntered, "node-a")[-1].world_size == 3
+
+
+def test_where_sessions_wait_for_each_other_below_the_minimum_the_run_fails(network):
+    network.separate("node-b", "node-c")
+    network.start(minimum=3, recovery="restart", fruitless_rounds=2)
+    assert network.wait() == dict.fromkeys(NODES, 1)
+    for name in NODES:
+        (message,) = re.findall(r"^error: (.*)$", network.log(name), re.MULTILINE)
+        assert message.startswith("2 rounds in a row broke because nodes could not reach each other")
+        assert re.search(r"node-[bc] \([\d.]+\) cannot reach node-[bc] \(", message)
+
+
+@needs_iptables
+def test_a_gap_that_workers_do_not_meet_is_named_and_the_round_goes_on(network):
+    for one, other in (("node-b", "node-c"), ("node-c", "node-b")):
+        network.close_ports(one, "-s", network.addresses[other], "--dport", f"{PORTS[0]}:{PORTS[1]}")
+    network.start(minimum=3, recovery="in_process", epochs=16)
+    assert network.wait() == dict.fromkeys(NODES, 0)
+    assert network.told("node-b", "node-c") < TOLD_WITHIN_S
+    assert network.told("node-c", "node-b") < TOLD_WITHIN_S
+    assert network.reopened() == []
+
+
+@needs_iptables
+def test_one_that_lets_nobody_in_is_left_out_although_it_reaches_the_others(network):
+    network.close_ports("node-a", "--syn", "-i", "eth0")
+    network.start(minimum=2, steps=40)
+    network.until(lambda: "makes no room for node-a" in network.log("node-a"))
+    network.until(lambda: network.events(Unreachable, "node-b") and network.events(Unreachable, "node-c"))
+    assert network.wait() == dict.fromkeys(NODES, 0)
+    assert network.worlds("node-b")[-1] == 2
+
+
+@needs_iptables
+def test_ports_that_workers_need_are_missed_by_name_although_the_range_is_open(network):
+    for name in NODES:
+        network.close_ports(name, "--syn", "-i", "eth0", "!", "--dport", f"{PORTS[0]}:{PORTS[1]}")
+    network.start(minimum=3, steps=40)
+    network.until(lambda: len(network.events(Unreachable, "node-b")) == 2)
+    for event in network.events(Unreachable, "node-b"):
+        assert event.purpose == f"a member of round {event.round}, on a port such as its workers take"
+        assert not PORTS[0] <= int(event.address.rpartition(":")[2]) <= PORTS[1]
+    assert "NCCL and gloo take any port of net.ipv4.ip_local_port_range" in network.log("node-b")
+    assert not (network.folder / "progress").exists()
+
+
+@needs_iptables
+def test_a_store_that_one_node_cannot_reach_is_noticed_in_seconds(network):
+    network.close_ports("node-a", "-s", network.addresses["node-c"], "--dport", f"{PORTS[0] + 1}:{PORTS[1]}")
+    network.start(minimum=2, steps=40)
+    network.until(lambda: network.events(Unreachable, "node-c") and network.worlds("node-a")[-1:] == [2])
+    assert network.wait() == dict.fromkeys(NODES, 0)
+    assert network.told("node-c", "node-a") < TOLD_WITHIN_S
+    (event,) = network.events(Unreachable, "node-c")
+    assert event.purpose == f"the store of round {event.round}"
+    assert network.worlds("node-a")[-1] == 2
+    assert network.worlds("node-c") == []

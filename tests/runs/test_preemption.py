@@ -1,0 +1,108 @@
+"""Whole runs in which Azure announces, and withdraws, the preemption of one machine of the set."""
+
+from __future__ import annotations
+
+from tests.support.paths import PROGRAMS
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.whole_runs import GATHERING, after_gathering
+
+from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import environment as variables
+from azureml_elastic.ledger.events import NodeLeft, Progress, RoundEntered
+from azureml_elastic.ledger.reading import EventReader, read_events
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.metadata_service import MetadataService
+
+PROGRAM = str(PROGRAMS / "chaos_train.py")
+PATIENCE = 120.0
+SIGTERM_EXIT = 143
+
+
+def node_command(service: MetadataService) -> tuple[str, ...]:
+    """Return what starts a node that finds the service at the address of its own machine."""
+    address = service.address(f"${variables.NODE_ID}")
+    return (
+        "/bin/sh",
+        "-c",
+        f'{variables.SCHEDULED_EVENTS}="{address}" exec "{sys.executable}" -m azureml_elastic.node "$@"',
+        "node",
+    )
+
+
+@contextmanager
+def beside(run_dir: Path, play):
+    """Play a part once all three nodes train, beside the run."""
+
+    def watch() -> None:
+        reader = EventReader(run_dir / "events")
+        world = step = 0
+        while not over.wait(0.05):
+            for event in reader.read():
+                if isinstance(event, RoundEntered):
+                    world = event.world_size
+                if isinstance(event, Progress):
+                    step = event.step
+            if world == 3 and step >= 15:
+                play()
+                return
+
+    over = threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def run(tmp_path: Path, service: MetadataService, play):
+    run_dir = tmp_path / "run"
+    cluster = LocalCluster(
+        (1, 3),
+        run_dir=run_dir,
+        timeout_s=200,
+        audit=True,
+        checkpoint_steps=10,
+        distribution=ElasticDistribution(rendezvous=GATHERING),
+        node_command=node_command(service),
+    )
+    with beside(run_dir, play):
+        report = cluster.run([PROGRAM, "--epochs", "12", "--gather", "3"])
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit is not None
+    assert report.audit.complete, report.audit
+    assert report.audit.rolled_back_steps == 0
+    return report
+
+
+def test_the_announced_machine_leaves_and_its_neighbours_train_on(tmp_path):
+    with MetadataService(first_delay=2.0) as service:
+        report = run(tmp_path, service, lambda: service.announce("Preempt", "node-1"))
+        assert service.approved == ()
+    assert after_gathering(report, 3) == (3, 2)
+    assert {node.name: node.exit_code for node in report.nodes} == {"node-0": 0, "node-1": SIGTERM_EXIT, "node-2": 0}
+    (left,) = [event for event in read_events(report.paths.events) if isinstance(event, NodeLeft) and event.exit_code]
+    assert left.reason.startswith("preempted (scheduled event Preempt ")
+
+
+def test_events_that_are_not_for_leaving_change_nothing(tmp_path):
+    with MetadataService() as service:
+
+        def play() -> None:
+            service.announce("Freeze", "node-0", "node-1", "node-2", duration=9)
+            service.announce("Preempt", "node-7")
+            service.announce("Redeploy", "node-1", notice=7 * 86_400)
+            asked = service.documents
+            deadline = time.monotonic() + PATIENCE
+            while service.documents < asked + 6 and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+        report = run(tmp_path, service, play)
+    assert after_gathering(report, 3) == (3,)
+    assert {node.exit_code for node in report.nodes} == {0}

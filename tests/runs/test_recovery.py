@@ -1,0 +1,165 @@
+"""Losses cost no completed step, whether workers are started anew or stay: whole runs of real nodes."""
+
+from __future__ import annotations
+
+from tests.support.paths import PROGRAMS
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from tests.support.whole_runs import GATHERING, after_gathering
+
+from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.ledger.events import Progress, WorkerFailed, WorkersStarted
+from azureml_elastic.ledger.reading import EventReader
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
+
+PROGRAM = str(PROGRAMS / "chaos_train.py")
+
+both = pytest.mark.parametrize("recovery", ["restart", "in_process"])
+
+
+def cluster(tmp_path, recovery, chaos="", nodes=(1, 3), handover_s=5, **options):
+    handover = timedelta(seconds=handover_s)
+    return LocalCluster(
+        nodes,
+        chaos=parse_schedule(chaos) if chaos else None,
+        run_dir=tmp_path / "run",
+        audit=True,
+        timeout_s=150,
+        distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING, handover_timeout=handover),
+        **options,
+    )
+
+
+def assert_nothing_lost(report):
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit.complete, report.audit
+    assert report.audit.rolled_back_steps == 0, report.audit
+    assert all(node.leftovers == 0 for node in report.nodes)
+    for before, after in zip(report.rounds, report.rounds[1:], strict=False):
+        if after.restored_step is not None:
+            assert after.restored_step >= (before.last_step or 0)  # progress is not written down at every step
+
+
+@both
+def test_a_killed_node_costs_no_step(tmp_path, recovery):
+    report = cluster(tmp_path, recovery, "kill=rank0@step:25").run([PROGRAM, "--epochs", "8", "--gather", "3"])
+    assert_nothing_lost(report)
+    assert after_gathering(report, 3) == (3, 2)
+    assert report.recoveries[-1].lost == report.faults[0].nodes
+
+
+@both
+def test_a_frozen_node_costs_no_step_and_comes_back(tmp_path, recovery):
+    arguments = [PROGRAM, "--epochs", "8", "--full", "2"]
+    report = cluster(tmp_path, recovery, "freeze=rank0@step:25/12s", nodes=(1, 2)).run(arguments)
+    assert_nothing_lost(report)
+    assert after_gathering(report, 2) == (2, 1, 2)
+
+
+@both
+def test_a_newcomer_costs_no_step(tmp_path, recovery):
+    arguments = [PROGRAM, "--epochs", "8", "--full", "3"]
+    report = cluster(tmp_path, recovery, "kill=any@step:10,add@step:20").run(arguments)
+    assert_nothing_lost(report)
+    assert after_gathering(report, 3) == (3, 2, 3)
+
+
+@both
+def test_a_killed_worker_costs_no_step(tmp_path, recovery):
+    running = cluster(tmp_path, recovery, nodes=(1, 2))
+    killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 25))
+    killer.start()
+    report = running.run([PROGRAM, "--epochs", "8", "--full", "2"])
+    killer.join()
+    assert_nothing_lost(report)
+    failures = [event for event in EventReader(report.paths.events).read() if isinstance(event, WorkerFailed)]
+    assert [(event.exit_code, event.failure_kind) for event in failures] == [(128 + signal.SIGKILL, "killed")]
+    assert after_gathering(report, 2) == ((2,) if recovery == "restart" else (2, 1, 2))
+
+
+def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
+    running = cluster(tmp_path, "in_process", nodes=(1, 2), handover_s=60, processes_per_node=2)
+    killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 25))
+    killer.start()
+    report = running.run([PROGRAM, "--epochs", "8", "--full", "4"])
+    killer.join()
+    assert_nothing_lost(report)
+    assert after_gathering(report, 4) == (4, 2, 4)
+    first, second, _ = report.rounds[-3:]
+    events = EventReader(report.paths.events).read()
+    steps = [event for event in events if isinstance(event, Progress) and event.node == "node-0"]
+    last = max(event.time for event in steps if event.round == first.number)
+    # Workers that say nothing are given up after a minute here.
+    assert min(event.time for event in steps if event.round == second.number) - last < 30
+
+
+def test_survivors_keep_their_processes(tmp_path):
+    report = cluster(tmp_path, "in_process", "kill=rank0@step:25").run([PROGRAM, "--epochs", "8", "--gather", "3"])
+    assert_nothing_lost(report)
+    pids: dict[str, set[int]] = {}
+    for event in EventReader(report.paths.events).read():
+        if isinstance(event, WorkersStarted):
+            pids.setdefault(event.node, set()).update(event.pids)
+    assert all(len(found) == 1 for found in pids.values()), pids
+
+
+def kill_a_worker(events: Path, step: int, node: str = "node-1") -> None:
+    """Kill the worker of a node once a step is reached."""
+    until = time.monotonic() + 120
+    seen: list = []
+    reader = None
+    while time.monotonic() < until:
+        if reader is None and events.exists():
+            reader = EventReader(events)
+        seen += reader.read() if reader is not None else []
+        started = [event for event in seen if isinstance(event, WorkersStarted) and event.node == node]
+        progress = [event for event in seen if isinstance(event, Progress) and event.step >= step]
+        if started and any(event.round >= started[-1].round for event in progress):
+            os.kill(started[-1].pids[0], signal.SIGKILL)
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"Step {step} was not reached.")
+
+
+@pytest.mark.parametrize("victim", ["node-1", "rank0"])
+def test_sharded_state_goes_on_from_the_newest_copy_in_memory(tmp_path, victim):
+    """No worker has all of it: with a node its share is gone, but for the copy on another node."""
+    run = cluster(tmp_path, "restart", f"kill={victim}@step:47", checkpoint_steps=1000, snapshot_steps=5)
+    report = run.run([PROGRAM, "--sharded", "--ballast", "8", "--epochs", "6", "--gather", "3"])
+    assert after_gathering(report, 3) == (3, 2)
+    assert_goes_on_from_memory(report)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--sharded"]], ids=["replicated", "sharded"])
+def test_a_lone_workers_state_outlives_it(tmp_path, arguments):
+    """It is killed, with all that it had in mind; the agent has its copies."""
+    running = cluster(tmp_path, "restart", nodes=(1, 1), checkpoint_steps=1000, snapshot_steps=5)
+    killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 47, "node-0"))
+    killer.start()
+    report = running.run([PROGRAM, "--ballast", "8", "--epochs", "6", *arguments])
+    killer.join()
+    assert_goes_on_from_memory(report)
+
+
+def test_a_lone_nodes_state_outlives_its_agent(tmp_path):
+    """It is started again on the same machine, whose disk has the copies."""
+    options = {"checkpoint_steps": 1000, "snapshot_steps": 5, "snapshot_path": tmp_path / "disk"}
+    run = cluster(tmp_path, "restart", "kill=node-0@step:47,add@step:47", nodes=(1, 1), **options)
+    assert_goes_on_from_memory(run.run([PROGRAM, "--sharded", "--ballast", "8", "--epochs", "6"]))
+    assert not list((tmp_path / "disk").glob("*/*"))
+
+
+def assert_goes_on_from_memory(report):
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit.complete, report.audit
+    before, after = report.rounds[-2:]
+    assert after.restored_step % 5 == 0
+    assert -12 <= after.restored_step - before.last_step <= 5  # progress is not written down at every step
+    assert all(node.leftovers == 0 for node in report.nodes)

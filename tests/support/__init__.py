@@ -1,0 +1,1 @@
+"""What the tests share: import it as ``tests.support``."""

@@ -1,0 +1,50 @@
+"""Runs two workers as a node does, from a warm process; then, the warm process being dead, once more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from starting import gone, warm_process
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+from azureml_elastic.node.agent.worker_environment import worker_environments
+from azureml_elastic.node.preload.context import WarmContext
+from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.state.round import Member, Round
+
+
+def main(script: str, folder: Path) -> None:
+    warm = warm_process(script, "--x", "1", options=())
+    round_ = Round(state="sealed", members=(Member("node", "x", host="127.0.0.1", store_port=1, slots=2),))
+    environments = worker_environments(Seat(round_, 0, None), "run", 0)
+    assert warm.wait_ready(300), warm.refusal
+    for name in ("warm", "cold"):
+        context = WarmContext(
+            warm,
+            name="worker",
+            entrypoint=warm.command[0],
+            args=dict.fromkeys(environments, warm.command[1:]),
+            envs=environments,
+            logs_specs=DefaultLogsSpecs(str(folder / name), redirects=Std.ALL, tee=Std.OUT),
+            log_line_prefixes={rank: f"[worker{rank}]:" for rank in environments},
+        )
+        context.start()
+        result = None
+        while result is None:
+            result = context.wait(1)
+        context.close()
+        codes = {rank: failure.exitcode for rank, failure in sorted(result.failures.items())}
+        print(name, context.warm, codes, flush=True)
+        if name == "warm":
+            os.kill(warm.pid, signal.SIGKILL)
+            while not gone(warm.pid):
+                time.sleep(0.01)
+    warm.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,58 @@
+"""The two ways to start the same worker."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from azureml_elastic.config.command.program import Program
+from azureml_elastic.node.preload.client import WarmProcess
+
+END_SECONDS = 300.0
+ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+class Result(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+
+def warm_process(target, *arguments, kind="script", options=("-u",), environ: Mapping[str, str] | None = None):
+    program = Program(None, (), kind, str(target), arguments)
+    return WarmProcess(sys.executable, options, program, ENVIRON if environ is None else environ)
+
+
+def run_warm(warm: WarmProcess, environ: Mapping[str, str], folder: Path, name: str) -> Result:
+    out, err = folder / f"{name}.out", folder / f"{name}.err"
+    code = warm.start(environ, out, err).wait(END_SECONDS)
+    return Result(code, out.read_text(), err.read_text())
+
+
+def run_cold(command, environ: Mapping[str, str], folder: Path, name: str) -> Result:
+    """As torch's SubprocessHandler does."""
+    out, err = folder / f"{name}.out", folder / f"{name}.err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen(command, env=environ, stdout=stdout, stderr=stderr, start_new_session=True)
+        code = process.wait(END_SECONDS)
+    return Result(code, out.read_text(), err.read_text())
+
+
+def wait_for_text(path: Path, text: str, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while text not in (path.read_text() if path.exists() else ""):
+        assert time.monotonic() < until, f"{path} does not say {text!r}"
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, be it not yet reaped by whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

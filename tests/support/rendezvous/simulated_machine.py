@@ -1,0 +1,244 @@
+"""Simulated machines: connections with latency, and hubs that handle one message after the other."""
+
+from __future__ import annotations
+
+import functools
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from azureml_elastic.ipc.line_codec import encode
+from azureml_elastic.node.rendezvous.runtime import Machine
+from tests.support.rendezvous.simulated_time import Scheduler, SimulatedEvent, SimulatedThread
+
+if TYPE_CHECKING:
+    from simulation import Node
+
+__all__ = ["Costs", "End", "SimulatedMachine", "SimulatedServer"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What things take, in seconds.
+
+    Args:
+        message: from one machine to another.
+        handling: of one message by a hub, which handles one after the other.
+        call: of the table, from the call to its answer.
+        calls_per_second: that the table serves.
+    """
+
+    message: float = 0.001
+    handling: float = 0.00005
+    call: float = 0.010
+    calls_per_second: float = 2000.0
+
+
+class End:
+    """One end of a connection; stands for the wire's ``Connection``."""
+
+    def __init__(self, scheduler: Scheduler, node: Node, handlers: tuple[Callable, Callable], costs: Costs) -> None:
+        self._scheduler = scheduler
+        self._node = node
+        self._on_message, self._on_close = handlers
+        self._costs = costs
+        self.other: End
+        self.server: SimulatedServer | None = None
+        self.state: dict[str, Any] = {}
+        self.last_heard = scheduler.now
+        self.reason = ""
+        self.peer = ""
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.reason)
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        if self.reason or self._node.dead:
+            return False
+        self.deliver(encode(message))
+        return True
+
+    def deliver(self, line: bytes) -> None:
+        """Send an encoded line."""
+        if not self._node.cut and not self.other._node.cut:
+            self._scheduler.at(self._scheduler.now + self._costs.message, functools.partial(self.other.arrive, line))
+
+    def arrive(self, line: bytes) -> None:
+        """Take a message in: at once, or by a server when it has handled those before."""
+        if self.server is None:
+            self.take(line)
+        else:
+            self._scheduler.at(self.server.busy(self._costs.handling), functools.partial(self.take, line))
+
+    def take(self, line: bytes) -> None:
+        if self.reason or self._node.dead:
+            return
+        self.last_heard = self._scheduler.now
+        try:
+            self._on_message(self, _decode(line))
+        except Exception as error:
+            self._node.cluster.failures.append("".join(traceback.format_exception(error)))
+            self.close(f"handling a message failed: {error!r}")
+
+    def close(self, reason: str = "closed by this side") -> None:
+        self.end(reason, quietly=False)
+
+    def end(self, reason: str, *, quietly: bool) -> None:
+        """End both ends: this one now, without a word to its owner if ``quietly``, the other one a little later."""
+        if self.reason:
+            return
+        self.reason = reason
+        if self.server is not None:
+            self.server.connections.pop(self, None)
+        if not quietly and not self._node.dead:
+            self._scheduler.at(self._scheduler.now, lambda: None if self._node.dead else self._on_close(self))
+        if not self._node.cut and not self.other._node.cut:
+            self._scheduler.at(self._scheduler.now + self._costs.message, self.other.hang_up)
+
+    def hang_up(self) -> None:
+        """Take the end of the connection in, behind what was sent before."""
+        end = functools.partial(self.end, "the peer closed the connection", quietly=False)
+        if self.server is None:
+            end()
+        else:
+            self._scheduler.at(self.server.busy(0.0), end)
+
+
+@functools.lru_cache(maxsize=64)  # a broadcast is one text to very many
+def _decode(line: bytes) -> dict[str, Any]:
+    return json.loads(line)
+
+
+class SimulatedServer:
+    """Stands for ``LineServer``."""
+
+    def __init__(self, node: Node, port: int, on_message: Callable, on_close: Callable, on_tick: Callable, tick: float):
+        self.node = node
+        self.port = port
+        self.handlers = (on_message, on_close)
+        self.connections: dict[End, None] = {}
+        self._scheduler = node.cluster.scheduler
+        self._on_tick = on_tick
+        self._tick = tick
+        self._busy_until = 0.0
+        node.servers[port] = self
+        self._scheduler.at(self._scheduler.now + tick, self._ticks)
+
+    def busy(self, seconds: float) -> float:
+        """Return when a message will be handled that takes so long."""
+        self._busy_until = max(self._busy_until, self._scheduler.now) + seconds
+        return self._busy_until
+
+    def broadcast(self, message: Mapping[str, Any]) -> None:
+        line = encode(message)
+        for end in list(self.connections):
+            end.deliver(line)
+
+    def close(self) -> None:
+        self.node.servers.pop(self.port, None)
+        for end in list(self.connections):
+            end.close()
+
+    def _ticks(self) -> None:
+        if self.node.dead or self.node.servers.get(self.port) is not self:
+            return
+        if not self.node.cut:
+            self._on_tick()
+        self._scheduler.at(self._scheduler.now + self._tick, self._ticks)
+
+
+class SimulatedClient:
+    """Stands for ``LineClient``."""
+
+    def __init__(self, node: Node, connection: End, on_tick: Callable, tick: float) -> None:
+        self.connection = connection
+        self._node = node
+        self._on_tick = on_tick
+        self._tick = tick
+        self._scheduler = node.cluster.scheduler
+        self._scheduler.at(self._scheduler.now + tick, self._ticks)
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        return self.connection.send(message)
+
+    def close(self) -> None:
+        self.connection.end("closed by this side", quietly=True)
+
+    def _ticks(self) -> None:
+        if self._node.dead or self.connection.closed:
+            return
+        if not self._node.cut:
+            self._on_tick()
+        self._scheduler.at(self._scheduler.now + self._tick, self._ticks)
+
+
+class SimulatedListener:
+    """Stands for a listening socket, of which only the port is of interest."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def getsockname(self) -> tuple[str, int]:
+        return "", self._port
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedMachine(Machine):
+    """The machine below one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._cluster = node.cluster
+        self._scheduler = node.cluster.scheduler
+
+    def clock(self) -> float:
+        return self._scheduler.now
+
+    def event(self) -> SimulatedEvent:
+        return SimulatedEvent(self._scheduler)
+
+    def thread(self, target: Callable[[], None], name: str) -> SimulatedThread:
+        return SimulatedThread(self._scheduler, self._node, target, name)
+
+    def listen(self, interface: str, backlog: int) -> SimulatedListener:
+        return SimulatedListener(next(self._cluster.ports))
+
+    def serve(self, listener, on_message, on_close, on_tick, tick) -> SimulatedServer:
+        return SimulatedServer(self._node, listener.getsockname()[1], on_message, on_close, on_tick, tick)
+
+    def dial(self, address, on_message, on_close, on_tick, tick, timeout) -> SimulatedClient:
+        scheduler, costs, node = self._scheduler, self._cluster.costs, self._node
+        node.step()
+        host, port = address
+        target = self._cluster.by_host[host]
+        if self._cluster.blocks(node, target):
+            scheduler.wait(scheduler.now + timeout)
+            raise TimeoutError(f"{host} does not answer")
+        scheduler.wait(scheduler.now + 2 * costs.message)
+        server = None if target.dead else target.servers.get(port)
+        if server is None:
+            raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
+        near = End(scheduler, node, (on_message, on_close), costs)
+        far = End(scheduler, target, server.handlers, costs)
+        near.other, far.other, far.server = far, near, server
+        server.connections[far] = None
+        node.ends.append(near)
+        return SimulatedClient(node, near, on_tick, tick)
+
+    def probe(self, addresses, timeout) -> list[OSError | None]:
+        scheduler, node = self._scheduler, self._node
+        node.step()
+        targets = [(self._cluster.by_host[host], port) for host, port in addresses]
+        silent = [self._cluster.blocks(node, target) for target, _ in targets]
+        scheduler.wait(scheduler.now + (timeout if any(silent) else 2 * self._cluster.costs.message))
+        return [
+            TimeoutError("timed out") if blocked
+            else None if not target.dead and port in target.servers
+            else ConnectionRefusedError("nobody listens there")
+            for blocked, (target, port) in zip(silent, targets, strict=True)
+        ]  # fmt: skip

@@ -1,0 +1,312 @@
+"""A cluster of nodes in simulated time, which run the rendezvous as it is.
+
+Every node is a real thread that calls the real :class:`Rendezvous`. Only the machine below it and the table are
+simulated: whatever blocks (a call of the table, dialling, a wait) hands over to the scheduler, which lets one thread
+run at a time and puts the clock forward when all of them wait. A run is therefore the same each time for a seed, and a
+minute of a thousand nodes takes seconds.
+
+What is modelled: the latency of a message and of dialling; that a hub handles one message after the other; the latency
+of the table, and a queue in front of it where it is asked for more than its capacity, a query counting once for each
+page. What takes the processor's time in a node, and the bandwidth of the network, is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Limits, Round
+from azureml_elastic.node.rendezvous.state.row_keys import node_of
+from tests.support.rendezvous.simulated_machine import Costs, End, SimulatedMachine, SimulatedServer
+from tests.support.rendezvous.simulated_table import Fault, SimulatedStorage, SimulatedTable, Write
+from tests.support.rendezvous.simulated_time import Killed, Scheduler, Task
+
+__all__ = ["Cluster", "Costs", "Fault", "Killed", "Node", "Stalled", "Write"]
+
+_STACK_BYTES = 256 * 1024
+
+
+class Stalled(AssertionError):
+    """What was waited for did not come about in time."""
+
+
+class Node:
+    """One node: the rendezvous and, above it, what an agent does with it.
+
+    Args:
+        cluster: that it belongs to.
+        name: of the node.
+        limits: node counts.
+        imports_s: between its announcement and its joining.
+    """
+
+    def __init__(self, cluster: Cluster, name: str, limits: Limits, imports_s: float) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.host = f"host-of-{name}"
+        self.dead = False
+        self.cut = False
+        self.servers: dict[int, SimulatedServer] = {}
+        self.ends: list[End] = []
+        self.steps = 0
+        self.dies_at: int | None = None
+        self.joined: list[Round] = []
+        self.seated = False
+        self._ends: dict[str, object] | None = None
+        self._limits = limits
+        self._imports_s = imports_s
+        self.rendezvous: Rendezvous
+
+    def start(self) -> None:
+        scheduler = self.cluster.scheduler
+        scheduler.start(Task(scheduler, self), self._live, self.name)
+
+    def ended(self) -> None:
+        """Take note that one of the node's threads has ended."""
+        self.cluster.check()
+
+    def step(self) -> None:
+        """Come to a point at which a node may be killed: before and after whatever blocks."""
+        if self.dead:
+            raise Killed
+        self.steps += 1
+        if self.steps == self.dies_at:
+            self.kill()
+            raise Killed
+
+    def kill(self) -> None:
+        """End the node as SIGKILL would: connections break, nothing is said."""
+        self.dead = True
+        self.seated = False
+        for server in list(self.servers.values()):
+            for end in list(server.connections):
+                end.close()
+        for end in self.ends:
+            end.close()
+        self.cluster.check()
+
+    def unplug(self) -> None:
+        """Cut the node off: whoever waits for it hears nothing, not even that it is gone."""
+        self.cut = True
+        self.seated = False
+
+    def break_round(self, **how: object) -> None:
+        """Have the node end its round when it looks at it next; see ``Rendezvous.reopen``."""
+        self._ends = how
+
+    def drop_connections(self) -> None:
+        """Break all connections to and from this node; it goes on."""
+        for server in list(self.servers.values()):
+            for end in list(server.connections):
+                end.close("reset")
+        for end in self.ends:
+            end.close("reset")
+
+    def _live(self) -> None:
+        try:
+            self._take_part()
+        except Killed:
+            pass
+        except BaseException as error:
+            self.cluster.failures.append(f"{self.name}: {''.join(traceback.format_exception(error))}")
+            self.dead = True
+
+    def _take_part(self) -> None:
+        cluster = self.cluster
+        self.rendezvous = Rendezvous(
+            SimulatedTable(cluster.storage, self), self.name, self.host, 1, self._limits, cluster.timings,
+            machine=SimulatedMachine(self),
+        )  # fmt: skip
+        if self._imports_s >= 0:
+            self.rendezvous.announce()
+            cluster.scheduler.wait(cluster.scheduler.now + self._imports_s)
+        while True:
+            seat = self.rendezvous.join()
+            self.seated = True
+            self.joined.append(seat.round)
+            cluster.check()
+            self._stay()
+            self.seated = False
+
+    def _stay(self) -> None:
+        """Be in a round until it is over, as an agent is."""
+        rendezvous = self.rendezvous
+        while True:
+            rendezvous.wake.wait(self.cluster.monitor_s)
+            rendezvous.wake.clear()
+            status = rendezvous.status()
+            if status.broken:
+                rendezvous.reopen("lost" if status.lost else "reopened", lost=status.lost)
+                return
+            if self._ends is not None:
+                how, self._ends = self._ends, None
+                rendezvous.reopen("it was told to", **how)
+                return
+            if rendezvous.leads and status.waiting:
+                rendezvous.reopen("joining")
+                return
+
+
+@dataclass
+class Cluster:
+    """Nodes, their machines and their table.
+
+    Args:
+        seed: of everything random.
+        timings: of the rendezvous.
+        costs: of everything that takes time.
+        fault: decides for each call of the table what becomes of it, ``None`` for nothing unusual.
+        monitor_s: between two looks of an agent at its round.
+    """
+
+    seed: int = 0
+    timings: RendezvousTimings = field(default_factory=RendezvousTimings)
+    costs: Costs = field(default_factory=Costs)
+    fault: Callable[[random.Random, float, str, Node], Fault | None] = lambda *_: None
+    monitor_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.scheduler = Scheduler()
+        self.storage = SimulatedStorage(self)
+        self.ports = itertools.count(20000)
+        self.nodes: list[Node] = []
+        self.by_host: dict[str, Node] = {}
+        self.failures: list[str] = []
+        self.blocked: set[tuple[str, str]] = set()
+        self._wanted: Callable[[], bool] = lambda: False
+        self._in_the_way: Node | None = None
+
+    def add(self, name: str, limits: Limits, arrives_at: float = 0.0, imports_s: float = 0.0) -> Node:
+        """Add a node that arrives at a moment; negative ``imports_s`` for one that does not announce itself."""
+        node = Node(self, name, limits, imports_s)
+        self.nodes.append(node)
+        self.by_host[node.host] = node
+        self.scheduler.at(arrives_at, node.start)
+        return node
+
+    def block(self, one: str, other: str, *, both: bool = True) -> None:
+        """Have the network drop whatever one node sends to another to connect to it."""
+        self.blocked |= {(one, other), *([(other, one)] if both else [])}
+
+    def blocks(self, one: Node, other: Node) -> bool:
+        """Return whether one node gets no answer when it connects to another."""
+        return one.cut or other.cut or (one.name, other.name) in self.blocked
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        """Have something happen to the cluster."""
+        self.scheduler.at(when, what)
+
+    def check(self) -> None:
+        """Look whether what is waited for has come about."""
+        if self._wanted():
+            self.scheduler.resume(self.scheduler.main, self.scheduler.now, self.scheduler.main.token)
+
+    def run(self, until: Callable[[], bool], limit_s: float) -> float:
+        """Let time pass until something has come about, and return the moment.
+
+        Raises:
+            Stalled: it has not after so many simulated seconds.
+        """
+        self._wanted = until
+        if until():
+            return self.scheduler.now
+        before = threading.stack_size(_STACK_BYTES)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1.0)  # only one thread has anything to do at a time
+        try:
+            self.scheduler.wait(self.scheduler.now + limit_s)
+        finally:
+            threading.stack_size(before)
+            sys.setswitchinterval(interval)
+        if not until():
+            outside = [node.name for node in self.nodes if not node.dead and not node.seated]
+            raise Stalled(f"not after {limit_s:g} s; without a seat: {outside[:10]} ({len(outside)}); {self.failures}")
+        return self.scheduler.now
+
+    def settle(self, limit_s: float, size: int | None = None) -> float:
+        """Run until all living nodes are in one sealed round, and return the moment."""
+
+        def settled() -> bool:
+            if any(not (node.seated or node.dead or node.cut) for node in self._unseated_first()):
+                return False
+            alive = [node for node in self.nodes if not node.dead and not node.cut]
+            if len(alive) < (size or 1):
+                return False
+            numbers = {node.joined[-1].number for node in alive}
+            return len(numbers) == 1 and {member.node for member in alive[0].joined[-1].members} == {
+                node.name for node in alive
+            }
+
+        return self.run(settled, limit_s)
+
+    def _unseated_first(self) -> Iterator[Node]:
+        """Yield all nodes, the one first that stood in the way when this was asked last."""
+        if self._in_the_way is not None:
+            yield self._in_the_way
+        for node in self.nodes:
+            self._in_the_way = node
+            yield node
+
+    def close(self) -> None:
+        """End all threads."""
+        for node in self.nodes:
+            node.dead = True
+        self.run(lambda: self.scheduler.threads == 0, 3600.0)
+
+    # --- what must hold ----------------------------------------------------------------------------------------------
+
+    def rounds(self) -> list[Round]:
+        """Return all versions of the round's row, as they were written."""
+        return [Round.from_value(write.value) for write in self.storage.writes if write.key == ROUND_KEY and write.done]
+
+    def verify(self) -> None:
+        """Check what must hold whatever happens.
+
+        Raises:
+            AssertionError: it does not.
+        """
+        assert not self.failures, self.failures[0]
+        sealed: set[int] = set()
+        before = Round()
+        for round_ in self.rounds():
+            names = [member.node for member in round_.members]
+            assert len(names) == len(set(names)), f"round {round_.number} has a member twice: {names}"
+            if round_.state == "sealed":
+                assert round_.number not in sealed, f"round {round_.number} was sealed twice"
+                assert round_.number == before.number, "a round was sealed that was not open"
+                assert before.state == "open", "a round was sealed that was not open"
+                sealed.add(round_.number)
+            else:
+                assert round_.number == before.number + 1, f"{before.number} was followed by {round_.number}"
+                assert before.state == "sealed", "an open round was reopened"
+            before = round_
+        seen: set[tuple[str, str]] = set()
+        for write in self.storage.writes:
+            if write.done and node_of(write.key) is not None:
+                what = {name: value for name, value in write.value.items() if name != "written_by"}
+                same = (write.key, json.dumps(what, sort_keys=True))
+                assert same not in seen, f"{write.node} wrote the same twice: {what}"
+                seen.add(same)
+        for node in self.nodes:
+            numbers = [round_.number for round_ in node.joined]
+            assert numbers == sorted(set(numbers)), f"{node.name} was in {numbers}"
+
+    def most_writes(self) -> int:
+        """Return how often the node that did so most has tried to write its own row."""
+        tried = Counter(write.key for write in self.storage.writes if node_of(write.key) is not None)
+        return max(tried.values())
+
+    @property
+    def conflicts(self) -> list[Write]:
+        """Writes in vain."""
+        return [write for write in self.storage.writes if not write.done]

@@ -1,0 +1,150 @@
+"""What the processes of the tests of recovery do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from azureml_elastic import train
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.checkpoint.storage.local import LocalStorage
+from azureml_elastic.config import FixedGlobalBatch
+from azureml_elastic.distributed.world import World
+from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.train.agent_client.standalone import StandaloneAgent
+from azureml_elastic.train.data.position import Position
+from azureml_elastic.train.data.sampling import Cursor, DataSpec
+from azureml_elastic.train.optim.learning_rate import LearningRate
+from azureml_elastic.train.session.run_state import Keeper
+from tests.support.train import workers
+from tests.support.waiting import until
+
+
+def train_on(folder, epochs, fault=None, at=0, normalised=False):
+    """Train; at a step, let a signal hit this process in the middle of the backward pass, or before the forward one."""
+    run = train.start(workers.policy(folder))
+    victim = fault is not None and int(os.environ["LOCAL_RANK"]) == int(os.environ["VICTIM"])
+    model = workers.network()
+    if normalised:
+        model = nn.Sequential(nn.BatchNorm1d(6).double(), model)
+    if victim:
+        first = next(model.parameters())
+        first.register_hook(lambda _: os.kill(os.getpid(), fault) if run.steps + 1 == at else None)
+    model = run.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.9)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    first_step, pid = run.steps, os.getpid()
+    loader = run.loader(workers.dataset(48), global_batch_size=12)
+    for _ in run.epochs(epochs):
+        for x, y in loader:
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            run.step()
+    run.finish()
+    weights = workers.flat(model.parameters())
+    return [first_step, run.steps, run.world_size, pid, scheduler.last_epoch, weights.tolist()]
+
+
+def steps(folder, model):
+    """Train, and yield the session after each step."""
+    run = train.start(workers.policy(folder))
+    model = run.wrap(model)
+    run.track(model=model)
+    loader = run.loader(workers.dataset(48), global_batch_size=12)
+    for _ in run.epochs(100):
+        for x, y in loader:
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            run.step()
+            yield run
+
+
+def send_much(folder, at):
+    """Train a model with a large buffer, which rank 0 sends before each step, until the other one freezes waiting."""
+    model = workers.network()
+    model.register_buffer("large", torch.ones(8 << 20))
+    frozen = Path(folder).parent / "freezes"
+    for run in steps(folder, model):
+        if run.steps != at:
+            continue
+        if os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
+            threading.Thread(target=freeze_in_broadcast, args=(threading.get_ident(), frozen), daemon=True).start()
+        else:
+            until(frozen.exists)
+            until(lambda: psutil.Process(int(frozen.read_text())).status() == psutil.STATUS_STOPPED)
+
+
+def freeze_in_broadcast(thread, mark):
+    """Freeze this process once one of its threads waits for a broadcast."""
+    until(lambda: sys._current_frames()[thread].f_code.co_name == "_distributed_broadcast_coalesced")
+    until(at_rest)  # its last steps until there, and the message that it is ready to receive, cannot be seen
+    mark.with_suffix(".new").write_text(str(os.getpid()))
+    mark.with_suffix(".new").rename(mark)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def at_rest():
+    """Return whether for a while no other thread of this process runs or is about to."""
+    own = str(threading.get_native_id())
+    for _ in range(20):
+        time.sleep(0.01)
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                if (task / "stat").read_text().rpartition(") ")[2][0] != "S" and task.name != own:
+                    return False
+    return True
+
+
+def user_collective(folder, at):
+    """Train until, at a step, one rank dies before a collective that the script itself calls."""
+    for run in steps(folder, workers.network()):
+        if run.steps == at:
+            if os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                dist.all_reduce(torch.zeros(3))
+            except RuntimeError:
+                sys.excepthook(*sys.exc_info())  # as for a script; multiprocessing has a way of its own
+                raise
+
+
+def different_steps(folder):
+    """Two ranks of which one is a step ahead: the other one catches up."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3 + rank):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    identity = Identity(rank, 0, 2, 4)
+    storage = LocalStorage(Path(folder))
+    agent = StandaloneAgent(storage, identity)
+    position = Position(identity)
+    world = World(identity, torch.device("cpu"))
+    world.open()
+    rate = LearningRate(FixedGlobalBatch(), position, lambda: False)
+    keeper = Keeper(workers.policy(folder), storage, agent, world, position, rate)
+    stream = position.add("train", DataSpec(1000, global_batch_size=12, seed=0, shuffle=True, drop_last=False))
+    keeper.track(TrackedState({"model": model, "optimizer": optimizer}))
+    for _ in range(rank):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    keeper.steps, stream.cursor = 3 + rank, Cursor(0, 12 * (3 + rank))
+    world.identity = Identity(1 - rank, 0, 2, 5)
+    keeper.enter()
+    steps = [int(state["step"]) for state in optimizer.state.values()]
+    return [keeper.steps, stream.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]

@@ -1,0 +1,110 @@
+"""What the processes of the tests of loaders and evaluation do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from azureml_elastic import train
+from azureml_elastic.config import environment as names
+from azureml_elastic.ledger.reading import read_samples
+from azureml_elastic.ledger.samples import audit_samples
+from tests.support.train import workers
+
+
+def forget_environment(monkeypatch):
+    for name in names.__all__:
+        monkeypatch.delenv(getattr(names, name), raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def train_on_shards(folder, lengths, stop_after):
+    """Train three epochs with a checkpoint every three steps; at a number of steps die as SIGKILL would have it."""
+    shards = train.Shards(list(enumerate(lengths)), lambda shard: (float(shard[0]) + at for at in range(shard[1])))
+    run = train.start(workers.policy(folder, 3))
+    model = run.wrap(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run.track(model=model, optimizer=optimizer)
+    loader = run.loader(shards, global_batch_size=9)
+    (Path(folder) / f"restored-{run.round}").write_text(str(run.steps))
+    for _ in run.epochs(3):
+        for x in loader:
+            run.backward(model(x.float().unsqueeze(1)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if stop_after is not None and run.steps + 1 == stop_after:
+                workers.wait_for_commit(folder, run.steps // 3 * 3)
+                os._exit(9)
+            run.step()
+    run.finish()
+
+
+def audit(run_dir):
+    """Return the audit of a run whose rounds have left a file each with the step they began after."""
+    restored = {int(path.name[9:]): int(path.read_text()) for path in (run_dir.parent / "c").glob("restored-*")}
+    lines, torn = read_samples(run_dir / "samples")
+    return audit_samples(lines, restored, torn_lines=torn)
+
+
+class Streaming:
+    """What ``datasets.IterableDataset`` looks like."""
+
+    def __init__(self, shards):
+        self.shards = shards
+        self.num_shards = len(shards)
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def shard(self, num_shards, index):
+        assert num_shards == self.num_shards
+        return Streaming.Part(self.shards[index])
+
+    class Part:
+        def __init__(self, samples):
+            self.samples = samples
+
+        def __iter__(self):
+            return iter(self.samples)
+
+        def skip(self, count):
+            return Streaming.Part(self.samples[count:])
+
+
+def evaluate(folder):
+    """Measure a network with dropout and batch normalisation, whose buffers differ between the ranks."""
+    run = train.start(workers.policy(folder))
+    torch.manual_seed(0)
+    model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)))
+    run.track(model=model)
+    model.module[1].running_mean += run.rank
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(37, 4, generator=generator), torch.randint(0, 3, (37,), generator=generator)
+
+    def measure(batch):
+        outputs = model(batch[0])
+        return {
+            "loss": nn.functional.cross_entropy(outputs, batch[1], reduction="sum"),
+            "correct": (outputs.argmax(1) == batch[1]).sum(),
+        }
+
+    found = run.evaluate(measure, TensorDataset(x, y), batch_size=4)
+    run.finish()
+    return {name: value.hex() for name, value in found.items()}
+
+
+def forward_on_rank_0(folder):
+    run = train.start(workers.policy(folder))
+    model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    run.track(model=model)
+    if run.is_main:
+        with torch.no_grad():
+            model(torch.randn(4, 4))
+    run.finish()
+    return "passed" if run.is_main else "waited"

@@ -1,0 +1,37 @@
+"""A run whose checkpoints are in Azure's blobs, without a mount, on the real emulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from azureml_elastic import train
+from azureml_elastic.checkpoint.storage.remote import RemoteStorage
+from azureml_elastic.checkpoint.storage.storage import open_storage
+from azureml_elastic.config import CheckpointPolicy
+
+# Of aiohttp, about how adlfs hands it what it uploads.
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+
+
+def test_a_run_keeps_its_checkpoints_there(url, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for start in (0, 5):
+        model = nn.Linear(3, 2)
+        with train.start(CheckpointPolicy(path=url, every=None, every_steps=2)) as run:
+            run.track(model=model, optimizer=torch.optim.Adam(model.parameters()))
+            assert run.steps == start
+            for step in range(start, start + 5):
+                with torch.no_grad():
+                    model.weight.fill_(step + 1)
+                run.step()
+    with train.start(CheckpointPolicy(path=url)) as run:
+        model = nn.Linear(3, 2)
+        run.track(model=model, optimizer=torch.optim.Adam(model.parameters()))
+        assert run.steps == 10
+        assert model.weight.unique().tolist() == [10.0]
+    storage = open_storage(url)
+    assert isinstance(storage, RemoteStorage)
+    assert [name[:17] for name in storage.folders()] == ["step-000000000008", "step-000000000010"]

@@ -1,0 +1,103 @@
+"""Checkpoints come at the wanted interval, with few decisions, at any pace."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_elastic.checkpoint.save.schedule import Cadence, Costs, decide
+from azureml_elastic.checkpoint.save.young_daly import optimal_interval
+from azureml_elastic.config import CheckpointPolicy, Plan
+from azureml_elastic.config import environment as names
+
+
+@given(pace=st.floats(0.001, 50), every=st.floats(1, 3600), slow_first=st.floats(1, 100))
+def test_checkpoints_come_at_the_wanted_interval(pace, every, slow_first):
+    now = saved = pace * slow_first  # the first step takes longer, as it does
+    step, next_decision, decisions, gaps = 1, 1, 0, []
+    while len(gaps) < 5:
+        if step >= next_decision:
+            decision = decide(every, now - saved, step, now / step)
+            decisions += 1
+            next_decision = step + decision.steps_to_next
+            if decision.save:
+                gaps.append(now - saved)
+                saved = now
+        jump = max(1, next_decision - step)
+        step += jump
+        now += jump * pace
+    for gap in gaps[1:]:
+        assert 0.97 * every - pace <= gap <= max(1.05 * every, every + pace) + pace
+    assert decisions <= 40 + 10 * slow_first
+
+
+@pytest.mark.parametrize(("since", "save"), [(0.0, False), (9.0, False), (9.9, True), (50.0, True)])
+def test_a_checkpoint_is_due_once_the_interval_is_over(since, save):
+    decision = decide(10.0, since, 100, 0.1)
+    assert decision.save is save
+    assert decision.steps_to_next >= 1
+
+
+def test_the_next_decision_is_at_most_as_far_away_as_training_has_come():
+    assert decide(300.0, 0.0, 1, 0.0).steps_to_next == 1
+    assert decide(300.0, 0.0, 4, 0.001).steps_to_next == 4
+
+
+def overhead(interval, cost, between):
+    """Return how much longer a run with losses at random moments takes (Daly's complete model, restarts for free)."""
+    return between * (math.exp((interval + cost) / between) - 1) / interval
+
+
+@given(cost=st.floats(0.01, 300), between=st.floats(600, 1e6))
+def test_the_interval_costs_least(cost, between):
+    best = optimal_interval(cost, between)
+    assert best > 0
+    if cost < between / 10:
+        at_best = overhead(best, cost, between)
+        for factor in (0.5, 0.8, 1.25, 2):
+            assert at_best <= overhead(best * factor, cost, between) * 1.001
+
+
+def test_a_checkpoint_costs_its_stall_and_what_it_slows_down():
+    costs = Costs()
+    costs.begin(0, 100.0)
+    costs.stop(10, 110.0)  # a step takes a second
+    costs.go_on(110.5)
+    costs.written(18, 120.5)  # eight of them took ten
+    assert costs.checkpoint == pytest.approx(0.5 + 2.0)
+    assert costs.write_seconds == pytest.approx(10.0)
+    costs.stop(28, 130.5)
+    costs.go_on(131.0)
+    costs.written(30, 133.0)  # no slower
+    assert costs.checkpoint == pytest.approx((2.5 + 0.5) / 2)
+
+
+def test_a_run_with_losses_saves_more_often(monkeypatch):
+    policy = CheckpointPolicy(every="auto")
+    assert CheckpointPolicy.model_validate_json(policy.model_dump_json()) == policy
+
+    def interval(history, cost, now=1000.0):
+        monkeypatch.setenv(names.HISTORY, history)
+        clock = [0.0]
+        cadence = Cadence(policy, None, clock=lambda: clock[0])
+        cadence.begin(0)
+        clock[0] = now
+        cadence.saving(100)
+        clock[0] += cost
+        cadence.saved()
+        cadence.written(100)
+        return cadence.every
+
+    calm, rough = interval("0 36000", 1.0), interval("20 36000", 1.0)
+    assert rough < calm / 3
+    assert interval("0 36000", 0.01) < calm < interval("0 36000", 20.0)
+    assert interval("1000 1000", 0.001) == 10.0
+    assert interval("0 100000000", 100.0) == 3600.0
+
+
+def test_the_plan_carries_it():
+    plan = Plan.model_validate({"resources": {"max_instance_count": 2}, "checkpoint": {"every": "auto"}})
+    assert Plan.from_json(plan.to_json()).checkpoint.every == "auto"

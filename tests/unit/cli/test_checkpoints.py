@@ -1,0 +1,111 @@
+"""A folder of checkpoints as a user meets it on the command line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+from azureml_elastic import train
+from azureml_elastic.cli import app
+from azureml_elastic.config import CheckpointPolicy
+
+RUN = CliRunner(env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The checkpoints 2, 4 and 6 of a run of a small model."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "c"
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
+    with train.start(CheckpointPolicy(path=str(path), every=None, every_steps=2, keep=5)) as run:
+        run.track(model=model, optimizer=torch.optim.Adam(model.parameters()))
+        for step in range(6):
+            with torch.no_grad():
+                model[0].weight.fill_(step + 1)
+            run.step()
+    return path
+
+
+def checkpoint(folder, step):
+    (found,) = folder.glob(f"step-{step:012d}*")
+    return found
+
+
+def corrupt(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_list_shows_what_is_there(folder):
+    (checkpoint(folder, 4) / "committed").unlink()
+    (checkpoint(folder, 2) / "manifest.json").unlink()
+    result = RUN.invoke(app, ["checkpoints", "list", str(folder)])
+    assert result.exit_code == 0, result.output
+    lines = {line.split("│")[1].strip(): line for line in result.stdout.splitlines() if line.count("│") > 2}
+    assert "committed" in lines["6"]
+    assert "complete, not committed" in lines["4"]
+    assert "never completed" in lines["2"]
+
+
+def test_verify_finds_a_flipped_bit(folder):
+    assert RUN.invoke(app, ["checkpoints", "verify", str(folder)]).exit_code == 0
+    corrupt(checkpoint(folder, 4) / "rank-00000.safetensors")
+    result = RUN.invoke(app, ["checkpoints", "verify", str(folder)])
+    assert result.exit_code == 1
+    assert "another checksum" in result.stdout
+    assert "1 committed checkpoints" in result.stderr
+    assert result.stdout.count(": whole") == 2
+
+
+def test_prune_keeps_the_newest_whole_ones(folder):
+    corrupt(checkpoint(folder, 6) / "rank-00000.safetensors")
+    asked = RUN.invoke(app, ["checkpoints", "prune", str(folder), "--keep", "1"], input="n\n")
+    assert asked.exit_code == 1
+    assert len(list(folder.glob("step-*"))) == 3
+    result = RUN.invoke(app, ["checkpoints", "prune", str(folder), "--keep", "1", "--yes"])
+    assert result.exit_code == 0, result.output
+    assert [path.name[:17] for path in folder.glob("step-*")] == ["step-000000000004"]
+
+
+def test_nothing_is_pruned_where_nothing_is_whole(folder):
+    for step in (2, 4, 6):
+        corrupt(checkpoint(folder, step) / "rank-00000.safetensors")
+    result = RUN.invoke(app, ["checkpoints", "prune", str(folder), "--yes"])
+    assert result.exit_code == 2
+    assert "nothing was removed" in result.stderr
+    assert len(list(folder.glob("step-*"))) == 3
+
+
+def test_export_is_what_the_model_loads(folder, tmp_path):
+    target = tmp_path / "model.safetensors"
+    result = RUN.invoke(app, ["checkpoints", "export", str(folder), str(target), "--step", "4"])
+    assert result.exit_code == 0, result.output
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
+    model.load_state_dict(load_file(target))
+    assert model[0].weight.unique().tolist() == [4.0]
+    again = RUN.invoke(app, ["checkpoints", "export", str(folder), str(target)])
+    assert again.exit_code == 2
+    assert "is there already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["export", "{folder}", "x.safetensors", "--object", "net"], "holds no tensors of 'net'"),
+        (["export", "{folder}", "x.safetensors", "--step", "3"], "there are 2, 4, 6"),
+        (["list", "{folder}/nothing"], "is no folder"),
+        (["list", "."], "There are no checkpoints"),
+    ],
+)
+def test_wrong_input_is_explained(folder, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    result = RUN.invoke(app, ["checkpoints", *(word.format(folder=folder) for word in words)])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not (tmp_path / "x.safetensors").exists()

@@ -1,0 +1,148 @@
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_elastic.config.command.program import Program, find_program, parse_program
+from azureml_elastic.errors import CommandError
+
+
+@pytest.mark.parametrize(
+    ("argv", "program"),
+    [
+        (["python", "x.py", "a", "b"], Program("python", (), "script", "x.py", ("a", "b"))),
+        (["python3.11", "-u", "-m", "pkg.mod", "--x"], Program("python3.11", ("-u",), "module", "pkg.mod", ("--x",))),
+        (["/opt/bin/python", "x.py"], Program("/opt/bin/python", (), "script", "x.py", ())),
+        (["C:\\py\\python.exe", "x.py"], Program("C:\\py\\python.exe", (), "script", "x.py", ())),
+        (["./x.py", "-m"], Program(None, (), "script", "./x.py", ("-m",))),
+        (["python -u 'a b.py' --t=\"1 2\""], Program("python", ("-u",), "script", "a b.py", ("--t=1 2",))),
+        (
+            ["python train.py --lr ${{ inputs.lr }}"],
+            Program("python", (), "script", "train.py", ("--lr", "${{ inputs.lr }}")),
+        ),
+        (
+            ["python", "-W", "error", "-Xdev", "-O", "x"],
+            Program("python", ("-W", "error", "-Xdev", "-O"), "script", "x", ()),
+        ),
+        (["python", "-OOum", "a.b", "-c"], Program("python", ("-OOu",), "module", "a.b", ("-c",))),
+        (["python", "-ma.b"], Program("python", (), "module", "a.b", ())),
+        (
+            ["python", "--check-hash-based-pycs", "never", "x.py"],
+            Program("python", ("--check-hash-based-pycs", "never"), "script", "x.py", ()),
+        ),
+    ],
+)
+def test_reads_a_python_program(argv, program):
+    assert parse_program(argv) == program
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "empty"),
+        ([" "], "empty"),
+        (["python"], "without a program"),
+        (["python", "-u"], "without a program"),
+        (["python", "-m"], "names no module"),
+        (["python", "-W"], "-W no value"),
+        (["python", "-c", "print(1)"], "'-c'"),
+        (["python", "-i", "x.py"], "'-i'"),
+        (["python", "--version"], "'--version'"),
+        (["python", "-"], "standard input"),
+        (["bash", "run.sh"], "'bash run.sh' starts no Python program"),
+        (["torchrun", "x.py"], "takes the launcher's place"),
+        (["python", "-m", "torch.distributed.run", "x.py"], "starts the launcher 'torch.distributed.run'"),
+        (["/opt/bin/accelerate", "launch", "x.py"], "takes the launcher's place"),
+        (["pythonic", "x.py"], "starts no Python program"),
+        (["python x.py && python y.py"], "2 shell commands"),
+        (["python 'x.py"], "not closed"),
+    ],
+)
+def test_refuses_what_starts_no_program(argv, part):
+    with pytest.raises(CommandError) as caught:
+        parse_program(argv)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "program", "after"),
+    [
+        ("", "python train.py", ""),
+        (
+            "pip install -r r.txt && export A=1 && FOO=1 ",
+            "python train.py --lr ${{inputs.lr}}",
+            " | tee log",
+        ),
+        ("", "python train.py --a ${{ inputs.a }} '${{inputs.b}}'", " > log 2>&1"),
+        ("python -m pip install -r r.txt\n", "python3 -u -m a.b \\\n  --x 1 \\\n  --y 'a; b'", "\n"),
+        ("python -c 'import torch' && ", "./train.py", " || exit 3"),
+        ("set -e; (cd src; time ", "python train.py", ")"),
+        ("if true; then exec env A='1 2' ", "python train.py", "; fi"),
+        (
+            '# python no.py\necho "python no.py" \'python no.py\' `date` $(python no.py ")") ${A:-;}; ',
+            "python y.py",
+            " # end",
+        ),
+        ("for f in *.whl; do pip install $f; done; ", "python train.py", ""),
+        ("2>err ", "python train.py > log --lr 1", " 2>&1 & wait"),
+        ("", "python ${{inputs.code}}/train.py", ""),
+        ("", 'python train.py "a \\" | b $(echo ")") c"', "|&tee log"),
+        ("", "python a#b.py \\; $HOME", ";"),
+    ],
+)
+def test_finds_the_program_and_touches_nothing_else(before, program, after):
+    found = find_program(before + program + after)
+    assert found == (before, program, after)
+
+
+def test_what_was_found_can_be_read_again():
+    found = find_program("pip install x; python3 -u train.py --out ${{ outputs.o }} 'a b' > log")
+    assert parse_program([found.program]).arguments == ("--out", "${{ outputs.o }}", "a b")
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("", "starts no Python program"),
+        ("# python x.py", "starts no Python program"),
+        ("bash run.sh", "'bash run.sh' starts no Python program"),
+        ("export A=1 && torchrun --nproc-per-node 4 train.py; echo done", "takes the launcher's place"),
+        ("python -c 'import train'", "starts no Python program"),
+        ("python", "without a program"),
+        ("python a.py && python b.py", "starts 2 Python programs ('python a.py', 'python b.py')"),
+        ("for i in 1 2; do python a.py; done", "in a shell loop"),
+        ("cat > x.py <<EOF\nprint(1)\nEOF\npython x.py", "here-document"),
+        ("python x.py 'a", "not closed"),
+        ('python x.py "a $(b', "not closed"),
+        ('python x.py "a', "not closed"),
+        ("python x.py ${{inputs.a}", "not closed"),
+        ("python x.py `a", "not closed"),
+    ],
+)
+def test_refuses_a_command_without_exactly_one_program(command, part):
+    with pytest.raises(CommandError) as caught:
+        find_program(command)
+    assert part in str(caught.value)
+
+
+words = st.text(st.sampled_from("abpy'\"\\$(){}`;&|<># \n\t.=-"), max_size=12)
+
+
+@given(st.lists(st.one_of(words, st.sampled_from(["python", "x.py", " ", "&&", "${{inputs.a}}", "\\\n"])), max_size=10))
+def test_any_text_is_either_cut_in_three_or_refused(parts):
+    text = "".join(parts)
+    try:
+        found = find_program(text)
+    except CommandError:
+        return
+    assert "".join(found) == text
+    assert parse_program([found.program]).target
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), max_size=5))
+def test_the_words_are_those_that_the_shell_makes(arguments):
+    text = shlex.join(["python", "train.py", *arguments])
+    found = find_program(f"export A=1; {text} | tee log")
+    assert found.program == text
+    assert parse_program([f"{text} "]).arguments == tuple(arguments)

@@ -1,0 +1,86 @@
+"""Forked children and the garbage of their parent, in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PRELUDE = """
+import gc, os, threading
+seen = []
+def note():
+    seen.append(gc.isenabled())
+os.register_at_fork(after_in_parent=note, after_in_child=note)
+from azureml_elastic.distributed.forks import spare_the_inherited
+spare_the_inherited()
+spare_the_inherited()
+
+class Loud:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        os.write(1, b"collected")
+
+def forked(function):
+    pid = os.fork()
+    if pid == 0:
+        function()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def run(script):
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_child_does_not_collect_what_it_inherits():
+    assert run("gc.disable(); Loud(); forked(gc.collect); os.write(1, b'-'); gc.collect()") == "-collected"
+
+
+def test_a_child_collects_what_it_makes():
+    script = """
+    def use():
+        Loud()
+        gc.collect()
+    forked(use)
+    """
+    assert run(script) == "collected"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_while_a_process_forks_and_goes_on_as_before(enabled):
+    script = f"""
+    gc.{"enable" if enabled else "disable"}()
+    def check():
+        assert seen == [False], seen  # the hook before ours
+        assert gc.isenabled() is {enabled}
+    forked(check)
+    assert seen == [False], seen
+    assert gc.isenabled() is {enabled}
+    """
+    run(script)
+
+
+def test_threads_that_fork_at_once_leave_the_collector_on():
+    script = """
+    def fork_often():
+        for _ in range(50):
+            forked(lambda: None)
+    threads = [threading.Thread(target=fork_often) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    assert gc.isenabled()
+    """
+    run(script)

@@ -1,0 +1,63 @@
+"""The report of a run, written and read back, or made anew from the events."""
+
+import json
+
+import pytest
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, audit_folder, load_report, summarise
+from tests.support.histories import loss_and_newcomer
+
+
+def write_events(folder, events):
+    folder.mkdir(parents=True)
+    for event in events:
+        with (folder / f"{event.node}.jsonl").open("a") as file:
+            file.write(event.model_dump_json() + "\n")
+
+
+def test_a_report_survives_its_file(tmp_path):
+    report = summarise(
+        loss_and_newcomer(),
+        paths=Paths.of(tmp_path),
+        outcome="succeeded",
+        exit_code=0,
+        run_id="run",
+        nodes=[NodeSummary(name="node-0", exit_code=-9, ending="killed")],
+        faults=[FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0)],
+        losses=[("node-0", 23.0)],
+    )
+    assert report.world_sizes == (3, 2, 3)
+    assert report.last_step == 30
+    assert report.recoveries[0].since == "loss"
+    assert report.write() == tmp_path / "report.json"
+    assert load_report(tmp_path) == report
+
+
+def test_a_report_is_made_from_the_events_where_the_launcher_was_killed(tmp_path):
+    write_events(tmp_path / "events", loss_and_newcomer())
+    (tmp_path / "samples").mkdir()
+    sample = {"round": 1, "step": 1, "epoch": 0, "ids": [0]}
+    done = {"round": 1, "step": 1, "done": True}
+    (tmp_path / "samples" / "round-1.rank-0.jsonl").write_text(f"{json.dumps(sample)}\n{json.dumps(done)}\n")
+    report = load_report(tmp_path)
+    assert (report.outcome, report.world_sizes) == ("succeeded", (3, 2, 3))
+    assert {node.name: node.ending for node in report.nodes} == {
+        "node-0": "unknown",
+        "node-1": "exited",
+        "node-2": "exited",
+        "node-3": "exited",
+    }
+    assert report.audit.seen == 1
+
+
+def test_without_audit_files_there_is_no_proof(tmp_path):
+    assert audit_folder(Paths.of(tmp_path), []) is None
+
+
+def test_a_folder_that_is_no_run_s_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"neither report\.json nor events"):
+        load_report(tmp_path)
+    (tmp_path / "report.json").write_text('{"version": 99}')
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_report(tmp_path)

@@ -1,0 +1,125 @@
+"""Rounds, world sizes, recoveries and outcomes from events."""
+
+import random
+
+import pytest
+
+from azureml_elastic.ledger.events import NodeLeft, RoundReopened, RunEnded, WorkerFailed
+from azureml_elastic.ledger.timeline import outcome, recoveries, rounds, world_sizes
+from tests.support.histories import enter, loss_and_newcomer, steps
+
+
+def test_rounds_tell_who_trained_what_and_why_it_ended():
+    first, second, third = rounds(loss_and_newcomer())
+    assert (first.number, first.members, first.world_size) == (1, ("node-0", "node-1", "node-2"), 3)
+    assert (first.restored_step, first.first_step, first.last_step) == (0, 1, 12)
+    assert (first.reason, first.lost) == ("node-0 is lost", ("node-0",))
+    assert (second.restored_step, second.first_step, second.last_step) == (10, 11, 20)
+    assert (second.reason, second.lost) == ("node-3 is ready", ())
+    assert third.reason == "the run succeeded"
+
+
+def test_both_times_of_a_round_come_from_the_node_that_saw_its_end():
+    skewed = [
+        event.model_copy(update={"time": event.time + 1000}) if event.node == "node-2" else event
+        for event in loss_and_newcomer()
+    ]
+    first = rounds(skewed)[0]
+    assert (first.reporter, first.started, first.ended) == ("node-2", 1010.0, 1023.5)
+
+
+def test_a_round_that_nobody_saw_end_ends_with_its_reporter_s_last_event():
+    events = [*enter(1, ["a", "b"], at=5.0), *steps(1, ["a"], 1, 3, at=6.0)]
+    assert (rounds(events)[0].reporter, rounds(events)[0].ended) == ("a", 8.0)
+
+
+def test_the_order_in_which_files_are_read_does_not_matter():
+    events = loss_and_newcomer()
+    by_node = {event.node: [other for other in events if other.node == event.node] for event in events}
+    for seed in range(5):
+        names = list(by_node)
+        random.Random(seed).shuffle(names)
+        shuffled = [event for name in names for event in by_node[name]]
+        assert rounds(shuffled) == rounds(events)
+        assert recoveries(shuffled) == recoveries(events)
+
+
+def test_world_sizes_count_rounds_that_ran_and_merge_equal_neighbours():
+    events = [
+        *enter(1, ["a", "b"], at=1.0),
+        *enter(2, ["a"], at=2.0, ran=False),  # re-formed before any worker was there
+        *enter(3, ["b", "c"], at=3.0),
+        *enter(4, ["b", "c", "d"], at=4.0, slots=2),
+    ]
+    assert world_sizes(rounds(events)) == [2, 6]
+    assert world_sizes(rounds([])) == []
+
+
+def test_a_recovery_is_measured_from_the_survivor_s_notice_to_its_next_step():
+    (recovery,) = recoveries(loss_and_newcomer())
+    assert (recovery.round, recovery.resumed, recovery.step) == (1, 2, 11)
+    assert (recovery.lost, recovery.since) == (("node-0",), "notice")
+    assert recovery.seconds == pytest.approx(1.5)
+
+
+def test_a_recovery_is_measured_from_the_loss_where_that_is_known():
+    (recovery,) = recoveries(
+        loss_and_newcomer(), [("node-0", 23.0), ("node-0", 3.0), ("node-0", 60.0), ("node-9", 20.0)]
+    )
+    assert (recovery.since, recovery.seconds) == ("loss", pytest.approx(2.0))
+
+
+def test_a_recovery_is_measured_from_the_last_step_where_nobody_wrote_down_the_loss():
+    events = [event for event in loss_and_newcomer() if not isinstance(event, RoundReopened)]
+    recovery = recoveries(events)[0]
+    assert (recovery.lost, recovery.since) == (("node-0",), "last step")
+    assert recovery.seconds == pytest.approx(25.0 - 22.0)
+
+
+def test_clocks_of_two_nodes_are_never_compared():
+    skewed = [
+        event.model_copy(update={"time": event.time - 500}) if event.node == "node-1" else event
+        for event in loss_and_newcomer()
+    ]
+    assert recoveries(skewed)[0].seconds == pytest.approx(1.5)
+
+
+def test_a_failed_worker_is_a_loss_too_and_a_newcomer_is_none():
+    events = [
+        *enter(1, ["a"], at=1.0),
+        *steps(1, ["a"], 1, 3, at=2.0),
+        WorkerFailed(time=5.0, node="a", round=1, rank=0, exit_code=1, message="x"),
+        RoundReopened(time=5.1, node="a", round=1, reason="worker 0 failed"),
+        *enter(2, ["a"], at=6.0),
+        *steps(2, ["a"], 1, 3, at=8.0),
+        RoundReopened(time=11.0, node="a", round=2, reason="b is ready"),
+        *enter(3, ["a", "b"], at=12.0),
+        *steps(3, ["a", "b"], 4, 5, at=13.0),
+    ]
+    (recovery,) = recoveries(events)
+    assert (recovery.round, recovery.lost, recovery.seconds) == (1, (), pytest.approx(3.0))
+
+
+def test_a_second_loss_before_the_next_step_prolongs_the_first_recovery():
+    events = [
+        *enter(1, ["a", "b", "c"], at=1.0),
+        *steps(1, ["a", "b", "c"], 1, 3, at=2.0),
+        RoundReopened(time=5.0, node="a", round=1, reason="c is lost", lost=("c",)),
+        *enter(2, ["a", "b"], at=6.0),
+        RoundReopened(time=7.0, node="a", round=2, reason="b is lost", lost=("b",)),
+        *enter(3, ["a"], at=8.0),
+        *steps(3, ["a"], 1, 3, at=9.0),
+    ]
+    assert [(found.round, found.resumed, found.seconds) for found in recoveries(events)] == [(1, 3, 4.0), (2, 3, 2.0)]
+
+
+def test_without_a_step_afterwards_there_is_no_recovery():
+    events = [event for event in loss_and_newcomer() if event.round < 2]
+    assert recoveries(events) == []
+
+
+def test_outcome():
+    assert outcome(loss_and_newcomer()).state == "succeeded"
+    assert outcome([NodeLeft(time=0, node="a", reason="preempted", exit_code=143)]).state == "unfinished"
+    failed = RunEnded(time=0, node="a", round=4, succeeded=False, message="why")
+    assert (outcome([failed]).state, outcome([failed]).message) == ("failed", "why")

@@ -1,0 +1,237 @@
+"""Fault schedules: their notation and the decision when a fault is due."""
+
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_elastic.errors import ChaosError
+from azureml_elastic.local.faults.model import Add, AfterSeconds, AtStep, Freeze, Kill, Preempt, Schedule, TableTrouble
+from azureml_elastic.local.faults.schedule import (
+    ChaosState,
+    Due,
+    due,
+    load_schedule,
+    may_add,
+    parse_schedule,
+    random_schedule,
+)
+
+ALL = frozenset({"node-0", "node-1", "node-2"})
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kill=node-2@step:30", Kill("node-2", AtStep(30))),
+        ("kill=rank0@12.5s", Kill("rank0", AfterSeconds(12.5))),
+        ("preempt=any@step:1", Preempt("any", AtStep(1), 30.0)),
+        ("preempt=node-1@step:30/10s", Preempt("node-1", AtStep(30), 10.0)),
+        ("freeze=rank0@0s", Freeze("rank0", AfterSeconds(0.0))),
+        ("freeze=any@20s/5s", Freeze("any", AfterSeconds(20.0), 5.0)),
+        ("add@step:80", Add(AtStep(80))),
+        ("add=2@15s", Add(AfterSeconds(15.0), 2)),
+    ],
+)
+def test_each_form_is_read_and_written_back(text, fault):
+    assert parse_schedule(text).faults == (fault,)
+    assert parse_schedule(str(fault)).faults == (fault,)
+
+
+def test_entries_are_separated_by_commas_and_lines_with_comments():
+    text = "# a bad day\nkill=rank0@step:3, add@step:5  # and a good one\n\n  freeze=any@1s ,\n"
+    assert parse_schedule(text, 7) == Schedule(
+        (Kill("rank0", AtStep(3)), Add(AtStep(5)), Freeze("any", AfterSeconds(1.0))), 7
+    )
+
+
+def test_an_existing_file_is_read_and_any_other_text_is_a_schedule(tmp_path):
+    path = tmp_path / "schedule.txt"
+    path.write_text("kill=any@step:9\n# the end\n")
+    assert load_schedule(str(path)).faults == (Kill("any", AtStep(9)),)
+    assert load_schedule("kill=any@step:9").faults == (Kill("any", AtStep(9)),)
+    assert load_schedule(",".join(["add@1s"] * 2000)).faults == (Add(AfterSeconds(1.0)),) * 2000
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "schedule.bin"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ChaosError, match="cannot be read"):
+        load_schedule(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("explode=any@step:3", "'explode'"),
+        ("kill", "VERB=TARGET@WHEN"),
+        ("kill=any", "VERB=TARGET@WHEN"),
+        ("kill@step:3", "names no node"),
+        ("kill=node@step:3", "'node'"),
+        ("kill=rank1@step:3", "'rank1'"),
+        ("kill=any@step:x", "'step:x'"),
+        ("kill=any@step:-1", "'step:-1'"),
+        ("kill=any@30", "'30'"),
+        ("kill=any@-3s", "'-3s'"),
+        ("kill=any@step:3/5s", "'/5s'"),
+        ("add@step:3/5s", "'/5s'"),
+        ("add=0@step:3", "'0'"),
+        ("add=node-1@step:3", "'node-1'"),
+        ("preempt=any@step:3/soon", "'soon'"),
+        ("freeze=any@step:3/", "''"),
+        ("=any@step:3", "VERB=TARGET@WHEN"),
+        ("table@step:3", "''"),
+        ("table=fire@step:3", "'fire'"),
+        ("table=slow:0%@step:3", "0 %"),
+        ("table=slow:101%@step:3", "101 %"),
+        ("table=outage:50%@step:3", "50 %"),
+        ("table=slow:5@step:3", "'slow:5'"),
+        ("table=slow@step:3/soon", "'soon'"),
+    ],
+)
+def test_what_is_not_understood_is_named_with_what_is_accepted(text, named):
+    with pytest.raises(ChaosError, match=re.escape(named)) as caught:
+        parse_schedule(text)
+    for verb in ("kill=", "preempt=", "freeze=", "add", "table=outage"):
+        assert verb in str(caught.value)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_schedule_or_a_chaos_error(text):
+    try:
+        schedule = parse_schedule(text)
+    except ChaosError:
+        return
+    assert parse_schedule(str(schedule)).faults == schedule.faults
+
+
+@pytest.mark.parametrize(
+    ("step", "seconds", "expected"),
+    [(9, 4.9, []), (10, 4.9, [0]), (9, 5.0, [1]), (11, 6.0, [0, 1]), (10, None, [0])],
+)
+def test_a_fault_is_due_from_its_time_on(step, seconds, expected):
+    schedule = parse_schedule("kill=node-0@step:10,kill=node-1@5s")
+    decisions = due(schedule, ChaosState(step=step, seconds=seconds, living=ALL))
+    assert [decision.index for decision in decisions] == expected
+
+
+def test_a_fault_happens_once():
+    schedule = parse_schedule("kill=any@step:1")
+    assert due(schedule, ChaosState(step=5, living=ALL, fired=frozenset({0}))) == []
+
+
+def test_rank0_waits_until_its_node_is_known_and_alive():
+    schedule = parse_schedule("kill=rank0@step:1")
+    assert due(schedule, ChaosState(step=1, living=ALL)) == []
+    assert due(schedule, ChaosState(step=1, living=ALL - {"node-2"}, rank0="node-2")) == []
+    assert due(schedule, ChaosState(step=1, living=ALL, rank0="node-2"))[0].victim == "node-2"
+
+
+def test_a_node_to_come_is_waited_for_and_one_that_has_gone_is_not():
+    schedule = parse_schedule("kill=node-3@step:1")
+    assert due(schedule, ChaosState(step=1, living=ALL)) == []
+    assert due(schedule, ChaosState(step=1, living=ALL | {"node-3"}))[0].victim == "node-3"
+    gone = due(schedule, ChaosState(step=1, living=ALL, gone=frozenset({"node-3"})))
+    assert gone == [Due(0, schedule.faults[0], None)]
+
+
+def test_faults_of_one_moment_hit_different_nodes():
+    schedule = parse_schedule("kill=any@step:1,preempt=any@step:1,freeze=any@step:1,kill=any@step:1")
+    decisions = due(schedule, ChaosState(step=1, living=ALL))
+    assert {decision.victim for decision in decisions} == ALL
+    assert len(decisions) == 3
+
+
+def test_any_is_drawn_by_the_seed():
+    def victims(seed):
+        schedule = parse_schedule("kill=any@step:1", seed)
+        return due(schedule, ChaosState(step=1, living=ALL))[0].victim
+
+    assert all(victims(seed) == victims(seed) for seed in range(5))
+    assert {victims(seed) for seed in range(40)} == ALL
+
+
+def test_added_nodes_need_no_victim():
+    assert due(parse_schedule("add=2@0s"), ChaosState(seconds=0.0)) == [Due(0, Add(AfterSeconds(0.0), 2))]
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "expected"),
+    [
+        ("add@10s", ChaosState(seconds=1.0), True),
+        ("add@10s", ChaosState(seconds=None), False),
+        ("add@10s", ChaosState(seconds=11.0, fired=frozenset({0})), False),
+        ("add@step:10", ChaosState(step=9, seconds=1.0), False),
+        ("add@step:10", ChaosState(step=10, seconds=1.0), True),
+        ("kill=any@10s", ChaosState(seconds=1.0), False),
+    ],
+)
+def test_without_nodes_only_time_brings_new_ones(text, state, expected):
+    assert may_add(parse_schedule(text), state) is expected
+
+
+@given(st.integers(), st.integers(2, 5), st.integers(2, 12))
+def test_random_schedules_never_take_the_last_node(seed, nodes, faults):
+    schedule = random_schedule(seed, nodes=nodes, first_step=3, last_step=40, faults=faults)
+    assert schedule == random_schedule(seed, nodes=nodes, first_step=3, last_step=40, faults=faults)
+    assert parse_schedule(str(schedule), seed) == schedule
+    steps = [fault.when.step for fault in schedule.faults]
+    assert steps == sorted(set(steps))
+    assert all(3 <= step <= 40 for step in steps)
+    assert len(steps) == faults
+    assert schedule.faults[0].target == "rank0"
+    living = nodes
+    for fault in schedule.faults:
+        living += fault.count if isinstance(fault, Add) else -1
+        assert 1 <= living <= nodes
+
+
+def test_trouble_with_the_table_is_due_with_or_without_nodes():
+    schedule = parse_schedule("table=slow:20%@10s/5s,table=outage@step:3,table=any@0s")
+    assert str(schedule) == "table=slow:20%@10s/5s,table=outage@step:3,table=any@0s"
+    assert schedule.disturbs_table
+    assert not parse_schedule("kill=any@step:1,add@step:2").disturbs_table
+    decisions = due(schedule, ChaosState(step=3, seconds=9.0))
+    assert [(decision.index, decision.victim) for decision in decisions] == [(1, None), (2, None)]
+    slow, outage, _ = (fault.disturbance for fault in schedule.faults)
+    assert (slow.kind, slow.share, outage.kind, outage.share) == ("slow", 0.2, "outage", 1.0)
+
+
+@given(st.integers(), st.integers(2, 5), st.integers(2, 12))
+def test_random_schedules_of_all_kinds_end_by_themselves(seed, nodes, faults):
+    kinds = ("kill", "preempt", "add", "freeze", "table")
+    schedule = random_schedule(seed, nodes=nodes, faults=faults, last_step=40, kinds=kinds)
+    assert schedule == random_schedule(seed, nodes=nodes, faults=faults, last_step=40, kinds=kinds)
+    assert parse_schedule(str(schedule), seed) == schedule
+    assert len({fault.when.step for fault in schedule.faults}) == faults
+    living = nodes
+    for fault in schedule.faults:
+        if isinstance(fault, (Freeze, TableTrouble)):
+            assert 1 <= fault.duration_s <= 8
+        else:
+            living += fault.count if isinstance(fault, Add) else -1
+        assert 1 <= living <= nodes
+    losses = [fault for fault in schedule.faults if isinstance(fault, (Kill, Preempt))]
+    assert not losses or losses[0].target == "rank0"
+
+
+def test_random_schedules_have_the_kinds_that_were_asked_for():
+    def drawn(*kinds):
+        return {type(fault) for seed in range(40) for fault in random_schedule(seed, kinds=kinds).faults}
+
+    assert drawn("table") == {TableTrouble}
+    assert drawn("freeze", "table") == {Freeze, TableTrouble}
+    assert drawn("kill", "add", "table") == {Kill, Add, TableTrouble}
+    assert drawn("kill", "preempt", "add", "freeze", "table") == {Kill, Preempt, Add, Freeze, TableTrouble}
+    for kinds in ((), ("add",), ("kill", "freeze"), ("table", "fire")):
+        with pytest.raises(ChaosError, match="kill, preempt, add"):
+            random_schedule(0, kinds=kinds)
+
+
+def test_random_schedules_vary():
+    kinds = Counter(type(fault).__name__ for seed in range(30) for fault in random_schedule(seed).faults)
+    assert set(kinds) == {"Add", "Kill", "Preempt"}
+    with pytest.raises(ChaosError, match="at least 2 nodes"):
+        random_schedule(0, nodes=1)

@@ -1,0 +1,145 @@
+"""What the nodes of a local cluster are told."""
+
+import json
+import os
+
+import pytest
+
+from azureml_elastic.config import ElasticDistribution, Plan, TableRendezvous
+from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.summary import Paths
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
+from azureml_elastic.local.settings import (
+    TableChoice,
+    check_table,
+    connection_endpoint,
+    local_plan,
+    node_environment,
+    open_table_choice,
+)
+from azureml_elastic.node.table import open_table
+
+SECRET = "AccountName=acc;AccountKey=c2VjcmV0;TableEndpoint=http://127.0.0.1:9/acc"
+
+
+@pytest.mark.parametrize(
+    ("connection", "endpoint"),
+    [
+        (SECRET, "http://127.0.0.1:9/acc"),
+        ("UseDevelopmentStorage=true", "http://127.0.0.1:10002/devstoreaccount1"),
+        ("DefaultEndpointsProtocol=https;AccountName=acc;AccountKey=a==", "https://acc.table.core.windows.net"),
+        ("AccountName=a;AccountKey=k;EndpointSuffix=core.chinacloudapi.cn", "https://a.table.core.chinacloudapi.cn"),
+    ],
+)
+def test_the_endpoint_of_a_connection_string(connection, endpoint):
+    assert connection_endpoint(connection) == endpoint
+
+
+def test_a_connection_string_without_a_table_is_refused_without_its_secret():
+    with pytest.raises(UsageError, match="names no table endpoint") as caught:
+        connection_endpoint("AccountKey=c2VjcmV0;BlobEndpoint=http://x")
+    assert "c2VjcmV0" not in str(caught.value)
+
+
+@pytest.mark.parametrize("table", ["", "mysql", "ftp://x", "account"])
+def test_an_unknown_table_is_refused(table):
+    with pytest.raises(UsageError, match="no known form"):
+        check_table(table)
+
+
+def test_the_choices_of_a_table(tmp_path, monkeypatch):
+    paths = Paths.of(tmp_path)
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING", raising=False)
+    with open_table_choice("sqlite", paths) as table:
+        assert table == TableChoice(str(tmp_path / "table.sqlite"))
+    with open_table_choice("https://acc.table.core.windows.net", paths) as table:
+        assert table == TableChoice("https://acc.table.core.windows.net")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", SECRET)
+    with open_table_choice("azurite", paths) as table:
+        assert table == TableChoice("http://127.0.0.1:9/acc", "connection_string")
+
+
+@pytest.mark.parametrize("table", ["sqlite", "https://acc.table.core.windows.net"])
+def test_trouble_with_a_table_that_no_proxy_can_disturb_is_refused(tmp_path, table):
+    schedule = parse_schedule("table=outage@step:3/5s")
+    with pytest.raises(UsageError, match=r"table=outage@step:3/5s.*--table azurite"):
+        check_table(table, schedule)
+    with pytest.raises(UsageError, match="azurite"):
+        LocalCluster(table=table, chaos=schedule, run_dir=tmp_path / "run").run(["x.py"])
+    assert not (tmp_path / "run").exists()
+    check_table(table, parse_schedule("kill=any@step:3"))
+
+
+def test_an_emulator_over_tls_cannot_be_disturbed(monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=acc;AccountKey=c2VjcmV0")
+    with pytest.raises(UsageError, match="over TLS") as caught:
+        check_table("azurite", parse_schedule("table=slow@5s"))
+    assert "c2VjcmV0" not in str(caught.value)
+
+
+@pytest.mark.parametrize("development", [True, False])
+def test_nodes_reach_a_table_that_is_to_be_disturbed_through_a_proxy(tmp_path, azurite, monkeypatch, development):
+    connection = "UseDevelopmentStorage=true" if development else azurite.connection_string
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)
+    with open_table_choice("azurite", Paths.of(tmp_path), parse_schedule("table=slow@5s", seed=3)) as choice:
+        assert choice.endpoint == choice.proxy.endpoint != azurite.endpoint
+        assert connection_endpoint(choice.environment["AZURE_STORAGE_CONNECTION_STRING"]) == choice.endpoint
+        if not development:
+            where = TableRendezvous(endpoint=choice.endpoint, credential=choice.credential)
+            table = open_table(where, "run", {**os.environ, **choice.environment})
+            table.insert("row", {})
+            table.close()
+    if not development:
+        assert '"row": "row"' in (tmp_path / "table.jsonl").read_text()
+    with open_table_choice("azurite", Paths.of(tmp_path), parse_schedule("kill=any@5s")) as choice:
+        assert choice.proxy is None
+
+
+def test_the_plan_reaches_the_node_and_holds_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", SECRET)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    paths = Paths.of(tmp_path)
+    with open_table_choice("azurite", paths) as table:
+        plan = local_plan(
+            distribution=ElasticDistribution(),
+            nodes=(1, 3),
+            processes_per_node=2,
+            max_restarts=5,
+            checkpoint_steps=7,
+            audit=True,
+            table=table,
+            paths=paths,
+            run_id="run",
+        )
+        environment = node_environment("node-4", plan, table, paths)
+    received = Plan.from_json(environment["AZUREML_ELASTIC_PLAN"])
+    assert received == plan
+    assert (received.resources.min_instance_count, received.resources.max_instance_count) == (1, 3)
+    assert received.distribution.process_count_per_instance == 2
+    assert received.distribution.max_restarts == 5
+    assert received.distribution.preemption.scheduled_events is None
+    assert received.checkpoint.every_steps == 7
+    assert received.checkpoint.path == str(tmp_path / "checkpoints")
+    assert (received.run_id, received.audit) == ("run", True)
+    assert environment["AZUREML_ELASTIC_NODE_ID"] == "node-4"
+    assert environment["AZUREML_ELASTIC_RUN_DIR"] == str(tmp_path)
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert "c2VjcmV0" not in json.dumps(environment["AZUREML_ELASTIC_PLAN"])
+
+
+def test_the_user_s_thread_count_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    paths, table = Paths.of(tmp_path), TableChoice("x.sqlite")
+    plan = local_plan(
+        distribution=ElasticDistribution(),
+        nodes=(1, 1),
+        processes_per_node=1,
+        max_restarts=0,
+        checkpoint_steps=None,
+        audit=False,
+        table=table,
+        paths=paths,
+        run_id="run",
+    )
+    assert node_environment("node-0", plan, table, paths)["OMP_NUM_THREADS"] == "4"

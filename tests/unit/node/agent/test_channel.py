@@ -1,0 +1,222 @@
+"""The agent's channel and the session's end of it, on a real socket."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from azureml_elastic.config import TableRendezvous
+from azureml_elastic.ipc import LineClient
+from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
+from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.hangs.detector import HangWatch
+from azureml_elastic.node.hangs.policy import HangPolicy
+from azureml_elastic.node.table import open_table
+from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
+from tests.support.waiting import until
+
+POINTER = {"directory": "step-4", "step": 4, "digest": "d"}
+
+
+class Worker:
+    """A session as far as the wire goes."""
+
+    def __init__(self, channel: Channel, local_rank: int, number: int = 1) -> None:
+        self.heard: list[dict] = []
+        self.closed = threading.Event()
+        self.client = LineClient(
+            channel.path,
+            on_message=lambda _, message: self.heard.append(message),
+            on_close=lambda _: self.closed.set(),
+        )
+        self.client.send({"op": "hello", "rank": local_rank, "local_rank": local_rank, "pid": 1, "round": number})
+
+
+@pytest.fixture
+def table(tmp_path):
+    opened = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def recorder(tmp_path, table):
+    pen = Recorder(tmp_path, "node-0", "inc", table)
+    yield pen
+    pen.close()
+
+
+@pytest.fixture
+def channel(recorder, table):
+    made = Channel(recorder, lambda: None, HangWatch(HangPolicy()))
+    made.begin(1, 2, CheckpointPointer(table, 1, "x"))
+    workers: list[Worker] = []
+    made.connect = lambda *arguments: workers.append(Worker(made, *arguments)) or workers[-1]
+    yield made
+    for worker in workers:
+        worker.client.close()
+    made.close()
+
+
+def test_whether_workers_know_their_places_and_have_found_the_other_ranks(channel):
+    first = channel.connect(0)
+    until(lambda: channel.leaving)
+    assert not channel.placed, "the other worker still starts"
+    channel.connect(1)
+    until(lambda: channel.placed)
+    assert not channel.connected
+    first.client.send({"op": "connected"})
+    until(lambda: channel.connected)
+    channel.begin(2, 2, None, keep=True)
+    assert not channel.placed, "that was in the round before"
+    assert not channel.connected
+    channel.assign({rank: {"rank": rank, "world_size": 4, "environment": {}} for rank in (0, 1)})
+    assert channel.placed
+    assert not channel.connected
+
+
+def test_a_worker_that_waits_for_its_place_is_not_there_yet(channel):
+    channel.connect(0)
+    channel.connect(1, 0)
+    until(lambda: channel.in_session)
+    assert not channel.placed
+
+
+def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, tmp_path, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.table.checkpoint_pointer._FIRST_WAIT_SECONDS", 30.0)
+    worker = channel.connect(0)
+    assert worker.client.request({"op": "pointer"}, 10)["pointer"] is None
+    worker.client.send({"op": "restored", "step": 0, "directory": None})
+    worker.client.send({"op": "step", "step": 4})
+    assert worker.client.request({"op": "commit", **POINTER, "seconds": 0.5}, 30)["ok"]
+    assert worker.client.request({"op": "pointer"}, 10)["pointer"] == POINTER
+    assert table.get(CHECKPOINT_KEY).value["pointer"] == POINTER
+    assert channel.step == 4
+    recorder.close()
+    events = read_events(tmp_path / "events")
+    kinds = [type(event) for event in events]
+    assert kinds == [Restored, Progress, CheckpointCommitted]
+    assert len(list(table.query("event."))) == 2  # steps are too many for the table
+
+
+def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
+    workers = [channel.connect(rank) for rank in range(2)]
+    until(lambda: channel.in_session)
+    channel.prepare({"op": "prepare", "boundary": 1, "step": 9, "action": "leave"})
+    until(lambda: all(worker.heard for worker in workers))
+    workers[0].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 7})
+    assert channel.take_reports() == []
+    workers[1].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 8})
+    reports: list[dict] = []
+    until(lambda: reports.extend(channel.take_reports()) or reports)
+    assert reports[0]["ok"]
+    assert reports[0]["step"] == 8
+    channel.decide({"op": "decide", "boundary": 1, "go": True})
+    until(lambda: all(worker.heard[-1]["op"] == "decide" for worker in workers))
+    assert not channel.stopped
+    for worker in workers:
+        worker.client.send({"op": "stopped", "step": 9})
+    until(lambda: channel.stopped == {0, 1})
+
+
+def test_workers_without_sessions_cannot_promise_anything(channel):
+    channel.connect(0)
+    channel.prepare({"op": "prepare", "boundary": 1, "step": 9, "action": "leave"})
+    (report,) = channel.take_reports()
+    assert not report["capable"]
+    assert not report["ok"]
+
+
+def test_a_worker_of_an_older_round_is_cut_off_and_cannot_commit_under_the_new_fence(channel, table):
+    worker = channel.connect(0)
+    assert worker.client.request({"op": "pointer"}, 10)["pointer"] is None
+    channel.begin(2, 2, CheckpointPointer(table, 2, "x"))
+    assert worker.closed.wait(20)
+    late = channel.connect(1, 1)
+    assert late.closed.wait(20)
+    assert table.get(CHECKPOINT_KEY).value["pointer"] is None
+
+
+def test_only_rank_0_commits(channel):
+    channel.begin(3, 1, None)
+    worker = channel.connect(0, 3)
+    reply = worker.client.request({"op": "commit", **POINTER, "seconds": 0.1}, 10)
+    assert reply["error"] == "fenced"
+
+
+def test_a_state_is_kept_until_the_next_round_has_it(channel, table):
+    worker = channel.connect(0)
+    descriptor = os.memfd_create("state")
+    os.write(descriptor, b"weights")
+    answer = worker.client.request({"op": "handover", "pid": os.getpid(), "fd": descriptor, "step": 7}, 10)
+    assert answer["ok"]
+    os.close(descriptor)
+    channel.begin(2, 1, CheckpointPointer(table, 2, "x"))
+    heir = channel.connect(0, 2)
+    kept = heir.client.request({"op": "memory"}, 10)["memory"]
+    assert (kept["step"], kept["round"], kept["rank"]) == (7, 1, 0)
+    assert Path(kept["path"]).read_bytes() == b"weights"
+    heir.client.send({"op": "restored", "step": 7, "directory": "memory"})
+    assert heir.client.request({"op": "memory"}, 10)["memory"] == kept
+    heir.client.send({"op": "step", "step": 8})
+    assert heir.client.request({"op": "memory"}, 10)["memory"] is None
+
+
+def test_a_descriptor_that_is_gone_is_refused(channel):
+    worker = channel.connect(0)
+    answer = worker.client.request({"op": "handover", "pid": os.getpid(), "fd": 1_000_000, "step": 7}, 10)
+    assert answer["error"] == "unavailable"
+
+
+def test_parked_workers_are_told_their_places_and_others_are_interrupted(channel, table):
+    parked, other = channel.connect(0, 0), channel.connect(1, 0)
+    parked.client.send({"op": "parked"})
+    until(lambda: channel.parked == {0})
+    assert channel.leaving
+    channel.interrupt()
+    until(lambda: other.heard)
+    other.client.send({"op": "parked"})
+    until(lambda: channel.parked == {0, 1})
+    assert not channel.leaving
+    channel.begin(5, 2, CheckpointPointer(table, 5, "x"), keep=True)
+    channel.assign({rank: {"rank": rank + 4, "world_size": 6, "environment": {}} for rank in range(2)})
+    until(lambda: parked.heard and len(other.heard) == 2)
+    assert [message["op"] for message in other.heard] == ["interrupt", "assign"]
+    (place,) = parked.heard
+    assert (place["round"], place["rank"], place["world_size"]) == (5, 4, 6)
+    assert not channel.parked
+    parked.client.send({"op": "step", "step": 3})
+    until(lambda: channel.step == 3)
+
+
+def test_a_worker_that_has_died_while_it_waited_gets_no_place(channel, table):
+    alive, dying = channel.connect(0, 0), channel.connect(1, 0)
+    for worker in (alive, dying):
+        worker.client.send({"op": "parked"})
+    until(lambda: channel.parked == {0, 1})
+    dying.client.close()
+    until(lambda: channel.parked == {0})
+    channel.begin(5, 2, None, keep=True)
+    channel.assign({rank: {"rank": rank, "world_size": 2, "environment": {}} for rank in range(2)})
+    until(lambda: alive.heard)
+    assert alive.heard[0]["op"] == "assign"
+
+
+def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):
+    worker = channel.connect(0)
+    assert channel.seconds_left is None
+    worker.client.send({"op": "restored", "step": 10, "directory": None})
+    worker.client.send({"op": "expects", "steps": 20})
+    worker.client.send({"op": "step", "step": 15})
+    until(lambda: channel.step == 15)
+    left = channel.seconds_left
+    assert left is not None
+    assert 0 < left < 60
+    worker.client.send({"op": "step", "step": 20})
+    until(lambda: channel.step == 20)
+    assert channel.seconds_left == 0

@@ -1,0 +1,78 @@
+"""How long the workers of a round may look for each other: not before they are all there, and no second time."""
+
+from __future__ import annotations
+
+import pytest
+
+from azureml_elastic.node.agent.peer_discovery import Connecting
+
+NODES = ("node-0", "node-1", "node-2")
+
+
+class Agents:
+    """The agents of a round; what they say arrives at once."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.all = {node: Connecting(self.broadcast, lambda: self.now) for node in NODES}
+        self.begin()
+
+    def begin(self) -> None:
+        for agent in self.all.values():
+            agent.begin(NODES)
+
+    def broadcast(self, message) -> None:
+        assert message == {"op": "placed"}
+        for agent in self.all.values():
+            agent.all_placed()
+
+    def place(self, node: str) -> None:
+        message = self.all[node].news(placed=True)
+        assert message == {"op": "report", "what": "placed"}
+        self.all[NODES[0]].reported(node)
+
+    def late(self, *connected: str) -> set[str]:
+        return {node for node, agent in self.all.items() if agent.takes_long(connected=node in connected)}
+
+
+@pytest.fixture
+def agents():
+    return Agents()
+
+
+def test_time_counts_from_when_the_workers_of_all_nodes_are_there(agents):
+    agents.place("node-2")
+    agents.place("node-0")
+    agents.now += 3600.0
+    assert agents.late() == set(), "node-1 imports for an hour"
+    agents.place("node-1")
+    agents.now += 9.9
+    assert agents.late() == set()
+    agents.now += 0.1
+    assert agents.late() == set(NODES)
+    assert agents.late("node-1") == {"node-0", "node-2"}
+
+
+def test_it_is_reported_once_and_only_when_it_is_so(agents):
+    agent = agents.all["node-1"]
+    assert agent.news(placed=False) is None
+    agents.place("node-1")
+    assert agent.news(placed=True) is None
+    agents.all["node-0"].reported("node-1")
+    agents.all["node-0"].reported("a node of another round")
+    agents.place("node-0")
+    agents.now += 60.0
+    assert agents.late() == set()
+
+
+def test_the_next_round_counts_anew(agents):
+    for node in NODES:
+        agents.place(node)
+    agents.now += 60.0
+    agents.begin()
+    assert agents.late() == set()
+    for node in NODES:
+        agents.place(node)
+    assert agents.late() == set()
+    agents.now += 10.0
+    assert agents.late() == set(NODES)

@@ -1,0 +1,142 @@
+"""The agreement on one step, simulated over random speeds of nodes."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_elastic.node.agent.step_boundary import Ballot, Coordinator
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Worker:
+    """A worker as the session behaves: it promises a step only while that is ahead of it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.promised: int | None = None
+        self.left_at: int | None = None
+
+    def prepare(self, step: int) -> dict:
+        ok = self.step < step
+        if ok:
+            self.promised = step
+        return {"ok": ok, "step": self.step, "capable": True, "finished": False}
+
+    def decide(self, *, go: bool) -> None:
+        if go:
+            self.left_at = self.promised
+        self.promised = None
+
+    def advance(self, steps: int) -> None:
+        limit = self.promised if self.promised is not None else self.left_at
+        self.step = self.step + steps if limit is None else min(self.step + steps, limit)
+
+
+@given(
+    starts=st.lists(st.integers(0, 1), min_size=1, max_size=5),
+    speeds=st.lists(st.integers(0, 6), min_size=1, max_size=60),
+)
+def test_all_leave_at_one_step_that_all_have_completed(starts, speeds):
+    sent: list[dict] = []
+    clock = Clock()
+    workers = {f"node-{k}": Worker(100 + start) for k, start in enumerate(starts)}
+    coordinator = Coordinator(workers, sent.append, clock)
+    pace = itertools.cycle(speeds)  # of all: gradients are averaged, so that nobody gets more than a step ahead
+    for _ in range(200):
+        clock.now += 0.1
+        if coordinator.leaving:
+            break
+        if not coordinator.busy:
+            coordinator.propose(workers["node-0"].step)
+        proposal = sent[-1]
+        steps = next(pace)
+        for name, worker in workers.items():
+            worker.advance(steps)
+            coordinator.take({"node": name, "boundary": proposal["boundary"], **worker.prepare(proposal["step"])})
+        decision = sent[-1]
+        assert decision["op"] == "decide"
+        steps = next(pace)
+        for worker in workers.values():
+            worker.decide(go=decision["go"])
+            worker.advance(steps)
+    assert coordinator.leaving
+    for worker in workers.values():
+        worker.advance(1000)
+    assert len({worker.left_at for worker in workers.values()}) == 1
+    assert {worker.step for worker in workers.values()} == {worker.left_at for worker in workers.values()}
+
+
+def answer(node: str, boundary: int = 1, **fields) -> dict:
+    return {"node": node, "boundary": boundary, "ok": True, "step": 5, "capable": True, "finished": False, **fields}
+
+
+def test_a_node_without_sessions_ends_the_attempt():
+    sent: list[dict] = []
+    coordinator = Coordinator(["a", "b"], sent.append, Clock())
+    coordinator.propose(5)
+    coordinator.take(answer("a"))
+    coordinator.take(answer("b", ok=False, capable=False))
+    assert coordinator.incapable
+    assert sent[-1] == {"op": "decide", "boundary": 1, "go": False, "leavers": []}
+
+
+def test_a_finished_worker_means_that_the_run_is_about_to_end():
+    coordinator = Coordinator(["a"], lambda _: None, Clock())
+    coordinator.propose(5)
+    coordinator.take(answer("a", ok=False, finished=True))
+    assert coordinator.finished
+    assert not coordinator.leaving
+
+
+def test_workers_that_are_still_loading_do_not_push_the_step_away():
+    sent: list[dict] = []
+    clock = Clock()
+    coordinator = Coordinator(["a"], sent.append, clock)
+    for number in range(1, 20):
+        coordinator.propose(0)
+        coordinator.take(answer("a", number, ok=False, step=0))
+        assert coordinator.busy
+        clock.now += 1
+        assert not coordinator.busy
+    assert [message["step"] for message in sent if message["op"] == "prepare"] == [1] * 19
+
+
+def test_late_answers_to_an_older_proposal_do_not_count():
+    coordinator = Coordinator(["a"], lambda _: None, Clock())
+    coordinator.propose(5)
+    coordinator.take(answer("a", 0))
+    assert not coordinator.leaving
+
+
+def test_the_leavers_are_told_to_everyone():
+    sent: list[dict] = []
+    coordinator = Coordinator(["a"], sent.append, Clock())
+    coordinator.propose(5)
+    coordinator.take(answer("a"), ["b"])
+    assert sent[-1]["leavers"] == ["b"]
+
+
+def test_a_ballot_waits_for_every_worker():
+    ballot = Ballot(3, frozenset({0, 1}))
+    assert not ballot.vote(0, ok=True, step=7)
+    assert ballot.vote(1, ok=True, step=8)
+    assert ballot.report(finished=False) == {
+        "op": "report",
+        "boundary": 3,
+        "ok": True,
+        "step": 8,
+        "capable": True,
+        "finished": False,
+    }
+    ballot.vote(0, ok=False, step=9)
+    assert not ballot.report(finished=False)["ok"]
+    assert not Ballot(1, frozenset()).report(finished=False)["capable"]

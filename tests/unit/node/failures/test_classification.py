@@ -1,0 +1,338 @@
+"""Each way in which a worker may fail is told from the others, wherever it happens, in the user's own words.
+
+The texts in ``endings`` were written by real programs: see ``endings/produce.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_elastic.node.failures.classification import first_failure, hung, last_error, signature_of
+from azureml_elastic.node.failures.oom_kills import MemoryKills
+from azureml_elastic.node.failures.tracebacks import Frame, Raised, find_dump, find_error
+
+ENDINGS = Path(__file__).parent / "endings"
+NAMES = sorted(path.stem for path in ENDINGS.glob("*.txt"))
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nValueError: no such file'
+
+EXCEPTIONS = {"peer_after_user": "user", "import_then_user": "user"}
+"""The kinds of those whose names begin with another one."""
+INCONCLUSIVE = {"crashed", "killed", "killed_survivor"}
+
+
+def failure(local_rank: int, exitcode: int, timestamp: int = 10, **more) -> SimpleNamespace:
+    return SimpleNamespace(local_rank=local_rank, exitcode=exitcode, timestamp=timestamp, **more)
+
+
+def ending(name: str) -> tuple[int, str]:
+    first, _, text = (ENDINGS / f"{name}.txt").read_text().partition("\n")
+    return int(first.removeprefix("exit code ")), text
+
+
+def examined(tmp_path: Path, code: int, text: str | bytes, kills: MemoryKills | None = None, **more):
+    path = tmp_path / "stderr.log"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    options = {} if kills is None else {"memory_kills": kills}
+    return first_failure({3: failure(0, code, **more)}, {0: str(path)}, **options)
+
+
+def kind_of(name: str) -> str:
+    kinds = ("out_of_memory", "peer", "import", "user", "killed", "crashed", "exit")
+    return EXCEPTIONS.get(name) or next(kind for kind in kinds if name.startswith(kind))
+
+
+def test_every_text_is_there():
+    assert len(NAMES) > 35
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kind_and_the_exit_code(tmp_path, name):
+    code, text = ending(name)
+    found = examined(tmp_path, code, text)
+    assert (found.kind, found.rank) == (kind_of(name), 3)
+    assert found.exit_code == (code if code > 0 else 128 - code)
+    assert found.conclusive == (found.kind != "peer" and name not in INCONCLUSIVE)
+    assert found.message
+    assert 9 <= len(found.signature) <= 120
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if "Traceback" in ending(name)[1] and name != "killed_survivor"]
+)
+def test_the_message_is_the_whole_chain_of_tracebacks_and_nothing_else(tmp_path, name):
+    code, text = ending(name)
+    message = examined(tmp_path, code, text).message
+    assert message.startswith(("Traceback (most recent call last):", "  + Exception Group Traceback"))
+    plain = re.sub(r"^\[rank\d\]: ?", "", text, flags=re.MULTILINE)
+    assert message in plain
+    links = [line for line in plain.splitlines() if line.startswith(("The above exception", "During handling of"))]
+    assert [line for line in message.splitlines() if line.startswith(("The above", "During"))] == links
+    assert "not the cause" not in message
+
+
+SIGNATURES = {
+    "user": "JSONDecodeError: Expecting ',' delimiter: line # column # (char #) (train.py:4 load)",
+    "user_cause": "RuntimeError: the data cannot be read (train.py:11 main)",
+    "user_context": "OSError: the folder is gone (train.py:2 clean)",
+    "user_group": "ValueError: invalid literal for int() with base #: 'one' (train.py:5 main)",
+    "user_lines": "Mismatch: these keys differ: (train.py:4 <module>)",
+    "user_loader": "ValueError: Caught ValueError in DataLoader worker process #. (train.py:9 __getitem__)",
+    "user_assertion": "AssertionError (train.py:2 main)",
+    "user_then_noise": "ValueError: the cause (train.py:15 <module>)",
+    "user_rank": "ValueError: loss is nan at sample # (train.py:12 <module>)",
+    "peer_after_user": "ValueError: the loss is nan (train.py:16 <module>)",
+    "import_module": "ModuleNotFoundError: No module named 'numpyy' (train.py:1 <module>)",
+    "import_syntax": "SyntaxError: invalid syntax (train.py:1)",
+    "import_syntax_module": "SyntaxError: expected ':' (broken.py:2)",
+    "import_script": "NotLoaded: can't open file 'train.py': [Errno #] No such file or directory",
+    "out_of_memory_python": "MemoryError (train.py:2 build)",
+    "exit_code": "exit code 3",
+    "exit_message": "exit code 1: the folder b has # files, not #",
+    "crashed": "SIGSEGV",
+    "crashed_told": "SIGSEGV: Fatal Python error: Segmentation fault (train.py:5 kernel)",
+    "crashed_abort": "SIGABRT: Fatal Python error: Aborted (train.py:5 give_up)",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_head_of_a_signature_can_be_read(tmp_path, name):
+    digest, _, head = examined(tmp_path, *ending(name)).signature.partition(" ")
+    assert re.fullmatch("[0-9a-f]{8}", digest)
+    assert head == SIGNATURES[name]
+
+
+def test_different_errors_have_different_signatures(tmp_path):
+    signatures = {name: examined(tmp_path, *ending(name)).signature for name in NAMES}
+    # The same line of the same script, and the same signal without a word, cannot be told apart.
+    assert len(set(signatures.values())) >= len(NAMES) - 3
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if ending(name)[1]])
+def test_the_same_error_elsewhere_has_the_same_signature(tmp_path, name):
+    code, text = ending(name)
+    moved = re.sub(r"\brank( ?)(\d)\b", r"rank\g<1>7", re.sub(r"Rank (\d)", "Rank 6", text))
+    moved = moved.replace("/mnt/job/", "/home/u/other_folder/").replace("tmp8gk2", "tmpzz91")
+    moved = re.sub(r"0x[0-9a-f]+", "0xdeadbeef00", re.sub(r":\d{5}\b", ":1", moved))
+    moved = moved.replace("127.0.0.1", "10.0.0.14").replace("sample 0", "sample 881")
+    assert examined(tmp_path, code, moved).signature == examined(tmp_path, code, text).signature
+
+
+@given(
+    number=st.integers(0, 10**12),
+    address=st.integers(0, 2**64 - 1),
+    identity=st.uuids(),
+    folder=st.text(st.sampled_from("abcdefghij0123456789_-"), min_size=1, max_size=20),
+)
+def test_what_varies_from_process_to_process_is_left_out(number, address, identity, folder):
+    def signature(number, address, identity, folder):
+        message = f"rank {number} at {address:#x} of {identity} cannot read /scratch/{folder}/data.bin: {number}.5 s"
+        return signature_of(Raised("OSError", message, (Frame(f"/mnt/{folder}/train.py", 3, "load"),)))
+
+    assert signature(number, address, identity, folder) == signature(
+        1, 0x7F, "123e4567-e89b-12d3-a456-426614174000", "a"
+    )
+
+
+def test_another_line_is_another_error():
+    def at(line: int) -> str:
+        return signature_of(Raised("ValueError", "no", (Frame("/mnt/job/train.py", line, "f"),)))
+
+    assert at(3) != at(4)
+
+
+def test_text_that_is_not_utf_8_is_read_all_the_same(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nsys.stderr.buffer.write(b'\\xff bad\\n')\nsys.stderr.flush()\nraise ValueError('\\udcff\\u00e9')\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, timeout=60, check=False)
+    found = examined(tmp_path, done.returncode, b"\x80\x81\n" + done.stderr + b"\xc3\x28 \xff\n")
+    assert found.kind == "user"
+    assert found.message.startswith("Traceback (most recent call last):")
+    assert json.loads(json.dumps(found.message)) == found.message
+
+
+@pytest.mark.parametrize("line", ["[rank0]:[W1121 c10d.cpp:138] [c10d] still there", "x" * 200, "warning: é"])
+def test_a_megabyte_after_the_traceback_hides_nothing(tmp_path, line):
+    noise = f"{line}\n" * (1024 * 1024 // len(line))
+    _, text = ending("user")
+    found = examined(tmp_path, 1, text + noise)
+    assert found.signature == examined(tmp_path, 1, text).signature
+    assert found.message.startswith(text.strip())
+    assert len(found.message) < 17_000
+
+
+def test_a_message_has_an_end(tmp_path):
+    _, text = ending("user")
+    found = examined(tmp_path, 1, text.strip() + " and so on" * 50_000)
+    assert len(found.message) < 17_000
+    assert found.message.startswith("Traceback")
+    assert found.message.endswith("and so on")
+
+
+def test_the_last_traceback_counts(tmp_path):
+    path = tmp_path / "stderr.log"
+    path.write_text(f"warning\n{TRACEBACK.replace('ValueError', 'KeyError')}\nmore\n{TRACEBACK}\n")
+    assert last_error(path) == TRACEBACK
+
+
+def test_without_a_traceback_the_last_lines_count(tmp_path):
+    path = tmp_path / "stderr.log"
+    path.write_text("\n".join(str(line) for line in range(100)))
+    assert last_error(path).splitlines() == [str(line) for line in range(70, 100)]
+
+
+def test_no_file_is_no_message(tmp_path):
+    assert last_error(tmp_path / "none") == ""
+
+
+def test_the_first_failure_wins_and_signals_become_exit_codes(tmp_path):
+    path = tmp_path / "stderr.log"
+    path.write_text(TRACEBACK)
+    failures = {4: failure(0, 1, 20), 5: failure(1, -9, 10)}
+    first = first_failure(failures, {0: str(path), 1: str(tmp_path / "none")})
+    assert (first.rank, first.exit_code, first.message) == (5, 137, "It ended with SIGKILL.")
+    assert first_failure({4: failures[4]}, {0: str(path)}).message == TRACEBACK
+
+
+def test_a_shell_between_does_not_hide_the_signal(tmp_path):
+    found = examined(tmp_path, 139, "")
+    assert (found.kind, found.exit_code) == ("crashed", 139)
+    assert examined(tmp_path, 3 + 128, TRACEBACK).kind == "user"
+
+
+def test_siblings_that_were_ended_with_it_are_not_blamed(tmp_path):
+    path = tmp_path / "stderr.log"
+    path.write_text(TRACEBACK)
+    failures = {0: failure(0, -15), 1: failure(1, 75), 2: failure(2, 1)}
+    first = first_failure(failures, {2: str(path)})
+    assert (first.rank, first.exit_code, first.message) == (2, 1, TRACEBACK)
+
+
+def test_of_two_at_once_the_one_that_says_why_is_told(tmp_path):
+    path = tmp_path / "stderr.log"
+    path.write_text(TRACEBACK)
+    assert first_failure({0: failure(0, 1), 1: failure(1, 1)}, {1: str(path)}).rank == 1
+
+
+@pytest.mark.parametrize("late", [10, 12])
+@pytest.mark.parametrize("cause", ["user", "user_rank", "out_of_memory_cpu", "crashed", "killed", "exit_code"])
+def test_the_cause_comes_before_its_consequence(tmp_path, cause, late):
+    """Whichever of them torch has seen first."""
+    for rank, name in enumerate(("peer_killed", cause)):
+        (tmp_path / str(rank)).write_text(ending(name)[1])
+    failures = {0: failure(0, 1, 10), 1: failure(1, ending(cause)[0], late)}
+    assert first_failure(failures, {0: str(tmp_path / "0"), 1: str(tmp_path / "1")}).rank == 1
+
+
+def test_a_cause_that_hung_at_its_exit_and_was_stopped_is_still_the_cause(tmp_path):
+    for rank, name in enumerate(("peer_killed", "user_rank")):
+        (tmp_path / str(rank)).write_text(ending(name)[1])
+    failures = {0: failure(0, 1), 1: failure(1, -signal.SIGTERM)}
+    first = first_failure(failures, {0: str(tmp_path / "0"), 1: str(tmp_path / "1")})
+    assert (first.rank, first.kind, first.exit_code) == (1, "user", 143)
+
+
+def test_torchs_error_file_is_believed_first(tmp_path):
+    """Really written, by the decorator that torch offers for it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from torch.distributed.elastic.multiprocessing.errors import record\n\n"
+        "@record\ndef main():\n    raise ValueError('sample 3 is torn')\n\nmain()\n"
+    )
+    error_file = tmp_path / "error.json"
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={"TORCHELASTIC_ERROR_FILE": str(error_file)},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    data = json.loads(error_file.read_text())
+    found = examined(tmp_path, done.returncode, "nothing\n" * 100, error_file_data=data)
+    assert found.message.startswith("Traceback (most recent call last):")
+    assert found.signature.endswith("ValueError: sample # is torn (train.py:5 main)")
+    assert examined(tmp_path, 1, "", error_file_data={"message": "<NONE>"}).kind == "exit"
+
+
+class Kernel:
+    """The files in which the kernel counts, as both generations of control groups show them."""
+
+    def __init__(self, folder: Path, generation: int):
+        self.root, self.own = folder / "cgroup", folder / "own"
+        if generation == 1:
+            self.own.write_text("4:memory,cpu:/box/1\n1:name=systemd:/\n0::/\n")
+            self._file = self.root / "memory" / "box" / "1" / "memory.oom_control"
+        else:
+            self.own.write_text("0::/box/1\n")
+            self._file = self.root / "box" / "1" / "memory.events"
+        self._file.parent.mkdir(parents=True)
+        self.count(2)
+
+    def count(self, kills: int) -> None:
+        self._file.write_text(f"low 0\noom 7\noom_kill {kills}\nunder_oom 0\n")
+
+    def kills(self) -> MemoryKills:
+        return MemoryKills(self.root, self.own)
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_kill_for_want_of_memory_is_told_from_another_one(tmp_path, generation):
+    kernel = Kernel(tmp_path, generation)
+    kills = kernel.kills()
+    assert examined(tmp_path, -9, "", kills).kind == "killed"
+    kernel.count(3)
+    found = examined(tmp_path, -9, "epoch 3\n", kills)
+    assert (found.kind, found.conclusive) == ("out_of_memory", False)
+    assert "ran out of memory" in found.message
+    assert examined(tmp_path, -9, "", kills).kind == "killed"
+
+
+def test_a_data_loaders_process_that_the_kernel_killed_is_out_of_memory_too(tmp_path):
+    kernel = Kernel(tmp_path, 2)
+    kills = kernel.kills()
+    text = (
+        'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+        "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "
+    )
+    assert examined(tmp_path, 1, text, kills).kind == "user"
+    kernel.count(3)
+    assert examined(tmp_path, 1, text, kills).kind == "out_of_memory"
+
+
+def test_without_the_kernels_counter_nothing_is_claimed(tmp_path):
+    kills = MemoryKills(tmp_path / "none", tmp_path / "nobody")
+    assert not kills.more()
+    assert examined(tmp_path, -9, "", kills).kind == "killed"
+
+
+def test_this_machines_own_counter_can_be_asked():
+    assert not MemoryKills().more()
+
+
+def test_a_hang_is_told_by_its_watchdog():
+    found = hung(2, 1, "rank 2 waits in all_reduce")
+    assert (found.kind, found.exit_code, found.message, found.conclusive) == (
+        "hang",
+        1,
+        "rank 2 waits in all_reduce",
+        False,
+    )
+    assert found.record("node-1", 7).step == 7
+
+
+@given(st.text(st.sampled_from('Tab (){}:"\n|+-\t0x') | st.characters(), max_size=300))
+def test_no_text_is_too_strange(text):
+    find_error(text)
+    find_dump(text)
+    find_error(f"Traceback (most recent call last):\n{text}\nValueError: x")

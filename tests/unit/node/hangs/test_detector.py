@@ -1,0 +1,476 @@
+"""How long is too long: the limits, the watch over simulated runs, and the nodes' agreement on what follows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.ledger.events import HangDetected
+from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.hangs.detector import HangWatch
+from azureml_elastic.node.hangs.policy import Hang, HangPolicy, pause_limit, step_limit
+from azureml_elastic.node.hangs.response import HangResponse
+
+FLOOR = 300.0
+LEARNING = HangPolicy(floor=FLOOR)
+
+seconds = st.floats(0.001, 1e5)
+many = st.lists(seconds, min_size=1, max_size=60)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Run:
+    """A node's workers, and an agent that looks at them each second."""
+
+    pace = 1.0
+
+    def __init__(self, policy: HangPolicy = LEARNING, *, leads: bool = True) -> None:
+        self.clock = Clock()
+        self.watch = HangWatch(policy, self.clock)
+        self.leads = leads
+        self.step = 0
+
+    def begin(self, step: int = 0) -> Run:
+        self.watch.begin()
+        self.watch.opened()
+        self.step = step
+        return self
+
+    def wait(self, duration: float) -> Hang | None:
+        """Let time pass; return the verdict, if one comes, at the moment when it comes."""
+        until = self.clock.now + duration
+        while self.clock.now < until:
+            self.clock.now = min(until, self.clock.now + self.pace)
+            if (hang := self.watch.verdict(leads=self.leads)) is not None:
+                return hang
+        return None
+
+    def train(self, *gaps: float) -> Hang | None:
+        for gap in gaps:
+            if (hang := self.wait(gap)) is not None:
+                return hang
+            self.step += 1
+            self.watch.completed(self.step)
+        return None
+
+
+# --- the limits ------------------------------------------------------------------------------------------------------
+
+
+@given(many, st.randoms())
+def test_the_order_of_the_steps_does_not_matter(gaps, random):
+    shuffled = list(gaps)
+    random.shuffle(shuffled)
+    assert step_limit(LEARNING, shuffled) == step_limit(LEARNING, gaps)
+
+
+@given(many)
+def test_it_is_never_below_the_floor_nor_near_what_was_seen(gaps):
+    limit = step_limit(LEARNING, gaps)
+    assert limit >= FLOOR
+    assert limit >= 2 * max(gaps)
+    assert pause_limit(LEARNING, limit) >= max(4 * FLOOR, limit)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=50), st.floats(100, 1e6))
+def test_one_long_evaluation_counts_twice_not_tenfold(gaps, evaluation):
+    assert step_limit(LEARNING, [*gaps, evaluation]) <= max(FLOOR, 10 * max(gaps), 2 * evaluation)
+
+
+@given(many, st.floats(1, 1000))
+def test_time_has_no_unit(gaps, factor):
+    stretched = step_limit(HangPolicy(floor=FLOOR * factor), [gap * factor for gap in gaps])
+    assert math.isclose(stretched, factor * step_limit(LEARNING, gaps), rel_tol=1e-9)
+
+
+@given(many, st.lists(seconds, max_size=60))
+def test_what_was_forgotten_but_for_the_longest_is_not_seen_again(newest, older):
+    limit = step_limit(LEARNING, newest, max([0.0, *older]))
+    assert limit >= 2 * max(newest + older)
+
+
+@given(many, seconds)
+def test_a_fixed_limit_learns_nothing(gaps, fixed):
+    assert step_limit(HangPolicy(fixed=fixed), gaps, 1e9) == fixed
+    assert pause_limit(HangPolicy(fixed=fixed, floor=10), fixed) >= 4 * max(fixed, 10)
+
+
+def test_the_policy_is_the_plans():
+    assert HangPolicy.of(ElasticDistribution()) == HangPolicy(enabled=True, fixed=None, floor=300)
+    fixed = ElasticDistribution(hang_timeout=timedelta(seconds=7), hang_timeout_floor=timedelta(seconds=2))
+    assert HangPolicy.of(fixed) == HangPolicy(fixed=7, floor=2)
+    assert not HangPolicy.of(ElasticDistribution(hang_timeout=None)).enabled
+    assert ElasticDistribution.model_validate_json(fixed.model_dump_json()) == fixed
+    automatic = ElasticDistribution.model_validate_json(ElasticDistribution().model_dump_json())
+    assert automatic.hang_timeout == "auto"
+    with pytest.raises(ValueError, match="not positive"):
+        ElasticDistribution(hang_timeout=timedelta(0))
+
+
+# --- the watch -------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0, 0.999), min_size=1, max_size=8))
+def test_gaps_within_what_is_allowed_never_fire(fractions):
+    run = Run().begin()
+    longest = 0.0
+    for fraction in fractions:
+        gap = fraction * (max(FLOOR, 2 * longest) if run.step else 4 * FLOOR)
+        assert run.train(gap) is None
+        longest = max(longest, gap) if run.step > 1 else 0.0
+
+
+@given(st.lists(st.floats(0.1, 50), min_size=1, max_size=20))
+def test_standing_still_fires_once_when_the_limit_is_over(gaps):
+    run = Run().begin()
+    assert run.train(10, *gaps) is None
+    limit = step_limit(LEARNING, gaps)
+    hang = run.wait(2 * limit + 10)
+    assert hang.limit == pytest.approx(limit, abs=0.001)
+    assert limit - 0.001 <= hang.waited <= limit + 1.001
+    assert (hang.step, hang.phase) == (1 + len(gaps), "step")
+    assert run.wait(10 * limit) is None
+    assert Hang.from_message({**hang.to_message(), "of a later release": 1}) == hang
+    assert hang.reason.startswith(f"hang: no step after step {hang.step} for {hang.waited:.1f} s (limit ")
+
+
+@given(st.floats(1, 50 * FLOOR), st.integers(1, 20))
+def test_an_evaluation_of_any_length_is_over_after_a_few_restarts(evaluation, rolled_back):
+    run = Run().begin()
+    run.pace = 4.0
+    assert run.train(5, *[1.0] * 20) is None
+    for rounds in itertools.count(1):
+        assert rounds <= 2 + math.ceil(math.log2(max(1, evaluation / FLOOR)))
+        if run.train(evaluation) is None:
+            break
+        run.begin(21 - rolled_back)
+        assert run.train(*[1.0] * rolled_back) is None
+    assert run.train(*[1.0] * 20, evaluation) is None  # the next one is known
+    assert run.watch.limit <= 2 ** (rounds - 1) * max(FLOOR, 2 * evaluation + 2)
+
+
+def test_long_evaluations_after_every_start_are_learned_too():
+    run = Run()
+    fired = 0
+    while run.begin(run.step).train(*[1.0] * 20, 10 * FLOOR) is not None:
+        fired += 1
+    assert fired == 4
+
+
+def test_patience_after_a_hang_ends_when_training_goes_on():
+    run = Run().begin()
+    assert run.train(1, 1, 1) is None
+    assert run.wait(2 * FLOOR).limit == FLOOR
+    run.begin()
+    assert run.train(1, 1, 1) is None
+    assert run.watch.limit == 2 * FLOOR
+    assert run.train(*[100] * 110) is None
+    assert run.watch.limit == 2 * 1000
+    assert run.train(*[100] * 12) is None
+    assert run.watch.limit == 1000
+
+
+def test_a_program_without_a_session_is_not_watched():
+    run = Run()
+    run.watch.begin()
+    assert run.wait(100 * FLOOR) is None
+
+
+def test_nothing_is_watched_when_it_is_off():
+    run = Run(HangPolicy(enabled=False)).begin()
+    assert run.train(1, 1) is None
+    assert run.wait(100 * FLOOR) is None
+
+
+def test_the_first_step_has_more_patience_and_learns_apart():
+    run = Run().begin()
+    assert run.wait(4 * FLOOR - 1) is None
+    assert run.train(0.5) is None
+    assert run.watch.limit == FLOOR
+    run.begin()
+    assert run.watch.limit == pytest.approx(2 * (4 * FLOOR - 0.5))
+    hang = run.wait(20 * FLOOR)
+    assert hang.phase == "start"
+    assert hang.reason.startswith("hang: no first step of the round for ")
+
+
+def test_a_start_counts_from_the_session_not_from_the_round():
+    run = Run()
+    run.watch.begin()
+    assert run.wait(10 * FLOOR) is None
+    run.watch.opened()
+    assert run.wait(4 * FLOOR - 1) is None
+    assert run.wait(2) is not None
+
+
+def test_a_finished_or_leaving_worker_ends_the_watch():
+    run = Run().begin()
+    assert run.train(1, 1) is None
+    run.watch.finished()
+    assert run.wait(100 * FLOOR) is None
+    run.begin(2)
+    assert run.train(1, 1) is None
+    assert run.wait(2 * FLOOR) is not None
+
+
+def test_an_unbounded_wait_is_neither_judged_nor_learned():
+    run = Run().begin()
+    assert run.train(1, 1) is None
+    run.watch.busy(bounded=False)
+    assert run.wait(100 * FLOOR) is None
+    run.watch.free()
+    assert run.wait(FLOOR - 1) is None
+    assert run.train(0.5) is None
+    assert run.watch.limit <= 2 * FLOOR
+    run.watch.busy(bounded=False)
+    assert run.train(100 * FLOOR) is None  # a step ends it, too
+    assert run.watch.limit <= 2 * FLOOR
+    assert run.wait(3 * FLOOR) is not None
+
+
+def test_a_bounded_pause_has_the_patience_of_a_start_and_is_learned():
+    run = Run().begin()
+    assert run.train(1, 1) is None
+    run.watch.busy()
+    assert run.wait(4 * FLOOR - 1) is None
+    run.watch.free()
+    assert run.train(1) is None
+    assert run.watch.limit == FLOOR
+    run.watch.busy()
+    assert run.wait(2 * (4 * FLOOR - 1)) is None
+    hang = run.wait(2)
+    assert hang.phase == "pause"
+    assert "had announced to be busy" in hang.reason
+
+
+def test_one_worker_of_several_counts():
+    run = Run().begin()
+    for step in (1, 2):
+        run.watch.completed(step, 0)
+        run.watch.completed(step, 1)
+    run.watch.completed(3, 1)
+    run.watch.busy(1, bounded=False)
+    assert run.wait(3 * FLOOR) is None
+    run.watch.completed(3, 0)
+    assert run.wait(3 * FLOOR) is None
+    run.watch.free(1)
+    assert run.watch.steps == {0: 3, 1: 3}
+    assert run.wait(2 * FLOOR).step == 3
+
+
+def test_steps_that_others_have_completed_before_are_no_progress():
+    run = Run().begin()
+    assert run.train(1, 1) is None
+    assert run.wait(FLOOR - 1) is None
+    run.watch.completed(2, local_rank=1)
+    assert run.wait(2) is not None
+
+
+def test_time_in_which_the_agent_itself_was_frozen_does_not_count():
+    run = Run().begin()
+    assert run.train(1, 1, 1) is None
+    assert run.wait(FLOOR - 10) is None
+    run.clock.now += 1e6
+    assert run.wait(5) is None
+    assert run.train(1) is None
+    assert run.watch.limit <= 2 * FLOOR
+    assert run.wait(2 * FLOOR) is not None
+
+
+def test_who_does_not_lead_waits_for_more_than_twice_as_long():
+    leader, other = Run().begin(), Run(leads=False).begin()
+    assert (leader.train(1, 1), other.train(1, 1)) == (None, None)
+    late, later = leader.wait(10 * FLOOR), other.wait(10 * FLOOR)
+    assert later.waited > 2 * late.waited
+    assert later.limit == 2 * FLOOR + 10
+
+
+def test_a_newcomer_is_told_what_it_has_not_seen():
+    old, new = Run().begin(), Run(leads=False).begin()
+    assert old.watch.lesson() is None
+    assert old.train(*[1] * 9, FLOOR - 1, 2 * FLOOR - 3) is None
+    lesson = old.watch.lesson()
+    assert lesson["op"] == "lesson"
+    assert old.watch.lesson() is None
+    assert old.train(1) is None
+    assert old.watch.lesson() is None
+    new.watch.learn(lesson)
+    assert new.train(1, 1) is None
+    assert new.watch.limit == old.watch.limit > FLOOR
+    old.begin()
+    assert old.train(1) is None
+    assert old.watch.lesson() is not None  # other nodes than before may be there
+
+
+def test_a_fixed_limit_stays_after_a_hang():
+    run = Run(HangPolicy(fixed=3.0, floor=10)).begin()
+    assert run.wait(39) is None
+    assert run.train(1, 1) is None
+    for _ in range(3):
+        hang = run.wait(10)
+        assert (hang.limit, hang.waited) == (3.0, 4.0)
+        run.begin(0)
+        assert run.train(1, 1) is None
+
+
+# --- what follows ----------------------------------------------------------------------------------------------------
+
+
+class SlowDumper:
+    """Stands where the real one does, and is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, int, dict[int, int]]] = []
+        self.done = True
+
+    def start(self, why, number, steps) -> None:
+        self.started.append((why, number, steps))
+        self.done = False
+
+
+class Agents:
+    """The agents of a round; what the leader broadcasts and what members report arrives at once."""
+
+    def __init__(self, folder, count: int) -> None:
+        self.clock = Clock()
+        self.names = [f"node-{k}" for k in range(count)]
+        self.dumpers = {name: SlowDumper() for name in self.names}
+        self.watches = {name: HangWatch(LEARNING, self.clock) for name in self.names}
+        self.recorders = {name: Recorder(folder, name, "x", None) for name in self.names}
+        self.folder = folder
+        self.cut: set[str] = set()
+        self.members = {
+            name: HangResponse(
+                self.watches[name], self.dumpers[name], self.recorders[name], name,
+                broadcast=self.broadcast, send=lambda message, name=name: self.report(name, message), clock=self.clock,
+            )
+            for name in self.names
+        }  # fmt: skip
+        self.begin(1)
+
+    def begin(self, number: int) -> None:
+        for name, member in self.members.items():
+            member.begin(number, self.names)
+            self.watches[name].opened()
+
+    def broadcast(self, message) -> None:
+        for name, member in self.members.items():
+            if name not in self.cut:
+                member.take(message)
+
+    def report(self, name, message) -> None:
+        assert message == {"op": "report", "what": "dumped"}
+        if self.names[0] not in self.cut:
+            self.members[self.names[0]].answered(name)
+
+    def step(self, step: int) -> None:
+        for watch in self.watches.values():
+            watch.completed(step)
+
+    def look(self, duration: float = 1.0) -> dict[str, Hang]:
+        """Let time pass; return who ends the round."""
+        until = self.clock.now + duration
+        while self.clock.now < until:
+            self.clock.now += 0.5
+            ending = {n: h for n, m in self.members.items() if n not in self.cut and (h := m.look()) is not None}
+            if ending:
+                return ending
+        return {}
+
+    def events(self) -> list[HangDetected]:
+        return [event for event in read_events(self.folder / "events") if isinstance(event, HangDetected)]
+
+
+@pytest.fixture
+def agents(tmp_path):
+    made = Agents(tmp_path, 3)
+    made.step(1)
+    made.step(2)
+    yield made
+    for recorder in made.recorders.values():
+        recorder.close()
+
+
+def test_all_dump_before_the_leader_ends_the_round(agents):
+    assert not any(member.hung for member in agents.members.values())
+    assert agents.look(FLOOR + 1) == {}
+    assert all(member.hung for member in agents.members.values())
+    assert all(len(dumper.started) == 1 for dumper in agents.dumpers.values())
+    assert {dumper.started[0][1:] for dumper in map(Steps, agents.dumpers.values())} == {(1, ((0, 2),))}
+    for name in ("node-0", "node-2"):
+        agents.dumpers[name].done = True
+        assert agents.look() == {}
+    agents.dumpers["node-1"].done = True
+    ending = agents.look()
+    assert set(ending) == {"node-0"}
+    assert ending["node-0"].step == 2
+    (event,) = agents.events()
+    assert (event.node, event.round, event.step, event.limit_seconds, event.phase) == ("node-0", 1, 2, FLOOR, "step")
+    assert event.seconds > FLOOR
+
+
+class Steps:
+    """A dumper whose arguments can be compared."""
+
+    def __init__(self, dumper: SlowDumper) -> None:
+        self.started = [(why, number, tuple(steps.items())) for why, number, steps in dumper.started]
+
+
+def test_a_node_that_does_not_answer_is_waited_for_a_few_seconds(agents):
+    assert agents.look(FLOOR + 1) == {}
+    for name in ("node-0", "node-1"):
+        agents.dumpers[name].done = True
+    assert agents.look(3.5) == {}
+    assert set(agents.look(2)) == {"node-0"}
+
+
+def test_when_the_leading_agent_is_stuck_another_one_acts_alone(agents):
+    agents.cut = {"node-0", "node-2"}
+    assert agents.look(2 * FLOOR + 9) == {}
+    assert agents.dumpers["node-1"].started == []
+    assert agents.look(3) == {}
+    agents.dumpers["node-1"].done = True
+    assert set(agents.look()) == {"node-1"}
+    assert [event.node for event in agents.events()] == ["node-1"]
+    assert agents.dumpers["node-0"].started == []
+
+
+def test_the_next_round_is_watched_with_more_patience_by_all(agents):
+    assert agents.look(FLOOR + 1) == {}
+    for dumper in agents.dumpers.values():
+        dumper.done = True
+    assert set(agents.look()) == {"node-0"}
+    agents.begin(2)
+    agents.step(2)
+    assert agents.look(FLOOR + 1) == {}
+    assert {watch.limit for watch in agents.watches.values()} == {2 * FLOOR}
+    assert all(len(dumper.started) == 1 for dumper in agents.dumpers.values())
+    agents.look(FLOOR)
+    assert all(len(dumper.started) == 2 for dumper in agents.dumpers.values())
+
+
+def test_a_dump_of_another_round_is_not_obeyed(agents):
+    agents.members["node-1"].take({**Hang(2, 400, 300, "step").to_message(), "round": 7})
+    assert agents.dumpers["node-1"].started == []
+
+
+def test_what_the_leader_learned_reaches_all(agents):
+    assert agents.look(FLOOR - 20) == {}
+    agents.watches["node-0"].completed(3)  # only it has seen how long this took
+    assert agents.look() == {}
+    limits = {watch.limit for watch in agents.watches.values()}
+    assert len(limits) == 1
+    assert limits.pop() > FLOOR

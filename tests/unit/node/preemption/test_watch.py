@@ -1,0 +1,225 @@
+"""The notices to leave: signals, events of a real stand-in service, and the marker; and how they are withdrawn."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from azureml_elastic.config import PreemptionPolicy
+from azureml_elastic.local.faults.metadata_service import MetadataService, Trouble
+from azureml_elastic.node.preemption.marker import MarkerWatch
+from azureml_elastic.node.preemption.notices import Announcement, Notice, first, merge
+from azureml_elastic.node.preemption.watch import Preemption
+from tests.support.waiting import until
+
+PATIENCE = 20.0
+
+
+def policy(**fields):
+    return PreemptionPolicy(**{"scheduled_events": None, "poll_interval": 0.02, **fields})
+
+
+@contextmanager
+def opened(made):
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    made.listen()
+    made.watch()
+    try:
+        yield made
+    finally:
+        made.close()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@pytest.fixture
+def woken():
+    return threading.Event()
+
+
+@pytest.fixture
+def preemption(woken):
+    with opened(Preemption(policy(grace=0), woken.set)) as made:
+        yield made
+
+
+@pytest.fixture
+def service():
+    with MetadataService() as running:
+        yield running
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_is_a_notice(preemption, woken, signum, code):
+    assert not preemption.noticed
+    assert not preemption.overdue
+    assert not preemption.commit_to_leave()
+    os.kill(os.getpid(), signum)
+    assert woken.wait(10)
+    assert preemption.noticed
+    assert preemption.overdue  # no grace
+    assert preemption.commit_to_leave()
+    assert (preemption.exit_code, preemption.reason) == (code, signum.name)
+
+
+def test_a_storm_of_signals_while_the_wake_is_used_deadlocks_nobody(preemption, woken):
+    stop = threading.Event()
+
+    def storm() -> None:
+        while not stop.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=storm)
+    thread.start()
+    for _ in range(500):
+        woken.wait(0.0001)
+        woken.clear()
+        assert preemption.commit_to_leave() in (False, True)
+    stop.set()
+    thread.join()
+    assert preemption.noticed
+
+
+def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
+    with opened(Preemption(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+        event = service.announce("Preempt", "vm_1")
+        assert woken.wait(PATIENCE)
+        assert preemption.noticed
+        assert not preemption.overdue
+        assert (preemption.reason, preemption.exit_code) == (f"scheduled event Preempt {event}", 143)
+        woken.clear()
+        service.remove(event)
+        assert woken.wait(PATIENCE)
+        assert not preemption.noticed
+        assert not preemption.commit_to_leave()
+        assert preemption.reason == "no notice"
+
+
+def test_a_committed_node_leaves_although_the_event_is_withdrawn(service, woken, caplog):
+    caplog.set_level(logging.INFO)
+    with opened(Preemption(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+        event = service.announce("Preempt", "vm_1")
+        until(lambda: preemption.noticed)
+        assert preemption.commit_to_leave()
+        service.remove(event)
+        until(lambda: "too late" in caplog.text)
+        assert preemption.noticed
+        assert preemption.commit_to_leave()
+        assert preemption.reason == f"scheduled event Preempt {event}"
+
+
+def test_a_withdrawn_event_leaves_a_signal_standing(service, woken):
+    with opened(Preemption(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+        event = service.announce("Preempt", "vm_1")
+        until(lambda: preemption.noticed)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (preemption.reason, preemption.exit_code) == (f"scheduled event Preempt {event}", 143)
+        service.remove(event)
+        until(lambda: preemption.reason == "SIGINT")
+        assert preemption.noticed
+        assert preemption.exit_code == 130
+
+
+def test_what_was_heard_stands_while_the_service_fails(service, woken):
+    with opened(Preemption(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+        event = service.announce("Preempt", "vm_1")
+        until(lambda: preemption.noticed)
+        service.trouble = Trouble(status=500)
+        service.remove(event)
+        asked = service.documents
+        until(lambda: service.documents >= asked + 3)
+        assert preemption.noticed
+        service.trouble = Trouble()
+        until(lambda: not preemption.noticed)
+
+
+def test_the_time_that_is_left_is_the_end_of_the_grace(service, woken, monkeypatch):
+    with opened(Preemption(policy(grace=60, scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+        service.announce("Preempt", "vm_1", notice=30)
+        until(lambda: preemption.noticed)
+        assert not preemption.overdue
+        (notice,) = preemption._notices()
+        assert 0 < notice.until - notice.since <= 30
+        clock = SimpleNamespace(monotonic=lambda: notice.until)
+        monkeypatch.setattr("azureml_elastic.node.preemption.watch.time", clock)
+        assert preemption.overdue
+
+
+@pytest.mark.parametrize(("acknowledge", "machines"), [(True, ("vm_1",)), (False, ("vm_1",)), (True, ("vm_1", "vm_2"))])
+def test_an_event_of_this_machine_alone_is_acknowledged_on_request(service, woken, acknowledge, machines):
+    asked = policy(scheduled_events=service.address("vm_1"), acknowledge=acknowledge)
+    with opened(Preemption(asked, woken.set)) as preemption:
+        preemption.acknowledge()
+        event = service.announce("Preempt", *machines)
+        until(lambda: preemption.noticed)
+        assert preemption.commit_to_leave()
+        assert service.approved == ()
+        preemption.acknowledge()
+    assert service.approved == ((event,) if acknowledge and len(machines) == 1 else ())
+
+
+def test_a_service_that_fails_keeps_nobody_from_leaving(service, woken):
+    asked = policy(scheduled_events=service.address("vm_1"), acknowledge=True)
+    with opened(Preemption(asked, woken.set)) as preemption:
+        service.announce("Preempt", "vm_1")
+        until(lambda: preemption.noticed)
+        service.trouble = Trouble(status=503)
+        preemption.acknowledge()
+    assert service.approved == ()
+
+
+def test_a_marker_is_a_notice_while_it_is_there(tmp_path, woken):
+    with opened(Preemption(policy(marker=str(tmp_path / "leave-{node}")), woken.set, "node-7")) as preemption:
+        (tmp_path / "leave-node-8").touch()
+        marker = tmp_path / "leave-node-7"
+        time.sleep(0.1)
+        assert not preemption.noticed
+        marker.touch()
+        assert woken.wait(PATIENCE)
+        assert (preemption.noticed, preemption.reason) == (True, f"marker file {marker}")
+        assert preemption.exit_code == 143
+        marker.unlink()
+        until(lambda: not preemption.noticed)
+
+
+def test_a_marker_that_cannot_be_looked_at_says_nothing(tmp_path):
+    said = []
+    loop = tmp_path / "loop"
+    watch = MarkerWatch(str(loop / "leave"), said.append)
+    watch.look()
+    assert said == [{}]
+    loop.symlink_to(loop)
+    watch.look()  # too many links, as a mount that is away: an error that is no absence
+    assert said == [{}]
+    loop.unlink()
+    loop.mkdir()
+    (loop / "leave").symlink_to("nowhere")
+    watch.look()
+    assert list(said[-1]) == [str(loop / "leave")]
+
+
+def test_a_notice_keeps_its_beginning_and_its_end_comes_only_nearer():
+    def after(standing, now, left):
+        said = {} if left == "gone" else {"e": Announcement("event", left)}
+        return merge(standing, "event", said, now=now, grace=25.0, exit_code=143)
+
+    other = {"marker:m": Notice("marker", 3.0, 28.0, 143)}
+    standing = after(other, 100.0, 30.0)
+    assert standing["event:e"] == Notice("event", 100.0, 125.0, 143)
+    standing = after(standing, 101.0, 10.0)
+    assert standing["event:e"] == Notice("event", 100.0, 111.0, 143)
+    standing = after(standing, 102.0, None)
+    standing = after(standing, 103.0, -5.0)
+    assert standing["event:e"] == Notice("event", 100.0, 111.0, 143)
+    assert first(standing.values()).reason == "marker"
+    assert after(standing, 104.0, "gone") == other
+    assert after({}, 0.0, -5.0)["event:e"].until == 25.0  # nobody knows how long: as long as there is grace
+    assert timedelta(seconds=25) == PreemptionPolicy().grace

@@ -1,0 +1,435 @@
+"""Nodes that find each other through a real table and real sockets, each on a thread of its own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from azureml_elastic.config import RendezvousTimings, TableRendezvous
+from azureml_elastic.errors import RunFailed, RunSucceeded
+from azureml_elastic.node.failures.restart_policy import FailureRecord
+from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Limits, Member, Round, reopened
+from azureml_elastic.node.rendezvous.state.row_keys import member_key
+from azureml_elastic.node.table import open_table
+from tests.support.waiting import until
+
+TIMINGS = RendezvousTimings(
+    heartbeat_interval=timedelta(seconds=0.2),
+    heartbeat_timeout=timedelta(seconds=120),
+    join_timeout=timedelta(seconds=120),
+    settle_timeout=timedelta(seconds=120),
+    rejoin_timeout=timedelta(seconds=120),
+    takeover_delay=timedelta(seconds=3),
+    rescale_debounce=timedelta(seconds=0.1),
+    witness_interval=timedelta(seconds=0.3),
+    fruitless_rounds=4,
+)
+PATIENCE = 60
+
+
+class Counting:
+    """A table that counts what goes through."""
+
+    def __init__(self, table):
+        self._table = table
+        self.calls: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name):
+        call = getattr(self._table, name)
+
+        def counted(*arguments):
+            with self._lock:
+                self.calls[name] = self.calls.get(name, 0) + 1
+            return call(*arguments)
+
+        return counted
+
+
+class Nodes:
+    """Makes nodes, joins them in parallel, and ends them as SIGKILL would: without a word."""
+
+    def __init__(self, path):
+        where = TableRendezvous(endpoint=str(path))
+        self.table = Counting(open_table(where, "run", {}))
+        self.pool = ThreadPoolExecutor(200)
+        self.made: list[Rendezvous] = []
+        self.over = threading.Event()
+        self.timings = TIMINGS
+
+    def hasten(self, **seconds: float) -> None:
+        """Have the nodes that are made from now on be less patient, for tests in which somebody is silent."""
+        self.timings = self.timings.model_copy(
+            update={name: timedelta(seconds=value) for name, value in seconds.items()}
+        )
+
+    def make(self, name: str, minimum: int = 1, maximum: int = 8, slots: int = 1) -> Rendezvous:
+        limits = Limits(minimum, maximum)
+        node = Rendezvous(self.table, name, "127.0.0.1", slots, limits, self.timings, cancelled=self.over.is_set)
+        self.made.append(node)
+        return node
+
+    def start(self, *nodes: Rendezvous) -> list[Future[Seat]]:
+        return [self.pool.submit(node.join) for node in nodes]
+
+    def join(self, *nodes: Rendezvous) -> list[Seat]:
+        return [future.result(PATIENCE) for future in self.start(*nodes)]
+
+    def rejoin(self, *nodes: Rendezvous) -> list[Seat]:
+        """What the agent does when its round breaks."""
+
+        def again(node: Rendezvous) -> Seat:
+            until(lambda: node.status().broken)
+            status = node.status()
+            if not status.over or status.lost:
+                node.reopen("lost", lost=status.lost)
+            return node.join()
+
+        return [future.result(PATIENCE) for future in [self.pool.submit(again, node) for node in nodes]]
+
+    @staticmethod
+    def kill(node: Rendezvous) -> None:
+        node._hub.close()
+        node._witness.stop()
+        if node._membership.link is not None:
+            node._membership.link._client.connection.close()
+
+    def close(self) -> None:
+        self.over.set()
+        for node in self.made:
+            node.wake.set()
+        self.pool.shutdown(wait=True)
+        for node in self.made:
+            node.shutdown()
+        self.table.close()
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = Nodes(tmp_path / "table.sqlite")
+    yield made
+    made.close()
+
+
+def test_all_nodes_agree_on_one_round(nodes):
+    seats = nodes.join(*(nodes.make(f"node-{k}", 5, 5, slots=2) for k in range(5)))
+    assert {seat.round.number for seat in seats} == {1}
+    assert sorted(seat.rank for seat in seats) == list(range(5))
+    assert len({seat.store_address for seat in seats}) == 1
+    assert seats[0].round.world_size == 10
+    (first,) = [seat for seat in seats if seat.rank == 0]
+    assert first.listener.getsockname()[1] == first.store_address[1]
+    assert all(seat.listener is None for seat in seats if seat.rank > 0)
+
+
+def test_a_join_costs_one_write_a_node_and_one_for_the_seal(nodes):
+    seats = nodes.join(*(nodes.make(f"node-{k:02d}", 40, 40) for k in range(40)))
+    assert {seat.round.number for seat in seats} == {1}
+    calls = nodes.table.calls
+    # 40 members, the round, the witness of rank 0.
+    assert calls["insert"] == 42
+    assert calls.get("replace", 0) <= 1
+
+
+def test_the_minimum_starts_without_waiting_for_more(nodes):
+    started = time.monotonic()
+    nodes.join(nodes.make("node-0", 1, 8))
+    assert time.monotonic() - started < TIMINGS.settle_timeout.total_seconds() / 2
+
+
+def test_announced_nodes_are_waited_for(nodes):
+    early, late = nodes.make("node-0"), nodes.make("node-1")
+    early.announce()
+    late.announce()
+    (pending,) = nodes.start(early)
+    (seat,) = nodes.join(late)
+    assert len(seat.round.members) == 2
+    assert pending.result(PATIENCE).rank == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_survivors_of_any_rank_form_the_next_round(nodes, victim):
+    group = [nodes.make(f"node-{k}", 1, 3) for k in range(3)]
+    for node in group:
+        node.announce()
+    nodes.join(*group)
+    nodes.kill(group[victim])
+    survivors = [node for k, node in enumerate(group) if k != victim]
+    seats = nodes.rejoin(*survivors)
+    assert [seat.round.number for seat in seats] == [2, 2]
+    assert [seat.rank for seat in seats] == [0, 1]
+    assert group[victim].node not in {member.node for member in seats[0].round.members}
+
+
+def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
+    first = nodes.make("node-0")
+    nodes.join(first)
+    newcomer = nodes.make("node-1")
+    (pending,) = nodes.start(newcomer)
+    until(lambda: first.status().waiting)
+    assert first.status().waiting == {"node-1"}
+    assert not first.status().broken
+    first.reopen("joining")
+    (seat,) = nodes.rejoin(first)
+    assert seat.rank == 0
+    assert pending.result(PATIENCE).rank == 1
+
+
+def test_a_spare_beyond_the_maximum_waits_and_replaces_the_lost(nodes):
+    group = [nodes.make(f"node-{k}", 1, 2) for k in range(2)]
+    for node in group:
+        node.announce()
+    nodes.join(*group)
+    spare = nodes.make("node-2", 1, 2)
+    (pending,) = nodes.start(spare)
+    until(lambda: group[0].hub.view().waiting)
+    assert group[0].status().waiting == frozenset()
+    nodes.kill(group[1])
+    (seat,) = nodes.rejoin(group[0])
+    assert [member.node for member in seat.round.members] == ["node-0", "node-2"]
+    assert pending.result(PATIENCE).rank == 1
+
+
+def test_a_node_takes_over_when_all_others_died(nodes):
+    group = [nodes.make(f"node-{k}", 1, 2) for k in range(2)]
+    for node in group:
+        node.announce()
+    nodes.join(*group)
+    (pending,) = nodes.start(nodes.make("node-2", 1, 2))
+    until(lambda: group[0].hub.view().waiting or group[1].hub.view().waiting)
+    for node in group:
+        nodes.kill(node)
+    seat = pending.result(PATIENCE)
+    assert (seat.rank, [member.node for member in seat.round.members]) == (0, ["node-2"])
+
+
+@pytest.mark.parametrize(("dead", "alive"), [("node-0", ["node-1", "node-2"]), ("node-9", ["node-1"])])
+def test_a_candidate_that_has_died_is_left_out(nodes, dead, alive):
+    """Its row says that it waits, and its machine says that nobody listens there any more."""
+    ghost = Member(dead, "gone", round=1, host="127.0.0.1", store_port=1, hub_port=1)
+    nodes.table.insert(ghost.key, ghost.to_value())
+    seats = nodes.join(*(nodes.make(name, len(alive), 3) for name in alive))
+    assert {seat.round.number for seat in seats} == {1}
+    assert [member.node for member in seats[0].round.members] == alive
+
+
+class Deaf:
+    """Listens and takes connections, but never says a word, as a machine whose processes are frozen."""
+
+    def __init__(self):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+
+    def close(self):
+        self._listener.close()
+
+
+@pytest.fixture
+def frozen(nodes):
+    """Return a function that has a candidate of the first round be frozen."""
+    deaf = Deaf()
+
+    def freeze(name: str) -> None:
+        ghost = Member(name, "frozen", round=1, host="127.0.0.1", store_port=1, hub_port=deaf.port)
+        nodes.table.insert(ghost.key, ghost.to_value())
+
+    yield freeze
+    deaf.close()
+
+
+def test_a_candidate_that_is_frozen_and_should_seal_is_left_out(nodes, frozen):
+    nodes.hasten(heartbeat_timeout=2)
+    frozen("node-0")
+    seats = nodes.join(nodes.make("node-1", 2, 3), nodes.make("node-2", 2, 3))
+    assert {seat.round.number for seat in seats} == {1}
+    assert [member.node for member in seats[0].round.members] == ["node-1", "node-2"]
+
+
+def test_a_member_that_never_comes_to_its_round_is_noticed(nodes, frozen):
+    nodes.hasten(join_timeout=2)
+    frozen("node-9")
+    first = nodes.make("node-1", 1, 2)
+    (seat,) = nodes.join(first)
+    assert [member.node for member in seat.round.members] == ["node-1", "node-9"]
+    (seat,) = nodes.rejoin(first)
+    assert [member.node for member in seat.round.members] == ["node-1"]
+
+
+def test_a_round_whose_leader_is_lost_too_was_not_fruitless(nodes, frozen):
+    nodes.hasten(join_timeout=2)
+    frozen("node-9")
+    pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
+    nodes.join(*pair)
+    (leader,), (other,) = ([node for node in pair if node.leads is leads] for leads in (True, False))
+    until(lambda: other.status().lost)
+    assert other.reopen("lost two", lost=other.status().lost | {leader.node})
+    assert other._rows.read_round().fruitless == 0
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_whoever_ends_a_round_that_a_member_never_came_to_knows_that_it_was_fruitless(nodes, frozen, leads):
+    nodes.hasten(join_timeout=2)
+    frozen("node-9")
+    pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
+    nodes.join(*pair)
+    (ending,) = (node for node in pair if node.leads is leads)
+    until(lambda: ending.status().lost)
+    assert ending.reopen("lost node-9", lost=ending.status().lost)
+    round_ = ending._rows.read_round()
+    assert round_.fruitless == 1
+    first = ending.seat.round.members[0]
+    assert f"node-9 (127.0.0.1) did not reach {first.node} (127.0.0.1:{first.hub_port}) within 2 s" in round_.reason
+
+
+def test_a_silent_member_is_lost(nodes):
+    nodes.hasten(heartbeat_timeout=2)
+    first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
+    nodes.join(first, second)
+    leader, silent = (first, second) if first.leads else (second, first)
+    silent.link._on_tick = lambda: None
+    silent.link._client._loop._on_tick = lambda: None
+    until(lambda: leader.status().lost)
+    assert leader.status().lost == {silent.node}
+
+
+def test_a_node_that_ends_without_a_word_is_lost_however_it_ends(nodes):
+    first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
+    nodes.join(first, second)
+    leader, other = (first, second) if first.leads else (second, first)
+    other.shutdown()
+    until(lambda: leader.status().lost)
+    assert leader.status().lost == {other.node}
+
+
+def test_nodes_that_cannot_reach_each_other_fail_the_run_with_the_address(nodes):
+    pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
+    for node in pair:
+        node._host = "127.0.0.99"  # where neither of them listens
+    for pending in nodes.start(*pair):
+        with pytest.raises(RunFailed, match=r"cannot reach node-\d at 127\.0\.0\.99"):
+            pending.result(PATIENCE)
+
+
+def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_says_that_it_waits(nodes):
+    nodes.hasten(rejoin_timeout=1)
+    first = nodes.make("node-0", 1, 2)
+    nodes.join(first)
+    greeting = {"op": "watch", "node": "node-1", "incarnation": "slow", "round": 1}
+    slow = Link(("127.0.0.1", first.hub.port), greeting, TIMINGS, lambda: None)
+    until(lambda: first.status().waiting)
+    first.reopen("joining")
+    (seat,) = nodes.rejoin(first)
+    assert [member.node for member in seat.round.members] == ["node-0"]
+    until(lambda: slow.news is not None and slow.news.state == "sealed")
+    assert first.hub.view().waiting == frozenset()  # its connection alone shows nothing
+    slow.send({**greeting, "round": 2})
+    until(lambda: first.status().waiting == {"node-1"}, patience=14)  # the next time it would be let wait for 15
+    slow.close()
+
+
+def test_a_leader_that_was_given_up_hears_of_it(nodes):
+    first = nodes.make("node-0")
+    nodes.join(first)
+    row = nodes.table.get(ROUND_KEY)
+    newer = reopened(Round.from_value(row.value), "no sign of life", lost=["node-0"])
+    nodes.table.replace(ROUND_KEY, newer.to_value(), row.etag)
+    (seat,) = nodes.join(nodes.make("node-1"))
+    assert seat.round.number == 2
+    until(lambda: first.status().over)
+
+
+def test_rounds_leave_no_threads_behind(nodes):
+    group = [nodes.make(f"node-{k}", 3, 3) for k in range(3)]
+    nodes.join(*group)
+
+    def links() -> int:
+        return sum(thread.name.startswith("line-client") for thread in threading.enumerate())
+
+    before = links()
+    for _ in range(4):
+        group[0].reopen("again")
+        nodes.rejoin(*group)
+    until(lambda: links() <= before)
+
+
+def test_the_run_is_over_for_whoever_comes_late(nodes):
+    first = nodes.make("node-0")
+    nodes.join(first)
+    (waiting,) = nodes.start(nodes.make("node-1", 1, 1))
+    until(lambda: first.hub.view().waiting)
+    assert first.close(succeeded=True)
+    with pytest.raises(RunSucceeded):
+        nodes.make("node-2").join()
+    with pytest.raises(RunSucceeded):
+        waiting.result(PATIENCE)
+
+
+def test_a_failure_reaches_everyone_with_its_message_and_exit_code(nodes):
+    first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
+    nodes.join(first, second)
+    assert second.close(succeeded=False, message="ValueError: no such file", exit_code=7)
+    until(lambda: first.status().over)
+    for node in (first, nodes.make("node-2")):
+        with pytest.raises(RunFailed, match="no such file") as failure:
+            node.join()
+        assert failure.value.exit_code == 7
+
+
+def test_one_incident_is_charged_once(nodes):
+    group = [nodes.make(f"node-{k}", 3, 3) for k in range(3)]
+    nodes.join(*group)
+    failures = {node: (FailureRecord("same", "user", 5, node.node, rank, 1),) for rank, node in enumerate(group)}
+    reopening = [nodes.pool.submit(node.reopen, "crash", failures=failures[node]) for node in group]
+    charged = [future.result(PATIENCE) for future in reopening]
+    assert sorted(charged) == [False, False, True]
+    written = failures[group[charged.index(True)]]
+    assert Round.from_value(nodes.table.get(ROUND_KEY).value).failures == written
+    assert {seat.round.failures for seat in nodes.join(*group)} == {written}
+
+
+def test_failures_grow_older_by_the_rounds_that_their_witness_was_in(nodes):
+    pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
+    nodes.join(*pair)
+    known = FailureRecord("same", "user", 5, "node-0", 0, 1)
+    assert pair[0].reopen("crash", failures=(known,))
+    started = time.monotonic()
+    nodes.rejoin(*pair)
+    until(lambda: pair[0].failures[0].age_seconds > 0.2)
+    assert pair[0].reopen("joining")
+    (first, _) = nodes.rejoin(*pair)
+    assert 0.2 < first.round.failures[0].age_seconds < time.monotonic() - started
+    assert pair[1].close(succeeded=False, message="x", exit_code=1)
+    (last,) = Round.from_value(nodes.table.get(ROUND_KEY).value).failures
+    assert last.age_seconds >= first.round.failures[0].age_seconds
+
+
+def test_another_incarnation_of_a_member_is_a_newcomer(nodes):
+    first, second = nodes.make("node-0", 1, 3), nodes.make("node-1", 1, 3)
+    first.announce()
+    second.announce()
+    nodes.join(first, second)
+    reborn = nodes.make("node-1", 1, 3)
+    (pending,) = nodes.start(reborn)
+    nodes.kill(second)
+    nodes.rejoin(first)
+    until(lambda: first.status().waiting or pending.done())
+    if not pending.done():
+        first.reopen("joining")
+        nodes.rejoin(first)
+    assert pending.result(PATIENCE).round.rank_of("node-1", reborn.incarnation) is not None
+
+
+def test_a_wait_can_be_cancelled(nodes):
+    (pending,) = nodes.start(nodes.make("node-0", 2, 2))
+    until(lambda: nodes.table.get(member_key("node-0")) is not None)
+    nodes.over.set()
+    with pytest.raises(InterruptedError):
+        pending.result(PATIENCE)

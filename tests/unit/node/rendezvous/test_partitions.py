@@ -1,0 +1,232 @@
+"""Nodes that cannot reach each other, in simulated time: who is left out, what is told, and what it costs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+
+import pytest
+
+from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.rendezvous.state.round import Limits, Round
+from azureml_elastic.node.rendezvous.state.row_keys import member_key
+from tests.support.rendezvous.simulation import Cluster
+
+PATIENCE_S = 300.0
+
+
+@pytest.fixture
+def cluster():
+    made = []
+
+    def make(count: int, minimum: int, **settings) -> Cluster:
+        nodes = Cluster(**settings)
+        made.append(nodes)
+        for number in range(count):
+            nodes.add(name(number), Limits(minimum, count))
+        return nodes
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def name(number: int) -> str:
+    return f"node-{number:02d}"
+
+
+def cut_off(nodes: Cluster, number: int) -> None:
+    for other in range(len(nodes.nodes)):
+        if other != number:
+            nodes.block(name(number), name(other))
+
+
+def pass_time(nodes: Cluster, seconds: float) -> None:
+    until = nodes.scheduler.now + seconds
+    nodes.at(until, nodes.check)
+    nodes.run(lambda: nodes.scheduler.now >= until, seconds + 1.0)
+
+
+def seated(nodes: Cluster) -> set[str]:
+    return {node.name for node in nodes.nodes if node.seated}
+
+
+def run_to(nodes: Cluster, members: set[str], limit_s: float) -> float:
+    """Run until exactly these have seats in one and the same round, and return the moment."""
+
+    def there() -> bool:
+        inside = [node for node in nodes.nodes if node.seated]
+        return (
+            {node.name for node in inside} == members
+            and len({node.joined[-1].number for node in inside}) == 1
+            and {member.node for member in inside[0].joined[-1].members} == members
+        )
+
+    return nodes.run(there, limit_s)
+
+
+@pytest.mark.parametrize("victim", range(5))
+def test_a_node_that_is_cut_off_is_left_out_and_disturbs_nobody(cluster, victim):
+    nodes = cluster(5, 2)
+    cut_off(nodes, victim)
+    others = {name(number) for number in range(5)} - {name(victim)}
+    assert run_to(nodes, others, 60.0) <= 10.0
+    rounds = len(nodes.rounds())
+    writes = nodes.most_writes()
+    pass_time(nodes, 300.0)
+    assert seated(nodes) == others
+    assert len(nodes.rounds()) == rounds, "the round that works goes on"
+    assert nodes.most_writes() == writes
+    nodes.verify()
+
+
+@pytest.mark.parametrize("victim", range(4))
+def test_it_gets_in_when_the_network_is_mended(cluster, victim):
+    nodes = cluster(4, 2)
+    cut_off(nodes, victim)
+    run_to(nodes, {name(number) for number in range(4)} - {name(victim)}, 60.0)
+    pass_time(nodes, 100.0)
+    nodes.blocked.clear()
+    mended = nodes.scheduler.now
+    assert nodes.settle(PATIENCE_S, 4) - mended <= 70.0
+    nodes.verify()
+
+
+def test_a_node_that_is_cut_off_does_not_slow_down_a_later_round(cluster):
+    nodes = cluster(5, 2)
+    cut_off(nodes, 3)
+    run_to(nodes, {name(number) for number in (0, 1, 2, 4)}, 60.0)
+    pass_time(nodes, 30.0)
+    victim = nodes.nodes[0]
+    lost_at = nodes.scheduler.now + 0.1
+    nodes.at(lost_at, victim.kill)
+    nodes.run(lambda: victim.dead, 1.0)
+    assert run_to(nodes, {name(number) for number in (1, 2, 4)}, 60.0) - lost_at <= 1.0
+    nodes.verify()
+
+
+def test_one_that_gets_through_in_time_stays_a_member_and_is_waited_for_again(cluster):
+    nodes = cluster(0, 0)
+    for number in range(3):
+        nodes.add(name(number), Limits(3, 3), arrives_at=number // 2)  # the first two have met when the third one comes
+    nodes.at(0.5, lambda: nodes.block(name(1), name(0)))
+    nodes.at(5.0, nodes.blocked.clear)
+    assert 5.0 <= run_to(nodes, {name(0), name(1), name(2)}, 60.0) <= 8.0
+    assert [round_.number for round_ in nodes.rounds() if round_.state == "sealed"] == [1]
+    states = [write.value["state"] for write in nodes.storage.writes if write.key == member_key(name(1))]
+    assert states == ["starting", "waiting", "left", "waiting"]
+    leader = next(node for node in nodes.nodes if node.rendezvous.leads)
+    leader.break_round()
+    pass_time(nodes, 5.0)
+    assert seated(nodes) == {name(0), name(1), name(2)}
+    assert [round_.number for round_ in nodes.rounds() if round_.state == "sealed"] == [1, 2]
+    nodes.verify()
+
+
+def test_one_that_others_cannot_reach_although_it_reaches_them_is_left_out_and_told(cluster, caplog):
+    """A firewall that lets out but not in: nothing would come of its being rank 0, or of workers that connect to it."""
+    nodes = cluster(3, 2)
+    for number in (1, 2):
+        nodes.block(name(number), name(0), both=False)
+    assert run_to(nodes, {name(1), name(2)}, 60.0) <= 10.0
+    rounds = len(nodes.rounds())
+    pass_time(nodes, 60.0)
+    assert len(nodes.rounds()) == rounds
+    assert "makes no room for node-00" in caplog.text
+    nodes.verify()
+
+
+def test_below_the_minimum_the_run_fails_after_its_limit_and_says_who_cannot_reach_whom(cluster, caplog):
+    caplog.set_level(logging.WARNING)
+    nodes = cluster(3, 3, timings=RendezvousTimings(fruitless_rounds=4))
+    cut_off(nodes, 2)
+    nodes.run(lambda: bool(nodes.rounds()) and nodes.rounds()[-1].state == "failed", 120.0)
+    message = nodes.rounds()[-1].message
+    assert message.startswith("4 rounds in a row broke because nodes could not reach each other")
+    assert "node-02 (host-of-node-02) cannot reach node-00 (host-of-node-00:" in message
+    assert "connection timed out after" in message
+    warnings = [record for record in caplog.records if "node-02 (host-of-node-02) cannot reach" in record.getMessage()]
+    assert warnings
+
+
+def test_a_pair_of_members_that_cannot_reach_each_other_is_named_while_the_round_goes_on(cluster, caplog):
+    nodes = cluster(4, 2)
+    nodes.block(name(2), name(3))
+    assert nodes.settle(60.0, 4) <= 10.0
+    pass_time(nodes, 8.0)
+    assert len([round_ for round_ in nodes.rounds() if round_.state == "sealed"]) == 1
+    for one, other in ((2, 3), (3, 2)):
+        told = f"{name(one)} (host-of-{name(one)}) cannot reach {name(other)} (host-of-{name(other)}:"
+        texts = [record.getMessage() for record in caplog.records if told in record.getMessage()]
+        assert any(text.startswith(told) and "to which the workers here connect" in text for text in texts)
+        assert len(texts) == 2, "by the node itself, and by rank 0's, which was told"
+    nodes.verify()
+
+
+def test_such_a_pair_is_separated_when_the_round_has_failed(cluster):
+    nodes = cluster(4, 2)
+    nodes.block(name(2), name(3))
+    nodes.settle(60.0, 4)
+    pass_time(nodes, 8.0)
+    leader = next(node for node in nodes.nodes if node.rendezvous.leads)
+    leader.break_round(fruitless=True)
+    run_to(nodes, {name(0), name(1), name(2)}, 60.0)
+    nodes.verify()
+
+
+def test_a_pair_whose_workers_have_met_the_gap_stays_apart_until_it_has_closed(cluster):
+    nodes = cluster(4, 2)
+    nodes.block(name(2), name(3))
+    nodes.settle(60.0, 4)
+    pass_time(nodes, 8.0)
+    gap = nodes.nodes[2].rendezvous.take_gap()
+    assert (gap.node, gap.peer) == (name(2), name(3))
+    nodes.nodes[2].break_round(fruitless=True)
+    three = {name(0), name(1), name(2)}
+    run_to(nodes, three, 60.0)
+    nodes.nodes[0].break_round()
+    pass_time(nodes, 8.0)
+    assert seated(nodes) == three, "whatever ended the round"
+    nodes.blocked.clear()
+    mended = nodes.scheduler.now
+    assert nodes.settle(PATIENCE_S, 4) - mended <= 70.0
+    nodes.verify()
+
+
+def test_such_a_pair_stays_together_when_the_round_has_ended_for_another_reason(cluster):
+    nodes = cluster(4, 2)
+    nodes.block(name(2), name(3))
+    nodes.settle(60.0, 4)
+    pass_time(nodes, 8.0)
+    victim = nodes.nodes[1]
+    nodes.at(nodes.scheduler.now + 0.1, victim.kill)
+    nodes.run(lambda: victim.dead, 1.0)
+    run_to(nodes, {name(0), name(2), name(3)}, 60.0)
+    nodes.verify()
+
+
+def reach_each_other(nodes: Cluster, round_: Round) -> bool:
+    return not any((one.node, other.node) in nodes.blocked for one, other in itertools.permutations(round_.members, 2))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_however_the_network_is_divided_the_round_that_stays_is_one_whose_members_reach_rank_0(cluster, seed):
+    choose = random.Random(seed)
+    count = choose.randint(2, 12)
+    groups = choose.randint(2, 3)
+    side = [choose.randrange(groups) for _ in range(count)]
+    largest = max(side.count(group) for group in range(groups))
+    nodes = cluster(count, choose.randint(1, largest), seed=seed)
+    for one, other in itertools.combinations(range(count), 2):
+        if side[one] != side[other]:
+            nodes.block(name(one), name(other), both=choose.random() < 0.8)
+    pass_time(nodes, 180.0)
+    rounds = len(nodes.rounds())
+    pass_time(nodes, 120.0)
+    assert len(nodes.rounds()) == rounds, "it is stable"
+    last = nodes.rounds()[-1]
+    assert last.state == "sealed"
+    assert seated(nodes) >= {member.node for member in last.members}
+    assert all((member.node, last.members[0].node) not in nodes.blocked for member in last.members)
+    nodes.verify()

@@ -1,0 +1,165 @@
+"""Nodes with strikes find each other through a real table and real sockets, each on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from azureml_elastic.config import HealthPolicy, RendezvousTimings, TableRendezvous
+from azureml_elastic.errors import RunSucceeded
+from azureml_elastic.node.failures.host_strikes import Strikes
+from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.state.round import Limits
+from azureml_elastic.node.rendezvous.state.row_keys import member_key
+from azureml_elastic.node.table import open_table
+from azureml_elastic.node.table.server_time import ServerClock
+from tests.support.waiting import until
+
+TIMINGS = RendezvousTimings(
+    heartbeat_interval=timedelta(seconds=0.5),
+    heartbeat_timeout=timedelta(seconds=5),
+    takeover_delay=timedelta(seconds=0.5),
+    rejoin_timeout=timedelta(seconds=1),
+    witness_interval=timedelta(seconds=1),
+)
+PATIENCE = 60
+
+
+class Cluster:
+    def __init__(self, path):
+        self.table = open_table(TableRendezvous(endpoint=str(path)), "run", {})
+        self.pool = ThreadPoolExecutor(8)
+        self.over = threading.Event()
+        self.made = []
+        self.asked: dict[str, list[bool]] = {}
+
+    def node(self, name, limits, strikes=None):
+        self.asked[name] = []
+
+        def count(fresh):
+            self.asked[name].append(fresh)
+            return strikes(fresh) if strikes else 0
+
+        node = Rendezvous(
+            self.table,
+            name,
+            "127.0.0.1",
+            1,
+            limits,
+            TIMINGS,
+            cancelled=self.over.is_set,
+            host_id=f"host-of-{name}",
+            strikes=count,
+        )
+        self.made.append(node)
+        return node
+
+    def join(self, node):
+        return self.pool.submit(node.join)
+
+    def close(self):
+        self.over.set()
+        for node in self.made:
+            node.wake.set()
+        self.pool.shutdown(wait=True)
+        for node in self.made:
+            node.shutdown()
+        self.table.close()
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = Cluster(tmp_path / "table.sqlite")
+    yield made
+    made.close()
+
+
+def names(seat):
+    return [member.node for member in seat.round.members]
+
+
+def waits(cluster, name):
+    row = cluster.table.get(member_key(name))
+    return row is not None and row.value["state"] == "waiting"
+
+
+def test_a_quarantined_node_stays_outside_while_the_minimum_is_there_and_hears_of_the_end(cluster):
+    limits = Limits(1, 2, 2)
+    well = cluster.node("well", limits)
+    well.announce()  # whoever comes first waits for it
+    barred = cluster.join(cluster.node("a-barred", limits, lambda _: 2))
+    until(lambda: waits(cluster, "a-barred"))
+    seat = cluster.join(well).result(PATIENCE)
+    assert names(seat) == ["well"]
+    assert not barred.done()
+    until(lambda: well.hub._reception.watchers.get("a-barred") is not None)
+    assert well.status().waiting == frozenset(), "no room is made for it"
+    assert well.close(succeeded=True)
+    with pytest.raises(RunSucceeded):
+        barred.result(PATIENCE)
+
+
+def test_a_quarantined_node_is_taken_where_the_minimum_needs_it_and_never_leads(cluster):
+    limits = Limits(2, 3, 2)
+    barred = cluster.join(cluster.node("a-barred", limits, lambda _: 3))
+    until(lambda: waits(cluster, "a-barred"))
+    well = cluster.join(cluster.node("well", limits))
+    assert names(well.result(PATIENCE)) == names(barred.result(PATIENCE)) == ["well", "a-barred"]
+    member = well.result().round.members[1]
+    assert (member.host_id, member.strikes) == ("host-of-a-barred", 3)
+
+
+def test_a_quarantined_node_makes_room_for_a_node_that_is_well(cluster):
+    limits = Limits(2, 3, 2)
+    first, second = cluster.node("first", limits), cluster.node("second", limits)
+    barred = cluster.node("a-barred", limits, lambda _: 2)
+    waiting = cluster.join(barred)
+    until(lambda: waits(cluster, "a-barred"))
+    seat = cluster.join(first).result(PATIENCE)
+    assert names(seat) == names(waiting.result(PATIENCE)) == ["first", "a-barred"]
+    coming = cluster.join(second)
+    until(lambda: first.hub.view().waiting == {"second"})
+    assert first.reopen("joining: second")
+    seats = [cluster.join(first), coming]
+    outside = cluster.join(barred)
+    assert [names(future.result(PATIENCE)) for future in seats] == [["first", "second"]] * 2
+    assert first.close(succeeded=True)
+    with pytest.raises(RunSucceeded):
+        outside.result(PATIENCE)
+
+
+def test_a_node_that_was_lost_reads_what_was_held_against_it(cluster):
+    """Through the real strikes: the survivor strikes, the lost one comes back with the strike in its row."""
+    limits, policy = Limits(1, 2, 2), HealthPolicy()
+    made = []
+
+    def strikes(name):
+        made.append(Strikes(cluster.table, f"host-of-{name}", name, policy, ServerClock(cluster.table, name)))
+        return made[-1]
+
+    here, there = strikes("here"), strikes("there")
+    survivor = cluster.node("here", limits, lambda fresh: here.mine(fresh=fresh))
+    lost = cluster.node("there", limits, lambda fresh: there.mine(fresh=fresh))
+    survivor.announce()
+    lost.announce()
+    both = [cluster.join(survivor), cluster.join(lost)]
+    assert [names(future.result(PATIENCE)) for future in both] == [["here", "there"]] * 2
+    here.strike("host-of-there", "went silent", "round.000001")
+    until(lambda: here.live("host-of-there") == 1)
+    assert there.mine() == 0, "nobody has told it"
+    until(lambda: list(cluster.table.query("strike.")))
+    assert survivor.reopen("lost there", lost=frozenset({"there"}))
+    alone = cluster.join(survivor).result(PATIENCE)
+    assert names(alone) == ["here"]
+    back = cluster.join(lost)
+    until(lambda: survivor.hub.view().waiting == {"there"})
+    assert survivor.reopen("joining: there")
+    again = cluster.join(survivor)
+    assert names(again.result(PATIENCE)) == names(back.result(PATIENCE)) == ["here", "there"]
+    assert [member.strikes for member in again.result().round.members] == [0, 1]
+    assert cluster.asked == {"here": [False, False, False], "there": [False, True]}
+    for one in made:
+        one.close()

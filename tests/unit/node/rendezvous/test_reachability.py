@@ -1,0 +1,448 @@
+"""Ports, gaps between nodes, and what is asked and told about them, with real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import select
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_elastic.config import RendezvousTimings, TableRendezvous
+from azureml_elastic.errors import UsageError
+from azureml_elastic.node.host.ports import Ports
+from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.hub.hub import Hub
+from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.reachability.probing import peers_to_probe
+from azureml_elastic.node.rendezvous.reachability.quorum_check import Inquiry, rank_0_is_cut_off
+from azureml_elastic.node.rendezvous.reachability.reachability import Reach, is_gap, said, why_absent
+from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.state.member_selection import apart, chosen, in_the_way
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
+from azureml_elastic.node.rendezvous.store import open_store
+from azureml_elastic.node.table import open_table
+from tests.support.waiting import until
+
+HERE = "127.0.0.1"
+
+
+def member(node: str, unreached: tuple[str, ...] = (), **more) -> Member:
+    return Member(node, f"i-{node}", round=3, host=f"10.0.0.{node}", hub_port=29400, unreached=unreached, **more)
+
+
+@pytest.fixture
+def free_range():
+    """Return a function that finds so many ports in a row which nobody listens on."""
+
+    def find(count: int) -> tuple[int, int]:
+        for low in random.Random(time.monotonic_ns()).sample(range(20000, 30000), 1000):
+            with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+                for port in range(low, low + count):
+                    stack.enter_context(socket.create_server(("", port)))
+                return low, low + count - 1
+        raise AssertionError("no free ports")
+
+    return find
+
+
+@pytest.fixture
+def silent_port():
+    """A port that takes no more connections: who connects gets no answer, as behind a firewall."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind((HERE, 0))
+        listener.listen(0)
+        clients: list[socket.socket] = []
+        for _ in range(3):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+            clients.append(client)
+        assert select.select([], clients, [], 10)[1], "one fills the queue, the others never get in"
+        yield listener.getsockname()[1]
+
+
+# --- ports -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_range_gives_one_port_after_the_other_and_tells_when_all_are_taken(free_range):
+    low, high = free_range(4)
+    ports, others = Ports((low, high)), Ports((low, high))
+    with contextlib.ExitStack() as stack:
+        taken = []
+        for each in (ports, ports, others, others):
+            listener = stack.enter_context(each.listen(HERE, 5))
+            taken.append(listener.getsockname()[1])
+        assert taken == [low, low + 1, low + 2, low + 3]
+        with pytest.raises(UsageError, match=rf"All 4 ports of port_range={low}-{high} were tried.*A node needs 3"):
+            ports.listen(HERE, 5)
+    with ports.listen(HERE, 5) as listener:
+        assert listener.getsockname()[1] == low + 2, "the port after the last one, not an earlier one"
+
+
+def test_an_interface_that_is_not_ours_is_no_port_that_is_taken(free_range):
+    with pytest.raises(OSError, match=r"198\.51\.100\.7"):
+        Ports(free_range(3)).listen("198.51.100.7", 5)
+
+
+def test_nodes_of_one_machine_share_a_range_through_many_rounds(tmp_path, free_range):
+    low, high = free_range(7)
+    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    nodes = [
+        Rendezvous(table, f"node-{k}", HERE, 1, Limits(2, 2), RendezvousTimings(), ports=(low, high)) for k in range(2)
+    ]
+    stores = {}
+    seen = {node.hub.port for node in nodes}
+
+    def enter(node: Rendezvous) -> Seat:
+        seat = node.join()
+        stores[node.node] = open_store(seat, timedelta(seconds=20), lambda: False)
+        return seat
+
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(1, 8):
+            seats = list(pool.map(enter, nodes))
+            assert [seat.round.number for seat in seats] == [number] * 2
+            seen |= {seats[0].store_address[1]}
+            stores["node-0"].set("key", str(number))
+            assert stores["node-1"].get("key") == str(number).encode()
+            assert nodes[0].reopen("again")
+    assert len(seen) > 3
+    assert all(low <= port <= high for port in seen)
+    stores.clear()
+    for node in nodes:
+        node.shutdown()
+    table.close()
+
+
+def test_a_node_without_a_free_port_says_so(tmp_path, free_range):
+    low, high = free_range(3)
+    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    with contextlib.ExitStack() as stack:
+        for port in range(low, high + 1):
+            stack.enter_context(socket.create_server((HERE, port)))
+        with pytest.raises(UsageError, match=f"port_range={low}-{high}"):
+            Rendezvous(table, "node", HERE, 1, Limits(1, 1), RendezvousTimings(), ports=(low, high))
+    table.close()
+
+
+# --- connecting ------------------------------------------------------------------------------------------------------
+
+
+def test_many_addresses_are_tried_at_once(silent_port):
+    with socket.create_server((HERE, 0)) as listening, socket.socket() as unused:
+        unused.bind((HERE, 0))
+        addresses = [
+            (HERE, listening.getsockname()[1]),
+            (HERE, unused.getsockname()[1]),
+            ("no-such-host.invalid", 1),
+            *[(HERE, silent_port)] * 100,
+        ]
+        began = time.monotonic()
+        there, refused, nameless, *silent = Machine().probe(addresses, 0.5)
+        took = time.monotonic() - began
+    assert there is None
+    assert isinstance(refused, ConnectionRefusedError)
+    assert isinstance(nameless, OSError)
+    assert all(isinstance(error, TimeoutError) for error in silent)
+    assert took < 30
+    assert [is_gap(error) for error in (refused, silent[0], nameless)] == [False, True, True]
+
+
+def test_a_connection_that_has_come_about_counts_however_late_it_is_looked_at(monkeypatch):
+    look_up = socket.getaddrinfo
+    with socket.create_server((HERE, 0)) as listening:
+
+        def look_up_late(host, *more, **named):
+            if host == "late":
+                listening.accept()[0].close()
+            return look_up(HERE, *more, **named)
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up_late)
+        port = listening.getsockname()[1]
+        assert Machine().probe([(HERE, port), ("late", port)], 0.0)[0] is None
+
+
+def test_the_time_to_connect_begins_when_the_names_are_known(monkeypatch):
+    look_up, clock, ahead = socket.getaddrinfo, time.monotonic, 0.0
+    with socket.socket() as listener, socket.socket() as filler:
+        listener.bind((HERE, 0))
+        listener.listen(0)
+        filler.connect(listener.getsockname())
+
+        def make_room():
+            listener.accept()[0].close()
+
+        room = threading.Timer(0.3, make_room)  # before TCP's second attempt
+
+        def look_up_slowly(*where, **named):
+            nonlocal ahead
+            ahead += 60
+            room.start()
+            return look_up(*where, **named)
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
+        later = SimpleNamespace(monotonic=lambda: clock() + ahead)
+        monkeypatch.setattr("azureml_elastic.node.rendezvous.runtime.time", later)
+        assert Machine().probe([listener.getsockname()], 30) == [None]
+
+
+def test_what_happened_is_said_in_words():
+    assert said(TimeoutError("x"), 5.0) == "connection timed out after 5 s"
+    assert said(OSError(113, "No route to host"), 5.0) == "No route to host"
+    assert said(socket.gaierror(-2, "Name or service not known"), 5.0).startswith("its name has no address")
+
+
+def test_a_store_behind_a_firewall_is_given_up_in_seconds(silent_port):
+    round_ = Round(
+        state="sealed",
+        members=(
+            Member("node-a", "a", host=HERE, store_port=silent_port, hub_port=1),
+            Member("node-b", "b", host=HERE, store_port=1, hub_port=2),
+        ),
+    )
+    told = []
+    began = time.monotonic()
+    store = open_store(
+        Seat(round_, 1, None), timedelta(seconds=60), lambda: False, lambda *failure: told.append(failure)
+    )
+    assert store is None
+    ((error, seconds),) = told
+    assert isinstance(error, TimeoutError)
+    assert seconds == 3.0
+    assert time.monotonic() - began < 15
+
+
+# --- gaps ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_gap_is_told_once_with_both_names_and_what_to_do(caplog):
+    now, reports = [100.0], []
+    reach = Reach("node-x", "10.0.0.4", lambda: now[0], (29400, 29500), reports.append)
+    peer = Member("node-y", "y", host="10.0.0.5", hub_port=29401)
+    gap = reach.failed(peer, "rank 0 of round 3", TimeoutError(), 5.0)
+    (told,) = caplog.messages
+    assert told == (
+        "node-x (10.0.0.4) cannot reach node-y (10.0.0.5:29401), rank 0 of round 3: connection timed out after 5 s. "
+        "Nodes in different clusters need one virtual network; open TCP ports 29400-29500 between them, or set "
+        "advertise= or port_range= of TableRendezvous (docs/network.md)."
+    )
+    assert reports == [gap]
+    for seconds, count in ((10, 1), (300, 2)):
+        now[0] += seconds
+        reach.failed(peer, "rank 0 of round 4", TimeoutError(), 5.0)
+        assert len(reports) == count
+    assert reach.knows("y")
+    assert reach.unreached() == ("y",)
+    assert reach.unreached(connected_to="y") == ()
+    assert reach.reached("y", "hub")
+    assert not reach.reached("y", "hub")
+    assert reach.unreached() == ()
+    reach.failed(peer, "rank 0 of round 9", TimeoutError(), 5.0)
+    assert len(reports) == 3, "a gap that opens again is news"
+
+
+def test_a_gap_between_members_counts_only_when_the_round_has_failed():
+    reach = Reach("node-x", "10.0.0.4", time.monotonic)
+    me = member("x")
+    reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="mesh")
+    assert reach.marked(me) is me
+    reach.in_doubt = True
+    assert reach.marked(me).unreached == ("i-y",)
+    assert reach.marked(me).reason.startswith("node-x (10.0.0.4) cannot reach y (10.0.0.y:29400), a member")
+    reach.failed(member("z"), "the store", TimeoutError(), 3.0, way="store", port=29402)
+    assert reach.unreached(connected_to="i-z") == ("i-y", "i-z"), "its hub says nothing about its store"
+
+
+def test_a_gap_that_workers_have_met_counts_until_it_has_closed():
+    reach = Reach("node-x", "10.0.0.4", time.monotonic)
+    reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
+    reach.reached("i-a", "hub")
+    reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
+    assert reach.prove({"i-a", "i-y"}) is None, "the agents themselves see to that"
+    gap = reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
+    assert reach.prove({"i-a"}) is None, "the other one is not in the round"
+    assert reach.unreached() == ("i-a",)
+    assert reach.prove({"i-a", "i-y"}) == gap
+    assert reach.unreached() == ("i-a", "i-y")
+    reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
+    assert reach.unreached() == ("i-a", "i-y"), "whatever ends the next round"
+    reach.reached("i-y", "data")
+    assert reach.prove({"i-a", "i-y"}) is None
+    reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
+    assert reach.unreached() == ("i-a",), "a new gap has to be met anew"
+
+
+def test_a_node_that_was_quicker_than_the_hub_is_told_all_the_same_who_cannot_reach_it():
+    timings = RendezvousTimings()
+    hub = Hub(HERE, timings, lambda: None)
+    greeting = {"op": "watch", "node": "quick", "incarnation": "i-quick", "round": 2}
+    link = Link((HERE, hub.port), greeting, timings, lambda: None)
+    try:
+        until(lambda: hub.view().waiting == {"quick"})
+        hub.enter(Round(2, "sealed", members=(Member("a", "i-a", unreached=("i-quick",)), Member("b", "i-b"))))
+        until(lambda: link.apart == ("a",))
+        assert hub.view().waiting == frozenset()
+    finally:
+        link.close()
+        hub.close()
+
+
+def test_addresses_of_version_6_are_put_into_brackets(caplog):
+    reach = Reach("x", "fd00::1", time.monotonic)
+    reach.failed(Member("y", "y", host="fd00::2", hub_port=29401), "rank 0", TimeoutError(), 3.0)
+    assert "x (fd00::1) cannot reach y ([fd00::2]:29401), rank 0" in caplog.text
+    assert "open all TCP ports between them" in caplog.text
+
+
+def test_why_a_member_has_never_come():
+    me, other = member("1"), member("2")
+    silent = "2 (10.0.0.2) did not reach 1 (10.0.0.1:29400) within 5 s"
+    assert why_absent(other, None, me, 5.0) == silent
+    assert why_absent(other, other, me, 5.0) == silent
+    reason = "2 (10.0.0.2) cannot reach 1 (10.0.0.1:29400), rank 0: x"
+    row = member("2", reason=f"{reason}; 2 (10.0.0.2) cannot reach 7 (10.0.0.7:1), rank 0: y")
+    assert why_absent(other, row, me, 5.0) == reason
+    assert why_absent(Member("2", "another", host="10.0.0.2"), row, me, 5.0) == silent
+
+
+@pytest.mark.parametrize(
+    ("answers", "verdict"),
+    [
+        ([], None),
+        ([False], True),
+        ([True], False),
+        ([None], None),
+        ([False, None], None),
+        ([False, True], False),
+        ([False, False, True], True),
+        ([False, None, None], None),
+    ],
+)
+def test_most_of_the_members_decide_who_is_cut_off(answers, verdict):
+    assert rank_0_is_cut_off(answers) is verdict
+
+
+def test_the_others_say_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
+    monkeypatch.setattr("azureml_elastic.node.rendezvous.reachability.quorum_check._PATIENCE_SECONDS", 30.0)
+    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    nodes = [Rendezvous(table, f"node-{k}", HERE, 1, Limits(4, 4), RendezvousTimings()) for k in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        seat, *_ = pool.map(Rendezvous.join, nodes)
+    inquiry = Inquiry(Machine(), "node-1")
+    assert inquiry.ask(seat.round) == [True, True]
+    nodes[3].shutdown()
+    nodes[0].hub.close()
+    limit = time.monotonic() + 60
+    while inquiry.ask(seat.round) != [False, None]:
+        assert time.monotonic() < limit
+    for node in nodes:
+        node.shutdown()
+    table.close()
+
+
+# --- who is left out -------------------------------------------------------------------------------------------------
+
+LIMITS = Limits(1, 8)
+
+
+def names(members) -> list[str]:
+    return [each.node for each in members]
+
+
+def test_a_node_that_is_cut_off_from_all_goes_and_not_the_others():
+    ranked = [member("a", ("i-b", "i-c")), member("b"), member("c", ("i-a",)), member("d")]
+    assert apart(ranked) == {"a": 2}
+    assert names(chosen(ranked, (), LIMITS)) == ["b", "c", "d"]
+
+
+def test_of_two_the_one_with_the_lower_rank_stays():
+    ranked = [member("a"), member("b", ("i-a",)), member("c")]
+    assert names(chosen(ranked, (), LIMITS)) == ["a", "c"]
+
+
+def test_the_minimum_comes_before_gaps():
+    ranked = [member("a"), member("b", ("i-a",)), member("c")]
+    assert names(chosen(ranked, (), Limits(3, 8))) == ["a", "c", "b"]
+    assert in_the_way(ranked, {"a", "c"})[0].startswith("without b: ")
+    assert in_the_way([*ranked[:1], member("b", ("i-a",), reason="why"), ranked[2]], {"a", "b", "c"}) == ["with b: why"]
+
+
+def test_a_node_that_cannot_reach_nodes_which_are_not_there_is_as_good_as_any():
+    ranked = [member("a", ("i-gone",)), member("b")]
+    assert apart(ranked) == {}
+    assert names(chosen(ranked, (), LIMITS)) == ["a", "b"]
+
+
+nodes = [f"node-{k}" for k in range(7)]
+gaps = st.lists(st.tuples(st.sampled_from(nodes), st.sampled_from(nodes)))
+
+
+@given(gaps=gaps, minimum=st.integers(1, 7), strikes=st.lists(st.integers(0, 3), min_size=7, max_size=7))
+def test_those_that_are_chosen_reach_each_other_unless_the_minimum_asks_for_more(gaps, minimum, strikes):
+    ranked = [
+        member(node, tuple(f"i-{peer}" for one, peer in gaps if one == node), strikes=strikes[index])
+        for index, node in enumerate(nodes)
+    ]
+    limits = Limits(minimum, 7, 2)
+    taken = chosen(ranked, (), limits)
+    assert len(taken) >= minimum
+    assert len(set(names(taken))) == len(taken)
+    bad = {frozenset(gap) for gap in gaps if gap[0] != gap[1]}
+    inside = set(names(taken))
+    if len(taken) > minimum:
+        assert not any(pair <= inside for pair in bad)
+
+
+@given(size=st.integers(2, 100), rank=st.integers(0, 99), seed=st.integers())
+def test_few_members_are_tried_by_everybody_and_of_many_some(size, rank, seed):
+    rank %= size
+    members = [member(str(number)) for number in range(size)]
+    peers = peers_to_probe(members, rank, {"i-0"}, random.Random(seed))
+    assert str(rank) not in names(peers)
+    assert "0" not in names(peers), "it was reached before"
+    assert len(set(names(peers))) == len(peers)
+    if size <= 32:
+        assert len(peers) == size - 1 - (rank != 0)
+    else:
+        assert len(peers) <= 9
+        following = str((rank + 1) % size)
+        assert following in names(peers) or following == "0"
+
+
+def test_the_row_of_a_node_without_gaps_is_as_short_as_before():
+    assert "unreached" not in member("a").to_value()
+    with_gap = member("a", ("i-b",))
+    assert Member.from_value(with_gap.to_value()) == with_gap
+
+
+def test_no_thread_stays_behind(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    nodes = [Rendezvous(table, f"node-{k}", HERE, 1, Limits(3, 3), RendezvousTimings()) for k in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(Rendezvous.join, nodes))
+    limit = time.monotonic() + 10
+    while any(len(node._probing._reached) < 2 + node.leads for node in nodes):
+        assert time.monotonic() < limit
+        for node in nodes:
+            assert not node.status().broken
+        time.sleep(0.02)
+    while any(thread.name == "probing" for thread in threading.enumerate()):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    assert "cannot reach" not in caplog.text
+    for node in nodes:
+        node.shutdown()
+    table.close()

@@ -1,0 +1,154 @@
+"""Decisions about rounds, over all kinds of memberships."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.failures.restart_policy import FailureRecord
+from azureml_elastic.node.rendezvous.state.round import (
+    Limits,
+    Member,
+    Patience,
+    Round,
+    candidates,
+    complete,
+    global_ranks,
+    reopened,
+    seal,
+)
+
+FAILURE = FailureRecord("1234abcd ValueError: no (train.py:3 f)", "user", 5, "node-1", 1, 7, 2.5)
+TIMINGS = RendezvousTimings(settle_timeout=10, rejoin_timeout=5, takeover_delay=1)
+
+
+def waiting(node: str, number: int = 1, slots: int = 1) -> Member:
+    return Member(node, f"i-{node}", round=number, host="h", store_port=1, hub_port=2, slots=slots)
+
+
+names = st.lists(st.sampled_from([f"node-{k}" for k in range(12)]), unique=True, max_size=12)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(previous=names, present=names, strangers=names, data=st.data())
+def test_survivors_keep_their_order_and_come_first(previous, present, strangers, data):
+    round_ = Round(number=3, previous=tuple(previous))
+    rows = [waiting(node, 3) for node in data.draw(st.permutations(present))]
+    rows += [waiting(node, 2) for node in strangers if node not in present]
+    order = [member.node for member in candidates(round_, rows)]
+    survivors = [node for node in previous if node in present]
+    assert order[: len(survivors)] == survivors
+    assert sorted(order) == sorted(present)
+    assert order[len(survivors) :] == sorted(set(present) - set(previous))
+
+
+@given(present=names, maximum=st.integers(1, 12))
+def test_a_sealed_round_has_at_most_the_maximum_and_consecutive_ranks(present, maximum):
+    sealed = seal(Round(), [waiting(node, slots=2) for node in present], Limits(1, maximum))
+    assert len(sealed.members) == min(len(present), maximum)
+    ranks = [rank for k in range(len(sealed.members)) for rank in global_ranks(sealed, k)]
+    assert ranks == list(range(sealed.world_size))
+    for rank, member in enumerate(sealed.members):
+        assert sealed.rank_of(member.node, member.incarnation) == rank
+        assert sealed.rank_of(member.node, "another incarnation") is None
+
+
+@given(members=names, lost=names, spare=names)
+def test_a_reopened_round_expects_survivors_and_spares_but_not_the_lost(members, lost, spare):
+    sealed = replace(Round(number=4), state="sealed", members=tuple(waiting(node, 4) for node in members))
+    next_ = reopened(sealed, "because", lost, spare)
+    assert (next_.number, next_.state) == (5, "open")
+    assert set(next_.expected) == (set(members) | set(spare)) - set(lost)
+    assert next_.previous == tuple(node for node in members if node not in lost)
+
+
+def test_a_reopened_round_carries_the_runs_failures_and_their_ages_on():
+    sealed = Round(number=4, state="sealed", failures=(FAILURE,))
+    (older,) = reopened(sealed, "lost", ["b"], seconds=10).failures
+    assert older == replace(FAILURE, age_seconds=12.5)
+    # Whoever gives up a round that it was not in knows no length.
+    assert reopened(sealed, "no sign of life").failures == (FAILURE,)
+    both = (older, replace(FAILURE, node="node-2"))
+    assert reopened(sealed, "a worker failed", failures=both, seconds=10).failures == both
+
+
+@given(members=names, expected=names)
+def test_rows_survive_json(members, expected):
+    round_ = Round(2, "sealed", tuple(waiting(node, 2) for node in members), expected=tuple(expected), message="é\n")
+    round_ = replace(round_, failures=(FAILURE, replace(FAILURE, step=None)))
+    assert Round.from_value(json.loads(json.dumps(round_.to_value()))) == round_
+
+
+def test_fields_of_later_releases_are_ignored():
+    assert Round.from_value({**Round().to_value(), "colour": "red"}) == Round()
+    assert Member.from_value({**waiting("a").to_value(), "colour": "red"}) == waiting("a")
+
+
+def decide(patience: Patience, rows: list[Member], me: str) -> bool:
+    return patience.time_to_seal(rows, me)
+
+
+def test_the_minimum_starts_at_once():
+    patience = Patience(Round(), Limits(2, 8), TIMINGS, Clock())
+    assert not decide(patience, [waiting("a")], "a")
+    assert decide(patience, [waiting("a"), waiting("b")], "a")
+
+
+def test_the_first_round_waits_for_nodes_that_still_import_but_not_for_ever():
+    clock = Clock()
+    patience = Patience(Round(), Limits(1, 8), TIMINGS, clock)
+    rows = [waiting("a"), Member("b", "i", state="starting")]
+    assert not decide(patience, rows, "a")
+    assert patience.next_look == pytest.approx(10)
+    clock.now += 9.9
+    assert not decide(patience, rows, "a")
+    clock.now += 0.2
+    assert decide(patience, rows, "a")
+
+
+def test_the_maximum_waits_for_nobody():
+    patience = Patience(Round(), Limits(1, 1), TIMINGS, Clock())
+    assert decide(patience, [waiting("a"), Member("b", "i", state="starting")], "a")
+
+
+def test_a_reopened_round_waits_for_the_survivors():
+    clock = Clock()
+    round_ = Round(number=2, previous=("a", "b"), expected=("a", "b"))
+    patience = Patience(round_, Limits(1, 3), TIMINGS, clock)
+    assert not decide(patience, [waiting("a", 2), waiting("b", 1)], "a")
+    clock.now += 5
+    assert decide(patience, [waiting("a", 2), waiting("b", 1)], "a")
+
+
+def test_a_survivor_that_has_left_is_not_waited_for():
+    round_ = Round(number=2, previous=("a", "b"), expected=("a", "b"))
+    rows = [waiting("a", 2), Member("b", "i", state="left", round=1)]
+    assert complete(round_, rows, Limits(1, 3))
+
+
+def test_the_next_in_line_seals_when_the_first_does_not():
+    clock = Clock()
+    rows = [waiting("a"), waiting("b"), waiting("c")]
+    second, third = (Patience(Round(), Limits(1, 3), TIMINGS, clock) for _ in range(2))
+    assert not decide(second, rows, "b")
+    assert not decide(third, rows, "c")
+    clock.now += 1
+    assert decide(second, rows, "b")
+    assert not decide(third, rows, "c")
+    clock.now += 1
+    assert decide(third, rows, "c")
+
+
+def test_who_is_not_in_the_round_does_not_seal_it():
+    assert not decide(Patience(Round(), Limits(1, 3), TIMINGS, Clock()), [waiting("a")], "b")

@@ -1,0 +1,132 @@
+"""The summary in the terminal and the HTML page."""
+
+import importlib.util
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from azureml_elastic.errors import MissingExtra, UsageError
+from azureml_elastic.ledger.samples import SampleAudit
+from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, Report, summarise
+from azureml_elastic.ledger.timeline import Round
+from azureml_elastic.report.html import write_html
+from azureml_elastic.report.picture import lifelines, size_chart, time_axis
+from azureml_elastic.report.terminal import audit_text, summary
+from tests.support.histories import loss_and_newcomer
+
+
+def report(tmp_path, **changes):
+    made = summarise(
+        loss_and_newcomer(),
+        paths=Paths.of(tmp_path),
+        outcome="succeeded",
+        exit_code=0,
+        run_id="run-7",
+        nodes=[
+            NodeSummary(name="node-0", exit_code=-9, ending="killed"),
+            *(NodeSummary(name=f"node-{index}", exit_code=0, ending="exited") for index in (1, 2, 3)),
+        ],
+        faults=[FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0)],
+        audit=SampleAudit(dataset_size=100, epochs=3, steps=30, seen=300, rolled_back_steps=2, rolled_back_samples=20),
+    )
+    return made.model_copy(update=changes)
+
+
+def rendered(renderable, width=120):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_the_summary_says_what_happened(tmp_path):
+    text = rendered(summary(report(tmp_path)))
+    for part in (
+        "world sizes: 3 → 2 → 3",
+        "node-0 is lost",
+        "11 to 20",
+        "exactly once: 300 samples of 3 epochs",
+        "20 samples of 2 steps were rolled back",
+        "the run succeeded at step 30",
+        str(tmp_path.name),
+    ):
+        assert part in text
+
+
+def test_a_failure_s_message_is_shown_as_it_is(tmp_path):
+    failed = report(tmp_path, outcome="failed", exit_code=3, message="list[index] is [red]out[/red] of range")
+    assert "the run failed at step 30: list[index] is [red]out[/red] of range" in rendered(summary(failed))
+
+
+def test_a_run_without_rounds_has_a_summary_too(tmp_path):
+    empty = Report(outcome="failed", exit_code=2, message="why", paths=Paths.of(tmp_path))
+    assert "the run failed: why" in rendered(summary(empty))
+
+
+def test_the_picture_fits_a_narrow_terminal(tmp_path):
+    assert all(len(line) <= 80 for line in rendered(summary(report(tmp_path)), width=80).splitlines())
+    assert "node-0 is lost" in rendered(summary(report(tmp_path)), width=80)
+
+
+def test_dishonest_audits_are_called_so():
+    assert "NOT exactly once: 3 missed and 2 repeated" in audit_text(SampleAudit(missing=3, repeated=2, seen=9)).plain
+    early = SampleAudit(dataset_size=10, epochs=2, seen=14, unfinished=6)
+    assert "the last epoch ended after 4 of 10 samples" in audit_text(early).plain
+
+
+def test_the_size_chart_shows_the_loss(tmp_path):
+    three, two = size_chart(report(tmp_path).rounds, 37)  # one column a second, from 10.0 to 47.0
+    assert three == "   3 │" + "█" * 14 + " " * 12 + "█" * 11
+    assert two.count(" ") <= 5
+    assert time_axis(report(tmp_path).rounds, 37)[1].endswith("37.0 s")
+
+
+def test_lifelines_show_who_had_rank_0_and_how_each_ended(tmp_path):
+    lives = lifelines(report(tmp_path), 37)
+    assert [(life.node, life.end) for life in lives] == [
+        ("node-0", "killed"),
+        ("node-1", "finished"),
+        ("node-2", "finished"),
+        ("node-3", "finished"),
+    ]
+    assert lives[0].bar.rstrip() == "█" * 14
+    assert lives[1].bar.startswith("━" * 13)
+    assert lives[1].bar.endswith("█" * 11)
+    assert lives[3].bar.strip() == "━" * 11
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e3), st.integers(1, 9)), min_size=1, max_size=12),
+    st.integers(1, 90),
+)
+def test_any_history_has_a_picture_of_the_given_width(history, width):
+    rounds = [
+        Round(number, ("a",), size, start, start + length, "a", ran=True)
+        for number, (start, length, size) in enumerate(history, 1)
+    ]
+    assert {len(line) for line in size_chart(rounds, width)} == {width + 6}
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    pytest.importorskip("plotly")
+    path = tmp_path / "page.html"
+    write_html(report(tmp_path), path)
+    page = path.read_text()
+    assert "run-7" in page
+    assert "kill=rank0@step:12" in page
+    assert "<script src=" not in page.replace('<script src="data:', "")
+
+
+def test_the_page_of_an_empty_run_is_refused(tmp_path):
+    pytest.importorskip("plotly")
+    with pytest.raises(UsageError, match="no timeline to show"):
+        write_html(Report(outcome="failed", exit_code=2, paths=Paths.of(tmp_path)), tmp_path / "page.html")
+
+
+def test_without_plotly_the_extra_is_named(tmp_path):
+    if importlib.util.find_spec("plotly") is not None:
+        pytest.skip("plotly is installed")
+    with pytest.raises(MissingExtra, match=r"azureml-elastic\[report\]"):
+        write_html(report(tmp_path), tmp_path / "page.html")

@@ -1,0 +1,68 @@
+"""Values that only azure-ai-ml's types can tell."""
+
+import pytest
+from azure.ai.ml import Input
+
+from azureml_elastic.config import ElasticResources
+from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit import ElasticCommandJob
+
+
+def make(placement="fan_out", **fields):
+    return ElasticCommandJob(
+        **{
+            "code": "src",
+            "command": "python train.py",
+            "environment": "azureml:env:1",
+            "compute": "gpu",
+            "resources": ElasticResources(max_instance_count=2, placement=placement),
+            **fields,
+        }
+    )
+
+
+@pytest.mark.parametrize("placement", ["fan_out", "gang"])
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        (Input(type="uri_folder"), "has no value"),
+        (Input(type="integer"), "has no value"),
+        ({"type": "uri_file"}, "has no value"),
+        ([1, 2], "is a list"),
+        (None, "is a NoneType"),
+    ],
+)
+def test_inputs_without_a_usable_value(placement, value, part):
+    with pytest.raises(SubmitError) as caught:
+        make(placement, inputs={"x": value}).compile()
+    assert "input 'x'" in str(caught.value)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "sent"),
+    [(True, "boolean", "True"), (3, "integer", "3"), (0.5, "number", "0.5"), ("a b", "string", "a b")],
+)
+def test_literals_keep_their_types(client, components, workspace, value, kind, sent):
+    client.jobs.create_or_update(make(command="python train.py ${{inputs.x}}", inputs={"x": value}))
+    (component,), (body,) = components(), workspace.jobs
+    assert component["inputs"]["x"] == {"type": kind}
+    assert body["properties"]["inputs"]["x"] == {"value": sent, "jobInputType": "literal"}
+
+
+@pytest.mark.parametrize("name", ["azureml:my-env@latest", "my-env@latest"])
+def test_the_label_of_an_environment_is_looked_up_by_the_name_alone(client, workspace, name):
+    identifier = (
+        "/subscriptions/00000000-0000-0000-0000-0000000000aa/resourceGroups/group/providers"
+        "/Microsoft.MachineLearningServices/workspaces/workspace/environments/my-env/versions/7"
+    )
+    workspace.entities["/environments/my-env/versions/7"] = {
+        "id": identifier,
+        "name": "7",
+        "properties": {"image": "i"},
+        "systemData": {},
+    }
+    client.jobs.create_or_update(make(environment=name))
+    asked = [request for request in workspace.requests if "/environments/" in request]
+    assert asked
+    assert not [request for request in asked if "azureml:" in request]

@@ -1,0 +1,288 @@
+"""An existing command job of azure-ai-ml as an elastic one, in one line."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from azure.ai.ml import Input, MpiDistribution, Output, PyTorchDistribution, command, load_job
+from azure.ai.ml.entities import (
+    CommandJob,
+    Environment,
+    JobResourceConfiguration,
+    JupyterLabJobService,
+    PipelineJob,
+    TensorBoardJobService,
+    UserIdentityConfiguration,
+)
+from pydantic import ValidationError
+
+from azureml_elastic.config import ElasticDistribution, ElasticResources
+from azureml_elastic.errors import CommandError, SubmitError
+from azureml_elastic.submit import ElasticCommandJob
+from azureml_elastic.submit.acceptance import fields_of_command
+from azureml_elastic.submit.conversion import refuse_unknown
+
+TWO = ElasticResources(max_instance_count=2)
+YAML = """
+$schema: https://azuremlschemas.azureedge.net/latest/commandJob.schema.json
+type: command
+code: src
+command: torchrun --nproc_per_node 4 train.py --data ${{inputs.data}} --lr ${{inputs.lr}}
+environment:
+  image: image:1
+  conda_file: conda.yml
+compute: azureml:gpu
+inputs:
+  data: {type: uri_folder, path: ./data, mode: ro_mount}
+  table: {type: uri_file, path: "azureml:table:3"}
+  lr: 0.1
+outputs:
+  model: {type: uri_folder, mode: upload}
+environment_variables: {A: 1, B: x}
+distribution: {type: pytorch, process_count_per_instance: 1}
+resources: {instance_count: 3, shm_size: 8g, docker_args: "--ipc host", instance_type: Standard_NC6}
+limits: {timeout: 60}
+identity: {type: user_identity}
+services:
+  board: {type: tensor_board, log_dir: outputs/tb}
+queue_settings: {job_tier: spot, priority: High}
+tags: {a: b}
+properties: {p: q}
+display_name: shown
+experiment_name: tried
+description: a test
+"""
+
+
+def sdk_job(**fields):
+    return command(**{"command": "python train.py", "code": "src", "environment": "e:1", "compute": "gpu", **fields})
+
+
+def everything(**fields):
+    return sdk_job(
+        **{
+            "name": "run-1",
+            "description": "d",
+            "tags": {"t": "1"},
+            "properties": {"p": "1"},
+            "display_name": "shown",
+            "experiment_name": "tried",
+            "environment": Environment(image="image:1"),
+            "environment_variables": {"A": "1"},
+            "distribution": PyTorchDistribution(process_count_per_instance=4),
+            "inputs": {"x": Input(type="uri_folder", path="src"), "lr": 0.1, "n": 3, "on": True, "s": "a b"},
+            "outputs": {"o": Output(type="uri_file", name="asset"), "p": None},
+            "instance_count": 3,
+            "instance_type": "Standard_NC6",
+            "locations": ["westeurope"],
+            "docker_args": "--ipc host",
+            "shm_size": "8g",
+            "timeout": 60,
+            "identity": UserIdentityConfiguration(),
+            "services": {"lab": JupyterLabJobService(), "board": TensorBoardJobService(log_dir="x")},
+            "job_tier": "spot",
+            "priority": "High",
+            "parent_job_name": "above",
+            **fields,
+        }
+    )
+
+
+def plain(value):
+    """Return an object of azure-ai-ml as what it is made of; the oldest release makes a serializer for each."""
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items() if name != "_serialize"}
+    return plain(dict(vars(value))) if type(value).__module__.startswith("azure.") else value
+
+
+def as_command_job(job):
+    return CommandJob(
+        **{name: getattr(job, name) for name in ("name", "command", "code", "environment", "compute", "limits")},
+        inputs={"lr": 0.1, "x": Input(type="uri_folder", path="src")},
+        resources=JobResourceConfiguration(instance_count=3, properties={"a": {"b": 1}}),
+    )
+
+
+def test_everything_is_taken_over(folder):
+    job = ElasticCommandJob.from_command(everything(), resources={"max_instance_count": 4, "placement": "gang"})
+    assert job.resources == ElasticResources(
+        max_instance_count=4,
+        placement="gang",
+        instance_type="Standard_NC6",
+        locations=("westeurope",),
+        docker_args="--ipc host",
+        shm_size="8g",
+    )
+    assert job.distribution == ElasticDistribution(process_count_per_instance=4)
+    assert (job.name, job.description, job.display_name) == ("run-1", "d", "shown")
+    assert (job.experiment_name, job.parent_job_name, job.compute) == ("tried", "above", "gpu")
+    assert (job.tags, job.properties, job.environment_variables) == ({"t": "1"}, {"p": "1"}, {"A": "1"})
+    assert (job.timeout, job.job_tier, job.priority) == (timedelta(minutes=1), "Spot", "high")
+    assert {name: value for name, value in job.inputs.items() if name != "x"} == {
+        "lr": 0.1,
+        "n": 3,
+        "on": True,
+        "s": "a b",
+    }
+    assert plain(job.inputs["x"])["path"] == str(folder / "src")
+    assert (job.outputs["o"].name, job.outputs["p"]) == ("asset", {})
+    assert isinstance(job.identity, UserIdentityConfiguration)
+    assert job.environment.image == "image:1"
+    assert list(job.services) == ["lab", "board"]
+    assert job.services["board"].log_dir == "x"
+
+
+@pytest.mark.parametrize("placement", ["fan_out", "service", "gang"])
+def test_what_was_taken_over_is_submitted(client, sent, placement):
+    given = everything(parent_job_name=None, code="src", inputs={"lr": 0.1})
+    client.jobs.create_or_update(
+        ElasticCommandJob.from_command(given, resources=ElasticResources(max_instance_count=2, placement=placement))
+    )
+    (body,) = sent()
+    for part in ("Standard_NC6", "--ipc host", "PT1M", "UserIdentity", "logDir", "JupyterLab", "Spot", "asset"):
+        assert part in str(body)
+
+
+def test_the_given_job_is_not_changed_and_nothing_is_shared(client):
+    given = everything()
+    before = plain(given._to_job())
+    job = ElasticCommandJob.from_command(given, resources=ElasticResources(max_instance_count=2, placement="gang"))
+    client.jobs.create_or_update(job)
+    assert plain(given._to_job()) == before
+    assert given.inputs["x"].path == "src"
+    for mine, theirs in ((job.environment, given.environment), (job.services["lab"], given.services["lab"])):
+        assert mine is not theirs
+
+
+def test_a_command_job_is_taken_over(folder):
+    job = ElasticCommandJob.from_command(as_command_job(everything()))
+    assert job.resources == ElasticResources(max_instance_count=3, properties={"a": {"b": 1}})
+    assert (job.inputs["lr"], job.inputs["x"].path) == (0.1, str(folder / "src"))
+
+
+def test_a_job_from_yaml_finds_its_files_from_everywhere(folder, monkeypatch, client, sent, tmp_path):
+    (folder / "job.yml").write_text(YAML)
+    (folder / "conda.yml").write_text("name: a\ndependencies: [python]\n")
+    (folder / "data").mkdir()
+    (folder / "data" / "a.txt").write_text("1")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    job = ElasticCommandJob.from_command(load_job(folder / "job.yml"))
+    assert job.command == "python train.py --data ${{inputs.data}} --lr ${{inputs.lr}}"
+    assert job.resources == ElasticResources(
+        max_instance_count=3, shm_size="8g", docker_args="--ipc host", instance_type="Standard_NC6"
+    )
+    assert job.distribution.process_count_per_instance == 4
+    assert (job.compute, job.job_tier, job.priority) == ("gpu", "Spot", "high")
+    assert job.environment_variables == {"A": "1", "B": "x"}
+    assert Path(job.code) == folder / "src"
+    assert Path(job.inputs["data"].path) == folder / "data"
+    assert job.inputs["table"].path == "azureml:table:3"
+    client.jobs.create_or_update(job)
+    (body,) = sent()
+    assert body["properties"]["inputs"]["table"]["uri"] == "<workspace>/data/table/versions/3"
+    assert body["properties"]["jobs"]["node_0"]["services"]["board"]["properties"] == {"logDir": "outputs/tb"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, "auto"),
+        ({"distribution": PyTorchDistribution()}, 1),
+        ({"distribution": PyTorchDistribution(process_count_per_instance=8)}, 8),
+        ({"distribution": {"type": "pytorch", "process_count_per_instance": 2}}, 2),
+        ({"command": "torchrun --nproc_per_node 2 train.py"}, 2),
+        (
+            {
+                "command": "torchrun --nproc_per_node 2 train.py",
+                "distribution": PyTorchDistribution(process_count_per_instance=1),
+            },
+            2,
+        ),
+        (
+            {
+                "command": "torchrun --nproc_per_node 1 train.py",
+                "distribution": PyTorchDistribution(process_count_per_instance=2),
+            },
+            2,
+        ),
+    ],
+)
+def test_the_distribution_and_the_launcher_say_how_many_workers_a_node_has(fields, wanted):
+    job = ElasticCommandJob.from_command(sdk_job(**fields), resources=TWO)
+    assert job.distribution.process_count_per_instance == wanted
+
+
+def test_fields_and_distribution_given_go_before_those_of_the_job():
+    job = ElasticCommandJob.from_command(
+        everything(command="torchrun --log-dir x train.py", distribution=MpiDistribution()),
+        resources=ElasticResources(max_instance_count=2, shm_size="64g"),
+        distribution=ElasticDistribution(max_restarts=9),
+        command="python -m pkg",
+        compute="other",
+        name=None,
+        audit=True,
+    )
+    assert (job.command, job.compute, job.name, job.audit) == ("python -m pkg", "other", None, True)
+    assert (job.resources.shm_size, job.resources.instance_type) == ("64g", "Standard_NC6")
+    assert job.distribution == ElasticDistribution(max_restarts=9)
+
+
+def test_without_resources_the_nodes_of_the_job_are_the_most():
+    assert ElasticCommandJob.from_command(sdk_job(instance_count=4)).resources == ElasticResources(max_instance_count=4)
+
+
+def test_without_resources_native_elasticity_is_taken_over():
+    given = sdk_job()
+    given.resources = JobResourceConfiguration(instance_count=2, max_instance_count=6)
+    wanted = ElasticResources(min_instance_count=2, max_instance_count=6)
+    assert ElasticCommandJob.from_command(given).resources == wanted
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (sdk_job, ["instance_count=1", "resources=ElasticResources(max_instance_count=...)"]),
+        (lambda: sdk_job(distribution=MpiDistribution(), instance_count=2), ["MpiDistribution", "distribution="]),
+        (
+            lambda: sdk_job(
+                command="torchrun --nproc_per_node 4 train.py",
+                instance_count=2,
+                distribution=PyTorchDistribution(process_count_per_instance=2),
+            ),
+            ["2 processes", "launcher", "4", "process_count_per_instance=..."],
+        ),
+        (lambda: sdk_job(environment=None, instance_count=2), ["no environment"]),
+        (lambda: "job.yml", ["got a str", "load_job"]),
+        (lambda: PipelineJob(jobs={}), ["got a PipelineJob"]),
+        (lambda: CommandJob(id="/subscriptions/s/jobs/run-1", name="run-1", command="c"), ["run-1", "was submitted"]),
+        (lambda: command(component="azureml:c:1"), ["component", "azureml:c:1"]),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_by_name(make, parts):
+    with pytest.raises(SubmitError) as caught:
+        ElasticCommandJob.from_command(make())
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_launcher_that_cannot_be_translated_is_refused_with_the_command_to_write():
+    with pytest.raises(CommandError, match=r"command='python train\.py --lr 1'"):
+        ElasticCommandJob.from_command(sdk_job(command="accelerate launch train.py --lr 1"), resources=TWO)
+
+
+def test_a_change_that_is_no_field_is_refused_by_name():
+    with pytest.raises(ValidationError, match="shm_size is no field of an elastic job"):
+        ElasticCommandJob.from_command(sdk_job(), resources=TWO, shm_size="8g")
+
+
+@pytest.mark.parametrize("attribute", ["brand_new", "_brand_new"])
+def test_a_field_of_a_newer_sdk_is_refused_by_name_where_it_is_used(attribute):
+    with pytest.raises(SubmitError, match="brand_new=3 cannot be carried"):
+        refuse_unknown({attribute: 3, "name": "n"}, {"name", "brand_new"})
+    refuse_unknown({attribute: None, "name": "n"}, {"name", "brand_new"})
+
+
+def test_every_field_of_this_sdk_is_known():
+    refuse_unknown(dict.fromkeys(fields_of_command(), 1), fields_of_command())

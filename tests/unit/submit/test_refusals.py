@@ -1,0 +1,146 @@
+"""What is refused, with what message; none of it needs azure-ai-ml."""
+
+from datetime import timedelta
+
+import pytest
+from pydantic import ValidationError
+
+from azureml_elastic.config import ElasticResources
+from azureml_elastic.errors import CommandError, SubmitError
+from azureml_elastic.submit.job import ElasticCommandJob
+from azureml_elastic.submit.validation import check
+
+
+def make(**fields):
+    return ElasticCommandJob(
+        **{
+            "code": "src",
+            "command": "python train.py",
+            "environment": "e",
+            "compute": "gpu",
+            "resources": ElasticResources(max_instance_count=2),
+            **fields,
+        }
+    )
+
+
+class Declared:
+    """An input with fields, as azure-ai-ml has it."""
+
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"inputs": {"azureml_elastic_runtime": 1}}, ["input 'azureml_elastic_runtime'", "Rename"]),
+        ({"outputs": {"azureml_elastic_x": {}}}, ["output 'azureml_elastic_x'", "Rename"]),
+        ({"environment_variables": {"AZUREML_ELASTIC_PLAN": "{}"}}, ["AZUREML_ELASTIC_PLAN", "Remove it"]),
+        ({"environment_variables": {"AZUREML_ELASTIC_NODE_ID": "a"}}, ["AZUREML_ELASTIC_NODE_ID"]),
+        ({"compute": None}, ["no compute for its 2 node(s)", "instance_type="]),
+        ({"compute": "local"}, ["azureml-elastic local"]),
+        (
+            {"resources": ElasticResources(max_instance_count=2, placement="service", docker_args=("-e", "A=1 2"))},
+            ["docker_args is a list", "max_instance_count", "docker_args=shlex.join("],
+        ),
+        (
+            {"resources": ElasticResources(max_instance_count=2, docker_args=("-i",), locations=("westeurope",))},
+            ["drops locations=['westeurope']", "docker_args=shlex.join("],
+        ),
+        ({"parent_job_name": "above"}, ["parent_job_name='above'", "'fan_out'", "'gang'"]),
+        (
+            {"outputs": {"model": {"type": "uri_folder", "name": "model", "version": "3"}}},
+            ["output 'model'", "version='3'", "each of 2 nodes", "Leave the version out"],
+        ),
+        ({"code": "nowhere"}, ["code='nowhere'", "does not exist"]),
+        (
+            {"outputs": {"o": {"type": "uri_folder", "path_on_compute": "/data"}}},
+            ["output 'o'", "path_on_compute='/data'", "drops it in silence", "${{outputs.o}}"],
+        ),
+        (
+            {"inputs": {"i": Declared(path_on_compute="/data")}},
+            ["input 'i'", "path_on_compute='/data'", "cannot submit"],
+        ),
+        ({"inputs": {"i": {"type": "string", "default": "c", "enum": ["a", "b"]}}}, ["input 'i'", "enum ['a', 'b']"]),
+        ({"inputs": {"i": Declared(default=0, min=1)}}, ["input 'i', 0", "beyond its min 1"]),
+        ({"inputs": {"i": Declared(default=7.5, min=1, max=5)}}, ["input 'i', 7.5", "beyond its min 1 and max 5"]),
+    ],
+)
+def test_fields_that_contradict_each_other(fields, parts):
+    with pytest.raises(SubmitError) as caught:
+        check(make(**fields))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("bash run.sh", "starts no Python program"),
+        ("torchrun --standalone train.py", "takes the launcher's place"),
+        ("python -m torch.distributed.run --nproc_per_node 2 train.py", "process_count_per_instance=2"),
+        ("accelerate launch train.py", "command='python train.py'"),
+        ("python other.py", "'other.py', which is not in code='src'"),
+        ("python src/train.py", "'src/train.py', which is not in code='src'"),
+    ],
+)
+def test_commands_that_start_no_program_of_the_job(command, part):
+    with pytest.raises(CommandError) as caught:
+        check(make(command=command))
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"command": "cd sub && python other.py"},
+        {"command": "python -m package.module"},
+        {"command": "python /opt/train.py"},
+        {"command": "python ${{inputs.code}}/other.py"},
+        {"command": "python other.py", "code": None},
+        {"command": "python other.py", "code": "azureml:code:1"},
+        {"command": "python other.py", "code": "git+https://example.org/x.git"},
+        {"command": "python train.py", "code": "src/train.py"},
+        {"compute": None, "job_tier": "Spot"},
+        {"compute": None, "resources": ElasticResources(max_instance_count=2, instance_type="x")},
+        {"environment_variables": {"AZUREML_ELASTIC_RUN_ID": "mine"}},
+        {"resources": ElasticResources(max_instance_count=2, docker_args=("-e", "A=1"))},
+        {
+            "inputs": {
+                "i": {"type": "string", "default": "b", "enum": ["a", "b"]},
+                "n": Declared(default=1, min=1, max=1),
+            }
+        },
+        {"inputs": {"i": Declared(default=0, min=None, max=None, enum=None), "p": Declared(path="azureml:a:1", max=3)}},
+    ],
+)
+def test_what_may_well_work_is_let_through(fields):
+    assert check(make(**fields)).program.startswith("python")
+
+
+class PyTorchDistribution:
+    def __repr__(self):
+        return "PyTorchDistribution()"
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"distribution": PyTorchDistribution()}, "takes an ElasticDistribution"),
+        ({"resources": PyTorchDistribution()}, "takes an ElasticResources"),
+        ({"instance_count": 2}, "instance_count"),
+        ({"timeout": timedelta(0)}, "not positive"),
+        ({"job_tier": "spot"}, "'Spot'"),
+        ({"environment_variables": {"A": 1}}, "environment_variables"),
+    ],
+)
+def test_fields_that_are_wrong_in_themselves(fields, part):
+    with pytest.raises(ValidationError) as caught:
+        make(**fields)
+    assert part in str(caught.value)
+
+
+def test_the_job_is_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        make().compute = "other"

@@ -1,0 +1,214 @@
+"""The folder that goes to the nodes."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Plan, TableRendezvous
+from azureml_elastic.config import environment as names
+from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.runtime import start as starter
+from azureml_elastic.submit.runtime.staging import cache_folder, copy_runtime, stage_runtime
+
+SCRIPT = """
+import json, os
+import azureml_elastic, azureml_elastic.nebula
+from azureml_elastic import train
+from azureml_elastic.train.integrations.deepspeed import engine
+
+run = train.start()
+print(json.dumps([azureml_elastic.__file__, run.round, run.world_size]), flush=True)
+run.finish()
+"""
+
+
+def listing(place):
+    return {path.relative_to(place).as_posix(): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def test_holds_the_library_its_starter_and_what_they_need(tmp_path):
+    content = listing(stage_runtime(tmp_path))
+    assert {"start.py", "requirements.json", "site/azureml_elastic/__init__.py"} <= content.keys()
+    assert content["start.py"] == Path(starter.__file__).read_bytes()
+    assert {"site/azureml_elastic/py.typed", "site/azureml_elastic/node/__main__.py"} <= content.keys()
+    assert not [name for name in content if "__pycache__" in name or name.endswith(".pyc")]
+    needed = json.loads(content["requirements.json"])
+    assert needed.keys() == {
+        "azure.data.tables",
+        "azure.identity",
+        "numpy",
+        "psutil",
+        "pydantic",
+        "tenacity",
+        "torch",
+        "xxhash",
+    }
+    assert needed["torch"].startswith("torch>=")
+    assert all(";" not in requirement and ">=" in requirement for requirement in needed.values())
+
+
+def test_equal_content_is_in_the_same_place_whoever_stages_it(tmp_path):
+    first, second = stage_runtime(tmp_path / "a"), stage_runtime(tmp_path / "b")
+    assert first.relative_to(tmp_path / "a") == second.relative_to(tmp_path / "b")
+    assert listing(first) == listing(second)
+    assert first.name == "azureml_elastic_runtime"
+
+
+def test_a_second_call_writes_nothing(tmp_path):
+    place = stage_runtime(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert stage_runtime(tmp_path) == place
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("damage", ["removed", "changed", "compiled", "emptied"])
+def test_a_damaged_folder_is_made_anew(tmp_path, damage):
+    place = stage_runtime(tmp_path)
+    whole = listing(place)
+    if damage == "removed":
+        (place / "start.py").unlink()
+    elif damage == "changed":
+        (place / "start.py").write_text("import os")
+    elif damage == "compiled":
+        subprocess.run([sys.executable, "-m", "compileall", "-q", place], check=True, timeout=60)
+    else:
+        shutil.rmtree(place)
+        place.mkdir()
+    assert stage_runtime(tmp_path) == place
+    assert listing(place) == whole
+    assert list((tmp_path / "runtime").iterdir()) == [place.parent]
+
+
+def test_many_at_once_agree(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        places = set(threads.map(stage_runtime, [tmp_path] * 16))
+    (place,) = places
+    assert "start.py" in listing(place)
+    assert list((tmp_path / "runtime").iterdir()) == [place.parent]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SubmitError, match=r"cannot be written to .*XDG_CACHE_HOME"):
+        stage_runtime(tmp_path / "file")
+
+
+def test_a_copy_beside_a_file_is_the_same_and_written_once(tmp_path):
+    place, written = copy_runtime(tmp_path / "compiled")
+    assert (place, written) == (tmp_path / "compiled" / "azureml_elastic_runtime", True)
+    assert listing(place) == listing(stage_runtime(tmp_path / "cache"))
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    assert copy_runtime(tmp_path / "compiled") == (place, False)
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+def test_an_older_copy_is_replaced_as_a_whole(tmp_path):
+    folder = tmp_path / "compiled"
+    place, _ = copy_runtime(folder)
+    whole = listing(place)
+    (place / "start.py").write_text("older")
+    (place / "gone.py").write_text("older")
+    assert copy_runtime(folder) == (place, True)
+    assert listing(place) == whole
+    assert list(folder.iterdir()) == [place]
+
+
+def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
+    (tmp_path / "azureml_elastic_runtime").mkdir()
+    (tmp_path / "azureml_elastic_runtime" / "mine.txt").write_text("mine")
+    with pytest.raises(SubmitError, match="holds something else"):
+        copy_runtime(tmp_path)
+    assert (tmp_path / "azureml_elastic_runtime" / "mine.txt").read_text() == "mine"
+
+
+def test_a_copy_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SubmitError, match=r"azureml_elastic_runtime \("):
+        copy_runtime(tmp_path / "file")
+
+
+def test_the_cache_is_the_user_s(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "azureml-elastic"
+
+
+def imported(path):
+    """Yield the modules that a file imports or starts, but for those that only type checkers see."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield node.module
+            if node.module == "azureml_elastic":
+                yield from (f"azureml_elastic.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "find_spec")):
+            yield from (str(argument.value) for argument in node.args if isinstance(argument, ast.Constant))
+        elif isinstance(node, (ast.List, ast.Tuple)):  # an interpreter's arguments
+            words = [getattr(element, "value", None) for element in node.elts]
+            yield from (module for option, module in pairwise(words) if option == "-m")
+
+
+def test_a_shipped_module_imports_nothing_that_is_not_shipped(tmp_path):
+    site = stage_runtime(tmp_path) / "site"
+    lacking, found = [], 0
+    for path in site.rglob("*.py"):
+        for name in imported(path):
+            if str(name).partition(".")[0] != "azureml_elastic":
+                continue
+            found += 1
+            place = site.joinpath(*name.split("."))
+            if not (place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()):
+                lacking.append(f"{path.relative_to(site)} imports {name}")
+    assert not lacking, f"what nodes need must not be in _STAYS of submit/staging.py: {lacking}"
+    assert found > 300
+
+
+def test_what_only_the_submitting_machine_needs_stays_there(tmp_path):
+    parts = {path.name for path in (stage_runtime(tmp_path) / "site" / "azureml_elastic").iterdir()}
+    assert {"node", "train", "nebula", "py.typed"} <= parts
+    assert parts.isdisjoint({"cli", "local", "report", "submit", "testing"})
+
+
+def test_a_node_trains_with_the_shipped_folder_alone(tmp_path):
+    pytest.importorskip("torch")
+    place = stage_runtime(tmp_path / "cache")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plan = Plan(
+        resources=ElasticResources(max_instance_count=1),
+        distribution=ElasticDistribution(rendezvous=TableRendezvous(endpoint=str(tmp_path / "table.sqlite"))),
+        checkpoint=CheckpointPolicy(path=str(tmp_path / "checkpoints")),
+        run_id="alone",
+    )
+    variables = {
+        names.PLAN: plan.to_json(),
+        names.NODE_ID: "node-0",
+        names.RUN_DIR: str(tmp_path / "run"),
+        names.LOCAL_ADDRESS: "127.0.0.1",
+        names.SCHEDULED_EVENTS: "",
+    }
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        [sys.executable, place / "start.py", "--checkpoint-dir", tmp_path / "checkpoints", "--", "python", "train.py"],
+        cwd=tmp_path,
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "__init__.py" in line]
+    assert json.loads(line[line.index('["') :]) == [str(place / "site" / "azureml_elastic" / "__init__.py"), 1, 1]

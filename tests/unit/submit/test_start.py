@@ -1,0 +1,156 @@
+"""The starter, run as a node runs it: a copy beside a library, in a process of its own."""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from azureml_elastic.submit.runtime import start as starter
+
+NODE = """
+import os, subprocess, sys
+import {module}
+
+def main(argv):
+    child = "import azureml_elastic.node, {module}; print('child', {module}.__name__)"
+    done = subprocess.run([sys.executable, "-c", child], check=True, capture_output=True, text=True)
+    print(argv, sys.argv[1:] == argv, os.path.dirname(__file__), done.stdout.strip())
+    return 7
+"""
+
+
+@pytest.fixture
+def runtime(tmp_path):
+    """A staged folder with a node that prints what it was given."""
+
+    def make(needed, module="json"):
+        place = tmp_path / "the runtime"
+        node = place / "site" / "azureml_elastic" / "node"
+        node.mkdir(parents=True)
+        for folder in (node, node.parent):
+            (folder / "__init__.py").touch()
+        (node / "__main__.py").write_text(NODE.format(module=module))
+        shutil.copy(starter.__file__, place / "start.py")
+        (place / "requirements.json").write_text(json.dumps(needed))
+        return place
+
+    return make
+
+
+def run(place, tmp_path, *arguments, **variables):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(exist_ok=True)
+    environment = {
+        **os.environ,
+        "TMPDIR": str(scratch),
+        "PIP_NO_INDEX": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+        **variables,
+    }
+    return subprocess.run(
+        [sys.executable, place / "start.py", *arguments],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def wheel(folder, name, version="1.5"):
+    """Write the smallest wheel that pip installs."""
+    files = {
+        f"{name}.py": "",
+        f"{name}-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{name}-{version}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = f"{name}-{version}.dist-info/RECORD"
+    lines = []
+    for path, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        lines.append(f"{path},sha256={digest},{len(text)}\n")
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in {**files, record: "".join([*lines, f"{record},,\n"])}.items():
+            archive.writestr(path, text)
+
+
+def test_enters_the_node_with_the_library_first_for_every_process(runtime, tmp_path):
+    place = runtime({})
+    done = run(place, tmp_path, "--checkpoint-dir", "c d", "--", "python", "x.py", PYTHONPATH="")
+    assert done.stderr == ""
+    assert done.stdout == (
+        f"['--checkpoint-dir', 'c d', '--', 'python', 'x.py'] True {place / 'site/azureml_elastic/node'} child json\n"
+    )
+    assert done.returncode == 7
+
+
+def test_what_is_there_is_not_installed(runtime, tmp_path):
+    done = run(runtime({"pydantic": "pydantic>=2"}, "pydantic"), tmp_path, "--", "x.py")
+    assert (done.stderr, done.returncode) == ("", 7)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_what_is_missing_is_installed_for_this_node_once(runtime, tmp_path):
+    pytest.importorskip("pip")
+    wheel(tmp_path, "missing_one")
+    place = runtime({"missing_one": "missing_one>=1.2"}, "missing_one")
+    done = run(place, tmp_path, PIP_FIND_LINKS=str(tmp_path))
+    assert "installing missing_one>=1.2 for this node" in done.stderr
+    assert done.stdout.endswith("child missing_one\n")
+    (folder,) = (tmp_path / "scratch").iterdir()
+    assert (folder / "missing_one.py").exists()
+    again = run(place, tmp_path)
+    assert (again.stderr, again.stdout, again.returncode) == ("", done.stdout, 7)
+
+
+def test_what_cannot_be_installed_is_said_with_the_next_step(runtime, tmp_path):
+    done = run(runtime({"missing_one": "missing_one>=1.2"}), tmp_path)
+    assert done.returncode == 2
+    assert "lacks missing_one>=1.2, and pip could not install it" in done.stderr
+    assert "pip install 'azureml-elastic[node]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_torch_is_never_installed(runtime, tmp_path):
+    done = run(runtime({"torch": "torch>=999"}), tmp_path)
+    assert done.returncode == 2
+    assert "no 'torch>=999', which is never installed at start" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("installed", "requirement", "answer"),
+    [
+        ("2.8", "pydantic<3,>=2.8", True),
+        ("2.8.0", "pydantic>=2.8", True),
+        ("2.10.1", "pydantic<3,>=2.8", True),
+        ("1.10.9", "pydantic<3,>=2.8", False),
+        ("3.0", "pydantic<3,>=2.8", False),
+        ("2.13.0+cpu", "torch>=2.6", True),
+        ("2.6", "torch>=2.6.1", False),
+        ("7.0b1", "psutil", True),
+    ],
+)
+def test_versions_are_compared_by_their_numbers(installed, requirement, answer):
+    assert starter.is_satisfied(installed, requirement) is answer
+
+
+def test_unmet_names_what_is_missing_or_too_old():
+    needed = {"pydantic": "pydantic>=2", "json": "json", "no_such": "no-such>=1", "no_such.inner": "no-such-inner"}
+    assert starter.unmet(needed) == {"no_such": "no-such>=1", "no_such.inner": "no-such-inner"}
+    assert starter.unmet({"pydantic": "pydantic>=999"}) == {"pydantic": "pydantic>=999"}
+
+
+def test_the_starter_needs_the_standard_library_alone(tmp_path):
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='x')"
+    command = [sys.executable, "-I", "-S", "-c", code, Path(starter.__file__)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stderr, done.returncode) == ("", 0)
