@@ -93,7 +93,7 @@ def test_the_library_is_uploaded_once(client, workspace):
     client.jobs.create_or_update(make())
     uploads = [request for request in workspace.requests if request.startswith("PUT") and "_runtime/" in request]
     assert any(request.endswith("/azureml_elastic_runtime/start.py") for request in uploads)
-    assert any(request.endswith("/site/azureml_elastic/spec/plan.py") for request in uploads)
+    assert any(request.endswith("/site/azureml_elastic/config/plan.py") for request in uploads)
     assert not any("__pycache__" in request for request in uploads)
     workspace.requests.clear()
     client.jobs.create_or_update(make("gang"))
