@@ -158,7 +158,7 @@ def measure_steady(nodes: int, spares: int = 0, seconds: float = 30.0) -> Steady
     a call for each rarer event of the ledger.
     """
     from azureml_elastic.config import RendezvousTimings, TableRendezvous
-    from azureml_elastic.node.rendezvous.handler import Rendezvous
+    from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
     from azureml_elastic.node.rendezvous.state.round import Limits
     from azureml_elastic.node.table import open_table
 

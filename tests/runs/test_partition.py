@@ -257,7 +257,7 @@ def test_it_gets_in_when_the_network_is_mended(network):
 def test_below_the_minimum_the_run_fails_and_every_node_says_who_cannot_reach_whom(network):
     for other in ("node-a", "node-b"):
         network.separate("node-c", other)
-    network.start(minimum=3, steps=40, fruitless_rounds=3)
+    network.start(minimum=3, steps=40, max_failed_rounds=3)
     assert network.wait() == dict.fromkeys(NODES, 1)
     assert network.told("node-c", "node-a") < TOLD_WITHIN_S
     for name in NODES:
@@ -297,7 +297,7 @@ def test_where_sessions_wait_for_each_other_the_round_is_formed_again_without_on
 
 def test_where_sessions_wait_for_each_other_below_the_minimum_the_run_fails(network):
     network.separate("node-b", "node-c")
-    network.start(minimum=3, recovery="restart", fruitless_rounds=2)
+    network.start(minimum=3, recovery="restart", max_failed_rounds=2)
     assert network.wait() == dict.fromkeys(NODES, 1)
     for name in NODES:
         (message,) = re.findall(r"^error: (.*)$", network.log(name), re.MULTILINE)

@@ -26,7 +26,7 @@ class Torchrun:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=azure-table", f"--rdzv-endpoint={endpoint}",
             "--rdzv-id=run", f"--nnodes={nodes}", "--nproc-per-node=1", "--monitor-interval=0.1",
-            f"--max-restarts={restarts}", "--rdzv-conf=rescale_debounce=0.1,witness_interval=1",
+            f"--max-restarts={restarts}", "--rdzv-conf=rescale_debounce=0.1,table_heartbeat_interval=1",
             PROGRAM, str(steps), str(folder / "progress"), str(folder / "go"),
         ]  # fmt: skip
         self.process = subprocess.Popen(

@@ -39,9 +39,9 @@ class RendezvousTimings(Spec):
         takeover_delay: after which the next node in line seals a round that nobody seals.
         rescale_debounce: without another newcomer, after which the running round makes room for those that have come;
             four times that at most.
-        witness_interval: between two signs of life of rank 0's node in the table; a round whose rank 0
+        table_heartbeat_interval: between two signs of life of rank 0's node in the table; a round whose rank 0
             cannot be reached and gave no sign for twice as long is given up.
-        fruitless_rounds: how many rounds in a row may break because nodes cannot reach each other, before the
+        max_failed_rounds: how many rounds in a row may break because nodes cannot reach each other, before the
             run is failed.
     """
 
@@ -52,8 +52,8 @@ class RendezvousTimings(Spec):
     rejoin_timeout: Duration = timedelta(seconds=5)
     takeover_delay: PositiveDuration = timedelta(seconds=1)
     rescale_debounce: Duration = timedelta(seconds=0.5)
-    witness_interval: PositiveDuration = timedelta(seconds=5)
-    fruitless_rounds: int = Field(default=20, ge=1)
+    table_heartbeat_interval: PositiveDuration = timedelta(seconds=5)
+    max_failed_rounds: int = Field(default=20, ge=1)
 
     @model_validator(mode="after")
     def _timeout_covers_interval(self) -> Self:

@@ -202,7 +202,7 @@ def local_plan(
                     endpoint=table.endpoint,
                     credential=table.credential,
                     timings=distribution.rendezvous.timings.model_copy(
-                        update={"witness_interval": timedelta(seconds=1)}
+                        update={"table_heartbeat_interval": timedelta(seconds=1)}
                     ),
                 ),
             }

@@ -25,8 +25,8 @@ from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watch import Preemption
 from azureml_elastic.node.preload.client import WarmProcess
-from azureml_elastic.node.rendezvous.handler import Rendezvous
-from azureml_elastic.node.rendezvous.reachability.reachability import Gap
+from azureml_elastic.node.rendezvous.reachability.reachability import UnreachablePair
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.replacement.on_node import supervise_from_here
 from azureml_elastic.node.table import open_table
@@ -183,7 +183,7 @@ class _Node:
 
     def _leads(self) -> bool:
         """Return whether it is this node that looks after what concerns the whole run."""
-        return self._rendezvous.leads or self._rendezvous.hub.stands_first()
+        return self._rendezvous.leads or self._rendezvous.hub.should_seal()
 
     def _agent(self) -> NodeAgent:
         try:
@@ -227,7 +227,7 @@ class _Node:
             gpus=_gpus(),
             table=self._table,
             clock=clock,
-            witness_interval=self._plan.distribution.rendezvous.timings.witness_interval,
+            table_heartbeat_interval=self._plan.distribution.rendezvous.timings.table_heartbeat_interval,
             hub=(self._identity.host, self._rendezvous.hub.port),
             strikes=self._strikes,
         )
@@ -241,7 +241,7 @@ class _Node:
             )
         return live
 
-    def _cannot_reach(self, gap: Gap) -> None:
+    def _cannot_reach(self, gap: UnreachablePair) -> None:
         self._recorder.record(
             Unreachable,
             self._rendezvous.last_round,

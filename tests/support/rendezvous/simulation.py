@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Limits, Round
 from azureml_elastic.node.rendezvous.state.row_keys import node_of
-from tests.support.rendezvous.simulated_machine import Costs, End, SimulatedMachine, SimulatedServer
+from tests.support.rendezvous.simulated_runtime import Costs, End, SimulatedRuntime, SimulatedServer
 from tests.support.rendezvous.simulated_table import Fault, SimulatedStorage, SimulatedTable, Write
 from tests.support.rendezvous.simulated_time import Killed, Scheduler, Task
 
@@ -124,15 +124,15 @@ class Node:
         cluster = self.cluster
         self.rendezvous = Rendezvous(
             SimulatedTable(cluster.storage, self), self.name, self.host, 1, self._limits, cluster.timings,
-            machine=SimulatedMachine(self),
+            machine=SimulatedRuntime(self),
         )  # fmt: skip
         if self._imports_s >= 0:
             self.rendezvous.announce()
             cluster.scheduler.wait(cluster.scheduler.now + self._imports_s)
         while True:
-            seat = self.rendezvous.join()
+            assignment = self.rendezvous.join()
             self.seated = True
-            self.joined.append(seat.round)
+            self.joined.append(assignment.round)
             cluster.check()
             self._stay()
             self.seated = False
@@ -230,7 +230,9 @@ class Cluster:
             sys.setswitchinterval(interval)
         if not until():
             outside = [node.name for node in self.nodes if not node.dead and not node.seated]
-            raise Stalled(f"not after {limit_s:g} s; without a seat: {outside[:10]} ({len(outside)}); {self.failures}")
+            raise Stalled(
+                f"not after {limit_s:g} s; without an assignment: {outside[:10]} ({len(outside)}); {self.failures}"
+            )
         return self.scheduler.now
 
     def settle(self, limit_s: float, size: int | None = None) -> float:

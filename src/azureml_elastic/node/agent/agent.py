@@ -40,7 +40,7 @@ from azureml_elastic.node.hangs.stack_dump import Worker
 from azureml_elastic.node.hangs.stack_report import StackDumper
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watch import Preemption
-from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
 from azureml_elastic.node.rendezvous.state.round import global_ranks
 from azureml_elastic.node.rendezvous.torchrun import enter
@@ -162,21 +162,23 @@ class NodeAgent:
 
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
-        seat, self._store = enter(self._rdzv)
-        round_ = seat.round
-        leads = seat.rank == 0
+        assignment, self._store = enter(self._rdzv)
+        round_ = assignment.round
+        leads = assignment.rank == 0
         pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
         names = tuple(member.node for member in round_.members)
         self._conversation.begin(round_, leads=leads)
         self._announced = self._done = False
-        self._record(RoundEntered, rank=seat.rank, members=names, world_size=round_.world_size)
-        _LOG.info("Round %d: rank %d of %d nodes, %d workers.", round_.number, seat.rank, len(names), round_.world_size)
-        self._crew.enter(seat, pointer, self._run_id, self._plan.distribution.max_restarts)
+        self._record(RoundEntered, rank=assignment.rank, members=names, world_size=round_.world_size)
+        _LOG.info(
+            "Round %d: rank %d of %d nodes, %d workers.", round_.number, assignment.rank, len(names), round_.world_size
+        )
+        self._crew.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts)
         self._record(WorkersStarted, pids=self._workers.pids)
 
     def _processes(self) -> list[Worker]:
         """Return the workers, for their stacks."""
-        ranks = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)
+        ranks = global_ranks(self._rdzv.assignment.round, self._rdzv.assignment.rank)
         return [Worker(local_rank, ranks[local_rank], pid) for local_rank, pid in enumerate(self._workers.pids)]
 
     @property
@@ -209,7 +211,7 @@ class NodeAgent:
                 if self._announced and self._preemption.overdue:
                     return self._end_round(f"{self._rdzv.node} was preempted", lost=frozenset({self._rdzv.node}))
             if (gap := self._conversation.gap()) is not None:
-                return self._end_round(f"the workers cannot connect: {gap}", lost=frozenset(), fruitless=True)
+                return self._end_round(f"the workers cannot connect: {gap}", lost=frozenset(), round_failed=True)
             if (hang := self._conversation.hang()) is not None:
                 return self._workers_hang(hang)
             if self._done:
@@ -232,7 +234,7 @@ class NodeAgent:
     def _some_failed(self) -> Ending | None:
         self._workers.wait_for_siblings()
         self._crew.hear_last_words()
-        ranks = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)
+        ranks = global_ranks(self._rdzv.assignment.round, self._rdzv.assignment.rank)
         failures = {ranks[local_rank]: failure for local_rank, failure in self._workers.failures().items()}
         if all(failure.exitcode == AGENT_LOST for failure in failures.values()):
             return self._workers_gave_way()
@@ -247,7 +249,7 @@ class NodeAgent:
         if status.broken:
             return self._end_round(_why(status), lost=status.lost)
         reason = f"a worker on {self._rdzv.node} could not go on with the round"
-        return self._end_round(reason, lost=frozenset(), fruitless=True)
+        return self._end_round(reason, lost=frozenset(), round_failed=True)
 
     def _announce_leaving(self) -> None:
         if not self._announced and self._preemption.commit_to_leave():
@@ -255,13 +257,13 @@ class NodeAgent:
             _LOG.warning("This node is being preempted (%s); leaving at the next step.", self._preemption.reason)
             self._conversation.announce_leaving()
 
-    def _end_round(self, reason: str, *, lost: frozenset[str], fruitless: bool = False) -> Ending | None:
+    def _end_round(self, reason: str, *, lost: frozenset[str], round_failed: bool = False) -> Ending | None:
         """Interrupt the workers and end the round, so that the next one forms; or leave, where this node has to.
 
         Args:
             reason: why.
             lost: members that will not be back.
-            fruitless: whether nobody is to blame but the network.
+            round_failed: whether nobody is to blame but the network.
         """
         leaving = self._preemption.noticed and self._preemption.commit_to_leave()
         lost |= frozenset({self._rdzv.node}) if leaving else frozenset()
@@ -271,8 +273,8 @@ class NodeAgent:
             self._channel.interrupt()
         if leaving:
             self._rdzv.drop()  # the others hear of it before the table does
-        round_ = self._rdzv.seat.round
-        if self._rdzv.reopen(reason, lost=lost, fruitless=fruitless):
+        round_ = self._rdzv.assignment.round
+        if self._rdzv.reopen(reason, lost=lost, round_failed=round_failed):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
             for member in blamed(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
                 self._strike(member.host_id, strike_reason("lost"))
@@ -281,7 +283,7 @@ class NodeAgent:
     def _strike(self, host: str, reason: str | None) -> None:
         """Hold something against a host."""
         if reason is not None and host:
-            self._strikes.strike(host, reason, incident(self._rdzv.seat.round))
+            self._strikes.strike(host, reason, incident(self._rdzv.assignment.round))
             self._record(HostStruck, host=host, reason=reason)
 
     def _worker_failed(self, result: RunResult) -> Ending | None:
@@ -309,7 +311,7 @@ class NodeAgent:
 
     def _workers_hang(self, hang: Hang) -> Ending | None:
         """Start anew, which costs as much as a failure: a program may hang at the same place each time."""
-        rank = global_ranks(self._rdzv.seat.round, self._rdzv.seat.rank)[0]
+        rank = global_ranks(self._rdzv.assignment.round, self._rdzv.assignment.rank)[0]
         return self._charge(hung(rank, FAILED, hang.reason), hang.reason, lost=self._leavers)
 
     def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> Ending | None:
@@ -351,7 +353,7 @@ class NodeAgent:
         return None  # closed by another node, which joining tells, or reopened
 
     def _record(self, kind: type[Any], **fields: Any) -> None:
-        self._recorder.record(kind, self._rdzv.seat.round.number, **fields)
+        self._recorder.record(kind, self._rdzv.assignment.round.number, **fields)
 
 
 def _why(status: Status) -> str:

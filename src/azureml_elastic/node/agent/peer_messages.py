@@ -11,8 +11,8 @@ from azureml_elastic.node.agent.peer_discovery import Connecting
 from azureml_elastic.node.agent.step_boundary import Coordinator
 from azureml_elastic.node.hangs.policy import Hang
 from azureml_elastic.node.hangs.response import HangResponse
-from azureml_elastic.node.rendezvous.handler import Rendezvous
-from azureml_elastic.node.rendezvous.reachability.reachability import Gap
+from azureml_elastic.node.rendezvous.reachability.reachability import UnreachablePair
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
 from azureml_elastic.node.rendezvous.state.round import Round
 
@@ -87,9 +87,13 @@ class Conversation:
         if (placed := self._connecting.news(placed=self._channel.placed)) is not None:
             link.send(placed)
 
-    def gap(self) -> Gap | None:
+    def gap(self) -> UnreachablePair | None:
         """Return the gap for which this agent has to end the round now, because workers will never connect over it."""
-        return self._rdzv.take_gap() if self._connecting.takes_long(connected=self._channel.connected) else None
+        return (
+            self._rdzv.take_unreachable_pair()
+            if self._connecting.takes_long(connected=self._channel.connected)
+            else None
+        )
 
     def lead(self, status: Status, *, done: bool) -> str | None:
         """Rank 0's part: make room for newcomers and let the preempted go.

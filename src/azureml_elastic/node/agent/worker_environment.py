@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 
 from azureml_elastic.config import environment as variables
-from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import global_ranks
 
 __all__ = ["worker_environments"]
 
 
-def worker_environments(seat: Seat, run_id: str, max_restarts: int) -> dict[int, dict[str, str]]:
+def worker_environments(assignment: Assignment, run_id: str, max_restarts: int) -> dict[int, dict[str, str]]:
     """Return, by local rank, what torchrun would set for the workers of this node."""
-    round_ = seat.round
-    ranks = global_ranks(round_, seat.rank)
-    host, port = seat.store_address
+    round_ = assignment.round
+    ranks = global_ranks(round_, assignment.rank)
+    host, port = assignment.store_address
     shared = {
         "LOCAL_WORLD_SIZE": str(len(ranks)),
         "WORLD_SIZE": str(round_.world_size),
-        "GROUP_RANK": str(seat.rank),
+        "GROUP_RANK": str(assignment.rank),
         "GROUP_WORLD_SIZE": str(len(round_.members)),
         "ROLE_NAME": "worker",
         "ROLE_WORLD_SIZE": str(round_.world_size),

@@ -11,7 +11,7 @@ from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.worker_environment import worker_environments
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.failures.classification import first_failure
-from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import global_ranks
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
@@ -96,20 +96,20 @@ class Crew:
             if self._workers.exit_codes:
                 raise self._early_end()
 
-    def enter(self, seat: Seat, pointer: CheckpointPointer | None, run_id: str, max_restarts: int) -> None:
+    def enter(self, assignment: Assignment, pointer: CheckpointPointer | None, run_id: str, max_restarts: int) -> None:
         """Give the workers their places in a round.
 
         Args:
-            seat: this node's.
+            assignment: this node's.
             pointer: of the checkpoint, on rank 0's node only.
             run_id: of the run.
             max_restarts: to be told to them, as torchrun does.
         """
         self._workers.finish_stopping()  # whatever they hand over is for the next ones
-        round_ = seat.round
-        ranks = global_ranks(round_, seat.rank)
+        round_ = assignment.round
+        ranks = global_ranks(round_, assignment.rank)
         self._channel.begin(round_.number, len(ranks), pointer, keep=self.stays)
-        environments = worker_environments(seat, run_id, max_restarts)
+        environments = worker_environments(assignment, run_id, max_restarts)
         if self.stays:
             places = {
                 local_rank: {"rank": rank, "world_size": round_.world_size, "environment": environments[local_rank]}

@@ -12,7 +12,7 @@ from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.failures.classification import Failure
 from azureml_elastic.node.failures.messages import closing_message
 from azureml_elastic.node.failures.restart_policy import judge
-from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 
 __all__ = ["charge"]
 
@@ -44,7 +44,7 @@ def charge(
         The failure with which the run has ended; ``None`` where there is another round, or another node has ended this
         one first.
     """
-    round_ = rendezvous.seat.round
+    round_ = rendezvous.assignment.round
     record = failure.record(rendezvous.node, step)
     verdict = judge(
         rendezvous.failures,
@@ -52,7 +52,7 @@ def charge(
         distribution,
         conclusive=failure.conclusive,
         seconds=rendezvous.seconds_in_round,
-        fruitless=round_.fruitless,
+        failed_rounds=round_.failed_rounds,
     )
 
     def note(kind: type[Any], **fields: Any) -> None:
@@ -69,7 +69,7 @@ def charge(
     )
     if verdict.restart:
         _LOG.warning("%s: %s; %s.", reason, failure.signature, verdict.why)
-        if rendezvous.reopen(reason, lost=lost, failures=verdict.failures, fruitless=verdict.fruitless):
+        if rendezvous.reopen(reason, lost=lost, failures=verdict.failures, round_failed=verdict.round_failed):
             note(RoundReopened, reason=reason, lost=tuple(lost))
         return None
     message = closing_message(failure.message, record, round_.number, verdict.why)

@@ -9,7 +9,7 @@ Three rules, in this order:
 
 1. *The same error without progress* ends the run at once: it would only happen again.
 2. *A broken connection that nothing explains* costs nothing while the run makes progress. Without any, at most
-   ``fruitless_rounds`` rounds in a row may end so, and one that wasted more than a minute is charged like a crash.
+   ``max_failed_rounds`` rounds in a row may end so, and one that wasted more than a minute is charged like a crash.
 3. *Anything else* spends the budget: ``max_restarts`` restarts within ``restart_window``. A failure is forgotten when
    it is older than that *and* the run has got further since. Age alone would let a run that dies at the same step every
    25 minutes go on for ever.
@@ -67,13 +67,13 @@ class Verdict:
     Args:
         restart: whether another round is to form; otherwise the run is to be closed as failed.
         failures: for the row of the next round.
-        fruitless: whether the round counts as one whose nodes could not reach each other.
+        round_failed: whether the round counts as one whose nodes could not reach each other.
         why: one sentence, for the log or for the run's last message.
     """
 
     restart: bool
     failures: tuple[FailureRecord, ...]
-    fruitless: bool
+    round_failed: bool
     why: str
 
 
@@ -98,45 +98,45 @@ def judge(
     *,
     conclusive: bool,
     seconds: float,
-    fruitless: int,
+    failed_rounds: int,
 ) -> Verdict:
     """Decide what follows from a failure that neither a lost node nor another worker's failure explains.
 
     Args:
         history: the run's failures so far, oldest first, aged by the round that ends.
         failure: what happened now.
-        terms: ``max_restarts``, ``restart_window`` and ``fruitless_rounds``.
+        terms: ``max_restarts``, ``restart_window`` and ``max_failed_rounds``.
         conclusive: whether two failures with this signature are surely the same error.
         seconds: how long the round lasted.
-        fruitless: how many rounds in a row have been fruitless before this one.
+        failed_rounds: number of consecutive failed rounds before this one
     """
     window = None if terms.restart_window is None else terms.restart_window.total_seconds()
     kept = _remembered(history, failure, window)
     earlier = _same_without_progress(kept, failure) if conclusive else None
     if earlier is not None:
-        return Verdict(restart=False, failures=_merged((*kept, failure)), fruitless=False, why=_same_again(earlier))
+        return Verdict(restart=False, failures=_merged((*kept, failure)), round_failed=False, why=_same_again(earlier))
     in_vain = failure.kind == "peer" and _step(failure) <= max(
         (_step(record) for record in kept if record.kind == "peer"), default=0
     )
     charged = replace(failure, charge=0 if failure.kind == "peer" and (not in_vain or seconds < _CHEAP_SECONDS) else 1)
     failures = _merged((*kept, charged))
-    if in_vain and fruitless + 1 >= terms.rendezvous.timings.fruitless_rounds:
+    if in_vain and failed_rounds + 1 >= terms.rendezvous.timings.max_failed_rounds:
         why = (
-            f"It is the {_nth(fruitless + 1)} round in a row that ended so without progress, and no node was lost and "
+            f"It is the {_nth(failed_rounds + 1)} round in a row that ended so without progress, and no node was lost and "
             f"no worker failed that would explain it; the limit is "
-            f"fruitless_rounds={terms.rendezvous.timings.fruitless_rounds}."
+            f"max_failed_rounds={terms.rendezvous.timings.max_failed_rounds}."
         )
-        return Verdict(restart=False, failures=failures, fruitless=True, why=why)
+        return Verdict(restart=False, failures=failures, round_failed=True, why=why)
     spent = sum(record.charge for record in failures)
     span = "of the run" if window is None else f"within {_span(window)}"
     if charged.charge and spent > terms.max_restarts:
         why = f"It is failure {spent} {span}, and max_restarts={terms.max_restarts} allows {terms.max_restarts}."
-        return Verdict(restart=False, failures=failures, fruitless=in_vain, why=why)
+        return Verdict(restart=False, failures=failures, round_failed=in_vain, why=why)
     if charged.charge:
         why = f"restart {spent} of {terms.max_restarts} {span}"
     else:
         why = "restart without charge: a connection broke, and neither a lost node nor a failed worker explains it"
-    return Verdict(restart=True, failures=failures, fruitless=in_vain, why=why)
+    return Verdict(restart=True, failures=failures, round_failed=in_vain, why=why)
 
 
 def _step(record: FailureRecord) -> int:

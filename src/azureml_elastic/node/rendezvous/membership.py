@@ -1,4 +1,4 @@
-"""A node's membership in a round: its seat, its link to rank 0, and what it hears about the round's end."""
+"""A node's membership in a round: its assignment, its link to rank 0, and what it hears about the round's end."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import TableUnavailable
 from azureml_elastic.node.rendezvous.hub.hub import Hub, HubView
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.runtime import Machine
-from azureml_elastic.node.rendezvous.state.assignment import Seat, Status
+from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
 from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.state.round_codec import newer, pack
 from azureml_elastic.node.rendezvous.state.rows import Rows
-from azureml_elastic.node.rendezvous.table_heartbeat import Witness
+from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 
 __all__ = ["Membership"]
 
@@ -52,10 +52,10 @@ class Membership:
         *,
         rows: Rows,
         hub: Hub,
-        witness: Witness,
+        witness: TableHeartbeat,
         heard: Callable[[Round], bool],
         wake: Callable[[], None],
-        machine: Machine,
+        machine: Runtime,
     ) -> None:
         self._node = node
         self._incarnation = incarnation
@@ -74,32 +74,32 @@ class Membership:
         hub.linked = self._linked
         self.link: Link | None = None
         """The connection to rank 0's hub; none before the first round and after :meth:`drop_link`."""
-        self.seat: Seat | None = None
+        self.assignment: Assignment | None = None
         """The place in the round joined last."""
 
     @property
     def seconds(self) -> float:
-        """How long this node has had its seat, by its own monotonic clock."""
+        """How long this node has had its assignment, by its own monotonic clock."""
         return self._clock() - self._since
 
     def place_in(self, round_: Round) -> int | None:
         """Return the rank of this incarnation in a sealed round, ``None`` if it has none or has been in it before."""
-        already = self.seat is not None and self.seat.round.number >= round_.number
+        already = self.assignment is not None and self.assignment.round.number >= round_.number
         return None if already else round_.rank_of(self._node, self._incarnation)
 
-    def enter(self, round_: Round, rank: int, listener: socket.socket, patience: float | None = None) -> Seat:
-        """Take a seat.
+    def enter(self, round_: Round, rank: int, listener: socket.socket, patience: float | None = None) -> Assignment:
+        """Take an assignment.
 
         Args:
             round_: sealed.
             rank: of this node.
-            listener: for the round's store; the seat has it on rank 0, and is left without it on the others.
+            listener: for the round's store; the assignment has it on rank 0, and is left without it on the others.
             patience: seconds to connect to rank 0's node in; ``None`` for as long as silence is borne.
 
         Raises:
-            OSError: rank 0's node cannot be reached; the seat is taken all the same.
+            OSError: rank 0's node cannot be reached; the assignment is taken all the same.
         """
-        self.seat = seat = Seat(round_, rank, listener if rank == 0 else None)
+        self.assignment = assignment = Assignment(round_, rank, listener if rank == 0 else None)
         self._over, self._since = False, self._clock()
         if rank == 0:
             self._hub.enter(round_)
@@ -120,19 +120,19 @@ class Membership:
         except OSError:
             self._in_vain = round_.number
             raise
-        return seat
+        return assignment
 
     def is_on(self, number: int, node: str) -> bool:
         """Return whether this node is still in the round of this number, and that one, too; for any thread."""
-        link, seat = self.link, self.seat
-        if link is None or seat is None or seat.round.number != number or self._over or link.broken:
+        link, assignment = self.link, self.assignment
+        if link is None or assignment is None or assignment.round.number != number or self._over or link.broken:
             return False
         return node not in link.lost_nodes
 
     def _linked(self, number: int) -> bool | None:
         """Return whether this node has reached rank 0's of this round, ``None`` while that is open; for any thread."""
-        link, seat = self.link, self.seat
-        if seat is None or seat.round.number != number:
+        link, assignment = self.link, self.assignment
+        if assignment is None or assignment.round.number != number:
             return None
         if link is not None:
             return not link.broken
@@ -140,18 +140,18 @@ class Membership:
 
     def status(self) -> Status:
         """Return what is known about the round; reads the table only after a hint that it has moved."""
-        link, seat = self.link, self.seat
-        if link is None or seat is None:
+        link, assignment = self.link, self.assignment
+        if link is None or assignment is None:
             return Status()
-        view = self._hub.view() if seat.rank == 0 else HubView()
+        view = self._hub.view() if assignment.rank == 0 else HubView()
         lost = link.lost_nodes | view.lost
         self._over = self._over or link.broken or self._has_moved()
         if link.broken and not link.stood_still:
-            lost |= {seat.round.members[0].node} - {self._node}
+            lost |= {assignment.round.members[0].node} - {self._node}
         return Status(
             lost=lost - {self._node},
             over=self._over or self._node in lost,
-            waiting=self._newcomers(view) if len(seat.round.members) < self._maximum else frozenset(),
+            waiting=self._newcomers(view) if len(assignment.round.members) < self._maximum else frozenset(),
             all_done=link.all_done,
         )
 
@@ -159,15 +159,15 @@ class Membership:
     def absent(self) -> frozenset[str]:
         """The lost members that have never come to rank 0's node, as its hub says."""
         told = self.link.absent if self.link is not None else frozenset()
-        leads = self.seat is not None and self.seat.rank == 0
+        leads = self.assignment is not None and self.assignment.rank == 0
         return told | self._hub.view().absent if leads else told
 
     def has_heard_of_the_next(self) -> bool:
         """Return whether somebody has told this node that its round is over."""
-        assert self.seat is not None
+        assert self.assignment is not None
         if self.link is not None and self.link.news is not None:
             self._rows.heard(self.link.news)
-        return self._heard(self.seat.round)
+        return self._heard(self.assignment.round)
 
     def newest(self, after: Round) -> Round:
         """Return the version of the round's row that this node was told, if it is newer than this one, or read it."""
@@ -193,10 +193,10 @@ class Membership:
             self.link = None
 
     def leave(self) -> None:
-        """Give the seat up."""
+        """Give the assignment up."""
         self.drop_link()
-        if self.seat is not None and self.seat.listener is not None:
-            self.seat.listener.close()  # nothing where the store has taken it over
+        if self.assignment is not None and self.assignment.listener is not None:
+            self.assignment.listener.close()  # nothing where the store has taken it over
 
     def _newcomers(self, view: HubView) -> frozenset[str]:
         """Return the nodes that wait outside, once they have done so for the debounce."""
@@ -209,7 +209,7 @@ class Membership:
 
     def _has_moved(self) -> bool:
         """Return whether this node was told that the round is over; read the row where that was only a hint."""
-        assert self.seat is not None
+        assert self.assignment is not None
         assert self.link is not None
         if self.has_heard_of_the_next():
             return True
@@ -221,4 +221,4 @@ class Membership:
         except TableUnavailable:
             self.link.changed = True
             return False
-        return current.number != self.seat.round.number or current.state != "sealed"
+        return current.number != self.assignment.round.number or current.state != "sealed"

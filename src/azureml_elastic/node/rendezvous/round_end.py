@@ -14,9 +14,9 @@ from azureml_elastic.node.failures.restart_policy import FailureRecord, aged
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.join.waiting import Lobby
 from azureml_elastic.node.rendezvous.membership import Membership
-from azureml_elastic.node.rendezvous.reachability.reachability import Reach, why_absent
-from azureml_elastic.node.rendezvous.runtime import Machine
-from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, why_absent
+from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import Member, Round, RoundState, reopened
 from azureml_elastic.node.rendezvous.state.rows import Rows
 
@@ -56,11 +56,11 @@ class RoundEnding:
         rows: Rows,
         hub: Hub,
         lobby: Lobby,
-        reach: Reach,
+        reach: Reachability,
         timings: RendezvousTimings,
         whoami: Callable[[], Member],
         woken: threading.Event,
-        machine: Machine,
+        machine: Runtime,
     ) -> None:
         self._membership = membership
         self._rows = rows
@@ -78,33 +78,33 @@ class RoundEnding:
         *,
         lost: frozenset[str] = frozenset(),
         failures: tuple[FailureRecord, ...] = (),
-        fruitless: bool = False,
+        round_failed: bool = False,
     ) -> bool:
         """End the round so that another can form, or the run; see the rendezvous."""
-        seat = self._seat
+        assignment = self._seat
         if self._membership.has_heard_of_the_next():
             return False
         me = self._whoami()
         if not failures and me.node not in lost:
             # Rank 0, or the first survivor after it, writes; the others make sure that someone does.
-            alive = [member for member in seat.round.members if member.node not in lost]
+            alive = [member for member in assignment.round.members if member.node not in lost]
             if self._another_ends_round(alive, me):
                 return False
         if (absent := self._membership.absent & lost) and not failures:
-            fruitless = fruitless or lost == absent
+            round_failed = round_failed or lost == absent
             reason = f"{reason}: {self._why_absent(absent)}"
         next_ = reopened(
-            seat.round,
+            assignment.round,
             reason,
             lost,
             sorted(self._hub.view().waiting),
             failures=failures,
             seconds=self._membership.seconds,
-            fruitless=fruitless,
+            round_failed=round_failed,
         )
-        if next_.fruitless >= self._timings.fruitless_rounds:
+        if next_.failed_rounds >= self._timings.max_failed_rounds:
             message = (
-                f"{next_.fruitless} rounds in a row broke because nodes could not reach each other, the last one "
+                f"{next_.failed_rounds} rounds in a row broke because nodes could not reach each other, the last one "
                 f"because {reason}. {self._reach.advice}"
             )
             return self.close(succeeded=False, exit_code=1, message=message)
@@ -131,9 +131,9 @@ class RoundEnding:
         return self._write(closed)
 
     @property
-    def _seat(self) -> Seat:
-        assert self._membership.seat is not None, "no round was joined yet"
-        return self._membership.seat
+    def _seat(self) -> Assignment:
+        assert self._membership.assignment is not None, "no round was joined yet"
+        return self._membership.assignment
 
     def _another_ends_round(self, alive: list[Member], me: Member) -> bool:
         """Wait for this node's turn among those that are left; return whether another one was faster."""

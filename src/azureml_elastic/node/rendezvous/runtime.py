@@ -1,6 +1,6 @@
 """What the rendezvous uses of the machine that it runs on: time, threads and connections.
 
-Everything in which the rendezvous waits, or notices that time has passed, goes through one :class:`Machine`, so that
+Everything in which the rendezvous waits, or notices that time has passed, goes through one :class:`Runtime`, so that
 the same code also runs on a simulated machine, a thousand of which fit into one process and one second.
 """
 
@@ -19,10 +19,10 @@ from azureml_elastic.ipc import LineClient, LineServer
 from azureml_elastic.ipc.event_loop import OnClose, OnMessage, OnTick
 from azureml_elastic.node.host.ports import Ports
 
-__all__ = ["Machine"]
+__all__ = ["Runtime"]
 
 
-class Machine:
+class Runtime:
     """This machine.
 
     Args:

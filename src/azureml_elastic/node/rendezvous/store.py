@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 
 __all__ = ["open_store"]
 
@@ -24,7 +24,7 @@ _REACH_SECONDS = 3.0
 
 
 def open_store(
-    seat: Seat,
+    assignment: Assignment,
     timeout: timedelta,
     broken: Callable[[], bool],
     unreachable: Callable[[OSError, float], None] = lambda *_: None,
@@ -36,7 +36,7 @@ def open_store(
     has closed would keep it for as long as the timeout; that is noticed beside it.
 
     Args:
-        seat: the place in the sealed round.
+        assignment: the place in the sealed round.
         timeout: for single operations of the store.
         broken: whether the round has broken in the meantime.
         unreachable: called where the store's port cannot be reached, with what was in the way and the seconds that it
@@ -45,10 +45,15 @@ def open_store(
     Returns:
         The store, or ``None`` when the round broke first or the port cannot be reached.
     """
-    host, port = seat.store_address
-    if seat.listener is not None:
+    host, port = assignment.store_address
+    if assignment.listener is not None:
         return TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=seat.listener.detach()
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=assignment.listener.detach(),
         )
     result: list[TCPStore] = []
     failed = threading.Event()

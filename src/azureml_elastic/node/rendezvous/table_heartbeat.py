@@ -13,22 +13,22 @@ from functools import partial
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists
-from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.table import Row, Table
 
-__all__ = ["WITNESS_KEY", "Witness"]
+__all__ = ["TABLE_HEARTBEAT_KEY", "TableHeartbeat"]
 
 _LOG = logging.getLogger(__name__)
 
-WITNESS_KEY = "witness"
+TABLE_HEARTBEAT_KEY = "heartbeat"
 
 
-class Witness:
+class TableHeartbeat:
     """Touches the row while this node leads, and looks at it while it does not.
 
     Args:
         table: opened for the run.
-        timings: ``witness_interval`` between two touches.
+        timings: ``table_heartbeat_interval`` between two touches.
         superseded: called, from the witness's thread, when a newer round has its own witness: this node was given up.
         machine: to run on.
     """
@@ -38,11 +38,11 @@ class Witness:
         table: Table,
         timings: RendezvousTimings,
         superseded: Callable[[], None],
-        machine: Machine | None = None,
+        machine: Runtime | None = None,
     ) -> None:
-        self._machine = machine or Machine()
+        self._machine = machine or Runtime()
         self._table = table
-        self._interval = timings.witness_interval.total_seconds()
+        self._interval = timings.table_heartbeat_interval.total_seconds()
         self._superseded = superseded
         self._stopped = self._machine.event()
         self._thread: threading.Thread | None = None
@@ -81,9 +81,9 @@ class Witness:
             value = {"round": number, "beats": beats}
             try:
                 if etag is None:
-                    etag = self._table.insert(WITNESS_KEY, value)
+                    etag = self._table.insert(TABLE_HEARTBEAT_KEY, value)
                 else:
-                    etag = self._table.replace(WITNESS_KEY, value, etag)
+                    etag = self._table.replace(TABLE_HEARTBEAT_KEY, value, etag)
             except (RowExists, RowChanged):
                 row = self._read()
                 if row is not None and row.value["round"] > number:
@@ -98,6 +98,6 @@ class Witness:
 
     def _read(self) -> Row | None:
         try:
-            return self._table.get(WITNESS_KEY)
+            return self._table.get(TABLE_HEARTBEAT_KEY)
         except ElasticError:
             return None

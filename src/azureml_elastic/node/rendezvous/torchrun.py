@@ -31,8 +31,8 @@ from torch.distributed.elastic.rendezvous import (
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.host.addresses import advertised
-from azureml_elastic.node.rendezvous.handler import Rendezvous
-from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.rendezvous.store import open_store
 from azureml_elastic.node.table import open_table
@@ -46,20 +46,20 @@ BACKEND = "azure-table"
 _STORE_TIMEOUT = timedelta(minutes=5)
 
 
-def enter(rendezvous: Rendezvous) -> tuple[Seat, TCPStore]:
+def enter(rendezvous: Rendezvous) -> tuple[Assignment, TCPStore]:
     """Join the next round and open its store, however many rounds break before that.
 
     Raises:
         RunSucceeded, RunFailed, InterruptedError: see :meth:`Rendezvous.join`.
     """
     while True:
-        seat = rendezvous.join()
-        store = open_store(seat, _STORE_TIMEOUT, lambda: rendezvous.status().broken, rendezvous.store_failed)
+        assignment = rendezvous.join()
+        store = open_store(assignment, _STORE_TIMEOUT, lambda: rendezvous.status().broken, rendezvous.store_failed)
         if store is not None:
-            return seat, store
+            return assignment, store
         status = rendezvous.status()
         if not status.over or status.lost:
-            rendezvous.reopen("the round's store cannot be reached", lost=status.lost, fruitless=not status.lost)
+            rendezvous.reopen("the round's store cannot be reached", lost=status.lost, round_failed=not status.lost)
 
 
 class TableRendezvousHandler(RendezvousHandler):
@@ -95,7 +95,7 @@ class TableRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: the table cannot be used.
         """
         try:
-            seat, store = enter(self._rendezvous)
+            assignment, store = enter(self._rendezvous)
         except RunSucceeded as end:
             self._closed = True
             _LOG.info("%s Nothing is left to do for this node.", end)
@@ -106,8 +106,8 @@ class TableRendezvousHandler(RendezvousHandler):
         except UsageError as error:
             raise RendezvousConnectionError(str(error)) from error
         self._joined = True
-        host, port = seat.store_address
-        return RendezvousInfo(store, seat.rank, len(seat.round.members), RendezvousStoreInfo(host, port))
+        host, port = assignment.store_address
+        return RendezvousInfo(store, assignment.rank, len(assignment.round.members), RendezvousStoreInfo(host, port))
 
     def is_closed(self) -> bool:
         """Return whether this node has seen the run's end."""

@@ -47,7 +47,7 @@ from azureml_elastic.node.diagnostics.health.machine import (
 from azureml_elastic.node.diagnostics.health.network import check_clock, check_hub, check_peers
 from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, Strikes
 from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Member, Round
-from azureml_elastic.node.rendezvous.table_heartbeat import WITNESS_KEY
+from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock
 
@@ -398,7 +398,7 @@ def test_a_hub_that_is_silent_convicts_only_while_the_round_lives(table):
         finding = peers(table)
         assert finding.status == "warn", "no sign of life"
         assert "node-0 at 127.0.0.1" in finding.value
-        table.insert(WITNESS_KEY, {"round": 3, "beats": 1})
+        table.insert(TABLE_HEARTBEAT_KEY, {"round": 3, "beats": 1})
         finding = peers(table)
         assert finding.status == "fail"
         assert "sign of life" in finding.value
@@ -408,7 +408,7 @@ def test_a_hub_that_is_silent_convicts_only_while_the_round_lives(table):
 
 def test_other_members_that_answer_acquit_this_node(local_table, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.diagnostics.health.network._CONNECT_SECONDS", 4.0)
-    local_table.insert(WITNESS_KEY, {"round": 3, "beats": 1})
+    local_table.insert(TABLE_HEARTBEAT_KEY, {"round": 3, "beats": 1})
     with silent() as first, listening() as second:
         seal_round(local_table, first, second)
         finding = peers(local_table)

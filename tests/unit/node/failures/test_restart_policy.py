@@ -21,11 +21,11 @@ KINDS = sorted(WORDS)
 CHARGED = [kind for kind in KINDS if kind != "peer"]
 
 
-def terms(max_restarts: int = 3, window: float | None = HOUR, fruitless: int = 5) -> ElasticDistribution:
+def terms(max_restarts: int = 3, window: float | None = HOUR, max_failed_rounds: int = 5) -> ElasticDistribution:
     return ElasticDistribution(
         max_restarts=max_restarts,
         restart_window=None if window is None else timedelta(seconds=window),
-        rendezvous=TableRendezvous(timings=RendezvousTimings(fruitless_rounds=fruitless)),
+        rendezvous=TableRendezvous(timings=RendezvousTimings(max_failed_rounds=max_failed_rounds)),
     )
 
 
@@ -48,10 +48,12 @@ class Run:
             self.terms,
             conclusive=conclusive,
             seconds=seconds,
-            fruitless=self.round.fruitless,
+            failed_rounds=self.round.failed_rounds,
         )
         if verdict.restart:
-            after = reopened(self.round, "", failures=verdict.failures, seconds=seconds, fruitless=verdict.fruitless)
+            after = reopened(
+                self.round, "", failures=verdict.failures, seconds=seconds, round_failed=verdict.round_failed
+            )
             self._seal(after)
         return verdict
 
@@ -95,16 +97,16 @@ def test_the_log_counts():
 
 @given(
     max_restarts=st.integers(0, 4),
-    fruitless=st.integers(1, 6),
+    max_failed_rounds=st.integers(1, 6),
     window=st.none() | st.floats(1, 1e5),
     highest=st.integers(0, 5),
     data=st.data(),
 )
-def test_a_run_without_progress_ends(max_restarts, fruitless, window, highest, data):
+def test_a_run_without_progress_ends(max_restarts, max_failed_rounds, window, highest, data):
     """However slow its rounds are: a window by age alone would let it die at the same step for ever."""
-    run = Run(terms(max_restarts, window, fruitless))
+    run = Run(terms(max_restarts, window, max_failed_rounds))
     # Each step that was once the furthest may have its own budget, and each budget its broken connections.
-    limit = (highest + 1) * (max_restarts + 2) * fruitless * 2 + 1
+    limit = (highest + 1) * (max_restarts + 2) * max_failed_rounds * 2 + 1
     for _ in range(limit + 1):
         failure = record(
             data.draw(st.sampled_from("abcdef")),
@@ -193,26 +195,26 @@ def test_a_program_that_cannot_be_loaded_needs_no_steps_to_be_given_up():
     assert not run.fails(record(kind="import", step=None), conclusive=True).restart
 
 
-def test_broken_connections_without_progress_are_fruitless_rounds():
-    run = Run(terms(max_restarts=0, fruitless=4))
+def test_broken_connections_without_progress_are_failed_rounds():
+    run = Run(terms(max_restarts=0, max_failed_rounds=4))
     verdicts = [run.fails(record(kind="peer")) for _ in range(4)]
     assert [verdict.restart for verdict in verdicts] == [True, True, True, False]
-    assert all(verdict.fruitless for verdict in verdicts)
+    assert all(verdict.round_failed for verdict in verdicts)
     assert "4th round in a row" in verdicts[-1].why
-    assert "fruitless_rounds=4" in verdicts[-1].why
+    assert "max_failed_rounds=4" in verdicts[-1].why
 
 
 def test_broken_connections_between_which_the_run_got_further_are_free():
-    run = Run(terms(max_restarts=0, fruitless=2))
+    run = Run(terms(max_restarts=0, max_failed_rounds=2))
     for k in range(1, 100):
         verdict = run.fails(record(kind="peer", step=k), 600)
         assert verdict.restart
-        assert not verdict.fruitless
+        assert not verdict.round_failed
 
 
 def test_long_rounds_that_end_with_a_broken_connection_at_the_same_step_are_charged():
     """The watchdog of a collective that hangs takes half an hour: twenty of them are not free."""
-    run = Run(terms(max_restarts=2, fruitless=20))
+    run = Run(terms(max_restarts=2, max_failed_rounds=20))
     verdicts = [run.fails(record(kind="peer", step=7), 1800) for _ in range(4)]
     assert [verdict.restart for verdict in verdicts] == [True, True, True, False]
     assert sum(known.charge for known in verdicts[-1].failures) == 3
@@ -239,7 +241,7 @@ def test_ages_add_up(known, first, second):
 
 @given(st.lists(records, max_size=3 * MAX_RECORDS), records)
 def test_the_row_stays_small_and_no_charge_is_lost(known, failure):
-    verdict = judge(known, failure, terms(10_000, None), conclusive=False, seconds=1.0, fruitless=0)
+    verdict = judge(known, failure, terms(10_000, None), conclusive=False, seconds=1.0, failed_rounds=0)
     assert len(verdict.failures) <= MAX_RECORDS
     charge = 0 if failure.kind == "peer" else 1
     assert sum(one.charge for one in verdict.failures) == sum(one.charge for one in known) + charge

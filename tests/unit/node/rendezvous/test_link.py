@@ -12,12 +12,12 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import LineClient, LineServer, listen
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from tests.support.waiting import until
 
 
-class Later(Machine):
+class Later(Runtime):
     """A machine that can stand still: its time goes on meanwhile."""
 
     def __init__(self) -> None:

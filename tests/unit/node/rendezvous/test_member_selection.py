@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.rendezvous.state.member_selection import chosen, quarantined
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Patience, Round, candidates, complete, seal
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round, SealTimer, candidates, complete, seal
 
 TIMINGS = RendezvousTimings(settle_timeout=10, rejoin_timeout=5, takeover_delay=1)
 
@@ -124,7 +124,7 @@ def test_without_strikes_the_first_in_rank_order_get_the_places(case):
 def test_with_too_few_nodes_nobody_seals_and_with_enough_somebody_does_in_the_end(case):
     round_, rows, limit = case
     clock = Clock()
-    patience = {member.node: Patience(round_, limit, TIMINGS, clock) for member in rows}
+    patience = {member.node: SealTimer(round_, limit, TIMINGS, clock) for member in rows}
     sealers = []
     for _ in range(40):
         sealers += [node for node, one in patience.items() if one.time_to_seal(rows, node)]
@@ -171,7 +171,7 @@ def test_a_quarantined_node_is_not_waited_for():
 def test_a_quarantined_node_does_not_make_up_for_one_that_is_about_to_come():
     clock = Clock()
     round_ = Round(number=3, previous=("a", "b"), expected=("a", "b"))
-    patience = Patience(round_, Limits(2, 2, 2), TIMINGS, clock)
+    patience = SealTimer(round_, Limits(2, 2, 2), TIMINGS, clock)
     rows = [waiting("a"), waiting("b", 0, number=2), waiting("q", 2)]
     assert not patience.time_to_seal(rows, "a")
     assert patience.next_look == pytest.approx(5)

@@ -53,7 +53,7 @@ def seated(nodes: Cluster) -> set[str]:
 
 
 def run_to(nodes: Cluster, members: set[str], limit_s: float) -> float:
-    """Run until exactly these have seats in one and the same round, and return the moment."""
+    """Run until exactly these have assignments in one and the same round, and return the moment."""
 
     def there() -> bool:
         inside = [node for node in nodes.nodes if node.seated]
@@ -139,7 +139,7 @@ def test_one_that_others_cannot_reach_although_it_reaches_them_is_left_out_and_t
 
 def test_below_the_minimum_the_run_fails_after_its_limit_and_says_who_cannot_reach_whom(cluster, caplog):
     caplog.set_level(logging.WARNING)
-    nodes = cluster(3, 3, timings=RendezvousTimings(fruitless_rounds=4))
+    nodes = cluster(3, 3, timings=RendezvousTimings(max_failed_rounds=4))
     cut_off(nodes, 2)
     nodes.run(lambda: bool(nodes.rounds()) and nodes.rounds()[-1].state == "failed", 120.0)
     message = nodes.rounds()[-1].message
@@ -170,7 +170,7 @@ def test_such_a_pair_is_separated_when_the_round_has_failed(cluster):
     nodes.settle(60.0, 4)
     pass_time(nodes, 8.0)
     leader = next(node for node in nodes.nodes if node.rendezvous.leads)
-    leader.break_round(fruitless=True)
+    leader.break_round(round_failed=True)
     run_to(nodes, {name(0), name(1), name(2)}, 60.0)
     nodes.verify()
 
@@ -180,9 +180,9 @@ def test_a_pair_whose_workers_have_met_the_gap_stays_apart_until_it_has_closed(c
     nodes.block(name(2), name(3))
     nodes.settle(60.0, 4)
     pass_time(nodes, 8.0)
-    gap = nodes.nodes[2].rendezvous.take_gap()
+    gap = nodes.nodes[2].rendezvous.take_unreachable_pair()
     assert (gap.node, gap.peer) == (name(2), name(3))
-    nodes.nodes[2].break_round(fruitless=True)
+    nodes.nodes[2].break_round(round_failed=True)
     three = {name(0), name(1), name(2)}
     run_to(nodes, three, 60.0)
     nodes.nodes[0].break_round()

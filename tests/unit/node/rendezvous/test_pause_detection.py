@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.node.rendezvous.hub.pause_detection import Attention
+from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
 
 TICK = 0.5
 
@@ -24,7 +24,7 @@ class Clock:
 @given(st.lists(st.floats(0.0, 5.0), max_size=40), st.floats(0.0, 1.0))
 def test_only_time_away_is_taken_off(gaps, part):
     clock = Clock()
-    attention = Attention(clock, TICK)
+    attention = PauseDetector(clock, TICK)
     moments = [clock.now]
     for gap in gaps:
         clock.now += gap
@@ -38,7 +38,7 @@ def test_only_time_away_is_taken_off(gaps, part):
 
 def test_somebody_silent_is_noticed_on_a_machine_that_is_always_late():
     clock = Clock()
-    attention = Attention(clock, TICK)
+    attention = PauseDetector(clock, TICK)
     since = clock.now
     for _ in range(10_000):
         clock.now += 4 * TICK

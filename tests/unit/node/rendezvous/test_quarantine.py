@@ -11,7 +11,7 @@ import pytest
 from azureml_elastic.config import HealthPolicy, RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import RunSucceeded
 from azureml_elastic.node.failures.host_strikes import Strikes
-from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.rendezvous.state.row_keys import member_key
 from azureml_elastic.node.table import open_table
@@ -23,7 +23,7 @@ TIMINGS = RendezvousTimings(
     heartbeat_timeout=timedelta(seconds=5),
     takeover_delay=timedelta(seconds=0.5),
     rejoin_timeout=timedelta(seconds=1),
-    witness_interval=timedelta(seconds=1),
+    table_heartbeat_interval=timedelta(seconds=1),
 )
 PATIENCE = 60
 
@@ -77,8 +77,8 @@ def cluster(tmp_path):
     made.close()
 
 
-def names(seat):
-    return [member.node for member in seat.round.members]
+def names(assignment):
+    return [member.node for member in assignment.round.members]
 
 
 def waits(cluster, name):
@@ -92,8 +92,8 @@ def test_a_quarantined_node_stays_outside_while_the_minimum_is_there_and_hears_o
     well.announce()  # whoever comes first waits for it
     barred = cluster.join(cluster.node("a-barred", limits, lambda _: 2))
     until(lambda: waits(cluster, "a-barred"))
-    seat = cluster.join(well).result(PATIENCE)
-    assert names(seat) == ["well"]
+    assignment = cluster.join(well).result(PATIENCE)
+    assert names(assignment) == ["well"]
     assert not barred.done()
     until(lambda: well.hub._reception.watchers.get("a-barred") is not None)
     assert well.status().waiting == frozenset(), "no room is made for it"
@@ -118,14 +118,14 @@ def test_a_quarantined_node_makes_room_for_a_node_that_is_well(cluster):
     barred = cluster.node("a-barred", limits, lambda _: 2)
     waiting = cluster.join(barred)
     until(lambda: waits(cluster, "a-barred"))
-    seat = cluster.join(first).result(PATIENCE)
-    assert names(seat) == names(waiting.result(PATIENCE)) == ["first", "a-barred"]
+    assignment = cluster.join(first).result(PATIENCE)
+    assert names(assignment) == names(waiting.result(PATIENCE)) == ["first", "a-barred"]
     coming = cluster.join(second)
     until(lambda: first.hub.view().waiting == {"second"})
     assert first.reopen("joining: second")
-    seats = [cluster.join(first), coming]
+    assignments = [cluster.join(first), coming]
     outside = cluster.join(barred)
-    assert [names(future.result(PATIENCE)) for future in seats] == [["first", "second"]] * 2
+    assert [names(future.result(PATIENCE)) for future in assignments] == [["first", "second"]] * 2
     assert first.close(succeeded=True)
     with pytest.raises(RunSucceeded):
         outside.result(PATIENCE)

@@ -20,14 +20,19 @@ from hypothesis import strategies as st
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.host.ports import Ports
-from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.reachability.probing import peers_to_probe
-from azureml_elastic.node.rendezvous.reachability.quorum_check import Inquiry, rank_0_is_cut_off
-from azureml_elastic.node.rendezvous.reachability.reachability import Reach, is_gap, said, why_absent
-from azureml_elastic.node.rendezvous.runtime import Machine
-from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.reachability.quorum_check import QuorumCheck, rank_0_is_cut_off
+from azureml_elastic.node.rendezvous.reachability.reachability import (
+    Reachability,
+    describe_error,
+    is_unreachable,
+    why_absent,
+)
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
+from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.member_selection import apart, chosen, in_the_way
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.store import open_store
@@ -105,16 +110,16 @@ def test_nodes_of_one_machine_share_a_range_through_many_rounds(tmp_path, free_r
     stores = {}
     seen = {node.hub.port for node in nodes}
 
-    def enter(node: Rendezvous) -> Seat:
-        seat = node.join()
-        stores[node.node] = open_store(seat, timedelta(seconds=20), lambda: False)
-        return seat
+    def enter(node: Rendezvous) -> Assignment:
+        assignment = node.join()
+        stores[node.node] = open_store(assignment, timedelta(seconds=20), lambda: False)
+        return assignment
 
     with ThreadPoolExecutor(2) as pool:
         for number in range(1, 8):
-            seats = list(pool.map(enter, nodes))
-            assert [seat.round.number for seat in seats] == [number] * 2
-            seen |= {seats[0].store_address[1]}
+            assignments = list(pool.map(enter, nodes))
+            assert [assignment.round.number for assignment in assignments] == [number] * 2
+            seen |= {assignments[0].store_address[1]}
             stores["node-0"].set("key", str(number))
             assert stores["node-1"].get("key") == str(number).encode()
             assert nodes[0].reopen("again")
@@ -150,14 +155,14 @@ def test_many_addresses_are_tried_at_once(silent_port):
             *[(HERE, silent_port)] * 100,
         ]
         began = time.monotonic()
-        there, refused, nameless, *silent = Machine().probe(addresses, 0.5)
+        there, refused, nameless, *silent = Runtime().probe(addresses, 0.5)
         took = time.monotonic() - began
     assert there is None
     assert isinstance(refused, ConnectionRefusedError)
     assert isinstance(nameless, OSError)
     assert all(isinstance(error, TimeoutError) for error in silent)
     assert took < 30
-    assert [is_gap(error) for error in (refused, silent[0], nameless)] == [False, True, True]
+    assert [is_unreachable(error) for error in (refused, silent[0], nameless)] == [False, True, True]
 
 
 def test_a_connection_that_has_come_about_counts_however_late_it_is_looked_at(monkeypatch):
@@ -171,7 +176,7 @@ def test_a_connection_that_has_come_about_counts_however_late_it_is_looked_at(mo
 
         monkeypatch.setattr(socket, "getaddrinfo", look_up_late)
         port = listening.getsockname()[1]
-        assert Machine().probe([(HERE, port), ("late", port)], 0.0)[0] is None
+        assert Runtime().probe([(HERE, port), ("late", port)], 0.0)[0] is None
 
 
 def test_the_time_to_connect_begins_when_the_names_are_known(monkeypatch):
@@ -195,13 +200,13 @@ def test_the_time_to_connect_begins_when_the_names_are_known(monkeypatch):
         monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
         later = SimpleNamespace(monotonic=lambda: clock() + ahead)
         monkeypatch.setattr("azureml_elastic.node.rendezvous.runtime.time", later)
-        assert Machine().probe([listener.getsockname()], 30) == [None]
+        assert Runtime().probe([listener.getsockname()], 30) == [None]
 
 
 def test_what_happened_is_said_in_words():
-    assert said(TimeoutError("x"), 5.0) == "connection timed out after 5 s"
-    assert said(OSError(113, "No route to host"), 5.0) == "No route to host"
-    assert said(socket.gaierror(-2, "Name or service not known"), 5.0).startswith("its name has no address")
+    assert describe_error(TimeoutError("x"), 5.0) == "connection timed out after 5 s"
+    assert describe_error(OSError(113, "No route to host"), 5.0) == "No route to host"
+    assert describe_error(socket.gaierror(-2, "Name or service not known"), 5.0).startswith("its name has no address")
 
 
 def test_a_store_behind_a_firewall_is_given_up_in_seconds(silent_port):
@@ -215,7 +220,7 @@ def test_a_store_behind_a_firewall_is_given_up_in_seconds(silent_port):
     told = []
     began = time.monotonic()
     store = open_store(
-        Seat(round_, 1, None), timedelta(seconds=60), lambda: False, lambda *failure: told.append(failure)
+        Assignment(round_, 1, None), timedelta(seconds=60), lambda: False, lambda *failure: told.append(failure)
     )
     assert store is None
     ((error, seconds),) = told
@@ -229,7 +234,7 @@ def test_a_store_behind_a_firewall_is_given_up_in_seconds(silent_port):
 
 def test_a_gap_is_told_once_with_both_names_and_what_to_do(caplog):
     now, reports = [100.0], []
-    reach = Reach("node-x", "10.0.0.4", lambda: now[0], (29400, 29500), reports.append)
+    reach = Reachability("node-x", "10.0.0.4", lambda: now[0], (29400, 29500), reports.append)
     peer = Member("node-y", "y", host="10.0.0.5", hub_port=29401)
     gap = reach.failed(peer, "rank 0 of round 3", TimeoutError(), 5.0)
     (told,) = caplog.messages
@@ -254,7 +259,7 @@ def test_a_gap_is_told_once_with_both_names_and_what_to_do(caplog):
 
 
 def test_a_gap_between_members_counts_only_when_the_round_has_failed():
-    reach = Reach("node-x", "10.0.0.4", time.monotonic)
+    reach = Reachability("node-x", "10.0.0.4", time.monotonic)
     me = member("x")
     reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="mesh")
     assert reach.marked(me) is me
@@ -266,7 +271,7 @@ def test_a_gap_between_members_counts_only_when_the_round_has_failed():
 
 
 def test_a_gap_that_workers_have_met_counts_until_it_has_closed():
-    reach = Reach("node-x", "10.0.0.4", time.monotonic)
+    reach = Reachability("node-x", "10.0.0.4", time.monotonic)
     reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
     reach.reached("i-a", "hub")
     reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
@@ -300,7 +305,7 @@ def test_a_node_that_was_quicker_than_the_hub_is_told_all_the_same_who_cannot_re
 
 
 def test_addresses_of_version_6_are_put_into_brackets(caplog):
-    reach = Reach("x", "fd00::1", time.monotonic)
+    reach = Reachability("x", "fd00::1", time.monotonic)
     reach.failed(Member("y", "y", host="fd00::2", hub_port=29401), "rank 0", TimeoutError(), 3.0)
     assert "x (fd00::1) cannot reach y ([fd00::2]:29401), rank 0" in caplog.text
     assert "open all TCP ports between them" in caplog.text
@@ -339,13 +344,13 @@ def test_the_others_say_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
     table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
     nodes = [Rendezvous(table, f"node-{k}", HERE, 1, Limits(4, 4), RendezvousTimings()) for k in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        seat, *_ = pool.map(Rendezvous.join, nodes)
-    inquiry = Inquiry(Machine(), "node-1")
-    assert inquiry.ask(seat.round) == [True, True]
+        assignment, *_ = pool.map(Rendezvous.join, nodes)
+    inquiry = QuorumCheck(Runtime(), "node-1")
+    assert inquiry.ask(assignment.round) == [True, True]
     nodes[3].shutdown()
     nodes[0].hub.close()
     limit = time.monotonic() + 60
-    while inquiry.ask(seat.round) != [False, None]:
+    while inquiry.ask(assignment.round) != [False, None]:
         assert time.monotonic() < limit
     for node in nodes:
         node.shutdown()

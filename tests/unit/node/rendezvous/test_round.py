@@ -14,8 +14,8 @@ from azureml_elastic.node.failures.restart_policy import FailureRecord
 from azureml_elastic.node.rendezvous.state.round import (
     Limits,
     Member,
-    Patience,
     Round,
+    SealTimer,
     candidates,
     complete,
     global_ranks,
@@ -95,19 +95,19 @@ def test_fields_of_later_releases_are_ignored():
     assert Member.from_value({**waiting("a").to_value(), "colour": "red"}) == waiting("a")
 
 
-def decide(patience: Patience, rows: list[Member], me: str) -> bool:
+def decide(patience: SealTimer, rows: list[Member], me: str) -> bool:
     return patience.time_to_seal(rows, me)
 
 
 def test_the_minimum_starts_at_once():
-    patience = Patience(Round(), Limits(2, 8), TIMINGS, Clock())
+    patience = SealTimer(Round(), Limits(2, 8), TIMINGS, Clock())
     assert not decide(patience, [waiting("a")], "a")
     assert decide(patience, [waiting("a"), waiting("b")], "a")
 
 
 def test_the_first_round_waits_for_nodes_that_still_import_but_not_for_ever():
     clock = Clock()
-    patience = Patience(Round(), Limits(1, 8), TIMINGS, clock)
+    patience = SealTimer(Round(), Limits(1, 8), TIMINGS, clock)
     rows = [waiting("a"), Member("b", "i", state="starting")]
     assert not decide(patience, rows, "a")
     assert patience.next_look == pytest.approx(10)
@@ -118,14 +118,14 @@ def test_the_first_round_waits_for_nodes_that_still_import_but_not_for_ever():
 
 
 def test_the_maximum_waits_for_nobody():
-    patience = Patience(Round(), Limits(1, 1), TIMINGS, Clock())
+    patience = SealTimer(Round(), Limits(1, 1), TIMINGS, Clock())
     assert decide(patience, [waiting("a"), Member("b", "i", state="starting")], "a")
 
 
 def test_a_reopened_round_waits_for_the_survivors():
     clock = Clock()
     round_ = Round(number=2, previous=("a", "b"), expected=("a", "b"))
-    patience = Patience(round_, Limits(1, 3), TIMINGS, clock)
+    patience = SealTimer(round_, Limits(1, 3), TIMINGS, clock)
     assert not decide(patience, [waiting("a", 2), waiting("b", 1)], "a")
     clock.now += 5
     assert decide(patience, [waiting("a", 2), waiting("b", 1)], "a")
@@ -140,7 +140,7 @@ def test_a_survivor_that_has_left_is_not_waited_for():
 def test_the_next_in_line_seals_when_the_first_does_not():
     clock = Clock()
     rows = [waiting("a"), waiting("b"), waiting("c")]
-    second, third = (Patience(Round(), Limits(1, 3), TIMINGS, clock) for _ in range(2))
+    second, third = (SealTimer(Round(), Limits(1, 3), TIMINGS, clock) for _ in range(2))
     assert not decide(second, rows, "b")
     assert not decide(third, rows, "c")
     clock.now += 1
@@ -151,4 +151,4 @@ def test_the_next_in_line_seals_when_the_first_does_not():
 
 
 def test_who_is_not_in_the_round_does_not_seal_it():
-    assert not decide(Patience(Round(), Limits(1, 3), TIMINGS, Clock()), [waiting("a")], "b")
+    assert not decide(SealTimer(Round(), Limits(1, 3), TIMINGS, Clock()), [waiting("a")], "b")

@@ -12,7 +12,7 @@ import pytest
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, TableUnavailable, ValueTooLarge
 from azureml_elastic.ipc.line_codec import MAX_LINE, encode
-from azureml_elastic.node.rendezvous.handler import Rendezvous
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Limits, Member, Round, reopened
 from azureml_elastic.node.rendezvous.state.round_codec import newer, pack, unpack
 from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, is_landmark, member_key, node_of

@@ -15,7 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from azureml_elastic.node.diagnostics.health.findings import Finding
 from azureml_elastic.node.host.addresses import place
-from azureml_elastic.node.rendezvous.reachability.reachability import said
+from azureml_elastic.node.rendezvous.reachability.reachability import describe_error
 
 __all__ = ["check_host", "check_peer"]
 
@@ -74,7 +74,7 @@ def check_peer(host: str, port: int) -> Finding:
             "Nodes in different clusters need one virtual network; open the ports of port_range= between them, or set "
             "advertise= to the interface by which they reach each other (docs/network.md)."
         )
-        return Finding(name, "fail", said(error, _SECONDS), "", advice)
+        return Finding(name, "fail", describe_error(error, _SECONDS), "", advice)
     return Finding(name, "ok", f"accepts a connection after {_ms(began)}")
 
 
@@ -126,7 +126,7 @@ def _context(environ: Mapping[str, str]) -> ssl.SSLContext:
 def _said(error: OSError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
-    return said(error, _SECONDS)
+    return describe_error(error, _SECONDS)
 
 
 def _advice(error: OSError, host: str, port: int, *, proxied: bool) -> str:

@@ -10,7 +10,7 @@ from azureml_elastic.config import HealthPolicy
 from azureml_elastic.config.environment import LOCAL_ADDRESS
 from azureml_elastic.node.diagnostics.health.findings import Finding, HealthCheck, Probe, Status
 from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Member, Round
-from azureml_elastic.node.rendezvous.table_heartbeat import WITNESS_KEY
+from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.server_time import ServerClock
 
@@ -65,7 +65,7 @@ def check_hub(host: str, port: int) -> Finding:
     return Finding(name, "warn", f"{said}; it accepts on the loopback address", limit, _ADVICE)
 
 
-def check_peers(table: Table, clock: ServerClock, node: str, witness_interval: timedelta) -> Finding:
+def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_interval: timedelta) -> Finding:
     """Connect to members of the running round, if there is one.
 
     Only a round that is known to be alive can convict this node. That is told by the server's times alone: of the
@@ -75,7 +75,7 @@ def check_peers(table: Table, clock: ServerClock, node: str, witness_interval: t
         table: opened for the run.
         clock: tells the server's time.
         node: this node's name.
-        witness_interval: between two signs of life of rank 0's node.
+        table_heartbeat_interval: between two signs of life of rank 0's node.
 
     Raises:
         TableError, UsageError: the table cannot be asked.
@@ -92,9 +92,9 @@ def check_peers(table: Table, clock: ServerClock, node: str, witness_interval: t
         return Finding(name, "ok", str(first), limit)
     if any(finding.status == "ok" for finding in others):
         return Finding(name, "warn", f"{first}; but other members can be reached", limit, _ADVICE)
-    witness = table.get(WITNESS_KEY)
+    witness = table.get(TABLE_HEARTBEAT_KEY)
     age = clock.now() - witness.timestamp if witness is not None else timedelta.max
-    if age < _ALIVE_INTERVALS * witness_interval:
+    if age < _ALIVE_INTERVALS * table_heartbeat_interval:
         value = f"{first}; round {round_.number} gave a sign of life {age.total_seconds():.0f} s ago"
         return Finding(name, "fail", value, limit, _ADVICE)
     return Finding(name, "warn", f"{first}; round {round_.number} may have ended", limit, _ADVICE)

@@ -51,7 +51,7 @@ def node_probes(
     gpus: int = 0,
     table: Table | None = None,
     clock: ServerClock | None = None,
-    witness_interval: timedelta = timedelta(seconds=5),
+    table_heartbeat_interval: timedelta = timedelta(seconds=5),
     hub: tuple[str, int] | None = None,
     strikes: Strikes | None = None,
 ) -> list[Probe]:
@@ -66,7 +66,7 @@ def node_probes(
         gpus: that the driver lists.
         table: of the run; without it neither the clock nor the peers are looked at.
         clock: tells the time of the table's server.
-        witness_interval: between two signs of life of a running round.
+        table_heartbeat_interval: between two signs of life of a running round.
         hub: host and port at which the other nodes reach this one.
         strikes: against this node's host, read now so that asking for a place need not wait for them.
     """
@@ -94,7 +94,7 @@ def node_probes(
         if policy.clock_skew is not None:
             add("clock", partial(check_clock, clock, policy), quick, "warn", advice)
         if policy.peers:
-            add("peers", partial(check_peers, table, clock, node, witness_interval), quick, "warn", advice)
+            add("peers", partial(check_peers, table, clock, node, table_heartbeat_interval), quick, "warn", advice)
     if strikes is not None and policy.strike_decay:
         add("strikes", partial(_check_strikes, strikes, policy.quarantine_strikes), quick, "warn", "")
     if policy.gpu_timeout is not None and gpus:

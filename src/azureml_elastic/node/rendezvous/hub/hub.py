@@ -33,10 +33,10 @@ from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Connection
-from azureml_elastic.node.rendezvous.hub.pause_detection import Attention
-from azureml_elastic.node.rendezvous.hub.reception import Reception
+from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
+from azureml_elastic.node.rendezvous.hub.state import HubState
 from azureml_elastic.node.rendezvous.hub.watchers import HubView, Watcher
-from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import pack, unpack
 
@@ -66,17 +66,17 @@ class Hub:
         timings: RendezvousTimings,
         wake: Callable[[], None],
         incarnation: str = "",
-        machine: Machine | None = None,
+        machine: Runtime | None = None,
         bar: int | None = None,
     ) -> None:
-        machine = machine or Machine()
+        machine = machine or Runtime()
         self._timings = timings
         self._wake = wake
         self._incarnation = incarnation
         self._bar = bar
         self._clock = machine.clock
         self._lock = threading.Lock()
-        self._reception = Reception(machine.clock)
+        self._reception = HubState(machine.clock)
         self._hint = False
         self._round: Round | None = None
         self._entered = 0.0
@@ -90,7 +90,7 @@ class Hub:
         listener = machine.listen(host, 4096)
         self.port: int = listener.getsockname()[1]
         tick = timings.heartbeat_interval.total_seconds() / 2
-        self._attention = Attention(machine.clock, tick)
+        self._attention = PauseDetector(machine.clock, tick)
         with self._lock:  # on a busy machine it may tick before it is known here
             self._server = machine.serve(listener, self._on_message, self._on_close, self._on_tick, tick)
 
@@ -121,10 +121,10 @@ class Hub:
         """The newest version of the round's row that this hub has told or was told, ``None`` before the first."""
         return self._reception.newest
 
-    def stands_first(self) -> bool:
+    def should_seal(self) -> bool:
         """Return whether this node is one of those that should look after the open round, as far as this hub knows."""
         with self._lock:
-            return self._reception.stands_first()
+            return self._reception.should_seal()
 
     def take_hint(self) -> bool:
         """Return, once, whether a member knows of a sealed round that this hub was never told: read the row."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Connection, LineClient
-from azureml_elastic.node.rendezvous.hub.pause_detection import Attention
-from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.state.round_codec import newer, unpack
 
@@ -47,17 +47,17 @@ class Link:
         greeting: Mapping[str, Any],
         timings: RendezvousTimings,
         wake: Callable[[], None],
-        machine: Machine | None = None,
+        machine: Runtime | None = None,
         patience: float | None = None,
     ) -> None:
-        machine = machine or Machine()
+        machine = machine or Runtime()
         self.address = address
         self._wake = wake
         self._clock = machine.clock
         self._lock = threading.Lock()
         tick, timeout = (span.total_seconds() for span in (timings.heartbeat_interval / 2, timings.heartbeat_timeout))
         self._timeout = timeout
-        self._attention = Attention(self._clock, tick)
+        self._attention = PauseDetector(self._clock, tick)
         self._last_heard = self._clock()
         self._lost_nodes: set[str] = set()
         self._absent: set[str] = set()

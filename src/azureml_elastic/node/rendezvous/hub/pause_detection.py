@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 
-__all__ = ["Attention"]
+__all__ = ["PauseDetector"]
 
 _PAUSES = 1000
 """Remembered at least; one a second would be a machine that cannot train anyhow."""
 
 
-class Attention:
+class PauseDetector:
     """The times in which this process did not run: paused, swapped out, or one of too many on its machine.
 
     What arrives in such a time may be read only after the clock has been looked at. Whoever judges silence by the clock

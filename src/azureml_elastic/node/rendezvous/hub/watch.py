@@ -8,8 +8,8 @@ from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.reachability.reachability import Reach, is_gap
-from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, is_unreachable
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 __all__ = ["Watch"]
@@ -34,7 +34,9 @@ class Watch:
         member: whose hub it is.
     """
 
-    def __init__(self, reach: Reach, timings: RendezvousTimings, wake: Callable[[], None], machine: Machine) -> None:
+    def __init__(
+        self, reach: Reachability, timings: RendezvousTimings, wake: Callable[[], None], machine: Runtime
+    ) -> None:
         self._reach = reach
         self._timings = timings
         self._wake = wake
@@ -72,7 +74,7 @@ class Watch:
             address = (member.host, member.hub_port)
             self.link = Link(address, greeting, self._timings, self._wake, self._machine, seconds)
         except OSError as error:
-            if patience is None and is_gap(error):
+            if patience is None and is_unreachable(error):
                 self._reach.failed(member, purpose, error, seconds)
             else:
                 _LOG.info("The hub of %s cannot be reached: %s", member.node, error)

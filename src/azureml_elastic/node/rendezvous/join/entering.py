@@ -15,14 +15,14 @@ from dataclasses import replace
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.host.addresses import place
 from azureml_elastic.node.rendezvous.membership import Membership
-from azureml_elastic.node.rendezvous.reachability.quorum_check import Inquiry, rank_0_is_cut_off
-from azureml_elastic.node.rendezvous.reachability.reachability import Gap, Reach, is_gap
-from azureml_elastic.node.rendezvous.runtime import Machine
-from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.reachability.quorum_check import QuorumCheck, rank_0_is_cut_off
+from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
+from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import newer
 from azureml_elastic.node.rendezvous.state.rows import Rows
-from azureml_elastic.node.rendezvous.table_heartbeat import Witness
+from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 
 __all__ = ["Entrance"]
 
@@ -56,12 +56,12 @@ class Entrance:
         *,
         membership: Membership,
         rows: Rows,
-        witness: Witness,
-        reach: Reach,
+        witness: TableHeartbeat,
+        reach: Reachability,
         timings: RendezvousTimings,
         rest: Callable[[float], None],
         whoami: Callable[[], Member],
-        machine: Machine,
+        machine: Runtime,
     ) -> None:
         self._node = node
         self._membership = membership
@@ -72,10 +72,10 @@ class Entrance:
         self._rest = rest
         self._whoami = whoami
         self._clock = machine.clock
-        self._inquiry = Inquiry(machine, node)
+        self._inquiry = QuorumCheck(machine, node)
 
-    def enter(self, round_: Round, rank: int, listener: socket.socket) -> Seat | str | None:
-        """Take a seat.
+    def enter(self, round_: Round, rank: int, listener: socket.socket) -> Assignment | str | None:
+        """Take an assignment.
 
         Args:
             round_: sealed.
@@ -83,13 +83,13 @@ class Entrance:
             listener: for the round's store.
 
         Returns:
-            The seat; or why the round must go on without rank 0's node; or ``None`` where it has moved meanwhile.
+            The assignment; or why the round must go on without rank 0's node; or ``None`` where it has moved meanwhile.
         """
         first = round_.members[0]
         try:
             return self._membership.enter(round_, rank, listener)
         except OSError as error:
-            if not is_gap(error):
+            if not is_unreachable(error):
                 _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
                 return f"{self._node} cannot reach {first.node} at {place(first.host, first.hub_port)}: {error}"
             seconds = self._timings.heartbeat_timeout.total_seconds()
@@ -99,7 +99,9 @@ class Entrance:
             return str(gap)
         return self._keep_trying(round_, rank, listener, gap)
 
-    def _keep_trying(self, round_: Round, rank: int, listener: socket.socket, gap: Gap) -> Seat | str | None:
+    def _keep_trying(
+        self, round_: Round, rank: int, listener: socket.socket, gap: UnreachablePair
+    ) -> Assignment | str | None:
         first = round_.members[0]
         _LOG.warning("Round %d may go on without this node, which keeps trying to get in.", round_.number)
         self._rows.write_member(
@@ -114,17 +116,17 @@ class Entrance:
             if self._membership.has_heard_of_the_next() or newer(self._rows.read_round(), round_):
                 return None
             try:
-                seat = self._membership.enter(round_, rank, listener, _BRIEF_SECONDS)
+                assignment = self._membership.enter(round_, rank, listener, _BRIEF_SECONDS)
             except OSError as error:
-                if not is_gap(error):
+                if not is_unreachable(error):
                     return f"{self._node} cannot reach {first.node} at {place(first.host, first.hub_port)}: {error}"
             else:
                 self._reach.reached(first.incarnation, "hub")
                 # Nobody waits for a node that has left; this one has come after all.
                 self._rows.write_member(replace(self._whoami(), round=round_.number))
-                return seat
+                return assignment
             seen = self._witness.look()
             if seen != sign:
                 sign, since = seen, self._clock()
-            elif self._clock() - since > 2 * self._timings.witness_interval.total_seconds():
+            elif self._clock() - since > 2 * self._timings.table_heartbeat_interval.total_seconds():
                 return str(gap)

@@ -11,7 +11,7 @@ from typing import Any
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round, candidates
 from azureml_elastic.node.rendezvous.state.row_keys import is_landmark
 
-__all__ = ["Desks", "Pace", "in_time"]
+__all__ = ["MeetingPoints", "ReadSchedule", "in_time"]
 
 _POLL_SECONDS = (0.1, 2.0)
 """The first and the longest pause between two looks of a node that looks after the round."""
@@ -29,7 +29,7 @@ _MOST_UNREACHABLE = 2
 """How many machines that do not answer a node dials before it goes without a desk."""
 
 
-class Desks:
+class MeetingPoints:
     """The hubs that one node knows of, in the order in which it would take them for its desk.
 
     In the first round those are landmarks first, then others, by name; and a node that still imports will do, because
@@ -132,7 +132,7 @@ class Desks:
         return member.incarnation in self._shunned
 
 
-class Pace:
+class ReadSchedule:
     """When one node that waits for an open round looks at the rows, by its own monotonic clock.
 
     Args:

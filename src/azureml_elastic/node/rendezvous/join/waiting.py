@@ -18,14 +18,14 @@ from azureml_elastic.errors import TableUnavailable, ValueTooLarge
 from azureml_elastic.node.host.addresses import place
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.watch import Watch
-from azureml_elastic.node.rendezvous.join.meeting_point import Desks, Pace, in_time
-from azureml_elastic.node.rendezvous.reachability.reachability import Reach
-from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints, ReadSchedule, in_time
+from azureml_elastic.node.rendezvous.reachability.reachability import Reachability
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.member_selection import in_the_way
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Patience, Round, candidates, reopened, seal
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round, SealTimer, candidates, reopened, seal
 from azureml_elastic.node.rendezvous.state.round_codec import newer, pack
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
-from azureml_elastic.node.rendezvous.table_heartbeat import Witness
+from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 
 __all__ = ["Lobby"]
 
@@ -60,15 +60,15 @@ class Lobby:
         self,
         rows: Rows,
         hub: Hub,
-        witness: Witness,
+        witness: TableHeartbeat,
         limits: Limits,
         timings: RendezvousTimings,
         sleep: Callable[[float], bool],
         wake: Callable[[], None],
-        reach: Reach,
-        machine: Machine | None = None,
+        reach: Reachability,
+        machine: Runtime | None = None,
     ) -> None:
-        self._machine = machine or Machine()
+        self._machine = machine or Runtime()
         self._reach = reach
         self._rows = rows
         self._hub = hub
@@ -92,9 +92,9 @@ class Lobby:
         written = (round_.number == 1 or self._rows.said_left) and self._ask(round_, me)
         write_at = self._clock() + _WORD_SECONDS
         self._hub.stand(round_, me)
-        desks = Desks(round_, me, known)
-        patience = Patience(round_, self._limits, self._timings, self._clock)
-        pace = Pace(self._clock())
+        desks = MeetingPoints(round_, me, known)
+        patience = SealTimer(round_, self._limits, self._timings, self._clock)
+        pace = ReadSchedule(self._clock())
         rows: dict[str, Member] = {}
         while (news := self._news(round_)) is None:
             pace.lead(self._meet(desks, round_, me, pace), self._clock())
@@ -162,7 +162,7 @@ class Lobby:
                     seen = self._witness.look()
                     if since is None or seen != sign:
                         sign, since = seen, self._clock()
-                    elif self._clock() - since > 2 * self._timings.witness_interval.total_seconds():
+                    elif self._clock() - since > 2 * self._timings.table_heartbeat_interval.total_seconds():
                         return self._give_up(round_, me)
                     pause = min(longest, pause * 1.5)
                 look_at = self._clock() + (_TOLD_SECONDS if told else pause)
@@ -193,14 +193,14 @@ class Lobby:
         """Write that this node wants a place, unless it hears meanwhile that the round has moved."""
         return self._rows.write_member(me, lambda: self._news(round_) is not None)
 
-    def _present(self, rows: Mapping[str, Member], desks: Desks, me: Member) -> list[Member]:
+    def _present(self, rows: Mapping[str, Member], desks: MeetingPoints, me: Member) -> list[Member]:
         """Return all nodes: as their rows say or, newer than those, as they say at this node's hub."""
         left = {row.incarnation for row in rows.values() if row.state == "left"}
         known = {node: replace(row, state="left") if desks.gone(row) else row for node, row in rows.items()}
         here = {member.node: member for member in (*self._hub.candidates(), me) if member.incarnation not in left}
         return [*{**known, **here}.values()]
 
-    def _meet(self, desks: Desks, round_: Round, me: Member, pace: Pace) -> bool:
+    def _meet(self, desks: MeetingPoints, round_: Round, me: Member, pace: ReadSchedule) -> bool:
         """Watch the desk that this node would take now; return whether this node looks after the round."""
         if self._watch.link is not None and self._watch.member is not None and self._watch.link.broken:
             if desks.broke(self._watch.member, heard=self._watch.link.heard):
@@ -223,7 +223,7 @@ class Lobby:
         if link is not None and link.called:
             link.called = False
             pace.called()
-        return link is None or link.place is not None or (desks.first and self._hub.stands_first())
+        return link is None or link.place is not None or (desks.first and self._hub.should_seal())
 
     def _look(self) -> tuple[Round, Roster] | None:
         """Read all rows; ``None`` while the table is away, because the hubs may tell what it does not."""

@@ -17,11 +17,11 @@ from functools import partial
 from typing import Any
 
 from azureml_elastic.ipc import Connection
-from azureml_elastic.node.rendezvous.reachability.reachability import Reach, Way, is_gap
-from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, Way, is_unreachable
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
-__all__ = ["DataPort", "Probing", "peers_to_probe"]
+__all__ = ["DataPort", "PeerProber", "peers_to_probe"]
 
 _AFTER_SECONDS = 1.0
 """Since the round began: workers are being started then."""
@@ -72,7 +72,7 @@ class DataPort:
         interface: the address to listen on.
     """
 
-    def __init__(self, machine: Machine, interface: str) -> None:
+    def __init__(self, machine: Runtime, interface: str) -> None:
         listener = machine.listen_as_workers_do(interface)
         self.number: int = listener.getsockname()[1]
         self._server = machine.serve(listener, _hang_up, _nothing, _nothing, _IDLE_SECONDS)
@@ -82,7 +82,7 @@ class DataPort:
         self._server.close()
 
 
-class Probing:
+class PeerProber:
     """This node's probes. :meth:`tick` is for one thread; what it starts runs on another.
 
     Args:
@@ -96,8 +96,8 @@ class Probing:
 
     def __init__(
         self,
-        machine: Machine,
-        reach: Reach,
+        machine: Runtime,
+        reach: Reachability,
         is_on: Callable[[int, str], bool],
         tell: Callable[[Mapping[str, Any]], None],
         wake: Callable[[], None],
@@ -166,8 +166,8 @@ class Probing:
         for _ in range(_TRIES):
             found = self._machine.probe([(peer.host, port) for peer, _, port in left], _PROBE_SECONDS)
             closed = [(each, error) for each, error in zip(left, found, strict=True) if error is not None]
-            errors = {(peer.incarnation, way): error for (peer, way, _), error in closed if is_gap(error)}
-            left = [each for each, error in closed if is_gap(error)]
+            errors = {(peer.incarnation, way): error for (peer, way, _), error in closed if is_unreachable(error)}
+            left = [each for each, error in closed if is_unreachable(error)]
             if not left:
                 break
         self._reached.update(peer.incarnation for peer in peers if not errors.keys() & _ways(peer))
@@ -186,7 +186,7 @@ class Probing:
         """Try once more to close gaps."""
         errors = self._machine.probe([address for _, address in due], _PROBE_SECONDS)
         for ((incarnation, way), _), error in zip(due, errors, strict=True):
-            if error is None or not is_gap(error):
+            if error is None or not is_unreachable(error):
                 self._closed(incarnation, way)
 
     def _closed(self, incarnation: str, way: Way) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
-__all__ = ["Inquiry", "rank_0_is_cut_off"]
+__all__ = ["QuorumCheck", "rank_0_is_cut_off"]
 
 _MOST = 8
 """How many others are asked."""
@@ -34,7 +34,7 @@ def rank_0_is_cut_off(answers: Sequence[bool | None]) -> bool | None:
     return False if True in answers else None
 
 
-class Inquiry:
+class QuorumCheck:
     """Asks the hubs of other members.
 
     Args:
@@ -42,7 +42,7 @@ class Inquiry:
         node: this node's name.
     """
 
-    def __init__(self, machine: Machine, node: str) -> None:
+    def __init__(self, machine: Runtime, node: str) -> None:
         self._machine = machine
         self._node = node
 

@@ -18,7 +18,7 @@ from typing import Literal
 from azureml_elastic.node.host.addresses import place
 from azureml_elastic.node.rendezvous.state.round import Member
 
-__all__ = ["Gap", "Reach", "Way", "is_gap", "said", "why_absent"]
+__all__ = ["Reachability", "UnreachablePair", "Way", "describe_error", "is_unreachable", "why_absent"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _NOT_IN_THE_WAY = (ConnectionRefusedError, ConnectionResetError, ConnectionAbort
 
 
 @dataclass(frozen=True)
-class Gap:
+class UnreachablePair:
     """A node that cannot be reached from another one.
 
     Args:
@@ -72,12 +72,12 @@ class Gap:
         return f"{self.node} ({self.host}) cannot reach {self.peer} ({self.address}), {self.purpose}: {self.error}"
 
 
-def is_gap(error: OSError) -> bool:
+def is_unreachable(error: OSError) -> bool:
     """Return whether an error says that a machine cannot be reached, and not that it refuses."""
     return not isinstance(error, _NOT_IN_THE_WAY)
 
 
-def said(error: OSError, seconds: float) -> str:
+def describe_error(error: OSError, seconds: float) -> str:
     """Return what happened to a connection, in words.
 
     Args:
@@ -91,7 +91,7 @@ def said(error: OSError, seconds: float) -> str:
     return error.strerror or str(error)
 
 
-class Reach:
+class Reachability:
     """The gaps between this node and others. Thread-safe.
 
     Args:
@@ -108,14 +108,14 @@ class Reach:
         host: str,
         clock: Callable[[], float],
         ports: tuple[int, int] | None = None,
-        report: Callable[[Gap], None] = lambda _: None,
+        report: Callable[[UnreachablePair], None] = lambda _: None,
     ) -> None:
         self._node = node
         self._host = host
         self._clock = clock
         self._report = report
         self._lock = threading.Lock()
-        self._gaps: dict[tuple[str, Way], Gap] = {}
+        self._gaps: dict[tuple[str, Way], UnreachablePair] = {}
         self._told: dict[tuple[str, Way], float] = {}
         self._proven: set[tuple[str, Way]] = set()
         self.in_doubt = False
@@ -133,19 +133,21 @@ class Reach:
 
     def failed(
         self, peer: Member, purpose: str, error: OSError, seconds: float, *, way: Way = "hub", port: int | None = None
-    ) -> Gap:
+    ) -> UnreachablePair:
         """Take note of a gap, and tell it unless that was done a while ago.
 
         Args:
             peer: that cannot be reached.
             purpose: what it is to this node, in words.
-            error: for which :func:`is_gap` is true.
+            error: for which :func:`is_unreachable` is true.
             seconds: that the connection was given.
             way: what could not be reached.
             port: of it; that of the hub by default.
         """
         port = peer.hub_port if port is None else port
-        gap = Gap(self._node, self._host, peer.node, peer.host, port, purpose, said(error, seconds))
+        gap = UnreachablePair(
+            self._node, self._host, peer.node, peer.host, port, purpose, describe_error(error, seconds)
+        )
         key, now = (peer.incarnation, way), self._clock()
         with self._lock:
             self._gaps.pop(key, None)
@@ -176,12 +178,12 @@ class Reach:
         with self._lock:
             return (incarnation, "hub") in self._gaps
 
-    def gaps(self) -> dict[tuple[str, Way], Gap]:
+    def gaps(self) -> dict[tuple[str, Way], UnreachablePair]:
         """Return all of them, by the peer's incarnation and what of it could not be reached."""
         with self._lock:
             return dict(self._gaps)
 
-    def prove(self, incarnations: Collection[str]) -> Gap | None:
+    def prove(self, incarnations: Collection[str]) -> UnreachablePair | None:
         """Return a gap to one of these to which workers alone connect, if there is one; it counts until it has closed.
 
         Args:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from azureml_elastic.node.rendezvous.state.round import Round
 
-__all__ = ["Seat", "Status"]
+__all__ = ["Assignment", "Status"]
 
 
 @dataclass(frozen=True)
-class Seat:
+class Assignment:
     """A node's place in a sealed round.
 
     Args:

@@ -28,9 +28,9 @@ __all__ = [
     "ROUND_KEY",
     "Limits",
     "Member",
-    "Patience",
     "Round",
     "RoundState",
+    "SealTimer",
     "candidates",
     "complete",
     "global_ranks",
@@ -125,7 +125,7 @@ class Round:
         failures: worker failures of the whole run that still count, oldest first.
         losses: how many rounds have ended because a node or a worker was lost.
         seconds: for how long the rounds before this one have lasted.
-        fruitless: how many rounds in a row have ended because their nodes could not reach each other.
+        failed_rounds: number of consecutive rounds that ended because their nodes could not connect to each other
         reason: why the round was reopened.
         message: the failure that ended the run.
         exit_code: with which every node of a failed run exits.
@@ -139,7 +139,7 @@ class Round:
     failures: tuple[FailureRecord, ...] = ()
     losses: int = 0
     seconds: float = 0.0
-    fruitless: int = 0
+    failed_rounds: int = 0
     reason: str = ""
     message: str = ""
     exit_code: int = 0
@@ -218,7 +218,7 @@ def complete(round_: Round, members: Sequence[Member], limits: Limits) -> bool:
     return coming - barred <= present
 
 
-class Patience:
+class SealTimer:
     """When a waiting node seals the open round: a decision over time, by one node's monotonic clock.
 
     The minimum starts at once. Only nodes that are known to be about to come are waited for, and not for long. The
@@ -284,7 +284,7 @@ def reopened(
     *,
     failures: tuple[FailureRecord, ...] = (),
     seconds: float = 0.0,
-    fruitless: bool = False,
+    round_failed: bool = False,
 ) -> Round:
     """Return the open round after a sealed one.
 
@@ -295,7 +295,7 @@ def reopened(
         waiting: nodes outside that are known to want in.
         failures: the run's failures with a new one; by default those of the round go on, older by its length.
         seconds: how long the round lasted by the clock of whoever ends it; 0 for one that was not in it.
-        fruitless: whether the round ends because its nodes could not reach each other.
+        round_failed: whether the round ends because its nodes could not reach each other.
     """
     gone = set(lost)
     survivors = tuple(member.node for member in round_.members if member.node not in gone)
@@ -306,7 +306,7 @@ def reopened(
         failures=failures or aged(round_.failures, seconds),
         losses=round_.losses + bool(gone or failures),
         seconds=round_.seconds + seconds,
-        fruitless=round_.fruitless + 1 if fruitless else 0,
+        failed_rounds=round_.failed_rounds + 1 if round_failed else 0,
         reason=reason,
     )
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.ipc.line_codec import encode
-from azureml_elastic.node.rendezvous.runtime import Machine
+from azureml_elastic.node.rendezvous.runtime import Runtime
 from tests.support.rendezvous.simulated_time import Scheduler, SimulatedEvent, SimulatedThread
 
 if TYPE_CHECKING:
     from simulation import Node
 
-__all__ = ["Costs", "End", "SimulatedMachine", "SimulatedServer"]
+__all__ = ["Costs", "End", "SimulatedRuntime", "SimulatedServer"]
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class SimulatedListener:
         pass
 
 
-class SimulatedMachine(Machine):
+class SimulatedRuntime(Runtime):
     """The machine below one node."""
 
     def __init__(self, node: Node) -> None:

@@ -13,9 +13,9 @@ import pytest
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import RunFailed, RunSucceeded
 from azureml_elastic.node.failures.restart_policy import FailureRecord
-from azureml_elastic.node.rendezvous.handler import Rendezvous
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.state.assignment import Seat
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Limits, Member, Round, reopened
 from azureml_elastic.node.rendezvous.state.row_keys import member_key
 from azureml_elastic.node.table import open_table
@@ -29,8 +29,8 @@ TIMINGS = RendezvousTimings(
     rejoin_timeout=timedelta(seconds=120),
     takeover_delay=timedelta(seconds=3),
     rescale_debounce=timedelta(seconds=0.1),
-    witness_interval=timedelta(seconds=0.3),
-    fruitless_rounds=4,
+    table_heartbeat_interval=timedelta(seconds=0.3),
+    max_failed_rounds=4,
 )
 PATIENCE = 60
 
@@ -77,16 +77,16 @@ class Nodes:
         self.made.append(node)
         return node
 
-    def start(self, *nodes: Rendezvous) -> list[Future[Seat]]:
+    def start(self, *nodes: Rendezvous) -> list[Future[Assignment]]:
         return [self.pool.submit(node.join) for node in nodes]
 
-    def join(self, *nodes: Rendezvous) -> list[Seat]:
+    def join(self, *nodes: Rendezvous) -> list[Assignment]:
         return [future.result(PATIENCE) for future in self.start(*nodes)]
 
-    def rejoin(self, *nodes: Rendezvous) -> list[Seat]:
+    def rejoin(self, *nodes: Rendezvous) -> list[Assignment]:
         """What the agent does when its round breaks."""
 
-        def again(node: Rendezvous) -> Seat:
+        def again(node: Rendezvous) -> Assignment:
             until(lambda: node.status().broken)
             status = node.status()
             if not status.over or status.lost:
@@ -120,19 +120,19 @@ def nodes(tmp_path):
 
 
 def test_all_nodes_agree_on_one_round(nodes):
-    seats = nodes.join(*(nodes.make(f"node-{k}", 5, 5, slots=2) for k in range(5)))
-    assert {seat.round.number for seat in seats} == {1}
-    assert sorted(seat.rank for seat in seats) == list(range(5))
-    assert len({seat.store_address for seat in seats}) == 1
-    assert seats[0].round.world_size == 10
-    (first,) = [seat for seat in seats if seat.rank == 0]
+    assignments = nodes.join(*(nodes.make(f"node-{k}", 5, 5, slots=2) for k in range(5)))
+    assert {assignment.round.number for assignment in assignments} == {1}
+    assert sorted(assignment.rank for assignment in assignments) == list(range(5))
+    assert len({assignment.store_address for assignment in assignments}) == 1
+    assert assignments[0].round.world_size == 10
+    (first,) = [assignment for assignment in assignments if assignment.rank == 0]
     assert first.listener.getsockname()[1] == first.store_address[1]
-    assert all(seat.listener is None for seat in seats if seat.rank > 0)
+    assert all(assignment.listener is None for assignment in assignments if assignment.rank > 0)
 
 
 def test_a_join_costs_one_write_a_node_and_one_for_the_seal(nodes):
-    seats = nodes.join(*(nodes.make(f"node-{k:02d}", 40, 40) for k in range(40)))
-    assert {seat.round.number for seat in seats} == {1}
+    assignments = nodes.join(*(nodes.make(f"node-{k:02d}", 40, 40) for k in range(40)))
+    assert {assignment.round.number for assignment in assignments} == {1}
     calls = nodes.table.calls
     # 40 members, the round, the witness of rank 0.
     assert calls["insert"] == 42
@@ -150,8 +150,8 @@ def test_announced_nodes_are_waited_for(nodes):
     early.announce()
     late.announce()
     (pending,) = nodes.start(early)
-    (seat,) = nodes.join(late)
-    assert len(seat.round.members) == 2
+    (assignment,) = nodes.join(late)
+    assert len(assignment.round.members) == 2
     assert pending.result(PATIENCE).rank == 0
 
 
@@ -163,10 +163,10 @@ def test_survivors_of_any_rank_form_the_next_round(nodes, victim):
     nodes.join(*group)
     nodes.kill(group[victim])
     survivors = [node for k, node in enumerate(group) if k != victim]
-    seats = nodes.rejoin(*survivors)
-    assert [seat.round.number for seat in seats] == [2, 2]
-    assert [seat.rank for seat in seats] == [0, 1]
-    assert group[victim].node not in {member.node for member in seats[0].round.members}
+    assignments = nodes.rejoin(*survivors)
+    assert [assignment.round.number for assignment in assignments] == [2, 2]
+    assert [assignment.rank for assignment in assignments] == [0, 1]
+    assert group[victim].node not in {member.node for member in assignments[0].round.members}
 
 
 def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
@@ -178,8 +178,8 @@ def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
     assert first.status().waiting == {"node-1"}
     assert not first.status().broken
     first.reopen("joining")
-    (seat,) = nodes.rejoin(first)
-    assert seat.rank == 0
+    (assignment,) = nodes.rejoin(first)
+    assert assignment.rank == 0
     assert pending.result(PATIENCE).rank == 1
 
 
@@ -193,8 +193,8 @@ def test_a_spare_beyond_the_maximum_waits_and_replaces_the_lost(nodes):
     until(lambda: group[0].hub.view().waiting)
     assert group[0].status().waiting == frozenset()
     nodes.kill(group[1])
-    (seat,) = nodes.rejoin(group[0])
-    assert [member.node for member in seat.round.members] == ["node-0", "node-2"]
+    (assignment,) = nodes.rejoin(group[0])
+    assert [member.node for member in assignment.round.members] == ["node-0", "node-2"]
     assert pending.result(PATIENCE).rank == 1
 
 
@@ -207,8 +207,8 @@ def test_a_node_takes_over_when_all_others_died(nodes):
     until(lambda: group[0].hub.view().waiting or group[1].hub.view().waiting)
     for node in group:
         nodes.kill(node)
-    seat = pending.result(PATIENCE)
-    assert (seat.rank, [member.node for member in seat.round.members]) == (0, ["node-2"])
+    assignment = pending.result(PATIENCE)
+    assert (assignment.rank, [member.node for member in assignment.round.members]) == (0, ["node-2"])
 
 
 @pytest.mark.parametrize(("dead", "alive"), [("node-0", ["node-1", "node-2"]), ("node-9", ["node-1"])])
@@ -216,9 +216,9 @@ def test_a_candidate_that_has_died_is_left_out(nodes, dead, alive):
     """Its row says that it waits, and its machine says that nobody listens there any more."""
     ghost = Member(dead, "gone", round=1, host="127.0.0.1", store_port=1, hub_port=1)
     nodes.table.insert(ghost.key, ghost.to_value())
-    seats = nodes.join(*(nodes.make(name, len(alive), 3) for name in alive))
-    assert {seat.round.number for seat in seats} == {1}
-    assert [member.node for member in seats[0].round.members] == alive
+    assignments = nodes.join(*(nodes.make(name, len(alive), 3) for name in alive))
+    assert {assignment.round.number for assignment in assignments} == {1}
+    assert [member.node for member in assignments[0].round.members] == alive
 
 
 class Deaf:
@@ -248,22 +248,22 @@ def frozen(nodes):
 def test_a_candidate_that_is_frozen_and_should_seal_is_left_out(nodes, frozen):
     nodes.hasten(heartbeat_timeout=2)
     frozen("node-0")
-    seats = nodes.join(nodes.make("node-1", 2, 3), nodes.make("node-2", 2, 3))
-    assert {seat.round.number for seat in seats} == {1}
-    assert [member.node for member in seats[0].round.members] == ["node-1", "node-2"]
+    assignments = nodes.join(nodes.make("node-1", 2, 3), nodes.make("node-2", 2, 3))
+    assert {assignment.round.number for assignment in assignments} == {1}
+    assert [member.node for member in assignments[0].round.members] == ["node-1", "node-2"]
 
 
 def test_a_member_that_never_comes_to_its_round_is_noticed(nodes, frozen):
     nodes.hasten(join_timeout=2)
     frozen("node-9")
     first = nodes.make("node-1", 1, 2)
-    (seat,) = nodes.join(first)
-    assert [member.node for member in seat.round.members] == ["node-1", "node-9"]
-    (seat,) = nodes.rejoin(first)
-    assert [member.node for member in seat.round.members] == ["node-1"]
+    (assignment,) = nodes.join(first)
+    assert [member.node for member in assignment.round.members] == ["node-1", "node-9"]
+    (assignment,) = nodes.rejoin(first)
+    assert [member.node for member in assignment.round.members] == ["node-1"]
 
 
-def test_a_round_whose_leader_is_lost_too_was_not_fruitless(nodes, frozen):
+def test_a_round_whose_leader_is_lost_too_was_is_no_failed_round(nodes, frozen):
     nodes.hasten(join_timeout=2)
     frozen("node-9")
     pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
@@ -271,11 +271,11 @@ def test_a_round_whose_leader_is_lost_too_was_not_fruitless(nodes, frozen):
     (leader,), (other,) = ([node for node in pair if node.leads is leads] for leads in (True, False))
     until(lambda: other.status().lost)
     assert other.reopen("lost two", lost=other.status().lost | {leader.node})
-    assert other._rows.read_round().fruitless == 0
+    assert other._rows.read_round().failed_rounds == 0
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_whoever_ends_a_round_that_a_member_never_came_to_knows_that_it_was_fruitless(nodes, frozen, leads):
+def test_whoever_ends_a_round_that_a_member_never_came_to_knows_that_it_failed(nodes, frozen, leads):
     nodes.hasten(join_timeout=2)
     frozen("node-9")
     pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
@@ -284,8 +284,8 @@ def test_whoever_ends_a_round_that_a_member_never_came_to_knows_that_it_was_frui
     until(lambda: ending.status().lost)
     assert ending.reopen("lost node-9", lost=ending.status().lost)
     round_ = ending._rows.read_round()
-    assert round_.fruitless == 1
-    first = ending.seat.round.members[0]
+    assert round_.failed_rounds == 1
+    first = ending.assignment.round.members[0]
     assert f"node-9 (127.0.0.1) did not reach {first.node} (127.0.0.1:{first.hub_port}) within 2 s" in round_.reason
 
 
@@ -326,8 +326,8 @@ def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_says_that_it_w
     slow = Link(("127.0.0.1", first.hub.port), greeting, TIMINGS, lambda: None)
     until(lambda: first.status().waiting)
     first.reopen("joining")
-    (seat,) = nodes.rejoin(first)
-    assert [member.node for member in seat.round.members] == ["node-0"]
+    (assignment,) = nodes.rejoin(first)
+    assert [member.node for member in assignment.round.members] == ["node-0"]
     until(lambda: slow.news is not None and slow.news.state == "sealed")
     assert first.hub.view().waiting == frozenset()  # its connection alone shows nothing
     slow.send({**greeting, "round": 2})
@@ -341,8 +341,8 @@ def test_a_leader_that_was_given_up_hears_of_it(nodes):
     row = nodes.table.get(ROUND_KEY)
     newer = reopened(Round.from_value(row.value), "no sign of life", lost=["node-0"])
     nodes.table.replace(ROUND_KEY, newer.to_value(), row.etag)
-    (seat,) = nodes.join(nodes.make("node-1"))
-    assert seat.round.number == 2
+    (assignment,) = nodes.join(nodes.make("node-1"))
+    assert assignment.round.number == 2
     until(lambda: first.status().over)
 
 
@@ -392,7 +392,7 @@ def test_one_incident_is_charged_once(nodes):
     assert sorted(charged) == [False, False, True]
     written = failures[group[charged.index(True)]]
     assert Round.from_value(nodes.table.get(ROUND_KEY).value).failures == written
-    assert {seat.round.failures for seat in nodes.join(*group)} == {written}
+    assert {assignment.round.failures for assignment in nodes.join(*group)} == {written}
 
 
 def test_failures_grow_older_by_the_rounds_that_their_witness_was_in(nodes):

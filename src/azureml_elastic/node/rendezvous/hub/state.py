@@ -9,7 +9,7 @@ from azureml_elastic.node.rendezvous.hub.watchers import Watcher, Watchers
 from azureml_elastic.node.rendezvous.state.round import Member, Round, candidates
 from azureml_elastic.node.rendezvous.state.round_codec import newer
 
-__all__ = ["Line", "Reception"]
+__all__ = ["HubState", "Line"]
 
 _AHEAD = 2
 """How many of a hub's candidates look after the round: the one that should seal it, and the one that takes over."""
@@ -44,7 +44,7 @@ class Line:
         return was_first
 
 
-class Reception:
+class HubState:
     """What one hub knows about the row and about those that watch it. Not thread-safe: the hub has the lock.
 
     Args:
@@ -104,7 +104,7 @@ class Reception:
         self._line_up_all()
         return True
 
-    def stands_first(self) -> bool:
+    def should_seal(self) -> bool:
         """Return whether this hub's own node is among the first in line."""
         own = self._own.node if self._own is not None else None
         return self._line is not None and any(member.node == own for member in self._line.first)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from azureml_elastic.node.rendezvous.hub.reception import Line, Reception
+from azureml_elastic.node.rendezvous.hub.state import HubState, Line
 from azureml_elastic.node.rendezvous.hub.watchers import Watcher, Watchers
-from azureml_elastic.node.rendezvous.join.meeting_point import Desks, Pace, in_time
+from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints, ReadSchedule, in_time
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import is_landmark
 
@@ -31,7 +31,7 @@ def candidate(node: str, number: int = 1, **fields) -> Member:
     return Member(node, f"i-{node}", round=number, host=node, hub_port=1, **fields)
 
 
-def watch(reception: Reception, member: Member) -> Peer:
+def watch(reception: HubState, member: Member) -> Peer:
     peer = Peer()
     reception.watch(member.node, Watcher(peer, 0.0, candidacy=member))
     return peer
@@ -55,10 +55,10 @@ def test_the_first_two_are_asked_and_the_first_two_without_strikes():
 
 
 def test_a_hub_calls_the_first_of_its_watchers_each_time_and_the_second_once():
-    reception = Reception(Clock())
+    reception = HubState(Clock())
     reception.stand(Round(), candidate("m"))
     assert reception.calls() == []  # its own node is not told, but asks
-    assert reception.stands_first()
+    assert reception.should_seal()
     z = watch(reception, candidate("z"))
     assert reception.calls() == [(z, 1)]
     b = watch(reception, candidate("b"))
@@ -66,22 +66,22 @@ def test_a_hub_calls_the_first_of_its_watchers_each_time_and_the_second_once():
     watch(reception, candidate("y"))
     assert reception.calls() == [(b, 0)]
     watch(reception, candidate("a"))
-    assert not reception.stands_first()
+    assert not reception.should_seal()
     assert reception.leave("a", reception.watchers.get("a").connection)
-    assert reception.stands_first()
+    assert reception.should_seal()
     assert reception.leave("b", b)
     assert reception.calls() == [(reception.watchers.get("y").connection, 1)]
     assert not reception.leave("z", z)
 
 
 def test_a_node_that_still_imports_lets_others_meet_at_its_hub():
-    reception = Reception(Clock())
+    reception = HubState(Clock())
     c, b = watch(reception, candidate("c")), watch(reception, candidate("b"))
     assert reception.calls() == [(b, 0), (c, 1)]
 
 
 def test_a_hub_follows_the_row_and_knows_who_is_behind():
-    reception = Reception(Clock())
+    reception = HubState(Clock())
     assert reception.missed(Round()) is None
     sealed, reopened = Round(1, "sealed"), Round(2, previous=("z",))
     assert reception.learn(sealed)
@@ -103,21 +103,21 @@ def test_a_hub_follows_the_row_and_knows_who_is_behind():
 def test_everybody_meets_at_the_first_by_name_in_the_first_round():
     rows = [starting("a"), candidate("c"), candidate("d"), Member("0", "i-0", state="left", hub_port=1)]
     for me in "bcd":
-        desks = Desks(Round(), candidate(me), {row.node: row.to_value() for row in rows})
+        desks = MeetingPoints(Round(), candidate(me), {row.node: row.to_value() for row in rows})
         assert desks.choose().node == "a"
         assert not desks.first
-    first = Desks(Round(), candidate("a"), rows)
+    first = MeetingPoints(Round(), candidate("a"), rows)
     assert first.first
     assert first.choose().node == "c"  # those that met before it came must learn of it
-    assert Desks(Round(), candidate("c"), [candidate("c")]).choose() is None
+    assert MeetingPoints(Round(), candidate("c"), [candidate("c")]).choose() is None
 
 
 def test_everybody_meets_at_a_landmark_if_there_is_one():
     assert is_landmark("f")
     rows = [candidate(node) for node in "acfg"]
     for me in "bz":
-        assert Desks(Round(), candidate(me), rows).choose().node == "f"
-    desk = Desks(Round(), candidate("f"), rows)
+        assert MeetingPoints(Round(), candidate(me), rows).choose().node == "f"
+    desk = MeetingPoints(Round(), candidate("f"), rows)
     assert desk.first
     assert desk.choose().node == "a"
 
@@ -126,16 +126,16 @@ def test_everybody_meets_at_the_first_survivor_later():
     round_ = Round(2, previous=("c", "b"))
     old = [candidate(node) for node in "abcd"]
     for me in "abd":
-        desks = Desks(round_, candidate(me, 2), old)
+        desks = MeetingPoints(round_, candidate(me, 2), old)
         assert desks.choose().node == "c"
         assert not desks.first
-    first = Desks(round_, candidate("c", 2), old)
+    first = MeetingPoints(round_, candidate("c", 2), old)
     assert first.first
     assert first.choose() is None
 
 
 def test_a_desk_that_is_gone_is_passed_over():
-    desks = Desks(Round(), candidate("d"), [candidate(node) for node in "abc"])
+    desks = MeetingPoints(Round(), candidate("d"), [candidate(node) for node in "abc"])
     desks.unreachable(desks.choose(), refused=True)
     assert desks.choose().node == "b"
     assert desks.gone(candidate("a"))
@@ -151,18 +151,18 @@ def test_a_desk_that_is_gone_is_passed_over():
 
 
 def test_machines_that_do_not_answer_are_not_all_dialled():
-    desks = Desks(Round(), candidate("x"), [candidate(node) for node in "abcdyz"])
+    desks = MeetingPoints(Round(), candidate("x"), [candidate(node) for node in "abcdyz"])
     for node in "ab":
         assert desks.choose().node == node
         desks.unreachable(desks.choose(), refused=False)
     assert desks.choose() is None
-    first = Desks(Round(), candidate("a"), [candidate(node) for node in "yz"])
+    first = MeetingPoints(Round(), candidate("a"), [candidate(node) for node in "yz"])
     first.unreachable(first.choose(), refused=False)
     assert first.choose() is None
 
 
 def test_a_node_that_cannot_be_reached_is_waited_for_only_if_it_is_there():
-    desks = Desks(Round(2, previous=("a", "b")), candidate("b", 2), [candidate("a")])
+    desks = MeetingPoints(Round(2, previous=("a", "b")), candidate("b", 2), [candidate("a")])
     desks.unreachable(desks.choose(), refused=False)
     assert desks.gone(candidate("a", 1))
     assert not desks.gone(candidate("a", 2))
@@ -179,7 +179,7 @@ def test_those_that_let_their_turn_pass_are_left_out_if_the_minimum_allows(me, m
 
 
 def test_one_that_leads_looks_at_once_and_then_less_and_less():
-    pace = Pace(0.0)
+    pace = ReadSchedule(0.0)
     assert not pace.time_to_look(5.0)
     pace.lead(True, 5.0)
     assert pace.time_to_look(5.0)
@@ -197,7 +197,7 @@ def test_one_that_leads_looks_at_once_and_then_less_and_less():
 
 
 def test_one_that_is_told_looks_seldom_but_in_time_for_its_turn():
-    pace = Pace(0.0)
+    pace = ReadSchedule(0.0)
     pace.lead(False, 0.0)
     assert pace.rest(0.0) == pytest.approx(10.0)
     pace.looked(10.0, float("inf"))
@@ -207,7 +207,7 @@ def test_one_that_is_told_looks_seldom_but_in_time_for_its_turn():
 
 
 def test_many_that_come_at_once_are_decided_about_together():
-    pace = Pace(0.0)
+    pace = ReadSchedule(0.0)
     pace.lead(True, 0.0)
     pace.looked(0.0, float("inf"))
     assert pace.time_to_weigh(0.0)

@@ -22,14 +22,14 @@ from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.join.entering import Entrance
 from azureml_elastic.node.rendezvous.join.waiting import Lobby
 from azureml_elastic.node.rendezvous.membership import Membership
-from azureml_elastic.node.rendezvous.reachability.probing import DataPort, Probing
-from azureml_elastic.node.rendezvous.reachability.reachability import Gap, Reach, is_gap
+from azureml_elastic.node.rendezvous.reachability.probing import DataPort, PeerProber
+from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
 from azureml_elastic.node.rendezvous.round_end import RoundEnding
-from azureml_elastic.node.rendezvous.runtime import Machine
-from azureml_elastic.node.rendezvous.state.assignment import Seat, Status
+from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
-from azureml_elastic.node.rendezvous.table_heartbeat import Witness
+from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 from azureml_elastic.node.table import Table
 
 __all__ = ["Rendezvous"]
@@ -73,13 +73,13 @@ class Rendezvous:
         cancelled: Callable[[], bool] = lambda: False,
         host_id: str = "",
         strikes: Callable[[bool], int] = lambda _: 0,
-        machine: Machine | None = None,
+        machine: Runtime | None = None,
         ports: tuple[int, int] | None = None,
-        unreachable: Callable[[Gap], None] = lambda _: None,
+        unreachable: Callable[[UnreachablePair], None] = lambda _: None,
     ) -> None:
         self.node = node
         self.incarnation = uuid.uuid4().hex[:12]
-        self._machine = machine or Machine(Ports(ports))
+        self._machine = machine or Runtime(Ports(ports))
         self._clock = self._machine.clock
         self.wake = self._machine.event()
         self._rows = Rows(table, self._rest)
@@ -92,10 +92,10 @@ class Rendezvous:
         self._strikes = strikes
         self._interface = listening_address(host)
         self._unreachable = unreachable
-        self._reach = Reach(node, host, self._clock, ports, self._cannot_reach)
+        self._reach = Reachability(node, host, self._clock, ports, self._cannot_reach)
         self._hub = Hub(self._interface, timings, self.wake.set, self.incarnation, self._machine, limits.quarantine)
         self._data_port = DataPort(self._machine, self._interface) if ports is not None else None
-        self._witness = Witness(table, timings, self._hub.changed, self._machine)
+        self._witness = TableHeartbeat(table, timings, self._hub.changed, self._machine)
         self._lobby = Lobby(
             self._rows,
             self._hub,
@@ -141,26 +141,26 @@ class Rendezvous:
             woken=self.wake,
             machine=self._machine,
         )
-        self._probing = Probing(
+        self._probing = PeerProber(
             self._machine, self._reach, self._membership.is_on, self._membership.tell_leader, self.wake.set, node
         )
         self._known_strikes = 0
 
     @property
-    def seat(self) -> Seat:
+    def assignment(self) -> Assignment:
         """The place in the round joined last."""
-        assert self._membership.seat is not None, "no round was joined yet"
-        return self._membership.seat
+        assert self._membership.assignment is not None, "no round was joined yet"
+        return self._membership.assignment
 
     @property
     def last_round(self) -> int:
         """The number of the round joined last, 0 before the first."""
-        return self.seat.round.number if self._membership.seat else 0
+        return self.assignment.round.number if self._membership.assignment else 0
 
     @property
     def leads(self) -> bool:
         """Whether this node is rank 0 of its round."""
-        return self._membership.seat is not None and self.seat.rank == 0
+        return self._membership.assignment is not None and self.assignment.rank == 0
 
     @property
     def seconds_in_round(self) -> float:
@@ -170,7 +170,7 @@ class Rendezvous:
     @property
     def failures(self) -> tuple[FailureRecord, ...]:
         """The run's worker failures that still count, as old as they would be if the round ended now."""
-        return aged(self.seat.round.failures, self.seconds_in_round)
+        return aged(self.assignment.round.failures, self.seconds_in_round)
 
     @property
     def hub(self) -> Hub:
@@ -187,11 +187,11 @@ class Rendezvous:
         """Write this node's row before its slow imports, so that the first round can wait for it."""
         self._rows.write_member(replace(self._whoami(), state="starting"))
 
-    def join(self) -> Seat:
+    def join(self) -> Assignment:
         """Wait for the next round that has a place for this node, and take it.
 
         Returns:
-            The place. On rank 0 the caller must start serving the store on ``seat.listener`` at once.
+            The place. On rank 0 the caller must start serving the store on ``assignment.listener`` at once.
 
         Raises:
             RunSucceeded: the run has ended well; there is nothing left to do.
@@ -208,10 +208,10 @@ class Rendezvous:
                     raise _ended(round_)
                 if round_.state == "sealed":
                     known = round_.members
-                    seat = self._take_seat(round_, listener)
-                    if seat is not None:
-                        listener = None if seat.listener is not None else listener
-                        return seat
+                    assignment = self._take_seat(round_, listener)
+                    if assignment is not None:
+                        listener = None if assignment.listener is not None else listener
+                        return assignment
                     if self.last_round == round_.number:
                         # This node has left its own round; whoever should end it may be dead.
                         self.reopen(f"{self.node} has left the round")
@@ -221,8 +221,8 @@ class Rendezvous:
                     continue
                 if listener is None:
                     listener = self._machine.listen(self._interface, 2048)
-                if round_.fruitless:
-                    self._rest(min(_LONGEST_PAUSE_SECONDS, 0.1 * 2**round_.fruitless))
+                if round_.failed_rounds:
+                    self._rest(min(_LONGEST_PAUSE_SECONDS, 0.1 * 2**round_.failed_rounds))
                 round_ = self._lobby.wait_for_seal(round_, self._candidacy(round_, listener), known)
         finally:
             self._lobby.leave()
@@ -249,12 +249,12 @@ class Rendezvous:
         self._probing.tick()
         return self._membership.status()
 
-    def take_gap(self) -> Gap | None:
+    def take_unreachable_pair(self) -> UnreachablePair | None:
         """Return a gap to another member of the round to which workers alone connect, if there is one.
 
         It is to end the round: until it has closed, the two are not put together again.
         """
-        return self._reach.prove({member.incarnation for member in self.seat.round.members})
+        return self._reach.prove({member.incarnation for member in self.assignment.round.members})
 
     def store_failed(self, error: OSError, seconds: float) -> None:
         """End the round because this node cannot reach the port of its store, and tell so.
@@ -263,12 +263,12 @@ class Rendezvous:
             error: that a connection ended with.
             seconds: that it was given.
         """
-        first, number = self.seat.round.members[0], self.seat.round.number
+        first, number = self.assignment.round.members[0], self.assignment.round.number
         reason = f"{self.node} cannot reach the store of {first.node} at {place(first.host, first.store_port)}: {error}"
-        if is_gap(error):
+        if is_unreachable(error):
             purpose = f"the store of round {number}"
             reason = str(self._reach.failed(first, purpose, error, seconds, way="store", port=first.store_port))
-        self.reopen(reason, fruitless=True)
+        self.reopen(reason, round_failed=True)
 
     def reopen(
         self,
@@ -276,7 +276,7 @@ class Rendezvous:
         *,
         lost: frozenset[str] = frozenset(),
         failures: tuple[FailureRecord, ...] = (),
-        fruitless: bool = False,
+        round_failed: bool = False,
     ) -> bool:
         """End the current round so that another can form.
 
@@ -284,12 +284,12 @@ class Rendezvous:
             reason: why, for the ledger.
             lost: members that will not be back.
             failures: the run's failures with the one that ends the round; none when no worker has failed.
-            fruitless: whether the round ends because its nodes could not reach each other.
+            round_failed: whether the round ends because its nodes could not reach each other.
 
         Returns:
             Whether it was this node that ended it; otherwise another one was first, and nothing was charged.
         """
-        return self._ending.reopen(reason, lost=lost, failures=failures, fruitless=fruitless)
+        return self._ending.reopen(reason, lost=lost, failures=failures, round_failed=round_failed)
 
     def drop(self) -> None:
         """Break the connection to rank 0, which tells everyone in milliseconds that this node is gone."""
@@ -319,7 +319,7 @@ class Rendezvous:
         if self._data_port is not None:
             self._data_port.close()
 
-    def _cannot_reach(self, gap: Gap) -> None:
+    def _cannot_reach(self, gap: UnreachablePair) -> None:
         """Tell rank 0's node, where it is another one and can be reached; from any thread."""
         self._unreachable(gap)
         if not self.leads:
@@ -327,9 +327,9 @@ class Rendezvous:
 
     def _first_look(self) -> tuple[Round, Iterable[Member] | Roster]:
         """Return the round as it is, with the other nodes that this one knows of; without a read where it was told."""
-        if self._membership.seat is None:
+        if self._membership.assignment is None:
             return self._rows.read_some(self.node)
-        return self._membership.newest(self.seat.round), self.seat.round.members
+        return self._membership.newest(self.assignment.round), self.assignment.round.members
 
     def _whoami(self) -> Member:
         return Member(
@@ -345,24 +345,26 @@ class Rendezvous:
 
     def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
         # A node that was in the run and is no survivor was lost to the others, who may hold that against it.
-        self._known_strikes = self._strikes(self._membership.seat is not None and self.node not in round_.previous)
-        before = self.seat.round.failures if self._membership.seat is not None else ()
-        self._reach.in_doubt = round_.fruitless > 0 or len(round_.failures) > len(before)
+        self._known_strikes = self._strikes(
+            self._membership.assignment is not None and self.node not in round_.previous
+        )
+        before = self.assignment.round.failures if self._membership.assignment is not None else ()
+        self._reach.in_doubt = round_.failed_rounds > 0 or len(round_.failures) > len(before)
         return replace(self._whoami(), round=round_.number, store_port=listener.getsockname()[1])
 
-    def _take_seat(self, round_: Round, listener: socket.socket | None) -> Seat | None:
+    def _take_seat(self, round_: Round, listener: socket.socket | None) -> Assignment | None:
         """Enter the sealed round if this incarnation is in it and has not been in it before."""
         rank = self._membership.place_in(round_)
         if rank is None or listener is None:
             return None
-        seat = self._entrance.enter(round_, rank, listener)
-        if isinstance(seat, str):
-            self.reopen(seat, lost=frozenset({round_.members[0].node}), fruitless=True)
+        assignment = self._entrance.enter(round_, rank, listener)
+        if isinstance(assignment, str):
+            self.reopen(assignment, lost=frozenset({round_.members[0].node}), round_failed=True)
             return None
-        if seat is not None:
+        if assignment is not None:
             self._lobby.leave()  # only now, so that what was said there last has arrived
             self._probing.begin(round_, rank)
-        return seat
+        return assignment
 
     def _rest(self, seconds: float) -> None:
         """Wait for so long, whatever wakes the node up meanwhile."""
