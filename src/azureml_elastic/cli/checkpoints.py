@@ -11,7 +11,7 @@ from azureml_elastic.cli.failures import explained, require
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 
 if TYPE_CHECKING:
-    from azureml_elastic.checkpoint.format.catalogue import Found
+    from azureml_elastic.checkpoint.format.catalogue import FoundCheckpoint
     from azureml_elastic.checkpoint.format.manifest import Manifest
     from azureml_elastic.checkpoint.storage.storage import Storage
 
@@ -115,7 +115,7 @@ def _choose(folder: str, step: int | None) -> Manifest:
     return manifest
 
 
-def _survey(folder: str) -> list[Found]:
+def _survey(folder: str) -> list[FoundCheckpoint]:
     require(("xxhash", "xxhash", "node"))
     from azureml_elastic.checkpoint.format import catalogue
     from azureml_elastic.checkpoint.storage.storage import is_remote
@@ -134,7 +134,7 @@ def _storage(folder: str) -> Storage:
     return open_storage(folder)
 
 
-def _state(found: Found) -> str:
+def _state(found: FoundCheckpoint) -> str:
     if found.problem is not None:
         return f"[red]{found.problem}[/red]" if found.committed else "[dim]left over[/dim]"
     if not found.committed:

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from azureml_elastic.errors import CheckpointError, UsageError
 
-__all__ = ["Control"]
+__all__ = ["ControlGroup"]
 
 T = TypeVar("T")
 
 
-class Control:
+class ControlGroup:
     """The ranks' agreement. Every method is a collective: all ranks call it, in the same order."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import gc
 import os
 import threading
 
-__all__ = ["spare_the_inherited"]
+__all__ = ["freeze_inherited_garbage"]
 
 
 class _Forks:
@@ -52,6 +52,6 @@ class _Forks:
 _FORKS = _Forks()
 
 
-def spare_the_inherited() -> None:
+def freeze_inherited_garbage() -> None:
     """Have every child that this process forks from now on leave alone what it inherits. Again does nothing."""
     _FORKS.arm()

@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from azureml_elastic.config import CheckpointPolicy, Plan
 from azureml_elastic.config import environment as names
-from azureml_elastic.distributed.forks import spare_the_inherited
+from azureml_elastic.distributed.forks import freeze_inherited_garbage
 from azureml_elastic.errors import PlanError, UsageError
 from azureml_elastic.ipc.agent_interface import Identity
 
-__all__ = ["Environment", "close_group", "open_group", "pick_device", "read_history", "trace_folder"]
+__all__ = ["WorkerEnvironment", "close_group", "open_group", "pick_device", "read_history", "trace_folder"]
 
 
 @dataclass(frozen=True)
-class Environment:
+class WorkerEnvironment:
     """What the environment says.
 
     Args:
@@ -45,7 +45,7 @@ class Environment:
         return self.channel is not None and self.identity.round == 0
 
     @classmethod
-    def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
+    def read(cls, variables: Mapping[str, str] = os.environ) -> WorkerEnvironment:
         """Read it.
 
         Raises:
@@ -139,7 +139,7 @@ def open_group(identity: Identity, device: torch.device) -> bool:
     Returns:
         Whether the group was opened here, and so is to be closed here.
     """
-    spare_the_inherited()
+    freeze_inherited_garbage()
     if dist.is_initialized():
         return False
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

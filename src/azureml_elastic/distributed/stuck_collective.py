@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["is_stranded"]
+__all__ = ["is_stuck"]
 
 _STILL_SECONDS = 1.0
 """How long a thread stands still until it is given up. A collective fails within milliseconds where gloo wakes it."""
@@ -32,7 +32,7 @@ _COLLECTIVES = tuple(str(_TORCH / part) for part in ("distributed", "nn/parallel
 Instant = tuple[int, int]
 
 
-def is_stranded(thread: int, still_wanted: Callable[[], bool]) -> bool:
+def is_stuck(thread: int, still_wanted: Callable[[], bool]) -> bool:
     """Watch a thread of this process; return true once it stands still in a collective.
 
     Blocks meanwhile. To be called when every collective of the process must fail at once.

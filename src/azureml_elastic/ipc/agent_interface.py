@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED
 
-__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "Identity", "Memory"]
+__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "HandedOverState", "Identity"]
 
 EXIT_AGENT_LOST = AGENT_LOST
 """Exit code of a worker whose agent is gone: it must not go on, and may be started again (``EX_TEMPFAIL``)."""
@@ -44,7 +44,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Memory:
+class HandedOverState:
     """A state that the agent holds for the workers of the next round.
 
     Args:
@@ -134,13 +134,13 @@ class Agent(Protocol):
             ElasticError: it does not.
         """
 
-    def memory(self) -> Memory | None:
+    def handed_over(self) -> HandedOverState | None:
         """Return what a worker of this node has handed over, if anything."""
 
-    shelves: bool
+    holds_snapshots: bool
     """Whether the agent holds on to copies of the state."""
 
-    def shelve(self, descriptor: int, description: Mapping[str, Any]) -> None:
+    def hold_shard(self, descriptor: int, description: Mapping[str, Any]) -> None:
         """Have the agent hold on to a share of a copy of the state, until it is told to let go.
 
         Args:
@@ -151,13 +151,13 @@ class Agent(Protocol):
             ElasticError: it does not.
         """
 
-    def shelve_only(self, folder: str) -> None:
+    def retain_snapshot(self, folder: str) -> None:
         """Have the agent let go of all shares but those of one copy."""
 
-    def unshelve(self, folder: str) -> None:
+    def discard_snapshot(self, folder: str) -> None:
         """Have the agent let go of the shares of one copy, which is not whole."""
 
-    def shelved(self) -> list[dict[str, Any]]:
+    def held_shards(self) -> list[dict[str, Any]]:
         """Return the descriptions of what this node's agent holds on to, each with the ``path`` of the memory."""
 
     def park(self) -> Identity:

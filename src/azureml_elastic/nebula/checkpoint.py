@@ -15,7 +15,7 @@ import xxhash
 from typing_extensions import Self
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoint.storage.storage import FileSum, Storage, place_in
+from azureml_elastic.checkpoint.storage.storage import FileSum, Storage, join_path
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, UsageError
 from azureml_elastic.nebula.service import STATE, Service, retire
 
@@ -143,7 +143,7 @@ class Checkpoint:
 
     def path(self, name: str) -> str:
         """Return the path of a file, or its URL."""
-        return place_in(place_in(str(self._storage), self._folder), name)
+        return join_path(join_path(str(self._storage), self._folder), name)
 
     def _write(self, name: str, copy: io.BytesIO) -> None:
         try:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from azureml_elastic.checkpoint.format.catalogue import survey
 from azureml_elastic.checkpoint.format.manifest import MANIFEST, FolderName, Manifest
-from azureml_elastic.checkpoint.storage.storage import Storage, open_storage, place_in
-from azureml_elastic.distributed.control_group import Control
+from azureml_elastic.checkpoint.storage.storage import Storage, join_path, open_storage
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointError
 
 __all__ = ["STATE", "Service", "complete", "folder_in", "retire"]
@@ -46,7 +46,7 @@ class Service:
         self.keep = keep
         self.storage = folder_in(where)
         self.storage.make("")
-        self.control = Control() if dist.is_available() and dist.is_initialized() else None
+        self.control = ControlGroup() if dist.is_available() and dist.is_initialized() else None
         self.is_main = self.control is None or self.control.rank == 0
         mine = (secrets.token_hex(16), max((found.name.step for found in survey(self.storage)), default=0))
         self.token, self.number = mine if self.control is None else self.control.from_main(mine)
@@ -80,7 +80,7 @@ class Service:
 
 def folder_in(where: str) -> Storage:
     """Return the storage of these checkpoints below a path or a URL."""
-    return open_storage(place_in(where, _FOLDER))
+    return open_storage(join_path(where, _FOLDER))
 
 
 def complete(storage: Storage) -> list[Manifest]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalCopies
+from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import Program, require_script
 from azureml_elastic.config.exit_codes import UNHEALTHY
@@ -105,7 +105,7 @@ class _Node:
         stack.callback(self._rendezvous.shutdown)
         self._recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
         self._watch = HangWatch(HangPolicy.of(distribution))
-        self._channel = Channel(self._recorder, self._rendezvous.wake.set, self._watch, _local_copies(identity))
+        self._channel = Channel(self._recorder, self._rendezvous.wake.set, self._watch, _local_snapshots(identity))
         stack.callback(self._channel.close)
         os.environ[variables.RUN_DIR] = str(identity.folder)
         os.environ[variables.PLAN] = plan.to_json()
@@ -312,12 +312,12 @@ def _gpus() -> int:
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
 
 
-def _local_copies(identity: NodeIdentity) -> LocalCopies | None:
+def _local_snapshots(identity: NodeIdentity) -> LocalSnapshots | None:
     where = identity.plan.checkpoint.snapshot_path
     if where is None:
         return None
     try:
-        return LocalCopies(Path(where) / quote(identity.run_id, safe=""), identity.node)
+        return LocalSnapshots(Path(where) / quote(identity.run_id, safe=""), identity.node)
     except OSError as error:
         _LOG.warning("%s on this node's disk cannot be used, copies stay in memory alone: %s", where, error)
         return None

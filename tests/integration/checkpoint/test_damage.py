@@ -12,8 +12,8 @@ import torch
 
 from azureml_elastic.checkpoint.format.catalogue import entries
 from azureml_elastic.checkpoint.format.manifest import FolderName
-from azureml_elastic.checkpoint.load.newest_checkpoint import Recovery
 from azureml_elastic.checkpoint.load.reading import load
+from azureml_elastic.checkpoint.load.selection import CheckpointSelector
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.ipc.agent_interface import Identity
@@ -74,7 +74,7 @@ class Run:
             return
         expected = max(self.whole(), default=None)
         try:
-            manifest = Recovery(self.storage, damages.Alone(), 0.0).newest_whole(pointer)
+            manifest = CheckpointSelector(self.storage, damages.Alone(), 0.0).newest_whole(pointer)
         except CheckpointDamaged:
             assert expected is None
             raise
@@ -119,6 +119,6 @@ def test_the_state_in_a_file_is_what_was_written(memory):
     while run.note() is None:
         run.save()
     run.restore()
-    manifest = Recovery(run.storage, damages.Alone(), 0.0).newest_whole(run.agent.pointer())
+    manifest = CheckpointSelector(run.storage, damages.Alone(), 0.0).newest_whole(run.agent.pointer())
     names = {entry.chunk.name for entry in entries(run.storage, manifest, "rank-00000.safetensors")}
     assert names == set(damages.state_of(1))

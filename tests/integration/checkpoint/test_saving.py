@@ -12,10 +12,10 @@ from torch import nn
 
 from azureml_elastic.checkpoint.format.manifest import Manifest
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
-from azureml_elastic.checkpoint.save.staging import Area
+from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
-from azureml_elastic.distributed.world import World
+from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointError, Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import Identity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
@@ -46,7 +46,7 @@ class One:
     def __init__(self, folder):
         folder.mkdir()
         self.folder = folder
-        self.world = World(Identity(0, 0, 1, 0), torch.device("cpu"))
+        self.world = ProcessGroups(Identity(0, 0, 1, 0), torch.device("cpu"))
         self.world.open()
         self.agent = Agent(folder)
         self.checkpoints = Checkpoints(
@@ -209,7 +209,7 @@ def test_the_chain_of_parents(one):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex128, torch.int8])
 def test_staging_takes_tensors_as_they_are(dtype):
-    area = Area(torch.device("cpu"))
+    area = StagingBuffer(torch.device("cpu"))
     area.reserve(1000)
     size = area.nbytes
     tensor = torch.arange(24).reshape(4, 6).to(dtype).t()[1:]

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from azureml_elastic import train
 from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan
 from azureml_elastic.config import environment as names
-from azureml_elastic.distributed.process import Environment
+from azureml_elastic.distributed.process import WorkerEnvironment
 from azureml_elastic.errors import CheckpointDamaged, PlanError, UsageError
 from tests.support.paths import SAMPLES
 from tests.support.train import workers
@@ -386,20 +386,20 @@ def test_wall_time_brings_checkpoints(tmp_path):
 def test_the_environment_is_read_and_checked(tmp_path):
     plan = Plan(resources=ElasticResources(max_instance_count=2), checkpoint=CheckpointPolicy(path="/p", keep=5))
     world = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    read = Environment.read({**world, names.PLAN: plan.to_json(), names.ROUND: "4"})
+    read = WorkerEnvironment.read({**world, names.PLAN: plan.to_json(), names.ROUND: "4"})
     assert (read.identity.rank, read.identity.world_size, read.identity.round) == (1, 2, 4)
     assert read.policy(None) == plan.checkpoint
     assert read.policy(CheckpointPolicy(keep=3)) == CheckpointPolicy(path="/p", keep=3)
-    assert Environment.read({}).policy(None).path == "./checkpoints"
-    assert Environment.read({names.RUN_DIR: "/r"}).policy(None).path == "/r/checkpoints"
+    assert WorkerEnvironment.read({}).policy(None).path == "./checkpoints"
+    assert WorkerEnvironment.read({names.RUN_DIR: "/r"}).policy(None).path == "/r/checkpoints"
     with pytest.raises(UsageError, match="RANK='x'"):
-        Environment.read({"RANK": "x"})
+        WorkerEnvironment.read({"RANK": "x"})
     with pytest.raises(UsageError, match="MASTER_ADDR"):
-        Environment.read({"RANK": "0", "WORLD_SIZE": "2"})
+        WorkerEnvironment.read({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(PlanError, match="not JSON"):
-        Environment.read({names.PLAN: "{"})
+        WorkerEnvironment.read({names.PLAN: "{"})
     with pytest.raises(PlanError, match=names.ROUND):
-        Environment.read({names.CHANNEL: "/s"})
+        WorkerEnvironment.read({names.CHANNEL: "/s"})
 
 
 def digits(tmp_path, *arguments):

@@ -11,7 +11,7 @@ import torch
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, MANIFEST, FolderName, Manifest, Reference
 from azureml_elastic.checkpoint.format.shard_file import Layout
 from azureml_elastic.checkpoint.format.write_plan import assign
-from azureml_elastic.checkpoint.save.background_save import Saving
+from azureml_elastic.checkpoint.save.background_save import SaveTask
 from azureml_elastic.checkpoint.state.layout import held
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.errors import CheckpointError
@@ -137,7 +137,7 @@ def save_until_killed(folder, number, step, parent, seed):
             data=None,
             torch="2",
         )
-        saving = Saving(
+        saving = SaveTask(
             storage,
             manifest,
             "rank-00000.safetensors",

@@ -19,13 +19,13 @@ from azureml_elastic import train
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import FixedGlobalBatch
-from azureml_elastic.distributed.world import World
+from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.ipc.agent_interface import Identity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
-from azureml_elastic.train.session.run_state import Keeper
+from azureml_elastic.train.session.training_state import TrainingState
 from tests.support.train import workers
 from tests.support.waiting import until
 
@@ -134,17 +134,17 @@ def different_steps(folder):
     storage = LocalStorage(Path(folder))
     agent = StandaloneAgent(storage, identity)
     position = Position(identity)
-    world = World(identity, torch.device("cpu"))
+    world = ProcessGroups(identity, torch.device("cpu"))
     world.open()
     rate = LearningRate(FixedGlobalBatch(), position, lambda: False)
-    keeper = Keeper(workers.policy(folder), storage, agent, world, position, rate)
+    training_state = TrainingState(workers.policy(folder), storage, agent, world, position, rate)
     stream = position.add("train", DataSpec(1000, global_batch_size=12, seed=0, shuffle=True, drop_last=False))
-    keeper.track(TrackedState({"model": model, "optimizer": optimizer}))
+    training_state.track(TrackedState({"model": model, "optimizer": optimizer}))
     for _ in range(rank):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
-    keeper.steps, stream.cursor = 3 + rank, Cursor(0, 12 * (3 + rank))
+    training_state.steps, stream.cursor = 3 + rank, Cursor(0, 12 * (3 + rank))
     world.identity = Identity(1 - rank, 0, 2, 5)
-    keeper.enter()
+    training_state.enter()
     steps = [int(state["step"]) for state in optimizer.state.values()]
-    return [keeper.steps, stream.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]
+    return [training_state.steps, stream.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]

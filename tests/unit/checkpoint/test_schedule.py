@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.checkpoint.save.schedule import Cadence, Costs, decide
+from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, Costs, decide
 from azureml_elastic.checkpoint.save.young_daly import optimal_interval
 from azureml_elastic.config import CheckpointPolicy, Plan
 from azureml_elastic.config import environment as names
@@ -82,7 +82,7 @@ def test_a_run_with_losses_saves_more_often(monkeypatch):
     def interval(history, cost, now=1000.0):
         monkeypatch.setenv(names.HISTORY, history)
         clock = [0.0]
-        cadence = Cadence(policy, None, clock=lambda: clock[0])
+        cadence = CheckpointSchedule(policy, None, clock=lambda: clock[0])
         cadence.begin(0)
         clock[0] = now
         cadence.saving(100)

@@ -14,9 +14,9 @@ seen = []
 def note():
     seen.append(gc.isenabled())
 os.register_at_fork(after_in_parent=note, after_in_child=note)
-from azureml_elastic.distributed.forks import spare_the_inherited
-spare_the_inherited()
-spare_the_inherited()
+from azureml_elastic.distributed.forks import freeze_inherited_garbage
+freeze_inherited_garbage()
+freeze_inherited_garbage()
 
 class Loud:
     def __init__(self):

@@ -15,13 +15,13 @@ from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 
-__all__ = ["Found", "entries", "export", "newest_whole", "prune", "survey", "verify"]
+__all__ = ["FoundCheckpoint", "entries", "export", "newest_whole", "prune", "survey", "verify"]
 
 _THREADS = 4
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A folder that bears a checkpoint's name.
 
     Args:
@@ -44,7 +44,7 @@ class Found:
         return str(self.name)
 
 
-def survey(storage: Storage) -> list[Found]:
+def survey(storage: Storage) -> list[FoundCheckpoint]:
     """Return all checkpoints and what is left of attempts, by step; only sizes are checked."""
     found = []
     for folder in storage.folders():
@@ -60,7 +60,7 @@ def survey(storage: Storage) -> list[Found]:
             problem = f"missing or of another size: {', '.join(sorted(wrong))}" if wrong else None
         except CheckpointDamaged as error:
             problem = str(error) if MANIFEST in files else "no manifest: it was never completed"
-        found.append(Found(name, manifest, COMMITTED in files, sum(files.values()), problem))
+        found.append(FoundCheckpoint(name, manifest, COMMITTED in files, sum(files.values()), problem))
     return found
 
 

@@ -15,7 +15,7 @@ from azureml_elastic.checkpoint.format.shard_file import Entry
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.state.layout import Read, reads, require_complete
 from azureml_elastic.checkpoint.storage.storage import Storage
-from azureml_elastic.distributed.control_group import Control
+from azureml_elastic.distributed.control_group import ControlGroup
 
 __all__ = ["load"]
 
@@ -26,7 +26,7 @@ def load(
     storage: Storage,
     manifest: Manifest,
     present: Mapping[str, torch.Tensor],
-    control: Control,
+    control: ControlGroup,
     wanted: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, torch.Tensor]:
     """Read all tensors of a checkpoint. A collective; a failure of one rank is raised on all.

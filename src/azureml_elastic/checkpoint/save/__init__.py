@@ -1,1 +1,1 @@
-"""Saving the state of a run: when, from which buffers, and how a checkpoint is committed."""
+"""SaveTask the state of a run: when, from which buffers, and how a checkpoint is committed."""

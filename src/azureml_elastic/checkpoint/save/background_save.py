@@ -20,12 +20,12 @@ from typing import TypeVar
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, Manifest
 from azureml_elastic.checkpoint.format.retention import retire
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
-from azureml_elastic.distributed.background import Background, Kind, Outcome
-from azureml_elastic.distributed.control_group import Control
+from azureml_elastic.distributed.background_task import BackgroundTask, Kind, TaskOutcome
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import Agent
 
-__all__ = ["PATIENT_SECONDS", "RETRY_SECONDS", "Saving", "patiently"]
+__all__ = ["LONG_RETRY_SECONDS", "RETRY_SECONDS", "SaveTask", "retry_while_unavailable"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ T = TypeVar("T")
 
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0)
 
-PATIENT_SECONDS = (*RETRY_SECONDS, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
+LONG_RETRY_SECONDS = (*RETRY_SECONDS, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
 """Without the committed checkpoint training cannot start; with a new one that has to wait, it goes on."""
 
 
-class Saving(Background):
+class SaveTask(BackgroundTask):
     """One save under way. Made and waited for by the training thread.
 
     Args:
@@ -61,7 +61,7 @@ class Saving(Background):
         blocks: Iterable[bytes | memoryview] | None,
         error: str | None,
         *,
-        control: Control,
+        control: ControlGroup,
         agent: Agent,
         stall_seconds: float,
         keep: int,
@@ -79,14 +79,14 @@ class Saving(Background):
         self._keep = keep
         self._pauses = pauses
 
-    def work(self) -> Outcome:
+    def work(self) -> TaskOutcome:
         """Write, and commit."""
         try:
             return self._save()
         finally:
             self._blocks = None
 
-    def _save(self) -> Outcome:
+    def _save(self) -> TaskOutcome:
         sums: dict[str, FileSum] = {}
         if self._error is None and self._blocks is not None:
             try:
@@ -98,38 +98,40 @@ class Saving(Background):
         failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(parts) if error is not None]
         files = {name: each for _, part in parts for name, each in part.items()}
         self.manifest = replace(self.manifest, files=files)
-        mine: Outcome | None = None
+        mine: TaskOutcome | None = None
         if self._control.rank == 0:
             try:
                 mine = self._give_up(failed) if failed else self._commit()
             except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome, whatever it is
-                mine = Outcome("failed", f"rank 0: {type(error).__name__}: {error}")
+                mine = TaskOutcome("failed", f"rank 0: {type(error).__name__}: {error}")
         return self.together(lambda: self._control.from_main(mine))
 
-    def _give_up(self, failed: list[str]) -> Outcome:
+    def _give_up(self, failed: list[str]) -> TaskOutcome:
         with contextlib.suppress(OSError):
             self._storage.remove(self.manifest.directory, MANIFEST)  # the space may be what is missing
-        return Outcome("failed", f"writing failed on {len(failed)} ranks: {'; '.join(failed)}")
+        return TaskOutcome("failed", f"writing failed on {len(failed)} ranks: {'; '.join(failed)}")
 
-    def _commit(self) -> Outcome:
+    def _commit(self) -> TaskOutcome:
         try:
             self._storage.publish(self.manifest.directory, MANIFEST, self.manifest.to_bytes())
         except (OSError, ValueError) as error:  # a state that is no JSON
             return self._give_up([f"the manifest: {error}"])
         if self.abandoned:
-            return Outcome("broken", "the round has ended")
-        _, (kind, text) = patiently(lambda: self._agent.commit(self.manifest.reference, self._stall), self._pauses)
+            return TaskOutcome("broken", "the round has ended")
+        _, (kind, text) = retry_while_unavailable(
+            lambda: self._agent.commit(self.manifest.reference, self._stall), self._pauses
+        )
         if kind is not None:
-            return Outcome(kind, text)
+            return TaskOutcome(kind, text)
         try:
             self._storage.write(self.manifest.directory, COMMITTED, [])
             retire(self._storage, self.manifest, self._keep)
         except Exception as error:  # noqa: BLE001 - it is committed all the same
             _LOG.warning("Old checkpoints in %s could not be removed: %s", self._storage, error)
-        return Outcome("committed")
+        return TaskOutcome("committed")
 
 
-def patiently(
+def retry_while_unavailable(
     action: Callable[[], T], pauses: tuple[float, ...], sleep: Callable[[float], None] = time.sleep
 ) -> tuple[T | None, tuple[Kind | None, str]]:
     """Call the agent, again while the table is away, and return its answer and how it failed, if it did."""

@@ -1,4 +1,4 @@
-"""Saving and restoring, so that a process killed at any line leaves the last committed checkpoint intact.
+"""SaveTask and restoring, so that a process killed at any line leaves the last committed checkpoint intact.
 
 Training waits for a copy in memory, and no longer: each rank copies the share of the state that it will write, a thread
 writes it (:mod:`azureml_elastic.checkpoint.save.background_save`). Restoring goes the other way: pointer, manifest, every file's checksum,
@@ -18,22 +18,27 @@ import torch
 
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
 from azureml_elastic.checkpoint.format.retention import for_good
-from azureml_elastic.checkpoint.load.newest_checkpoint import STALE_SECONDS, Recovery
 from azureml_elastic.checkpoint.load.reading import load
-from azureml_elastic.checkpoint.save.background_save import PATIENT_SECONDS, RETRY_SECONDS, Saving, patiently
-from azureml_elastic.checkpoint.save.local_shard import Copy, Share
-from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import rescue
-from azureml_elastic.checkpoint.snapshots.replication import Inbox, Keeping
+from azureml_elastic.checkpoint.load.selection import STALE_SECONDS, CheckpointSelector
+from azureml_elastic.checkpoint.save.background_save import (
+    LONG_RETRY_SECONDS,
+    RETRY_SECONDS,
+    SaveTask,
+    retry_while_unavailable,
+)
+from azureml_elastic.checkpoint.save.local_shard import LocalShard, ShardCopy
+from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import recover_from_replicas
+from azureml_elastic.checkpoint.snapshots.replication import PeerBuffers, ReplicationTask
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.distributed.background import Outcome
-from azureml_elastic.distributed.world import World
+from azureml_elastic.distributed.background_task import TaskOutcome
+from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent
 
-__all__ = ["Checkpoints", "Restored"]
+__all__ = ["Checkpoints", "RestoredCheckpoint"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,7 +47,7 @@ _FAILURES = 2
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredCheckpoint:
     """What was restored: the reference, and the data's position."""
 
     reference: Reference
@@ -64,7 +69,7 @@ class Checkpoints:
         self,
         policy: CheckpointPolicy,
         storage: Storage,
-        world: World,
+        world: ProcessGroups,
         agent: Agent,
         *,
         stale_seconds: float = STALE_SECONDS,
@@ -74,13 +79,13 @@ class Checkpoints:
         self._stale_seconds = stale_seconds
         self._world = world
         self._agent = agent
-        self.snapshots = agent.shelves and (policy.snapshot_every or policy.snapshot_every_steps) is not None
+        self.snapshots = agent.holds_snapshots and (policy.snapshot_every or policy.snapshot_every_steps) is not None
         """Whether copies are kept in memory."""
-        self._share = Share(world, spare=self.snapshots)
-        self._inbox = Inbox()
+        self._share = LocalShard(world, spare=self.snapshots)
+        self._inbox = PeerBuffers()
         self._committed: Reference | None = None
-        self._saving: Saving | Keeping | None = None
-        self._left: Saving | Keeping | None = None
+        self._saving: SaveTask | ReplicationTask | None = None
+        self._left: SaveTask | ReplicationTask | None = None
         self._fenced = ""
         self._failures: list[str] = []
 
@@ -118,7 +123,7 @@ class Checkpoints:
         before = None if self._committed is None else self._committed.step
         manifest = self._manifest(step, plain, data, for_good(step, before, self._policy.keep_every))
         copy, error = self._copy(tensors)
-        self._saving = Saving(
+        self._saving = SaveTask(
             self._storage,
             manifest,
             self._file,
@@ -152,7 +157,7 @@ class Checkpoints:
             except ValueError as failure:  # a state that is no JSON
                 error = f"the manifest: {failure}"
         copy, failed = self._copy(tensors, tail)
-        self._saving = Keeping(
+        self._saving = ReplicationTask(
             manifest,
             self._file,
             None if error else copy,
@@ -169,7 +174,7 @@ class Checkpoints:
         """Whether a save has begun and :meth:`settle` was not called since. Not a collective."""
         return self._saving is not None
 
-    def settle(self, timeout: float | None = None) -> Outcome | None:
+    def settle(self, timeout: float | None = None) -> TaskOutcome | None:
         """Wait for the save under way, if there is one. Not a collective.
 
         Args:
@@ -183,7 +188,7 @@ class Checkpoints:
             return None
         over, self._saving = self._saving, None
         manifest = over.manifest
-        if isinstance(over, Keeping):
+        if isinstance(over, ReplicationTask):
             self._kept(over, outcome)
             return outcome
         if outcome.kind == "committed":
@@ -204,7 +209,7 @@ class Checkpoints:
             )
         return outcome
 
-    def _kept(self, over: Keeping, outcome: Outcome) -> None:
+    def _kept(self, over: ReplicationTask, outcome: TaskOutcome) -> None:
         if outcome.kind == "kept":
             assert over.copy is not None
             self._share.hold(over.copy)
@@ -217,12 +222,12 @@ class Checkpoints:
         plain, tensors = self._share.collect(state)
         if self._left is not None:
             outcome = self._left.wait()
-            if isinstance(self._left, Keeping) and outcome is not None and outcome.kind == "kept":
+            if isinstance(self._left, ReplicationTask) and outcome is not None and outcome.kind == "kept":
                 self._kept(self._left, outcome)  # after all
             self._left = None
         return plain, tensors
 
-    def _copy(self, tensors: dict[str, torch.Tensor], tail: bytes = b"") -> tuple[Copy | None, str | None]:
+    def _copy(self, tensors: dict[str, torch.Tensor], tail: bytes = b"") -> tuple[ShardCopy | None, str | None]:
         try:
             return self._share.copy(tensors, tail), None
         except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one
@@ -280,7 +285,7 @@ class Checkpoints:
         self._committed = self._pointer()
         return self._committed
 
-    def restore(self, state: TrackedState) -> Restored | None:
+    def restore(self, state: TrackedState) -> RestoredCheckpoint | None:
         """Put the newest undamaged checkpoint into ``state``: from memory, from the committed one backwards.
 
         Returns:
@@ -298,7 +303,9 @@ class Checkpoints:
             pointer = self._rescue(pointer) or pointer
         if pointer is None:
             return None
-        manifest = Recovery(self._storage, control, self._stale_seconds, self._agent.damaged).newest_whole(pointer)
+        manifest = CheckpointSelector(self._storage, control, self._stale_seconds, self._agent.damaged).newest_whole(
+            pointer
+        )
         present = state.targets(manifest.state)
         own = random_state.tensor_name(control.rank)
         tensors = load(
@@ -314,16 +321,16 @@ class Checkpoints:
         else:
             random_state.begin(manifest.digest, control.rank)
         self._committed = manifest.reference
-        return Restored(manifest.reference, manifest.data)
+        return RestoredCheckpoint(manifest.reference, manifest.data)
 
     def _rescue(self, pointer: Reference | None) -> Reference | None:
         world = self._world
-        return rescue(self._storage, world.control, self._agent, world.identity, pointer, self._policy)
+        return recover_from_replicas(self._storage, world.control, self._agent, world.identity, pointer, self._policy)
 
     def _pointer(self) -> Reference | None:
         asked: Any = (None, (None, ""))
         if self._world.control.rank == 0:
-            asked = patiently(self._agent.pointer, PATIENT_SECONDS)
+            asked = retry_while_unavailable(self._agent.pointer, LONG_RETRY_SECONDS)
         pointer, (kind, text) = self._world.control.from_main(asked)
         if kind == "fenced":
             raise Fenced(f"Training does not start: {text}")

@@ -14,13 +14,13 @@ import xxhash
 
 from azureml_elastic.checkpoint.format.shard_file import Layout
 from azureml_elastic.checkpoint.format.write_plan import assign
-from azureml_elastic.checkpoint.save.staging import Area
+from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.layout import Piece, held, pieces, signature
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.distributed.world import World
+from azureml_elastic.distributed.process_groups import ProcessGroups
 
-__all__ = ["Copy", "Share"]
+__all__ = ["LocalShard", "ShardCopy"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class Copy:
+class ShardCopy:
     """A copy of a rank's share: the content of its file, and maybe something after it.
 
     Args:
@@ -55,7 +55,7 @@ class Copy:
         empty: whether the file would hold nothing.
     """
 
-    area: Area
+    area: StagingBuffer
     nbytes: int
     tail: int
     empty: bool
@@ -65,7 +65,7 @@ class Copy:
         yield self.area.view(0, self.nbytes)
 
 
-class Share:
+class LocalShard:
     """What this rank writes of each checkpoint. For one thread.
 
     A plan is made once for states of the same form: names, shapes, types and shards of the tensors.
@@ -75,16 +75,16 @@ class Share:
         spare: whether a copy may be held while the next one is made.
     """
 
-    def __init__(self, world: World, *, spare: bool = False) -> None:
+    def __init__(self, world: ProcessGroups, *, spare: bool = False) -> None:
         self._world = world
-        self._areas = [Area(world.device) for _ in range(2 if spare else 1)]
-        self._held: Area | None = None
+        self._areas = [StagingBuffer(world.device) for _ in range(2 if spare else 1)]
+        self._held: StagingBuffer | None = None
         self._reserving: threading.Thread | None = None
         self._plan: _Plan | None = None
         self._attempts = 0
 
     def enter(self) -> None:
-        """Share with the ranks of another round from now on."""
+        """LocalShard with the ranks of another round from now on."""
         self._plan = None
         self._attempts = 0
 
@@ -124,13 +124,13 @@ class Share:
             self._reserving = threading.Thread(target=self._reserve, args=arguments, name="reserve-memory", daemon=True)
             self._reserving.start()
 
-    def hold(self, copy: Copy) -> None:
+    def hold(self, copy: ShardCopy) -> None:
         """Leave a copy as it is until another one is held."""
         assert len(self._areas) > 1
         self._held = copy.area
 
-    def copy(self, tensors: dict[str, torch.Tensor], tail: bytes = b"") -> Copy:
-        """Copy the share to memory, over the copy before that is not held.
+    def copy(self, tensors: dict[str, torch.Tensor], tail: bytes = b"") -> ShardCopy:
+        """ShardCopy the share to memory, over the copy before that is not held.
 
         Args:
             tensors: just collected.
@@ -150,7 +150,7 @@ class Share:
             area.take(entry.begin, piece.of(tensors))
         area.put(layout.nbytes, tail)
         area.settle()
-        return Copy(area, layout.nbytes, len(tail), not layout.entries)
+        return ShardCopy(area, layout.nbytes, len(tail), not layout.entries)
 
     def nonce(self) -> str:
         """Return 8 hexadecimal digits, others at each call and the same on all ranks that have called as often."""
@@ -159,7 +159,7 @@ class Share:
         return xxhash.xxh32_hexdigest(f"{self._plan.token}.{self._attempts}".encode())
 
     @property
-    def _free(self) -> Area:
+    def _free(self) -> StagingBuffer:
         return next(area for area in self._areas if area is not self._held)
 
     def _reserve(self, nbytes: int) -> None:

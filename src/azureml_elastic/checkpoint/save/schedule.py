@@ -13,10 +13,10 @@ from datetime import timedelta
 
 from azureml_elastic.checkpoint.save.young_daly import optimal_interval
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.distributed.control_group import Control
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process import read_history
 
-__all__ = ["Cadence", "Costs", "Decision", "decide"]
+__all__ = ["CheckpointSchedule", "Costs", "Decision", "decide"]
 
 _FIRST_COST_SECONDS = 1.0
 _EXPECTED_SECONDS = 7200.0
@@ -111,7 +111,7 @@ class Costs:
         self._went_on = now
 
 
-class Cadence:
+class CheckpointSchedule:
     """Knows at each step whether a checkpoint is due; the same answer on every rank.
 
     Args:
@@ -120,7 +120,7 @@ class Cadence:
         clock: monotonic, in seconds; only rank 0's counts.
     """
 
-    def __init__(self, policy: CheckpointPolicy, control: Control, *, clock: Callable[[], float]) -> None:
+    def __init__(self, policy: CheckpointPolicy, control: ControlGroup, *, clock: Callable[[], float]) -> None:
         self._every_steps = policy.every_steps
         self._by_time = policy.every is not None
         self._every = policy.every.total_seconds() if isinstance(policy.every, timedelta) else None
@@ -146,7 +146,7 @@ class Cadence:
         self._losses, self._seconds = read_history()
         self._costs.begin(step, self._began)
 
-    def enter(self, control: Control) -> None:
+    def enter(self, control: ControlGroup) -> None:
         """Agree with other ranks from now on."""
         self._control = control
 

@@ -8,14 +8,14 @@ import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalCopies
+from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
 
-__all__ = ["KeptState", "Memories", "Shelf"]
+__all__ = ["AgentMemory", "HandedOverMemory", "SnapshotShards"]
 
 _LOG = logging.getLogger(__name__)
 
 
-class KeptState:
+class HandedOverMemory:
     """One state at most, in anonymous memory that lives as long as its descriptor is open here. Thread-safe."""
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class KeptState:
         self._descriptor, self._description = -1, None
 
 
-class Shelf:
+class SnapshotShards:
     """Shares of copies of the state, each by the name of the copy and of its file. Thread-safe.
 
     Args:
         local: copies on the node's disk, if there are any.
     """
 
-    def __init__(self, local: LocalCopies | None = None) -> None:
+    def __init__(self, local: LocalSnapshots | None = None) -> None:
         self._local = local
         self._lock = threading.Lock()
         self._held: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {}
@@ -133,18 +133,20 @@ class Shelf:
                 os.close(self._held.pop(key)[0])
 
 
-class Memories:
+class AgentMemory:
     """All that the workers of a node have in memory, and the messages about it.
 
     Args:
         local: copies on the node's disk, if there are any.
     """
 
-    OPS: ClassVar = frozenset({"handover", "memory", "shelve", "shelve_only", "shelved", "unshelve"})
+    OPS: ClassVar = frozenset(
+        {"handover", "memory", "hold_shard", "retain_snapshot", "held_shards", "discard_snapshot"}
+    )
 
-    def __init__(self, local: LocalCopies | None = None) -> None:
-        self._kept = KeptState()
-        self._shelf = Shelf(local)
+    def __init__(self, local: LocalSnapshots | None = None) -> None:
+        self._kept = HandedOverMemory()
+        self._shelf = SnapshotShards(local)
 
     def answer(self, message: Mapping[str, Any], number: int, rank: int) -> dict[str, Any] | None:
         """Do what a worker asks.
@@ -160,13 +162,13 @@ class Memories:
         op = message["op"]
         if op == "memory":
             return {"memory": self._kept.describe()}
-        if op == "shelved":
+        if op == "held_shards":
             return {"held": self._shelf.describe()}
-        if op in ("shelve_only", "unshelve"):
-            (self._shelf.keep_only if op == "shelve_only" else self._shelf.drop)(message["folder"])
+        if op in ("retain_snapshot", "discard_snapshot"):
+            (self._shelf.keep_only if op == "retain_snapshot" else self._shelf.drop)(message["folder"])
             return None
         try:
-            if op == "shelve":
+            if op == "hold_shard":
                 self._shelf.put(message["pid"], message["fd"], message["description"])
             else:
                 self._kept.keep(message["pid"], message["fd"], step=message["step"], number=number, rank=rank)

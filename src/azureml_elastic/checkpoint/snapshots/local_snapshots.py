@@ -29,7 +29,7 @@ from typing import Any
 
 import xxhash
 
-__all__ = ["LocalCopies"]
+__all__ = ["LocalSnapshots"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _OWNER = "owner"
 _PIECE_BYTES = 1 << 26
 
 
-class LocalCopies:
+class LocalSnapshots:
     """What is on the disk. Thread-safe; it is written on a thread of its own.
 
     Args:

@@ -20,20 +20,20 @@ from typing import Any
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, FolderName, Manifest, Reference
 from azureml_elastic.checkpoint.format.retention import for_good, retire
-from azureml_elastic.checkpoint.save.background_save import PATIENT_SECONDS, patiently
+from azureml_elastic.checkpoint.save.background_save import LONG_RETRY_SECONDS, retry_while_unavailable
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.distributed.control_group import Control
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent, Identity
 
-__all__ = ["Held", "rescue", "sources"]
+__all__ = ["ReplicaShard", "recover_from_replicas", "sources"]
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Held:
+class ReplicaShard:
     """A share in a node's memory.
 
     Args:
@@ -61,12 +61,12 @@ class Held:
     path: str
 
     @classmethod
-    def of(cls, holder: int, description: Mapping[str, Any]) -> Held:
+    def of(cls, holder: int, description: Mapping[str, Any]) -> ReplicaShard:
         """Read what the agent tells."""
         return cls(holder=holder, **description)
 
 
-def sources(held: Sequence[Held], newer_than: int) -> list[Held] | None:
+def sources(held: Sequence[ReplicaShard], newer_than: int) -> list[ReplicaShard] | None:
     """Choose the newest copy of which every share is there, and who writes which of them.
 
     Args:
@@ -76,7 +76,7 @@ def sources(held: Sequence[Held], newer_than: int) -> list[Held] | None:
     Returns:
         One holder for each share, by rank, those with little to write first; ``None`` where there is no such copy.
     """
-    copies: dict[str, dict[int, list[Held]]] = {}
+    copies: dict[str, dict[int, list[ReplicaShard]]] = {}
     for each in held:
         if each.step > newer_than:
             copies.setdefault(each.folder, {}).setdefault(each.rank, []).append(each)
@@ -93,9 +93,9 @@ def sources(held: Sequence[Held], newer_than: int) -> list[Held] | None:
     return chosen
 
 
-def rescue(
+def recover_from_replicas(
     storage: Storage,
-    control: Control,
+    control: ControlGroup,
     agent: Agent,
     identity: Identity,
     committed: Reference | None,
@@ -110,7 +110,7 @@ def rescue(
         CheckpointError: it could not be committed.
         Fenced: a newer round has taken over.
     """
-    mine = [Held.of(control.rank, each) for each in agent.shelved()] if identity.local_rank == 0 else []
+    mine = [ReplicaShard.of(control.rank, each) for each in agent.held_shards()] if identity.local_rank == 0 else []
     held = [each for part in control.gather(mine) for each in part]
     while True:
         chosen = sources(held, -1 if committed is None else committed.step)
@@ -150,7 +150,9 @@ def rescue(
     return manifest.reference
 
 
-def _write(storage: Storage, folder: str, chosen: Sequence[Held], holder: int) -> tuple[Manifest | None, list[Held]]:
+def _write(
+    storage: Storage, folder: str, chosen: Sequence[ReplicaShard], holder: int
+) -> tuple[Manifest | None, list[ReplicaShard]]:
     """Write this rank's part; return the manifest, where it is here, and what is damaged."""
     manifest, bad = None, []
     for each in chosen:
@@ -188,7 +190,7 @@ def _remove(storage: Storage, folder: str) -> None:
 def _commit(storage: Storage, agent: Agent, manifest: Manifest, keep: int) -> tuple[Any, str]:
     try:
         storage.publish(manifest.directory, MANIFEST, manifest.to_bytes())
-        _, outcome = patiently(lambda: agent.commit(manifest.reference, 0.0), PATIENT_SECONDS)
+        _, outcome = retry_while_unavailable(lambda: agent.commit(manifest.reference, 0.0), LONG_RETRY_SECONDS)
     except OSError as error:
         _remove(storage, manifest.directory)
         return "failed", str(error)

@@ -17,14 +17,14 @@ import torch.distributed as dist
 import xxhash
 
 from azureml_elastic.checkpoint.format.manifest import Manifest
-from azureml_elastic.checkpoint.save.local_shard import Copy
-from azureml_elastic.checkpoint.save.staging import Area
-from azureml_elastic.distributed.background import Background, Outcome
-from azureml_elastic.distributed.control_group import Control
+from azureml_elastic.checkpoint.save.local_shard import ShardCopy
+from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
+from azureml_elastic.distributed.background_task import BackgroundTask, TaskOutcome
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc.agent_interface import Agent, Identity
 
-__all__ = ["Inbox", "Keeping", "partners"]
+__all__ = ["PeerBuffers", "ReplicationTask", "partners"]
 
 _PIECE_BYTES = 1 << 26
 
@@ -46,20 +46,20 @@ def partners(nodes: Sequence[int]) -> list[int | None]:
     return found
 
 
-class Inbox:
+class PeerBuffers:
     """Memory for other ranks' shares. As with one's own, a copy is left as it is while the next one is made."""
 
     def __init__(self) -> None:
-        self._areas: dict[tuple[int, int], Area] = {}
+        self._areas: dict[tuple[int, int], StagingBuffer] = {}
         self._turn = 0
 
-    def area(self, number: int, nbytes: int) -> Area:
+    def area(self, number: int, nbytes: int) -> StagingBuffer:
         """Return memory for the share of one of them.
 
         Raises:
             OSError: there is not enough.
         """
-        area = self._areas.setdefault((self._turn, number), Area(torch.device("cpu")))
+        area = self._areas.setdefault((self._turn, number), StagingBuffer(torch.device("cpu")))
         area.reserve(nbytes)
         return area
 
@@ -78,7 +78,7 @@ class _Sent:
     description: dict[str, Any]
 
 
-class Keeping(Background):
+class ReplicationTask(BackgroundTask):
     """One copy under way.
 
     Args:
@@ -96,12 +96,12 @@ class Keeping(Background):
         self,
         manifest: Manifest,
         name: str,
-        copy: Copy | None,
+        copy: ShardCopy | None,
         error: str | None,
         *,
         identity: Identity,
-        inbox: Inbox,
-        control: Control,
+        inbox: PeerBuffers,
+        control: ControlGroup,
         agent: Agent,
     ) -> None:
         super().__init__()
@@ -114,35 +114,35 @@ class Keeping(Background):
         self._control = control
         self._agent = agent
 
-    def work(self) -> Outcome:
+    def work(self) -> TaskOutcome:
         """Have it kept here and there."""
         every = self.together(lambda: self._control.gather(self._mine()))
         failed = [f"rank {rank}: {each.error}" for rank, each in enumerate(every) if each.error is not None]
         if failed:
-            return Outcome("failed", f"copying failed on {len(failed)} ranks: {'; '.join(failed)}")
+            return TaskOutcome("failed", f"copying failed on {len(failed)} ranks: {'; '.join(failed)}")
         assert self.copy is not None
         targets = partners([each.node for each in every])
-        incoming: list[tuple[int, Area]] = []
+        incoming: list[tuple[int, StagingBuffer]] = []
         try:
             sources = [rank for rank, target in enumerate(targets) if target == self._identity.rank]
             incoming = [(rank, self._inbox.area(at, every[rank].nbytes)) for at, rank in enumerate(sources)]
         except OSError as error:
             self._error = f"there is no memory for other nodes' shares: {error}"
         if not self.together(lambda: self._control.all_true(self._error is None)):
-            return Outcome("failed", self._error or "another rank has no memory for other nodes' shares")
+            return TaskOutcome("failed", self._error or "another rank has no memory for other nodes' shares")
         self.together(lambda: self._exchange(targets[self._identity.rank], every, incoming))
         try:
-            self._agent.shelve(self.copy.area.descriptor, every[self._identity.rank].description)
+            self._agent.hold_shard(self.copy.area.descriptor, every[self._identity.rank].description)
             for rank, area in incoming:
-                self._agent.shelve(area.descriptor, every[rank].description)
+                self._agent.hold_shard(area.descriptor, every[rank].description)
         except ElasticError as error:
             self._error = f"the agent does not keep it: {error}"
         if not self.together(lambda: self._control.all_true(self._error is None)):
-            self._agent.unshelve(self.manifest.directory)
-            return Outcome("failed", self._error or "another rank's agent does not keep it")
-        self._agent.shelve_only(self.manifest.directory)
+            self._agent.discard_snapshot(self.manifest.directory)
+            return TaskOutcome("failed", self._error or "another rank's agent does not keep it")
+        self._agent.retain_snapshot(self.manifest.directory)
         self._inbox.hold()
-        return Outcome("kept")
+        return TaskOutcome("kept")
 
     def _mine(self) -> _Sent:
         rank, node = self._identity.rank, self._identity.rank - self._identity.local_rank
@@ -160,7 +160,9 @@ class Keeping(Background):
         }
         return _Sent(node, None, self.copy.nbytes + self.copy.tail, description)
 
-    def _exchange(self, target: int | None, every: Sequence[_Sent], incoming: Sequence[tuple[int, Area]]) -> None:
+    def _exchange(
+        self, target: int | None, every: Sequence[_Sent], incoming: Sequence[tuple[int, StagingBuffer]]
+    ) -> None:
         """Send this rank's share, and receive others, piece by piece."""
         assert self.copy is not None
         mine = every[self._identity.rank].nbytes if target is not None else 0

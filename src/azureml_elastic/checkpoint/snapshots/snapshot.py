@@ -16,45 +16,45 @@ from typing import Any
 
 import torch
 
-from azureml_elastic.distributed.control_group import Control
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["Offer", "Snapshot", "choose", "place_of"]
+__all__ = ["RecoverableState", "Snapshot", "choose", "position_key"]
 
 _ALIGNMENT = 64
 _MAGIC = b"azureml-elastic snapshot 1\n"
 
 
 @dataclass(frozen=True)
-class Offer:
+class RecoverableState:
     """The state that a rank could give to the others.
 
     Args:
         step: optimizer steps completed.
         round: in which they were.
         rank: that this process, or the one before it on this node, had in it.
-        position: in the data, see :func:`place_of`.
-        owed: whether a checkpoint of it was due and could not be completed.
+        position: in the data, see :func:`position_key`.
+        save_pending: whether a checkpoint of it was due and could not be completed.
     """
 
     step: int
     round: int
     rank: int
     position: str = ""
-    owed: bool = False
+    save_pending: bool = False
 
-    def same(self, other: Offer | None) -> bool:
+    def same(self, other: RecoverableState | None) -> bool:
         """Whether both are the same state."""
         mine = (self.step, self.round, self.position)
         return other is not None and mine == (other.step, other.round, other.position)
 
 
-def place_of(data: Mapping[str, Any] | None) -> str:
+def position_key(data: Mapping[str, Any] | None) -> str:
     """Name a position in the data, the same for the same."""
     return "" if data is None else json.dumps(data, sort_keys=True)
 
 
-def choose(offers: list[Offer | None], committed: int | None) -> int | None:
+def choose(offers: list[RecoverableState | None], committed: int | None) -> int | None:
     """Return the rank whose state all ranks continue from.
 
     The furthest step wins: whoever has completed it has reduced the gradients of *all* ranks, also of one that died
@@ -83,7 +83,7 @@ class Snapshot:
         state: what is tracked, without the tensors, see :mod:`~azureml_elastic.checkpoint.state.tree`.
         data: the position in the data, ``None`` without a loader.
         unsaved_seconds: since the last checkpoint that is on storage.
-        owed: whether a checkpoint was due and could not be completed.
+        save_pending: whether a checkpoint was due and could not be completed.
         random: the random number generators of the process, see :mod:`~azureml_elastic.checkpoint.state.random_state`.
         tensors: by name; they may alias those of the model.
     """
@@ -92,7 +92,7 @@ class Snapshot:
     state: Mapping[str, Any]
     data: Mapping[str, Any] | None
     unsaved_seconds: float = 0.0
-    owed: bool = False
+    save_pending: bool = False
     random: str | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -157,7 +157,7 @@ class Snapshot:
         return cls(**header, tensors=tensors)
 
     @classmethod
-    def broadcast(cls, own: Snapshot | None, source: int, control: Control) -> Snapshot:
+    def broadcast(cls, own: Snapshot | None, source: int, control: ControlGroup) -> Snapshot:
         """Return the snapshot of one rank on all ranks. A collective.
 
         Args:
@@ -186,8 +186,8 @@ class Snapshot:
 
     @property
     def position(self) -> str:
-        """In the data, see :func:`place_of`."""
-        return place_of(self.data)
+        """In the data, see :func:`position_key`."""
+        return position_key(self.data)
 
     def header(self) -> dict[str, Any]:
         """Return everything but the tensors."""
@@ -196,7 +196,7 @@ class Snapshot:
             "state": self.state,
             "data": self.data,
             "unsaved_seconds": self.unsaved_seconds,
-            "owed": self.owed,
+            "save_pending": self.save_pending,
             "random": self.random,
         }
 

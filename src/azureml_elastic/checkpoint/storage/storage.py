@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FileSum", "Storage", "is_remote", "open_storage", "place_in"]
+__all__ = ["FileSum", "Storage", "is_remote", "join_path", "open_storage"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def is_remote(where: str) -> bool:
     return "://" in where and not where.startswith("file://")
 
 
-def place_in(where: str, name: str) -> str:
+def join_path(where: str, name: str) -> str:
     """Return the path or URL of something within another one."""
     return f"{where.rstrip('/')}/{name}" if is_remote(where) else str(Path(where) / name)
 

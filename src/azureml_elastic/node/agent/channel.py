@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.checkpoint.snapshots.agent_memory import Memories
-from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalCopies
+from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
+from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
 from azureml_elastic.errors import ElasticError, Fenced
 from azureml_elastic.ipc import Connection, LineServer, listen
 from azureml_elastic.ledger.events import CheckpointCommitted, CheckpointQuarantined, Progress, Restored
@@ -50,7 +50,7 @@ class Channel:
     """
 
     def __init__(
-        self, recorder: Recorder, wake: Callable[[], None], watch: HangWatch, local: LocalCopies | None = None
+        self, recorder: Recorder, wake: Callable[[], None], watch: HangWatch, local: LocalSnapshots | None = None
     ) -> None:
         self._recorder = recorder
         self._watch = watch
@@ -72,7 +72,7 @@ class Channel:
         self._step = 0
         self._expected: int | None = None
         self._began: tuple[float, int] | None = None
-        self._memories = Memories(local)
+        self._memories = AgentMemory(local)
         self.ended_well = False
         self.trained = False
         """Whether a local worker has completed a step in this round."""
@@ -243,7 +243,7 @@ class Channel:
             with self._lock:
                 self._parked.add(local_rank)
             self._wake()
-        elif op in Memories.OPS:
+        elif op in AgentMemory.OPS:
             reply = self._memories.answer(message, connection.state["round"], connection.state["rank"])
             if reply is not None:
                 connection.send({"re": message["id"], **reply})

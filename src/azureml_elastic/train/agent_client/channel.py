@@ -26,7 +26,7 @@ from typing import Any, get_args
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.errors import ElasticError, Fenced, RoundBroken, TableUnavailable
 from azureml_elastic.ipc import Connection, LineClient
-from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, Identity, Memory
+from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HandedOverState, Identity
 from azureml_elastic.train.agent_client.signals import end_group, leave_sigterm_to_the_agent
 
 __all__ = ["ChannelAgent"]
@@ -62,7 +62,7 @@ class ChannelAgent:
 
     leave_code = 0
 
-    shelves = True
+    holds_snapshots = True
 
     def __init__(
         self,
@@ -158,26 +158,26 @@ class ChannelAgent:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         self._ask({"op": "handover", "pid": os.getpid(), "fd": descriptor, "step": step})
 
-    def memory(self) -> Memory | None:
+    def handed_over(self) -> HandedOverState | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         kept = self._ask({"op": "memory"}).get("memory")
-        return None if kept is None else Memory(kept["path"], kept["step"], kept["round"], kept["rank"])
+        return None if kept is None else HandedOverState(kept["path"], kept["step"], kept["round"], kept["rank"])
 
-    def shelve(self, descriptor: int, description: Mapping[str, Any]) -> None:
+    def hold_shard(self, descriptor: int, description: Mapping[str, Any]) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._ask({"op": "shelve", "pid": os.getpid(), "fd": descriptor, "description": dict(description)})
+        self._ask({"op": "hold_shard", "pid": os.getpid(), "fd": descriptor, "description": dict(description)})
 
-    def shelve_only(self, folder: str) -> None:
+    def retain_snapshot(self, folder: str) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._client.send({"op": "shelve_only", "folder": folder})
+        self._client.send({"op": "retain_snapshot", "folder": folder})
 
-    def unshelve(self, folder: str) -> None:
+    def discard_snapshot(self, folder: str) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._client.send({"op": "unshelve", "folder": folder})
+        self._client.send({"op": "discard_snapshot", "folder": folder})
 
-    def shelved(self) -> list[dict[str, Any]]:
+    def held_shards(self) -> list[dict[str, Any]]:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        held: list[dict[str, Any]] = self._ask({"op": "shelved"})["held"]
+        held: list[dict[str, Any]] = self._ask({"op": "held_shards"})["held"]
         return held
 
     def park(self) -> Identity:

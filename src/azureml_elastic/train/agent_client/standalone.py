@@ -38,7 +38,7 @@ class StandaloneAgent:
 
     leave_code = EXIT_TERMINATED
     stays = False
-    shelves = False
+    holds_snapshots = False
 
     def __init__(self, storage: Storage, identity: Identity) -> None:
         self._storage = storage
@@ -108,10 +108,10 @@ class StandaloneAgent:
         """
         raise ElasticError(f"There is no agent to hold on to the state of step {step} (descriptor {descriptor}).")
 
-    def memory(self) -> None:
+    def handed_over(self) -> None:
         """Nobody has kept anything."""
 
-    def shelve(self, descriptor: int, description: Mapping[str, Any]) -> None:
+    def hold_shard(self, descriptor: int, description: Mapping[str, Any]) -> None:
         """Nobody to take it.
 
         Raises:
@@ -119,13 +119,13 @@ class StandaloneAgent:
         """
         raise ElasticError(f"There is no agent to hold on to {description['folder']} (descriptor {descriptor}).")
 
-    def shelve_only(self, folder: str) -> None:
+    def retain_snapshot(self, folder: str) -> None:
         """Nobody to tell."""
 
-    def unshelve(self, folder: str) -> None:
+    def discard_snapshot(self, folder: str) -> None:
         """Nobody to tell."""
 
-    def shelved(self) -> list[dict[str, Any]]:
+    def held_shards(self) -> list[dict[str, Any]]:
         """Nobody has kept anything."""
         return []
 

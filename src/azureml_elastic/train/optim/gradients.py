@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
-from azureml_elastic.distributed.world import World
+from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data import sampling
 from azureml_elastic.train.data.position import MicroBatch, Position
@@ -36,7 +36,7 @@ class Gradients:
         rate: learns from the gradients how noisy they are.
     """
 
-    def __init__(self, policy: BatchPolicy, world: World, position: Position, rate: LearningRate) -> None:
+    def __init__(self, policy: BatchPolicy, world: ProcessGroups, position: Position, rate: LearningRate) -> None:
         self._world = world
         self._position = position
         self._rate = rate

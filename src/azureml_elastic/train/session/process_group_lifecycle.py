@@ -20,14 +20,14 @@ from torch import nn
 
 from azureml_elastic.distributed.data_parallel import ElasticDataParallel
 from azureml_elastic.distributed.process import pick_device
-from azureml_elastic.distributed.stuck_collective import is_stranded
-from azureml_elastic.distributed.world import World, is_peer_error
+from azureml_elastic.distributed.process_groups import ProcessGroups, is_peer_error
+from azureml_elastic.distributed.stuck_collective import is_stuck
 from azureml_elastic.errors import ElasticError, RoundBroken
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Agent, Identity
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.session.audit import Audit
 from azureml_elastic.train.session.exit_hooks import leave_quickly
-from azureml_elastic.train.session.run_state import Keeper
+from azureml_elastic.train.session.training_state import TrainingState
 
 __all__ = ["Place"]
 
@@ -58,12 +58,12 @@ class Place:
     def __init__(self, agent: Agent, identity: Identity, audit: Audit | None) -> None:
         self._agent = agent
         self._audit = audit
-        self._keeper: Keeper | None = None
+        self._training_state: TrainingState | None = None
         self._models: list[ElasticDataParallel] = []
         self._void: dict[str, Any] | None = None
         self.over = False
         self.device = pick_device(identity)
-        self.world = World(agent.park() if agent.stays else identity, self.device)
+        self.world = ProcessGroups(agent.park() if agent.stays else identity, self.device)
         self._thread = threading.get_ident()
         agent.when_interrupted(self._on_interrupt)
         self._enter()
@@ -71,9 +71,9 @@ class Place:
         if audit is not None:
             audit.enter(self.world.identity)
 
-    def keep(self, keeper: Keeper) -> None:
+    def keep(self, training_state: TrainingState) -> None:
         """Continue from this state."""
-        self._keeper = keeper
+        self._training_state = training_state
 
     def parallel(self, model: nn.Module, **options: Any) -> nn.Module:
         """Make a model data-parallel, for as long as this process lives."""
@@ -154,9 +154,9 @@ class Place:
             self._give_way()
 
     @property
-    def _state(self) -> Keeper:
-        assert self._keeper is not None
-        return self._keeper
+    def _state(self) -> TrainingState:
+        assert self._training_state is not None
+        return self._training_state
 
     @property
     def _kept(self) -> Any:
@@ -168,11 +168,11 @@ class Place:
         return self._agent.wait_interrupted(_PEER_SECONDS if peer else _OTHER_SECONDS)
 
     def _can_stay(self) -> bool:
-        keeper = self._keeper
+        training_state = self._training_state
         return (
             self._agent.stays
-            and keeper is not None
-            and keeper.movable
+            and training_state is not None
+            and training_state.movable
             and self.world.owns_group
             and self.device.type == "cpu"  # with NCCL nobody can tell which step's kernels have completed
             and not self._kept.scales_gradients
@@ -214,7 +214,7 @@ class Place:
 
     def _rescue(self) -> None:
         """End this process where its training thread waits for what cannot come any more."""
-        if is_stranded(self._thread, lambda: self._agent.wait_interrupted(0)):
+        if is_stuck(self._thread, lambda: self._agent.wait_interrupted(0)):
             _LOG.warning(
                 "A collective does not end although its connections have: gloo has forgotten what it was to send. This "
                 "process hands its state over, and a new one goes on."
@@ -244,9 +244,9 @@ class Place:
 
     def _give_way(self) -> NoReturn:
         """End this process: the round is over, and a new process continues from what this one hands over."""
-        if self._keeper is not None and self.device.type == "cpu":
+        if self._training_state is not None and self.device.type == "cpu":
             # The kernels of a GPU may be in the middle of a step that looks complete from here.
-            self._keeper.hand_over()
+            self._training_state.hand_over()
         self._exit()
 
     @staticmethod

@@ -27,8 +27,8 @@ from azureml_elastic.train.session.audit import Audit
 from azureml_elastic.train.session.exit_hooks import Ending
 from azureml_elastic.train.session.process_group_lifecycle import Place
 from azureml_elastic.train.session.profiling import Profiling
-from azureml_elastic.train.session.run_state import Keeper
 from azureml_elastic.train.session.training import Training
+from azureml_elastic.train.session.training_state import TrainingState
 
 __all__ = ["Session"]
 
@@ -63,8 +63,8 @@ class Session(Training):
     ) -> None:
         place = Place(agent, identity, audit)
         super().__init__(place, agent, audit, batch)
-        self._keeper = Keeper(policy, storage, agent, place.world, self._position, self._rate)
-        self._place.keep(self._keeper)
+        self._training_state = TrainingState(policy, storage, agent, place.world, self._position, self._rate)
+        self._place.keep(self._training_state)
         self._profiling = profiling
         self._ending = Ending(self._finish_at_exit, self._close_at_exit, self._place.on_uncaught)
 
@@ -76,7 +76,7 @@ class Session(Training):
     @property
     def steps(self) -> int:
         """Optimizer steps that the run has completed, over all its rounds."""
-        return self._keeper.steps
+        return self._training_state.steps
 
     @property
     def rank(self) -> int:
@@ -154,13 +154,13 @@ class Session(Training):
             CheckpointError: whether there is one could not be learnt.
             Fenced: a newer round has taken over.
         """
-        if self._keeper.state is not None:
-            names = self._keeper.state.names
+        if self._training_state.state is not None:
+            names = self._training_state.state.names
             raise UsageError(f"run.track() was called before, with {names}. Give all objects in one call.")
         state = TrackedState(objects, self._on_optimizer_step)
         self._attach(state)
         with self._place.guard(stay=False):
-            self._keeper.track(state)
+            self._training_state.track(state)
         if self._profiling is not None:
             self._profiling.enter(self._place.world.identity, self.steps)
 
@@ -176,7 +176,7 @@ class Session(Training):
             Fenced: a newer round has taken over.
             SystemExit: the agent wants this process to leave; all is saved.
         """
-        if self._keeper.state is None:
+        if self._training_state.state is None:
             raise UsageError("run.step() was called before run.track(): a restart would begin from scratch.")
         if self._place.over:
             raise UsageError("run.step() was called after run.finish().")
@@ -188,8 +188,8 @@ class Session(Training):
                 self._profiling.after_step(self._place.world.identity, self.steps)
             return
         self._commit()
-        self._keeper.steps += 1
-        self._keeper.half_step = False
+        self._training_state.steps += 1
+        self._training_state.half_step = False
         if self._audit is not None:
             self._audit.done(self.steps)
         with self._place.guard():
@@ -210,13 +210,13 @@ class Session(Training):
             return
         if self._profiling is not None:
             self._profiling.finish(self.steps)
-        self._keeper.settle()
-        if self._keeper.state is not None:
-            if self._keeper.half_step:
+        self._training_state.settle()
+        if self._training_state.state is not None:
+            if self._training_state.half_step:
                 _LOG.warning("The optimizer has stepped after the last run.step(); that step is not saved.")
             else:
                 with self._place.guard(stay=False):
-                    if self._keeper.has_news() and not self._keeper.save(must_commit=True):
+                    if self._training_state.has_news() and not self._training_state.save(must_commit=True):
                         raise CheckpointError(
                             f"The last checkpoint, of step {self.steps}, was written but could not be committed: the "
                             "run's table stayed away. Started again, the script resumes from the checkpoint before it."
@@ -246,21 +246,21 @@ class Session(Training):
 
     def _on_optimizer_step(self) -> None:
         if not self._place.void:
-            self._keeper.half_step = True
+            self._training_state.half_step = True
 
     def _between_steps(self, action: Action | None) -> None:
         handed_over = action == "rejoin" and self._place.hand_over()
         if action in ("leave", "rejoin"):
             if not handed_over:
                 with contextlib.suppress(RoundBroken):  # the state goes on in memory, and is saved first thing there
-                    self._keeper.save(must_commit=True)
+                    self._training_state.save(must_commit=True)
             self._place.give_up(handed_over=handed_over)
             return
-        self._keeper.after_step()
-        if self._keeper.due() or action == "save":
-            self._keeper.save()
+        self._training_state.after_step()
+        if self._training_state.due() or action == "save":
+            self._training_state.save()
         else:
-            self._keeper.keep_in_memory()
+            self._training_state.keep_in_memory()
 
     def _close_at_exit(self) -> None:
         self._close()
@@ -271,7 +271,7 @@ class Session(Training):
         if self._profiling is not None:
             self._profiling.close()
         if not self._place.over:
-            self._keeper.settle(_CLOSING_SECONDS)
+            self._training_state.settle(_CLOSING_SECONDS)
         self._agent.close()
         if self._audit is not None:
             self._audit.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from azureml_elastic.checkpoint.storage.storage import open_storage
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, Profile
-from azureml_elastic.distributed.process import Environment, pick_device, trace_folder
+from azureml_elastic.distributed.process import WorkerEnvironment, pick_device, trace_folder
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 from azureml_elastic.train.agent_client.stack_dump import register_stack_dump
@@ -41,7 +41,7 @@ def start(
         UsageError: the environment contradicts itself.
         OSError: the node's agent does not answer.
     """
-    environment = Environment.read()
+    environment = WorkerEnvironment.read()
     policy = environment.policy(checkpoint)
     assert policy.path is not None
     storage = open_storage(policy.path)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from azureml_elastic.checkpoint.snapshots.agent_memory import Memories
-from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalCopies
+from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
+from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
 
 
 def described(folder, content, tail=b"", rank=0):
@@ -32,7 +32,7 @@ class Disk:
         self.agents = []
 
     def agent(self, node):
-        self.agents.append(LocalCopies(self.folder, node))
+        self.agents.append(LocalSnapshots(self.folder, node))
         return self.agents[-1]
 
     def write(self, agent, folder, content, tail=b"", **changed):
@@ -121,22 +121,24 @@ def test_a_torn_copy_is_not_offered(disk):
 
 
 def test_nothing_is_left_of_a_run_that_has_ended_well(disk):
-    memories = Memories(disk.agent("a"))
+    memories = AgentMemory(disk.agent("a"))
     descriptor = memory_with(b"1")
-    message = {"op": "shelve", "pid": os.getpid(), "fd": descriptor, "description": described("one", b"1")}
+    message = {"op": "hold_shard", "pid": os.getpid(), "fd": descriptor, "description": described("one", b"1")}
     memories.answer(message, 1, 0)
-    memories.answer({"op": "shelve_only", "folder": "one"}, 1, 0)
+    memories.answer({"op": "retain_snapshot", "folder": "one"}, 1, 0)
     os.close(descriptor)
-    assert len(memories.answer({"op": "shelved"}, 1, 0)["held"]) >= 1
+    assert len(memories.answer({"op": "held_shards"}, 1, 0)["held"]) >= 1
     memories.close(forget=True)
     assert not disk.folder.exists()
 
 
 def test_a_run_that_has_failed_leaves_it(disk):
-    memories = Memories(disk.agent("a"))
+    memories = AgentMemory(disk.agent("a"))
     descriptor = memory_with(b"1")
-    memories.answer({"op": "shelve", "pid": os.getpid(), "fd": descriptor, "description": described("one", b"1")}, 1, 0)
-    memories.answer({"op": "shelve_only", "folder": "one"}, 1, 0)
+    memories.answer(
+        {"op": "hold_shard", "pid": os.getpid(), "fd": descriptor, "description": described("one", b"1")}, 1, 0
+    )
+    memories.answer({"op": "retain_snapshot", "folder": "one"}, 1, 0)
     disk.agents[0]._pool.submit(int).result()
     os.close(descriptor)
     memories.close(forget=False)

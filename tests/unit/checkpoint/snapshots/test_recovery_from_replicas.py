@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.checkpoint.format.catalogue import newest_whole
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest
-from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import Held, rescue, sources
+from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import ReplicaShard, recover_from_replicas, sources
 from azureml_elastic.checkpoint.snapshots.replication import partners
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
@@ -59,7 +59,7 @@ class Shelves(StandaloneAgent):
         )
         return content
 
-    def shelved(self):
+    def held_shards(self):
         return self.held
 
     def commit(self, reference, stall_seconds):
@@ -70,13 +70,13 @@ class Shelves(StandaloneAgent):
 
 @pytest.fixture
 def agent(tmp_path):
-    shelves = Shelves(LocalStorage(tmp_path / "c"))
-    with shelves.stack:
-        yield shelves
+    holds_snapshots = Shelves(LocalStorage(tmp_path / "c"))
+    with holds_snapshots.stack:
+        yield holds_snapshots
 
 
 def run(agent, committed=None):
-    return rescue(agent.storage, damages.Alone(), agent, IDENTITY, committed, POLICY)
+    return recover_from_replicas(agent.storage, damages.Alone(), agent, IDENTITY, committed, POLICY)
 
 
 def test_the_newest_whole_copy_is_committed(agent):
@@ -185,7 +185,7 @@ def test_where_it_cannot_be_written_the_committed_checkpoint_stays(agent, monkey
 
 
 def held(holder, step, rank, world_size, folder="a"):
-    return Held(holder, folder, f"rank-{rank}", step, world_size, rank, 10, 0, "", "")
+    return ReplicaShard(holder, folder, f"rank-{rank}", step, world_size, rank, 10, 0, "", "")
 
 
 @given(

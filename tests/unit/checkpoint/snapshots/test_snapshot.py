@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.checkpoint.snapshots.snapshot import Offer, Snapshot, choose
+from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose
 from azureml_elastic.errors import CheckpointDamaged
 
 TENSORS = {
@@ -24,7 +24,7 @@ TENSORS = {
 
 def test_a_snapshot_survives_in_memory():
     data = {"spec": {"seed": 1}, "epoch": 2, "consumed": 30}
-    written = Snapshot(7, {"model": {"a": [1, None, "ü"]}}, data, 1.5, owed=True, tensors=TENSORS)
+    written = Snapshot(7, {"model": {"a": [1, None, "ü"]}}, data, 1.5, save_pending=True, tensors=TENSORS)
     descriptor = written.to_memory()
     try:
         read = Snapshot.from_memory(f"/proc/{os.getpid()}/fd/{descriptor}")
@@ -63,7 +63,9 @@ def test_memory_that_cannot_be_had_is_an_error_and_no_signal():
         Snapshot(1, {}, None, tensors={"x": huge}).to_memory()
 
 
-offers = st.one_of(st.none(), st.builds(Offer, step=st.integers(0, 5), round=st.integers(1, 4), rank=st.integers(0, 3)))
+offers = st.one_of(
+    st.none(), st.builds(RecoverableState, step=st.integers(0, 5), round=st.integers(1, 4), rank=st.integers(0, 3))
+)
 
 
 @given(st.lists(offers, min_size=1, max_size=6), st.one_of(st.none(), st.integers(0, 6)))

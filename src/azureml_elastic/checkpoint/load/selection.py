@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, Manifest, Reference
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
-from azureml_elastic.distributed.control_group import Control
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["STALE_SECONDS", "Recovery"]
+__all__ = ["STALE_SECONDS", "CheckpointSelector"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ STALE_SECONDS = 5.0
 _LOOK_SECONDS = 0.25
 
 
-class Recovery:
+class CheckpointSelector:
     """Looks for a whole checkpoint.
 
     Args:
@@ -44,7 +44,7 @@ class Recovery:
     def __init__(
         self,
         storage: Storage,
-        control: Control,
+        control: ControlGroup,
         patience: float = STALE_SECONDS,
         report: Callable[[str, str], None] = lambda _, __: None,
     ) -> None:

@@ -1,7 +1,7 @@
 """The ranks that this process trains with: its identity, the process group, and how a broken group is let go.
 
 A collective whose peer has died fails within milliseconds, because its connection breaks. One whose peer is frozen or
-cut off would wait for torch's timeout of 30 minutes: gloo has no abort. :meth:`World.abort` shuts down the connections
+cut off would wait for torch's timeout of 30 minutes: gloo has no abort. :meth:`ProcessGroups.abort` shuts down the connections
 that the group has opened, from any thread, and every collective on them fails at once.
 """
 
@@ -17,18 +17,18 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from azureml_elastic.distributed.control_group import Control
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process import close_group, open_group
 from azureml_elastic.ipc.agent_interface import Identity
 
-__all__ = ["World", "is_peer_error"]
+__all__ = ["ProcessGroups", "is_peer_error"]
 
 _LOG = logging.getLogger(__name__)
 
 _PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "tcpstore", "broken pipe", "socket timeout")
 
 
-class World:
+class ProcessGroups:
     """The process group of the round.
 
     Args:
@@ -43,10 +43,10 @@ class World:
         self._before: frozenset[str] = frozenset()
         self._opening = False
         self._sockets: frozenset[str] = frozenset()
-        self._controls: tuple[Control, ...] = ()
-        self.control: Control
+        self._controls: tuple[ControlGroup, ...] = ()
+        self.control: ControlGroup
         """The ranks' agreement, for the training thread."""
-        self.background: Control
+        self.background: ControlGroup
         """The same for the thread that writes checkpoints."""
         self.owns_group = False
         """Whether the group was opened here, and so is to be closed here."""
@@ -61,7 +61,7 @@ class World:
             self._before, self._opening = _connections(), True
         try:
             self.owns_group = open_group(self.identity, self.device)
-            self._controls = (Control(), Control())
+            self._controls = (ControlGroup(), ControlGroup())
             self.control, self.background = self._controls
         finally:
             with self._lock:

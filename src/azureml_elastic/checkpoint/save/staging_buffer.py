@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Area"]
+__all__ = ["StagingBuffer"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _PIECE = 1 << 23
 _MADV_POPULATE_WRITE = 23  # not among Python's names
 
 
-class Area:
+class StagingBuffer:
     """The memory of one process. For one thread at a time.
 
     Args:

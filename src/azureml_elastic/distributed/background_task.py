@@ -1,7 +1,7 @@
 """Work beside training, on a thread of its own that agrees with those of the other ranks.
 
 The ranks agree on a process group of their own, so that training's collectives never meet these. A round may end in the
-middle of it: then :meth:`Background.abandon` keeps this thread off the group before it is closed.
+middle of it: then :meth:`BackgroundTask.abandon` keeps this thread off the group before it is closed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 from azureml_elastic.errors import RoundBroken
 
-__all__ = ["Background", "Kind", "Outcome"]
+__all__ = ["BackgroundTask", "Kind", "TaskOutcome"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _NICE = 5
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """What came of it: the same on every rank, unless the round broke.
 
     Args:
@@ -39,20 +39,20 @@ class Outcome:
     text: str = ""
 
 
-class Background(ABC):
+class BackgroundTask(ABC):
     """Some work under way. Made and waited for by the training thread; :meth:`start` begins it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._talking = self._abandoned = False
-        self._outcome: Outcome | None = None
+        self._outcome: TaskOutcome | None = None
         self._thread = threading.Thread(target=self._run, name=type(self).__name__.lower(), daemon=True)
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
 
-    def wait(self, timeout: float | None = None) -> Outcome | None:
+    def wait(self, timeout: float | None = None) -> TaskOutcome | None:
         """Wait until it is over and return what came of it, ``None`` when it takes longer."""
         self._thread.join(timeout)
         return None if self._thread.is_alive() else self._outcome
@@ -69,7 +69,7 @@ class Background(ABC):
         return self._abandoned
 
     @abstractmethod
-    def work(self) -> Outcome:
+    def work(self) -> TaskOutcome:
         """Do it. What this raises means that the round has broken."""
 
     def together(self, action: Callable[[], T]) -> T:
@@ -95,6 +95,6 @@ class Background(ABC):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._outcome = self.work()
         except RoundBroken as error:
-            self._outcome = Outcome("broken", str(error))
+            self._outcome = TaskOutcome("broken", str(error))
         except Exception as error:  # noqa: BLE001 - collectives fail in many ways when their round is over
-            self._outcome = Outcome("broken", f"{type(error).__name__}: {error}")
+            self._outcome = TaskOutcome("broken", f"{type(error).__name__}: {error}")

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
-from azureml_elastic.checkpoint.save.schedule import Cadence
-from azureml_elastic.checkpoint.snapshots.snapshot import Offer, Snapshot, choose, place_of
+from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
+from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose, position_key
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.distributed.world import World
+from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
 
-__all__ = ["Keeper"]
+__all__ = ["TrainingState"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _SETTLED_STEPS = 2
 """After so many steps optimizers have all of their state, so that its size is known."""
 
 
-class Keeper:
+class TrainingState:
     """The state of the run on this rank, and its copies on storage and in memory.
 
     Args:
@@ -51,7 +51,7 @@ class Keeper:
         policy: CheckpointPolicy,
         storage: Storage,
         agent: Agent,
-        world: World,
+        world: ProcessGroups,
         position: Position,
         rate: LearningRate,
     ) -> None:
@@ -61,14 +61,14 @@ class Keeper:
         self._position = position
         self._rate = rate
         self._checkpoints = Checkpoints(policy, storage, world, agent)
-        self._cadence = Cadence(policy, world.control, clock=time.monotonic)
+        self._cadence = CheckpointSchedule(policy, world.control, clock=time.monotonic)
         rarer = {"every": policy.snapshot_every, "every_steps": policy.snapshot_every_steps}
-        self._snapshots = Cadence(policy.model_copy(update=rarer), world.control, clock=time.monotonic)
+        self._snapshots = CheckpointSchedule(policy.model_copy(update=rarer), world.control, clock=time.monotonic)
         self._state: TrackedState | None = None
         self._saved_at: tuple[int, str] | None = None
         self._saving: tuple[int, str] | None = None
         self._entered_at = 0
-        self._owed = False
+        self._save_pending = False
         self._torn = False
         self.steps = 0
         self.half_step = False
@@ -101,8 +101,10 @@ class Keeper:
         """
         offer = None
         if self._state is not None and self.movable:
-            position = place_of(self._data())
-            offer = Offer(self.steps, self._identity.round, self._identity.rank, position, self._owed)
+            position = position_key(self._data())
+            offer = RecoverableState(
+                self.steps, self._identity.round, self._identity.rank, position, self._save_pending
+            )
         self._identity = self._world.identity
         self._checkpoints.enter()
         self._cadence.enter(self._world.control)
@@ -145,7 +147,7 @@ class Keeper:
         self.settle()
         self._checkpoints.require()
         self._cadence.saving(self.steps)
-        self._owed = True
+        self._save_pending = True
         self._checkpoints.begin(self.steps, self._state, self._data(), must_commit=must_commit)
         self._saving = (self.steps, self._position.here())
         self.half_step = False  # as above
@@ -153,7 +155,7 @@ class Keeper:
         if must_commit:
             self.settle()
             self._checkpoints.require(at_once=True)
-            if self._owed:
+            if self._save_pending:
                 raise RoundBroken(f"Round {self._identity.round} ended while step {self.steps} was being saved.")
         self._agent.free()
         return self._saved_at == self._saving
@@ -182,7 +184,7 @@ class Keeper:
         outcome = self._checkpoints.settle(timeout)
         if outcome is not None and self._saving is not None:
             self._cadence.written(self.steps)
-            self._owed = outcome.kind in ("broken", "fenced")  # it is made up for in the next round
+            self._save_pending = outcome.kind in ("broken", "fenced")  # it is made up for in the next round
             if outcome.kind == "committed":
                 self._saved_at = self._saving
 
@@ -227,11 +229,11 @@ class Keeper:
         plain, tensors = self._state.collect(is_main=True)
         self.half_step = False
         unsaved, random = self._cadence.unsaved_seconds, random_state.to_text(random_state.capture(self._world.device))
-        return Snapshot(self.steps, plain, self._data(), unsaved, self._owed, random, tensors)
+        return Snapshot(self.steps, plain, self._data(), unsaved, self._save_pending, random, tensors)
 
-    def _inherited(self, state: TrackedState) -> tuple[Offer | None, Snapshot | None]:
+    def _inherited(self, state: TrackedState) -> tuple[RecoverableState | None, Snapshot | None]:
         """Return what the worker before this one, on the same node, has left in memory."""
-        kept = self._agent.memory()
+        kept = self._agent.handed_over()
         if kept is None or not state.replicated:
             return None, None
         try:
@@ -239,9 +241,9 @@ class Keeper:
         except (OSError, CheckpointDamaged, ValueError) as error:
             _LOG.warning("The state in memory cannot be read: %s", error)
             return None, None
-        return Offer(kept.step, kept.round, kept.rank, snapshot.position, snapshot.owed), snapshot
+        return RecoverableState(kept.step, kept.round, kept.rank, snapshot.position, snapshot.save_pending), snapshot
 
-    def _restore(self, state: TrackedState, own: tuple[Offer | None, Snapshot | None]) -> None:
+    def _restore(self, state: TrackedState, own: tuple[RecoverableState | None, Snapshot | None]) -> None:
         """Bring all ranks to the furthest state that one of them, or the storage, has. A collective."""
         offer, inherited = own
         live = offer is not None and inherited is None
@@ -269,7 +271,7 @@ class Keeper:
             where = "memory"
             if reference is not None and reference.step == self.steps:
                 self._saved_at = (self.steps, self._position.here())
-            if any(each is not None and each.owed and each.step == chosen.step for each in offers):
+            if any(each is not None and each.save_pending and each.step == chosen.step for each in offers):
                 self._agent.restored(self.steps, where)
                 self.save()
                 return
