@@ -118,7 +118,7 @@ def _choose(folder: str, step: int | None) -> Manifest:
 def _survey(folder: str) -> list[FoundCheckpoint]:
     require(("xxhash", "xxhash", "node"))
     from azureml_elastic.checkpoint.format import catalogue
-    from azureml_elastic.checkpoint.storage.storage import is_remote
+    from azureml_elastic.checkpoint.storage.opening import is_remote
 
     if not is_remote(folder) and not Path(folder).is_dir():
         raise UsageError(f"{folder} is no folder.")
@@ -129,7 +129,7 @@ def _survey(folder: str) -> list[FoundCheckpoint]:
 
 
 def _storage(folder: str) -> Storage:
-    from azureml_elastic.checkpoint.storage.storage import open_storage
+    from azureml_elastic.checkpoint.storage.opening import open_storage
 
     return open_storage(folder)
 

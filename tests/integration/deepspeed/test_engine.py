@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from azureml_elastic.checkpoint.format.catalogue import export, newest_whole
-from azureml_elastic.checkpoint.storage.storage import open_storage
+from azureml_elastic.checkpoint.storage.opening import open_storage
 from tests.support.deepspeed import engines
 from tests.support.worlds import World
 

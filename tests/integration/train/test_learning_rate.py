@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from azureml_elastic import train
-from azureml_elastic.checkpoint.state.accelerate import unwrap_optimizer
+from azureml_elastic.checkpoint.state.tracked import unwrap_optimizer
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch, Ramp
 from azureml_elastic.errors import UsageError

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, Costs, decide
-from azureml_elastic.checkpoint.save.young_daly import optimal_interval
+from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, Costs, decide, optimal_interval
 from azureml_elastic.config import CheckpointPolicy, Plan
 from azureml_elastic.config import environment as names
 

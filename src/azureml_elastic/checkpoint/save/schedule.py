@@ -7,16 +7,16 @@ start, when the pace is unknown, decisions come at 1, 2, 4, 8, ... steps; later 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from azureml_elastic.checkpoint.save.young_daly import optimal_interval
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process import read_history
 
-__all__ = ["CheckpointSchedule", "Costs", "Decision", "decide"]
+__all__ = ["CheckpointSchedule", "Costs", "Decision", "decide", "optimal_interval"]
 
 _FIRST_COST_SECONDS = 1.0
 _EXPECTED_SECONDS = 7200.0
@@ -26,6 +26,26 @@ _SHORTEST_SECONDS = 10.0
 _LONGEST_SECONDS = 3600.0
 _WRITES = 3
 """A checkpoint is under way for a third of the time at most."""
+
+
+def optimal_interval(cost: float, between_losses: float) -> float:
+    """Return the time to train between two checkpoints.
+
+    Seldom checkpoints are lost work when a loss comes, frequent ones are work that is not done. From J. T. Daly, "A
+    higher order estimate of the optimum checkpoint interval for restart dumps" (2006), equation 37, whose first term is
+    J. W. Young's (1974).
+
+    Args:
+        cost: of a checkpoint, in seconds of training.
+        between_losses: mean seconds from one loss to the next.
+
+    Returns:
+        Seconds.
+    """
+    ratio = cost / (2 * between_losses)
+    if ratio >= 1:
+        return between_losses
+    return math.sqrt(2 * cost * between_losses) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ __all__ = [
     "owner_of",
     "restore_settings",
     "settings_of",
+    "unwrap_optimizer",
+    "unwrap_scheduler",
 ]
 
 Tensors = Mapping[str, torch.Tensor]
@@ -234,3 +236,15 @@ def owner_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Modul
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     having: Callable[[nn.Module], bool] = lambda module: wanted <= {id(each) for each in module.parameters()}  # noqa: E731
     return next(filter(having, modules.values()), None)
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside Accelerate's wrapper; any other object is returned unchanged."""
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def unwrap_scheduler(scheduler: Any) -> Any:
+    """Return the scheduler inside Accelerate's wrapper; any other object is returned unchanged."""
+    return scheduler.scheduler if type(scheduler).__name__ == "AcceleratedScheduler" else scheduler

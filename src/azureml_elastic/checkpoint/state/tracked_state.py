@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from azureml_elastic.checkpoint.state.accelerate import unwrap_optimizer, unwrap_scheduler
 from azureml_elastic.checkpoint.state.deepspeed.engine import EngineState, is_engine
 from azureml_elastic.checkpoint.state.tracked import (
     ModuleState,
@@ -20,6 +19,8 @@ from azureml_elastic.checkpoint.state.tracked import (
     Stateful,
     Tracked,
     owner_of,
+    unwrap_optimizer,
+    unwrap_scheduler,
 )
 from azureml_elastic.checkpoint.state.zero_redundancy import ZeroRedundancyState, is_zero_redundancy
 from azureml_elastic.errors import UsageError

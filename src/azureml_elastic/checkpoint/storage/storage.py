@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
-__all__ = ["FileSum", "Storage", "is_remote", "join_path", "open_storage"]
+__all__ = ["FileSum", "Storage"]
 
 
 @dataclass(frozen=True)
@@ -102,28 +101,3 @@ class Storage(ABC):
         Raises:
             OSError: that file cannot be removed, so nothing was.
         """
-
-
-def is_remote(where: str) -> bool:
-    """Whether a path names something that is no folder of this machine's file system, such as ``abfs://…``."""
-    return "://" in where and not where.startswith("file://")
-
-
-def join_path(where: str, name: str) -> str:
-    """Return the path or URL of something within another one."""
-    return f"{where.rstrip('/')}/{name}" if is_remote(where) else str(Path(where) / name)
-
-
-def open_storage(where: str | Path) -> Storage:
-    """Return the storage behind a path or a URL that fsspec knows; nothing is read or made.
-
-    Raises:
-        MissingExtra: the packages for such URLs are not installed.
-    """
-    if is_remote(str(where)):
-        from azureml_elastic.checkpoint.storage.remote import RemoteStorage
-
-        return RemoteStorage(str(where))
-    from azureml_elastic.checkpoint.storage.local import LocalStorage
-
-    return LocalStorage(Path(str(where).removeprefix("file://")))

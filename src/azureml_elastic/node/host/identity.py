@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from azureml_elastic.checkpoint.storage.storage import place_in
+from azureml_elastic.checkpoint.storage.opening import join_path
 from azureml_elastic.config import Plan, PreemptionPolicy
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import PlanError, UsageError
@@ -83,7 +83,7 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
             f"Outside Azure ML set {variables.RUN_ID} to the same new value on every node."
         )
     if checkpoint_dir is not None:
-        path = place_in(checkpoint_dir, run_id)
+        path = join_path(checkpoint_dir, run_id)
         plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"path": path})})
     if (address := environ.get(variables.SCHEDULED_EVENTS)) is not None:
         plan = _with_scheduled_events(plan, address.strip() or None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from azureml_elastic.checkpoint.state.accelerate import unwrap_scheduler
+from azureml_elastic.checkpoint.state.tracked import unwrap_scheduler
 from azureml_elastic.errors import UsageError
 
 __all__ = ["Schedule", "steps_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from azureml_elastic.checkpoint.storage.storage import open_storage
+from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, Profile
 from azureml_elastic.distributed.process import WorkerEnvironment, pick_device, trace_folder
 from azureml_elastic.ipc.agent_interface import Agent

@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from azureml_elastic.checkpoint.storage.storage import is_remote
+from azureml_elastic.checkpoint.storage.opening import is_remote
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.node.diagnostics.health.accelerator import check_ecc, check_gpus
 from azureml_elastic.node.diagnostics.health.findings import Finding, Probe, Status

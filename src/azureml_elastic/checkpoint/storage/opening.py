@@ -1,0 +1,34 @@
+"""From the path or URL of a folder of checkpoints to its storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from azureml_elastic.checkpoint.storage.storage import Storage
+
+__all__ = ["is_remote", "join_path", "open_storage"]
+
+
+def is_remote(where: str) -> bool:
+    """Return whether a location is a URL of an object store, such as ``abfs://…``, not a folder of this machine."""
+    return "://" in where and not where.startswith("file://")
+
+
+def join_path(where: str, name: str) -> str:
+    """Return the path or URL of ``name`` below ``where``."""
+    return f"{where.rstrip('/')}/{name}" if is_remote(where) else str(Path(where) / name)
+
+
+def open_storage(where: str | Path) -> Storage:
+    """Return the storage behind a path or an fsspec URL. Reads and creates nothing.
+
+    Raises:
+        MissingExtra: the packages for this kind of URL are not installed.
+    """
+    if is_remote(str(where)):
+        from azureml_elastic.checkpoint.storage.remote import RemoteStorage
+
+        return RemoteStorage(str(where))
+    from azureml_elastic.checkpoint.storage.local import LocalStorage
+
+    return LocalStorage(Path(str(where).removeprefix("file://")))
