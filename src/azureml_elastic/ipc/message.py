@@ -1,0 +1,66 @@
+"""Messages as frozen dataclasses: a codec per protocol turns them into JSON objects and back, and checks all types."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from azureml_elastic.ipc.connection import Connection
+
+__all__ = ["MalformedMessage", "MessageCodec"]
+
+_LOG = logging.getLogger(__name__)
+_M = TypeVar("_M")
+
+
+class MalformedMessage(ValueError):
+    """A JSON object that is not a message of the protocol."""
+
+
+class MessageCodec(Generic[_M]):
+    """Encoder and decoder of the messages of one protocol.
+
+    A message is sent as a JSON object of the dataclass's fields, without those that have their default, and of
+    ``"op"``, the class's name in snake case. The decoder ignores unknown fields, which a later release may send.
+
+    Args:
+        types: the dataclasses of the protocol.
+    """
+
+    def __init__(self, *types: type[_M]) -> None:
+        self._ops = {kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() for kind in types}
+        self._adapters = {op: TypeAdapter(kind) for kind, op in self._ops.items()}
+
+    def encode(self, message: _M) -> dict[str, Any]:
+        """Return the JSON object to send."""
+        op = self._ops[type(message)]
+        return {"op": op, **self._adapters[op].dump_python(message, mode="json", exclude_defaults=True)}
+
+    def decode(self, fields: Mapping[str, Any]) -> _M:
+        """Return the message that a JSON object holds.
+
+        Raises:
+            MalformedMessage: the ``"op"`` is unknown, a field is missing, or a value has another type.
+        """
+        op = fields.get("op")
+        adapter = self._adapters.get(op) if isinstance(op, str) else None
+        if adapter is None:
+            raise MalformedMessage(f"op={op!r} is not one of {', '.join(self._adapters)}")
+        try:
+            return adapter.validate_python(fields)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise MalformedMessage(f"{op!r} with {problems}") from error
+
+    def receive(self, connection: Connection, fields: Mapping[str, Any]) -> _M | None:
+        """Decode what a peer sent; log a malformed message, close its connection and return ``None``."""
+        try:
+            return self.decode(fields)
+        except MalformedMessage as error:
+            _LOG.warning("Closing the connection to %s, which sent a malformed message: %s.", connection.peer, error)
+            connection.close(f"the peer sent a malformed message: {error}")
+            return None
