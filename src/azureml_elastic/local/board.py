@@ -1,4 +1,4 @@
-"""The state of a running cluster, folded from its events: what the views show and what faults depend on."""
+"""State of a running cluster, computed from its events, for the views and the fault schedule."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ __all__ = ["Board", "NodePicture"]
 
 @dataclass(frozen=True)
 class NodePicture:
-    """What is known of one node.
+    """State of one node.
 
     Args:
-        name: of the node.
-        state: one word or two, for people.
-        rank: in its newest round.
-        round: its newest round, 0 before the first.
-        step: the last step that it reported.
-        alive: whether its agent runs.
+        name: node name.
+        state: short description for people.
+        rank: rank in the newest round.
+        round: number of the newest round, 0 before the first.
+        step: last reported training step.
+        alive: whether the agent runs.
     """
 
     name: str
@@ -46,14 +46,14 @@ class NodePicture:
 
 
 class Board:
-    """The newest state of all nodes and of the run."""
+    """Latest state of all nodes and of the run."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, NodePicture] = {}
         self.round = 0
         self.members: tuple[str, ...] = ()
         self.sizes: list[int] = []
-        """World sizes of the rounds so far, one for each sealed round that was seen."""
+        """World sizes of the sealed rounds so far."""
         self.step = 0
         self.checkpoint_step = 0
         self.ended: RunEnded | None = None
@@ -61,19 +61,19 @@ class Board:
 
     @property
     def rank0(self) -> str | None:
-        """The node of rank 0 in the newest round."""
+        """Node that hosts rank 0 in the newest round."""
         return self.members[0] if self.members else None
 
     def add(self, name: str) -> None:
-        """A node was started."""
+        """Add a started node."""
         self.nodes[name] = NodePicture(name)
 
     def set_state(self, name: str, state: str, *, alive: bool = True) -> None:
-        """Something happened to the node from outside."""
+        """Set the state of a node after an injected fault or its exit."""
         self.nodes[name] = replace(self.nodes[name], state=state, alive=alive)
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Take in events; those of one node have to come in order."""
+        """Apply events; the events of one node must be in order."""
         for event in events:
             self._apply_to_run(event)
             node = self.nodes.get(event.node, NodePicture(event.node))
@@ -94,7 +94,7 @@ class Board:
 
 
 def _picture(node: NodePicture, event: Event) -> NodePicture:
-    """Return the node after the event; a node that has ended keeps its state."""
+    """Return the node after the event; an ended node keeps its state."""
     if isinstance(event, RoundEntered):
         node = replace(node, round=event.round, rank=event.rank)
     elif isinstance(event, Progress):

@@ -21,30 +21,30 @@ from azureml_elastic.local.view import View
 __all__ = ["NODE_COMMAND", "LocalCluster", "new_run_dir"]
 
 NODE_COMMAND = (sys.executable, "-m", "azureml_elastic.node")
-"""Starts a node."""
+"""Command that starts a node's agent."""
 
 
 class LocalCluster:
-    """Runs a program on nodes that are process trees of this machine.
+    """Run a program on local nodes, each a process tree of this machine.
 
     Args:
-        nodes: the fewest that train, and how many are started (the most that train).
-        processes_per_node: workers a node.
-        chaos: the faults to inject.
-        run_dir: a new folder for the run's files; ``None`` makes one below ``./runs``.
-        table: ``sqlite``, ``azurite`` or the table URL of a storage account; faults of the table need one that is
-            reached over plain HTTP, as the emulator is.
-        checkpoint_steps: steps between two checkpoints; ``None`` takes the default by time.
-        snapshot_steps: steps between two copies in memory; ``None`` takes none.
-        snapshot_path: a folder for these copies, in place of the nodes' local disks; ``None`` has none.
-        audit: whether to prove that each sample was seen exactly once.
-        max_restarts: worker failures that the run may have.
-        batch: what becomes of it when the world size changes.
-        distribution: everything else about the processes; the arguments above come before it.
-        timeout_s: after which the run is stopped and has failed.
-        exit_grace_s: for the other nodes to exit once the run has ended.
-        view: shows the run; ``None`` shows nothing.
-        node_command: starts a node; ``--`` and the program follow.
+        nodes: minimum number of nodes that train, and number of nodes that are started (the maximum that train).
+        processes_per_node: number of workers per node.
+        chaos: schedule of faults to inject.
+        run_dir: new folder for the run's files; ``None`` creates one below ``./runs``.
+        table: ``sqlite``, ``azurite`` or the table URL of a storage account. Table faults require a table that is
+            reached over plain HTTP, such as the emulator.
+        checkpoint_steps: steps between two checkpoints; ``None`` for the default interval in time.
+        snapshot_steps: steps between two snapshots in memory; ``None`` for no snapshots.
+        snapshot_path: folder for the snapshots instead of the nodes' local disks.
+        audit: whether workers record the samples of each step, so that the report can prove that each was seen once.
+        max_restarts: number of worker failures after which the run fails.
+        batch: batch policy at a changing world size.
+        distribution: all other settings of the processes; the arguments above take precedence.
+        timeout_s: seconds after which the run is stopped and counted as failed.
+        exit_grace_s: seconds that the other nodes have to exit after the run has ended.
+        view: view that shows the run; ``None`` for no output.
+        node_command: command that starts a node; ``--`` and the program are appended.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class LocalCluster:
         self._node_command = tuple(node_command)
 
     def run(self, argv: Sequence[str]) -> Report:
-        """Run a program to its end and write ``report.json``; when this returns, no process is left.
+        """Run a program to its end and write ``report.json``; no process is left running afterwards.
 
         Args:
-            argv: the program and its arguments.
+            argv: program and its arguments.
 
         Raises:
-            UsageError: the run's folder has been used, the table is of no known form, or the faults do not apply to it.
+            UsageError: the run folder is already used, the table is not recognised, or the faults do not apply to it.
         """
         check_table(self._table, self._chaos)  # before a folder is made
         paths = _prepare(self._run_dir or new_run_dir())
@@ -139,26 +139,26 @@ class LocalCluster:
 
 
 def new_run_dir(parent: Path = Path("runs")) -> Path:
-    """Return a new name for a run's folder; nothing is made."""
+    """Return an unused name for a run folder, without creating it."""
     return parent / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def _prepare(run_dir: Path) -> Paths:
-    """Make the run's folder.
+    """Create the run folder.
 
     Raises:
-        UsageError: it holds a run already, or cannot be made.
+        UsageError: the folder already contains a run, or cannot be created.
     """
     paths = Paths.of(run_dir.absolute())
     if paths.events.exists():
         raise UsageError(
-            f"The folder {run_dir} holds a run already. Give another one with --run-dir, or delete it first."
+            f"The folder {run_dir} already contains a run. Choose another one with --run-dir, or delete it first."
         )
     try:
         for folder in (paths.events, paths.logs, paths.samples, paths.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"The run's folder {run_dir} cannot be made: {error}. Give another one with --run-dir."
+            f"The run folder {run_dir} cannot be created: {error}. Choose another one with --run-dir."
         ) from error
     return paths

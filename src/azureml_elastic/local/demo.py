@@ -1,4 +1,4 @@
-"""The demo: real digits learnt on three local nodes, of which one is lost and replaced, and the proof of it all."""
+"""The demo: training on real digits on three local nodes, one of which is lost and replaced, with an audit."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _TIMEOUT_S = 180.0
 _LEAST_ACCURACY = 0.85
 
 SCHEDULE = Schedule((Kill("rank0", AtStep(35)), Add(AtStep(60))))
-"""Rank 0's node is lost in the second epoch, in the middle between two checkpoints; a new one comes in the third."""
+"""Rank 0's node is killed in the second epoch between two checkpoints; a new node joins in the third."""
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo has shown.
+    """Result of the demo.
 
     Args:
-        report: of the run.
-        accuracy: on the images that were held out, ``None`` where the run did not get that far.
-        doubts: what did not go as promised; none when the proof holds.
+        report: report of the run.
+        accuracy: accuracy on the held-out images; ``None`` if the run did not get that far.
+        doubts: expectations that were not met; empty if all were.
     """
 
     report: Report
@@ -45,9 +45,9 @@ def run_demo(run_dir: Path | None, view: View | None, node_command: Sequence[str
     """Run the demo.
 
     Args:
-        run_dir: a new folder for the run's files; ``None`` makes one below ``./runs``.
-        view: shows the run.
-        node_command: starts a node, if not the real one.
+        run_dir: new folder for the run's files; ``None`` creates one below ``./runs``.
+        view: view that shows the run.
+        node_command: command that starts a node; ``None`` for the production one.
     """
     cluster = LocalCluster(
         (1, _NODES),
@@ -64,15 +64,15 @@ def run_demo(run_dir: Path | None, view: View | None, node_command: Sequence[str
 
 
 def judge(report: Report, accuracy: float | None) -> DemoResult:
-    """Compare what happened with what the demo promises."""
+    """Compare the report with what the demo is to show."""
     if report.outcome != "succeeded":
-        return DemoResult(report, accuracy, (f"The run did not end well: {report.message}",))
+        return DemoResult(report, accuracy, (f"The run failed: {report.message}",))
     doubts: list[str] = []
     if not report.faults or not any("kill" in fault.fault and fault.nodes for fault in report.faults):
-        doubts.append("Rank 0's node was not killed: the run ended before.")
+        doubts.append("Rank 0's node was not killed: the run ended before the fault.")
     if not _lost_and_regained(report.world_sizes):
         sizes = ", ".join(map(str, report.world_sizes)) or "none"
-        doubts.append(f"The world sizes were {sizes}; a loss and a newcomer should show.")
+        doubts.append(f"The world sizes were {sizes}; they should fall after the loss and rise after the arrival.")
     if report.audit is None or not report.audit.complete:
         doubts.append("Not every sample of every epoch was seen exactly once.")
     if accuracy is not None and accuracy < _LEAST_ACCURACY:
@@ -83,7 +83,7 @@ def judge(report: Report, accuracy: float | None) -> DemoResult:
 
 
 def _lost_and_regained(sizes: Sequence[int]) -> bool:
-    """Whether the size went down, and later up again."""
+    """Return whether the world size fell and later rose again."""
     falls = [index for index in range(1, len(sizes)) if sizes[index] < sizes[index - 1]]
     return bool(falls) and any(sizes[index] > sizes[index - 1] for index in range(falls[0] + 1, len(sizes)))
 

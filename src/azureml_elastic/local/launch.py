@@ -23,7 +23,7 @@ from azureml_elastic.local.board import Board
 from azureml_elastic.local.faults.model import Add, Freeze, Kill, Preempt, Schedule, TableTrouble
 from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
-from azureml_elastic.local.run_end import TIMED_OUT, Ending, NodeStatus, how_it_ended, phase
+from azureml_elastic.local.run_end import TIMED_OUT, NodeStatus, RunEnd, outcome_of, phase
 from azureml_elastic.local.settings import TableChoice, node_environment
 from azureml_elastic.local.view import View
 
@@ -34,7 +34,7 @@ _POLL_S = 0.03
 
 @dataclass
 class _Node:
-    """A started node, and what the launcher did to it."""
+    """A started node and the faults injected into it."""
 
     process: NodeProcess
     output: LineReader
@@ -61,23 +61,23 @@ class _Node:
 
 @dataclass(order=True)
 class _Timer:
-    """Something to do later: the second half of a fault."""
+    """An action at a later time: the second half of a fault."""
 
     at: float
     action: Callable[[], None] = field(compare=False)
 
 
 class Launch:
-    """Starts the nodes, watches them and injects the faults.
+    """Start the nodes, watch them and inject the faults.
 
     Args:
-        plan: for the nodes.
-        table: where they find each other.
-        paths: the run's files.
-        command: starts a node.
-        processes: the context in which nodes are started.
-        schedule: the faults.
-        view: shows the run; ``None`` shows nothing.
+        plan: plan that the nodes receive.
+        table: table of the run.
+        paths: files of the run.
+        command: command that starts a node.
+        processes: context in which the nodes are started.
+        schedule: faults to inject.
+        view: view that shows the run; ``None`` for no output.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Launch:
         self._faults: list[FaultRecord] = []
         self._losses: list[tuple[str, float]] = []
 
-    def watch(self, count: int, timeout_s: float | None, exit_grace_s: float) -> Ending:
-        """Start the nodes and return when the run is over; nodes may still run if they did not exit in time."""
+    def watch(self, count: int, timeout_s: float | None, exit_grace_s: float) -> RunEnd:
+        """Start the nodes and return when the run is over; nodes that did not exit in time may still be running."""
         started = time.monotonic()
         ending_since: float | None = None
         self._start(count)
@@ -134,11 +134,11 @@ class Launch:
                 timer.action()
             if timeout_s is not None and now - started > timeout_s:
                 message = f"The run was stopped after {timeout_s:g} s, the limit that --timeout set, at step "
-                return Ending("failed", TIMED_OUT, f"{message}{self._board.step}. The nodes' logs: {self._paths.logs}")
+                return RunEnd("failed", TIMED_OUT, f"{message}{self._board.step}. The nodes' logs: {self._paths.logs}")
             time.sleep(_POLL_S)
 
     def stop_all(self) -> None:
-        """End what still runs, and take in the last events and output."""
+        """Kill the remaining processes, and read the last events and output."""
         for node in self._nodes.values():
             if node.exit_code is None:
                 node.done_to_it = node.done_to_it or ("frozen" if node.frozen_for_good else "stopped")
@@ -166,9 +166,9 @@ class Launch:
             skipped_events=self._reader.skipped,
         )
 
-    def _ending(self) -> Ending:
+    def _ending(self) -> RunEnd:
         statuses = [node.status for node in self._nodes.values()]
-        return how_it_ended(statuses, self._board.ended, self._board.failure)
+        return outcome_of(statuses, self._board.ended, self._board.failure)
 
     def _start(self, count: int) -> tuple[str, ...]:
         names = tuple(f"node-{len(self._nodes) + index}" for index in range(count))
@@ -180,12 +180,12 @@ class Launch:
         return names
 
     def _look(self) -> None:
-        """Take in events, output and exits."""
+        """Read new events, output and exit codes."""
         for node in self._nodes.values():
             code = node.process.exit_code()
             if code is not None and node.exit_code is None:
                 node.exit_code = code
-                # A machine takes all its processes with it, so does a node.
+                # A lost machine takes all its processes along; so must a node.
                 left = node.process.kill()
                 node.leftovers = 0 if node.done_to_it == "killed" else left
                 self._board.set_state(node.name, _state_after(node.done_to_it, code), alive=False)
@@ -235,12 +235,12 @@ class Launch:
                 self._freeze(node, fault.duration_s)
         self._faults.append(FaultRecord(fault=str(fault), nodes=hit, step=self._board.step, time=time.time()))
         if self._view is not None:
-            gone = "all nodes" if isinstance(fault, TableTrouble) else "its target has gone already"
+            gone = "all nodes" if isinstance(fault, TableTrouble) else "its target has already exited"
             self._view.note(f"fault {fault}: {', '.join(hit) or gone}")
 
     def _disturb(self, fault: TableTrouble) -> None:
         proxy = self._table.proxy
-        assert proxy is not None, "a schedule with trouble with the table has a proxy"
+        assert proxy is not None, "a schedule with table faults has a proxy"
         disturbance = proxy.add(fault.disturbance)
         if fault.duration_s is not None:
             self._timers.append(_Timer(time.monotonic() + fault.duration_s, lambda: proxy.remove(disturbance)))
@@ -275,7 +275,7 @@ class Launch:
         def thaw() -> None:
             node.frozen = False
             if node.name in self._board.members:
-                self._losses.remove(loss)  # it was not long enough for anyone to notice
+                self._losses.remove(loss)  # too short to be detected as a loss
             self._board.set_state(node.name, "thawed")
             node.process.thaw()
 

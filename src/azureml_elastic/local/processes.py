@@ -1,9 +1,9 @@
-"""Nodes as process trees: started, frozen, thawed and ended as a whole, with nothing left behind.
+"""Nodes as process trees that are started, frozen, resumed and killed as a whole.
 
-A node's workers run in sessions of their own and may outlive the agent that started them, so neither process groups
-nor parenthood find them all. Each node therefore carries a marker in its environment, which all its descendants
-inherit, and its tree is the agent's descendants *and* every process with that marker. Orphans become children of this
-process (it is a *subreaper* meanwhile), so that they do not stay as zombies.
+Workers run in sessions of their own and may outlive their agent, so neither process groups nor parent ids find all of
+them. Each node therefore has a marker in its environment, which its descendants inherit: its tree consists of the
+agent's descendants *and* every process with that marker. This process is a *subreaper* meanwhile, so that orphans
+become its children and do not stay as zombies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing_extensions import Self
 __all__ = ["MARKER", "NodeProcess", "NodeProcesses", "end_tree", "marked"]
 
 MARKER = "AZUREML_ELASTIC_LOCAL_NODE"
-"""The environment variable that marks a node's processes: ``<nonce of the launcher>/<name of the node>``."""
+"""Environment variable that marks a node's processes: ``<nonce of the launcher>/<name of the node>``."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -33,13 +33,13 @@ _END_TIMEOUT_S = 10.0
 
 
 class NodeProcess:
-    """One node: its agent and all that the agent has started.
+    """One node: its agent and all descendants of the agent.
 
     Args:
-        name: of the node.
-        argv: the agent's command line.
-        environment: of the agent.
-        log: file that takes the output of the whole tree.
+        name: node name.
+        argv: command line of the agent.
+        environment: environment of the agent.
+        log: file for the output of the whole tree.
         marker: value of :data:`MARKER`, unique on this machine.
     """
 
@@ -59,11 +59,11 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
-        """The agent's process id."""
+        """Process id of the agent."""
         return self._agent.pid
 
     def exit_code(self) -> int | None:
-        """Return the agent's exit code (negative: the signal that ended it), ``None`` while it runs."""
+        """Return the agent's exit code, negative for a signal, or ``None`` while it runs."""
         return self._agent.poll()
 
     def tree(self) -> list[psutil.Process]:
@@ -76,7 +76,7 @@ class NodeProcess:
         return [process for process in found if _alive(process)]
 
     def terminate(self) -> None:
-        """Send SIGTERM to the agent alone, as a preempted machine does."""
+        """Send SIGTERM to the agent only, as a preempted machine does."""
         self._agent.terminate()
 
     def freeze(self) -> None:
@@ -84,13 +84,13 @@ class NodeProcess:
         _freeze(self.tree)
 
     def thaw(self) -> None:
-        """Let all processes of the tree go on."""
+        """Resume all processes of the tree."""
         for process in self.tree():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
 
     def kill(self) -> int:
-        """End all processes of the tree at once and return how many there were."""
+        """Kill all processes of the tree and return how many there were."""
         ended = end_tree(self.tree)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._agent.wait(_END_TIMEOUT_S)
@@ -99,12 +99,12 @@ class NodeProcess:
 
 
 class NodeProcesses:
-    """All nodes of one cluster; whatever happens, none of their processes outlives the context.
+    """All nodes of one cluster, a context manager that none of their processes outlives.
 
-    A *watchdog* process ends them when this process is killed and cannot.
+    A watchdog process kills them if this process is itself killed.
 
     Args:
-        logs: folder for one file a node.
+        logs: folder for one log file per node.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -139,9 +139,9 @@ class NodeProcesses:
         """Start a node.
 
         Args:
-            name: not used before.
-            argv: the agent's command line.
-            environment: of the agent.
+            name: unused node name.
+            argv: command line of the agent.
+            environment: environment of the agent.
         """
         node = NodeProcess(name, argv, environment, self._logs / f"{name}.log", f"{self._nonce}/{name}")
         self._nodes[name] = node
@@ -153,7 +153,7 @@ class NodeProcesses:
 
 
 def marked(prefix: str) -> list[psutil.Process]:
-    """Return the processes whose marker is this text, or starts with it where the text ends with a slash."""
+    """Return the processes whose marker equals the prefix, or starts with it if the prefix ends with a slash."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -164,15 +164,12 @@ def marked(prefix: str) -> list[psutil.Process]:
 
 
 def end_tree(tree: Callable[[], Iterable[psutil.Process]]) -> set[psutil.Process]:
-    """SIGKILL a whole tree and wait until it is gone.
+    """Kill a process tree, wait for its end and return the killed processes.
 
-    All of it is frozen first, so that no process can start another one unseen.
+    All processes are stopped first, so that none can start another one unseen.
 
     Args:
-        tree: returns the living processes of the tree.
-
-    Returns:
-        The processes that were ended.
+        tree: function that returns the living processes of the tree.
     """
     processes = _freeze(tree)
     for process in processes:
@@ -202,7 +199,7 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def _reap(processes: Iterable[psutil.Process]) -> None:
-    """Collect the orphans among them, which have become children of this process."""
+    """Collect the exit status of orphans, which have become children of this process."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
             if process.ppid() == os.getpid():
@@ -210,7 +207,7 @@ def _reap(processes: Iterable[psutil.Process]) -> None:
 
 
 def _set_subreaper(wanted: bool) -> bool:
-    """Have orphaned descendants become children of this process, where the system can; return the old setting."""
+    """Make orphaned descendants children of this process where the system supports it; return the old setting."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)

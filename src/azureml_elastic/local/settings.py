@@ -1,4 +1,4 @@
-"""What the nodes of a local cluster are told: the plan, the table and the environment."""
+"""Plan, table and environment of the nodes of a local cluster."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _EMULATOR_ENDPOINT = "http://127.0.0.1:10002/devstoreaccount1"
 
 @dataclass(frozen=True)
 class TableChoice:
-    """The table of a run.
+    """Table of a run.
 
     Args:
-        endpoint: see :class:`~azureml_elastic.config.TableRendezvous`.
-        credential: which identity opens it.
-        environment: what the nodes need in their environment to do so.
-        proxy: through which the nodes reach it, where trouble with it is to be injected.
+        endpoint: table endpoint, see :class:`~azureml_elastic.config.TableRendezvous`.
+        credential: kind of credential that opens the table.
+        environment: environment variables that the nodes need for it.
+        proxy: fault-injecting proxy in front of the table, if there is one.
     """
 
     endpoint: str
@@ -51,14 +51,14 @@ class TableChoice:
 
 
 def check_table(table: str, schedule: Schedule | None = None) -> None:
-    """Check the form of the choice, and that the faults apply to it.
+    """Check that the table is recognised and that the scheduled faults can be injected into it.
 
     Raises:
-        UsageError: it is none, or trouble with the table is to be injected where none can be.
+        UsageError: the table is not recognised, or table faults cannot be injected into it.
     """
     if table not in ("sqlite", "azurite") and not table.startswith(("https://", "http://")):
         raise UsageError(
-            f"The table {table!r} is of no known form. Give 'sqlite' (a file in the run's folder), 'azurite' (the "
+            f"The table {table!r} is not recognised. Use 'sqlite' (a file in the run folder), 'azurite' (the "
             "emulator of Azure Storage) or the table URL of a storage account, such as "
             "https://<account>.table.core.windows.net."
         )
@@ -68,32 +68,32 @@ def check_table(table: str, schedule: Schedule | None = None) -> None:
     address = connection_endpoint(connection) if table == "azurite" and connection is not None else table
     if table == "sqlite" or address.startswith("https://"):
         reason = (
-            "a file on this machine never has any"
+            "a local file has none"
             if table == "sqlite"
-            else f"{address} is reached over TLS, which no proxy can enter"
+            else f"{address} is reached over TLS, which the proxy cannot intercept"
         )
         raise UsageError(
-            f"The fault schedule has trouble with the table ({schedule}), but {reason}. Use the table 'azurite' "
-            "(--table azurite), or leave these faults out."
+            f"The fault schedule has table faults ({schedule}), but {reason}. Use --table azurite, or leave these "
+            "faults out."
         )
 
 
 _CHECKPOINT_EVERY = timedelta(seconds=10)
-"""Local runs are short; the default of a job would never come."""
+"""Local runs are shorter than a job's default checkpoint interval."""
 
 
 @contextlib.contextmanager
 def open_table_choice(table: str, paths: Paths, schedule: Schedule | None = None) -> Iterator[TableChoice]:
-    """Yield the table for a run; what has to be started for it runs as long as the context: an emulator, a proxy.
+    """Yield the table of a run, with its emulator and proxy running as long as the context.
 
     Args:
-        table: ``sqlite``, ``azurite`` or the URL of an account.
-        paths: the run's files.
-        schedule: of the faults; with trouble with the table among them, the nodes reach it through a proxy.
+        table: ``sqlite``, ``azurite`` or the URL of a storage account.
+        paths: files of the run.
+        schedule: fault schedule; table faults put a proxy in front of the table.
 
     Raises:
-        UsageError: the choice is of no known form, the faults do not apply to it, or the connection string in the
-            environment names no table.
+        UsageError: the table is not recognised, the faults cannot be injected into it, or the connection string in
+            the environment names no table.
     """
     check_table(table, schedule)
     with contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ def open_table_choice(table: str, paths: Paths, schedule: Schedule | None = None
 
 
 def _through(proxy: TableProxy, choice: TableChoice) -> TableChoice:
-    """Return the same table as the nodes reach it through the proxy."""
+    """Return the table as reached through the proxy."""
     connection = choice.environment.get(CONNECTION_STRING) or os.environ.get(CONNECTION_STRING)
     secret = {}
     if choice.credential == "connection_string" and connection is not None:
@@ -129,7 +129,7 @@ def _table_itself(table: str, paths: Paths) -> Iterator[TableChoice]:
     elif connection is not None:
         yield TableChoice(connection_endpoint(connection), "connection_string")
     else:
-        from azureml_elastic.local.azurite import Azurite  # only who wants it needs Node.js
+        from azureml_elastic.local.azurite import Azurite
 
         with Azurite() as emulator:
             secret = {CONNECTION_STRING: emulator.connection_string}
@@ -140,7 +140,7 @@ def connection_endpoint(connection: str) -> str:
     """Return the table URL that a storage connection string names.
 
     Raises:
-        UsageError: it names none.
+        UsageError: the connection string names no table endpoint.
     """
     parts = dict(part.split("=", 1) for part in connection.split(";") if "=" in part)
     if parts.get("UseDevelopmentStorage", "").lower() == "true":
@@ -151,7 +151,7 @@ def connection_endpoint(connection: str) -> str:
         protocol = parts.get("DefaultEndpointsProtocol", "https")
         suffix = parts.get("EndpointSuffix", "core.windows.net")
         return f"{protocol}://{parts['AccountName']}.table.{suffix}"
-    names = ", ".join(sorted(parts)) or "nothing"
+    names = ", ".join(sorted(parts)) or "no settings"
     raise UsageError(
         f"The connection string in {CONNECTION_STRING} names no table endpoint: it has {names}, but neither "
         "TableEndpoint nor AccountName nor UseDevelopmentStorage=true. Correct or unset the variable."
@@ -176,18 +176,18 @@ def local_plan(
     """Return the plan of a local run.
 
     Args:
-        nodes: the fewest and the most that train.
-        processes_per_node: workers a node.
-        max_restarts: worker failures that the run may have.
-        distribution: everything else about the processes.
-        checkpoint_steps: steps between two checkpoints, ``None`` for those by time alone.
-        batch: what becomes of it when the world size changes.
-        snapshot_steps: steps between two copies in memory, ``None`` for none.
-        snapshot_path: where these copies are as well, ``None`` for nowhere.
-        audit: whether workers write down the samples of each step.
-        table: where the nodes find each other.
-        paths: the run's files.
-        run_id: names the run in the table.
+        nodes: minimum and maximum number of nodes that train.
+        processes_per_node: number of workers per node.
+        max_restarts: number of worker failures after which the run fails.
+        distribution: all other settings of the processes.
+        checkpoint_steps: steps between two checkpoints; ``None`` for an interval in time only.
+        batch: batch policy at a changing world size.
+        snapshot_steps: steps between two snapshots in memory; ``None`` for no snapshots.
+        snapshot_path: folder for the snapshots instead of the nodes' local disks.
+        audit: whether workers record the samples of each step.
+        table: table of the run.
+        paths: files of the run.
+        run_id: name of the run in the table.
     """
     minimum, maximum = nodes
     return Plan(
@@ -196,7 +196,7 @@ def local_plan(
             update={
                 "process_count_per_instance": processes_per_node,
                 "max_restarts": max_restarts,
-                # Events of this machine concern none of its nodes.
+                # Scheduled events of this machine are not those of the local nodes.
                 "preemption": distribution.preemption.model_copy(update={"scheduled_events": None}),
                 "rendezvous": TableRendezvous(
                     endpoint=table.endpoint,
@@ -221,7 +221,7 @@ def local_plan(
 
 
 def node_environment(name: str, plan: Plan, table: TableChoice, paths: Paths) -> dict[str, str]:
-    """Return the environment of a node: this process's own, and what the node has to know."""
+    """Return the environment of a node: this process's own, with the node's plan, name and folders."""
     return {
         "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
         **os.environ,

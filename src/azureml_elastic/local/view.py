@@ -1,4 +1,4 @@
-"""What a person sees while a local cluster runs: a live table on a terminal, plain lines elsewhere."""
+"""Views of a running local cluster: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -49,36 +49,36 @@ _COLOURS = {
 
 
 class View(Protocol):
-    """Shows a run; a context manager for as long as the run lasts."""
+    """View of a run, a context manager for the duration of the run."""
 
     def __enter__(self) -> Self:
-        """Take over the terminal."""
+        """Start to use the terminal."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give it back."""
+        """Release the terminal."""
 
     def note(self, text: str) -> None:
-        """Say what the launcher did."""
+        """Show an action of the launcher."""
 
     def events(self, board: Board, events: Sequence[Event]) -> None:
-        """Show new events, which the board has taken in."""
+        """Show new events, which the board already includes."""
 
     def output(self, node: str, lines: Iterable[str]) -> None:
-        """Show what a node has written."""
+        """Show output lines of a node."""
 
 
 class PlainView:
-    """One line for each event and each line of output, in the order of arrival.
+    """View that prints one line per event and per line of output, in the order of arrival.
 
     Args:
-        console: where to.
+        console: console to print to.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._told: set[tuple[str, int]] = set()
+        self._printed: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -92,19 +92,19 @@ class PlainView:
         """Print the line."""
         self._print(f"* {text}")
 
-    def events(self, board: Board, events: Sequence[Event]) -> None:  # noqa: ARG002 - the lines say it all
-        """Print a line for each event that means something to a person; a round's once for all its members."""
+    def events(self, board: Board, events: Sequence[Event]) -> None:  # noqa: ARG002 - the board is not shown
+        """Print a line for each event that has a description, and one line per round for all its members."""
         for event in events:
             text = describe(event)
             if text is None:
                 continue
             key = (text, event.round)
-            if not (isinstance(event, RoundEntered) and key in self._told):
-                self._told.add(key)
+            if not (isinstance(event, RoundEntered) and key in self._printed):
+                self._printed.add(key)
                 self._print(f"* {text}")
 
     def output(self, node: str, lines: Iterable[str]) -> None:
-        """Print the lines behind the node's name."""
+        """Print the lines after the node's name."""
         for line in lines:
             self._print(f"{node} | {line}")
 
@@ -113,10 +113,10 @@ class PlainView:
 
 
 class LiveView:
-    """A table that is drawn anew in place.
+    """View that redraws a table of the nodes in place.
 
     Args:
-        console: a terminal.
+        console: console of a terminal.
     """
 
     def __init__(self, console: Console) -> None:
@@ -135,11 +135,11 @@ class LiveView:
         self._live.__exit__(kind, error, traceback)
 
     def note(self, text: str) -> None:
-        """Keep the line among the newest below the table."""
+        """Show the line among the five newest ones below the table."""
         self._notes = [*self._notes[-4:], text]
 
     def events(self, board: Board, events: Sequence[Event]) -> None:
-        """Show the board, and what the newest events say."""
+        """Show the board and the descriptions of the newest events."""
         self._board = board
         for event in events:
             text = describe(event)
@@ -147,7 +147,7 @@ class LiveView:
                 self.note(text)
 
     def output(self, node: str, lines: Iterable[str]) -> None:
-        """Keep the node's last line; all of them are in its log."""
+        """Show the node's last line; its log has all of them."""
         for line in lines:
             if line.strip():
                 self._last_output[node] = line
@@ -159,7 +159,7 @@ class LiveView:
         for heading in ("node", "rank", "round", "step", "state"):
             table.add_column(heading, no_wrap=True)
         table.add_column("last output", ratio=1, no_wrap=True, overflow="ellipsis")
-        # The nodes are added by another thread than the one that draws.
+        # The drawing thread is not the one that adds nodes.
         for node in list(board.nodes.values()):
             in_round = node.alive and node.name in board.members
             table.add_row(
@@ -174,12 +174,12 @@ class LiveView:
 
 
 def choose_view(console: Console, *, live: bool | None = None) -> View:
-    """Return the live view on a terminal and the plain one elsewhere, unless told which."""
+    """Return the live view on a terminal and the plain one elsewhere, unless ``live`` decides."""
     return LiveView(console) if (console.is_terminal if live is None else live) else PlainView(console)
 
 
 def describe(event: Event) -> str | None:
-    """Return one line for a person, ``None`` for events that are only for the record."""
+    """Return a one-line description of an event, ``None`` for events that are not shown."""
     if isinstance(event, RoundEntered):
         return f"round {event.round}: {event.world_size} workers on {', '.join(event.members)}"
     if isinstance(event, Restored):
@@ -188,7 +188,7 @@ def describe(event: Event) -> str | None:
             f"round {event.round}: training goes on {source}" if event.step else f"round {event.round}: starts {source}"
         )
     if isinstance(event, CheckpointCommitted):
-        return f"checkpoint of step {event.step} committed (training stood for {event.seconds * 1000:.0f} ms)"
+        return f"checkpoint of step {event.step} committed (training paused for {event.seconds * 1000:.0f} ms)"
     if isinstance(event, CheckpointQuarantined):
         return f"the checkpoint {event.directory} is damaged, an older one is used: {event.problems}"
     if isinstance(event, WorkerFailed):
@@ -219,7 +219,7 @@ def describe(event: Event) -> str | None:
 
 
 def sparkline(sizes: Sequence[int], width: int = 40) -> str:
-    """Return the newest sizes as bars, and the last as a number."""
+    """Return the newest sizes as bars, followed by the last one as a number."""
     shown = sizes[-width:]
     if not shown:
         return "-"

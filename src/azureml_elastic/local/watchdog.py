@@ -1,7 +1,7 @@
-"""``python -m azureml_elastic.local.watchdog NONCE``: ends the nodes of a launcher that is no more.
+"""``python -m azureml_elastic.local.watchdog NONCE``: kill the nodes of a launcher that has ended.
 
-Its standard input is a pipe that only the launcher holds open. When that ends, for whatever reason, SIGKILL included,
-everything that carries the launcher's marker is ended.
+Standard input is a pipe that only the launcher holds open. When it closes, also because the launcher was killed, all
+processes with the launcher's marker are killed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A plugin of pytest: the fixture ``local_workspace``, and the mark of the same name with which it is made.
+"""pytest plugin with the fixture ``local_workspace`` and the mark of the same name for its arguments.
 
-Nothing but the fixture itself imports more than pytest.
+pytest imports this module at every start, so only the fixture itself imports more than pytest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["local_workspace", "pytest_configure"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
+    """Register the mark."""
     config.addinivalue_line(
         "markers", "local_workspace(**arguments): the arguments of LocalWorkspace for the fixture local_workspace"
     )
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def local_workspace(request: pytest.FixtureRequest) -> Iterator[LocalWorkspace]:
-    """A workspace of Azure ML on this machine, made with the arguments of the mark ``local_workspace``."""
+    """Yield a :class:`LocalWorkspace`, created with the arguments of the mark ``local_workspace``."""
     from azureml_elastic.testing.workspace import LocalWorkspace
 
     mark = request.node.get_closest_marker("local_workspace")

@@ -1,4 +1,4 @@
-"""A workspace of Azure ML on this machine: the real ``MLClient`` submits to it, and it runs what it is given."""
+"""An Azure ML workspace on this machine, to which the real ``MLClient`` submits and which runs the submitted jobs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from azureml_elastic.testing.jobs.node_environment import Site
 from azureml_elastic.testing.jobs.runs import Runs
 from azureml_elastic.testing.jobs.service import Service
 from azureml_elastic.testing.jobs.verdicts import TERMINAL
+from azureml_elastic.testing.storage.account import StorageAccount
 from azureml_elastic.testing.storage.mirror import Mirror
-from azureml_elastic.testing.storage.storage import Storage
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -45,24 +45,23 @@ _EXCEPTIONS = ("NO_PROXY", "no_proxy")
 
 
 class LocalWorkspace:
-    """A workspace; a context manager.
+    """A context manager that runs an Azure ML workspace on this machine.
 
-    While it lasts, this process's environment sends HTTPS through the workspace: ``management.azure.com``, the
-    workspace's own data plane and its storage account are answered here, and all other hosts are reached as ever. One
-    process has one workspace at a time.
+    While it is open, the environment of this process routes HTTPS through the workspace, which responds for
+    ``management.azure.com``, its own data plane and its storage account; all other hosts are reached as before. A
+    process can have one open workspace at a time.
 
     Args:
-        pools: its computes by name; ``serverless`` is always there.
-        evictions: machines that are taken away.
-        requeue: whether the service starts a preempted job again from the beginning, as Azure's documentation says,
+        pools: computes by name; ``serverless`` always exists.
+        evictions: planned evictions of machines.
+        requeue: whether the service restarts a preempted job from the beginning, as Azure's documentation says,
             instead of failing it, as users report.
-        lenient: whether a pipeline with ``continue_on_step_failure`` completes although steps failed, if at least one
-            completed.
-        folder: for all files, kept; ``None`` takes a temporary one, which goes with the workspace.
+        lenient: whether a pipeline with ``continue_on_step_failure`` completes if at least one step completed.
+        folder: folder for all files, which is kept; ``None`` for a temporary one.
 
     Raises:
         MissingExtra: azure-ai-ml is not installed.
-        UsageError: on entering: neither Azurite nor Node.js is there.
+        UsageError: Azurite and Node.js are not installed (on entering).
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class LocalWorkspace:
         self._folder = folder
         self._runs = Runs(lenient=lenient)
         self._stack = contextlib.ExitStack()
-        self._storage = Storage()
+        self._storage = StorageAccount()
         self._machines = Machines(self._pools)
         self._service: Service | None = None
         self._client: MLClient | None = None
@@ -99,7 +98,7 @@ class LocalWorkspace:
             )
             resources = Resources(root, storage, self._runs, self._pools, self._submit)
             hosts = {ARM_HOST: resources.answer, API_HOST: History(self._runs).answer, **storage.hosts}
-            context, authority = server_context(sorted(hosts), folder)
+            context, authority = server_context(sorted(hosts))
             gateway = stack.enter_context(Gateway(hosts, answer_node, context))
             given = os.environ.get(_BUNDLES[0])
             bundle = write_bundle(
@@ -122,7 +121,7 @@ class LocalWorkspace:
             service = Service(setting, self._runs, resources.properties, self._evictions)
             stack.callback(service.close)
             service.start()
-            # So that the login that azure-identity finds by itself is one of this workspace.
+            # azure-identity's default credential then logs in to this workspace.
             login = {"MSI_ENDPOINT": f"{gateway.address}/token", "MSI_SECRET": None}
             changes = {**trust, **login, **dict.fromkeys(_EXCEPTIONS)}
             stack.enter_context(_environment(changes))
@@ -140,7 +139,7 @@ class LocalWorkspace:
 
     @property
     def ml_client(self) -> MLClient:
-        """The real client of azure-ai-ml, for this workspace."""
+        """The real azure-ai-ml client, connected to this workspace."""
         if self._client is None:
             raise UsageError(
                 "The local workspace is not open. Use it as a context manager: with LocalWorkspace() as ws."
@@ -149,36 +148,36 @@ class LocalWorkspace:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What another process's environment needs for its ``MLClient`` and login to be those of this workspace."""
+        """Environment variables that connect the ``MLClient`` and the login of another process to this workspace."""
         return dict(self._variables)
 
     @property
     def config(self) -> Mapping[str, str]:
-        """What ``config.json`` holds for ``MLClient.from_config()`` and for the command line."""
+        """Content of ``config.json`` for ``MLClient.from_config()`` and for the command line."""
         return {"subscription_id": _SUBSCRIPTION, "resource_group": _GROUP, "workspace_name": _NAME}
 
     @property
     def table_endpoint(self) -> str:
-        """The URL of the workspace's tables, for a rendezvous that is to name one; without one nodes find it."""
+        """URL of the workspace's tables, for a rendezvous with an explicit endpoint."""
         return self._storage.table_endpoint
 
     @property
     def evicted(self) -> tuple[Evicted, ...]:
-        """The evictions that have happened, in their order."""
+        """Evictions that have happened, in order."""
         return () if self._service is None else self._service.evicted
 
     def evict(self, eviction: Eviction) -> None:
-        """Have one more eviction.
+        """Plan another eviction.
 
         Raises:
             UsageError: the workspace is not open.
         """
         if self._service is None:
-            raise UsageError("The local workspace is not open. Give evictions= when it is made.")
+            raise UsageError("The local workspace is not open. Pass evictions= to its constructor.")
         self._service.evict(eviction)
 
     def refill(self, pool: str) -> None:
-        """Have machines again, from now on, in the places of those that evictions have taken from a pool.
+        """Replace all machines that evictions have taken from a pool.
 
         Raises:
             UsageError: there is no such pool.
@@ -188,15 +187,15 @@ class LocalWorkspace:
         self._machines.refill(pool)
 
     def wait(self, name: str, timeout_s: float | None = None) -> str:
-        """Wait for a job's end, which ``jobs.stream`` notices seconds later, and return its state.
+        """Wait for the end of a job and return its state, seconds before ``jobs.stream`` would.
 
         Args:
-            name: of the job.
-            timeout_s: after which to give up.
+            name: job name.
+            timeout_s: timeout in seconds; ``None`` for no limit.
 
         Raises:
             UsageError: there is no such job.
-            TimeoutError: it has not ended in time.
+            TimeoutError: the job has not ended in time.
         """
         run = self._runs.get(name)
         if run is None:
@@ -208,7 +207,7 @@ class LocalWorkspace:
         return status
 
     def log(self, name: str) -> str:
-        """Return what the processes of a job have written so far, one after the other.
+        """Return the output of a job's processes so far, one process after the other.
 
         Raises:
             UsageError: there is no such job.
@@ -219,7 +218,7 @@ class LocalWorkspace:
         return "".join(run.log(log).decode(errors="replace") for log in sorted(run.logs))
 
     def _close_client(self) -> None:
-        """Forget the client: without the workspace around it, it would call Azure itself."""
+        """Drop the client, which would call the real Azure once the workspace is closed."""
         self._client = None
 
     def _submit(self, name: str, properties: dict[str, Any]) -> None:
@@ -230,7 +229,7 @@ class LocalWorkspace:
 def _client() -> MLClient:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what azure-ai-ml does with marshmallow while it is imported
+            warnings.simplefilter("ignore")  # importing azure-ai-ml uses deprecated parts of marshmallow
             from azure.ai.ml import MLClient
     except ModuleNotFoundError as error:
         raise MissingExtra("azure-ai-ml", "submit") from error
@@ -239,7 +238,7 @@ def _client() -> MLClient:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables of this process, ``None`` removes one, and restore them."""
+    """Set environment variables (``None`` removes one), and restore them on exit."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:

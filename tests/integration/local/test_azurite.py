@@ -65,7 +65,7 @@ def test_it_dies_with_a_parent_that_is_killed():
 def test_a_service_that_does_not_start_is_told_with_its_words():
     code = "import sys; sys.exit('cannot listen on port ' + sys.argv[-1])"
     with (
-        pytest.raises(TableUnavailable, match=r"ended with exit code 1 before it listened.*cannot listen on port 0"),
+        pytest.raises(TableUnavailable, match=r"exited with code 1 before it listened.*cannot listen on port 0"),
         Azurite([sys.executable, "-c", code]),
     ):
         pass

@@ -91,7 +91,7 @@ def test_a_preempted_node_leaves_by_itself_and_the_run_goes_on(tmp_path):
 def test_a_preempted_node_that_does_not_leave_in_time_is_killed(tmp_path):
     report = cluster(tmp_path, "preempt=any@step:5/0.2s", nodes=(1, 1)).run(["deaf"])
     assert nodes_of(report) == {"node-0": ("preempted", -signal.SIGKILL)}
-    assert "All nodes are gone (node-0 preempted)" in report.message
+    assert "All nodes have ended (node-0 preempted)" in report.message
 
 
 def test_a_frozen_node_comes_back(tmp_path):
@@ -104,14 +104,14 @@ def test_a_node_that_is_frozen_for_good_does_not_hold_up_the_end(tmp_path):
     # The stand-in waits for nobody, but a frozen node may hold the lock of the shared state: then all stand still.
     report = cluster(tmp_path, "freeze=node-0@0s,kill=node-1@0.1s,kill=node-2@0.1s").run(["hang"])
     assert report.outcome == "failed"
-    assert "All nodes are gone (node-0 frozen, node-1 killed, node-2 killed)" in report.message
+    assert "All nodes have ended (node-0 frozen, node-1 killed, node-2 killed)" in report.message
     assert survivors(tmp_path / "run") == []
 
 
 def test_all_nodes_gone_and_none_to_come(tmp_path):
     report = cluster(tmp_path, "kill=any@step:3,kill=any@step:3", nodes=(1, 2)).run(["steps", "1000"])
     assert (report.outcome, report.exit_code) == ("failed", 1)
-    assert "All nodes are gone" in report.message
+    assert "All nodes have ended" in report.message
 
 
 def test_a_run_is_carried_on_by_a_node_that_comes_after_all_have_gone(tmp_path):
@@ -195,7 +195,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
 
 def test_a_used_folder_is_refused(tmp_path):
     cluster(tmp_path, nodes=(1, 1)).run(["steps", "1"])
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already contains a run"):
         cluster(tmp_path, nodes=(1, 1)).run(["steps", "1"])
 
 

@@ -25,7 +25,7 @@ def test_a_loss_a_newcomer_and_exactly_once_are_the_proof():
 @pytest.mark.parametrize(
     ("change", "accuracy", "doubt"),
     [
-        ({"outcome": "failed", "message": "why"}, 0.95, "did not end well: why"),
+        ({"outcome": "failed", "message": "why"}, 0.95, "The run failed: why"),
         ({"faults": ()}, 0.95, "was not killed"),
         ({"world_sizes": (1, 3, 2)}, 0.95, "world sizes were 1, 3, 2"),
         ({"audit": None}, 0.95, "exactly once"),

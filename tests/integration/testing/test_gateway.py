@@ -26,7 +26,7 @@ def broken(request):
 
 @pytest.fixture
 def gateway(tmp_path):
-    context, authority = server_context([HOST, "broken.example"], tmp_path)
+    context, authority = server_context([HOST, "broken.example"])
     (tmp_path / "none.pem").write_text("")
     bundle = write_bundle(authority, tmp_path / "none.pem", tmp_path / "bundle.pem")
     with Gateway({HOST: echo, "broken.example": broken}, lambda _: Answer(200, body=b"self"), context) as gateway:
@@ -102,7 +102,7 @@ def test_another_host_that_is_not_there_is_told(gateway):
 
 
 def test_it_closes_while_connections_are_open(tmp_path):
-    context, _ = server_context([HOST], tmp_path)
+    context, _ = server_context([HOST])
     with Gateway({HOST: echo}, lambda _: Answer(200), context) as gateway:
         host, _, port = gateway.address.removeprefix("http://").partition(":")
         client = socket.create_connection((host, int(port)), timeout=10)

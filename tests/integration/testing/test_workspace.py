@@ -156,7 +156,7 @@ def test_a_job_that_fails_says_what_its_command_said_last(client):
 def test_a_command_that_names_no_output_fails(client, workspace):
     job = client.jobs.create_or_update(make("echo ${{outputs.nothing}}"))
     assert workspace.wait(job.name, 60) == "Failed"
-    with pytest.raises(JobException, match="names no value"):
+    with pytest.raises(JobException, match="refers to no value"):
         client.jobs.stream(job.name)
 
 

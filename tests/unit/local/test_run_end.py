@@ -3,7 +3,7 @@
 import pytest
 
 from azureml_elastic.ledger.events import RunEnded, WorkerFailed
-from azureml_elastic.local.run_end import NodeStatus, how_it_ended, phase
+from azureml_elastic.local.run_end import NodeStatus, outcome_of, phase
 
 RUNNING = NodeStatus("node-0")
 DONE = NodeStatus("node-1", "exited", 0)
@@ -42,27 +42,27 @@ def test_phase(nodes, ended, more, expected):
 
 @pytest.mark.parametrize("nodes", [[DONE], [DONE, KILLED], [PREEMPTED, DONE], [FAILED, DONE]])
 def test_a_run_ended_well_when_a_node_says_so(nodes):
-    ending = how_it_ended(nodes, None, None)
+    ending = outcome_of(nodes, None, None)
     assert (ending.outcome, ending.exit_code) == ("succeeded", 0)
 
 
 def test_a_run_that_ended_well_just_before_its_last_node_was_killed_succeeded():
-    assert how_it_ended([KILLED], WELL, None).outcome == "succeeded"
+    assert outcome_of([KILLED], WELL, None).outcome == "succeeded"
 
 
 def test_the_exit_code_is_the_first_failure_s():
-    assert how_it_ended([KILLED, FAILED, CRASHED], None, None).exit_code == 7
-    assert how_it_ended([CRASHED], None, None).exit_code == 128 + 11
+    assert outcome_of([KILLED, FAILED, CRASHED], None, None).exit_code == 7
+    assert outcome_of([CRASHED], None, None).exit_code == 128 + 11
 
 
 def test_the_message_is_the_run_s_then_the_worker_s_then_names_the_log():
     failure = WorkerFailed(time=0.0, node="node-4", rank=3, exit_code=1, message="ValueError: x")
-    assert how_it_ended([FAILED], BADLY, failure).message == "the restarts are spent"
-    assert "Worker 3 on node-4 exited with 1: ValueError: x" in how_it_ended([FAILED], None, failure).message
-    assert "node-4 exited with 7" in how_it_ended([FAILED], None, None).message
+    assert outcome_of([FAILED], BADLY, failure).message == "the restarts are spent"
+    assert "Worker 3 on node-4 exited with 1: ValueError: x" in outcome_of([FAILED], None, failure).message
+    assert "node-4 exited with 7" in outcome_of([FAILED], None, None).message
 
 
 def test_a_run_without_nodes_says_so():
-    ending = how_it_ended([KILLED, PREEMPTED], None, None)
+    ending = outcome_of([KILLED, PREEMPTED], None, None)
     assert (ending.outcome, ending.exit_code) == ("failed", 1)
-    assert "All nodes are gone (node-2 killed, node-3 preempted)" in ending.message
+    assert "All nodes have ended (node-2 killed, node-3 preempted)" in ending.message

@@ -44,7 +44,7 @@ def test_a_connection_string_without_a_table_is_refused_without_its_secret():
 
 @pytest.mark.parametrize("table", ["", "mysql", "ftp://x", "account"])
 def test_an_unknown_table_is_refused(table):
-    with pytest.raises(UsageError, match="no known form"):
+    with pytest.raises(UsageError, match="not recognised"):
         check_table(table)
 
 

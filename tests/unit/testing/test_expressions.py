@@ -42,5 +42,5 @@ def test_a_step_is_bound_to_its_pipeline():
 
 @pytest.mark.parametrize("text", ["${{parent.jobs.first.outputs.model}}", "a ${{parent.inputs.data}}"])
 def test_a_step_bound_to_another_step_is_told(text):
-    with pytest.raises(UsageError, match="side by side"):
+    with pytest.raises(UsageError, match="run in parallel"):
         parent_reference(text)

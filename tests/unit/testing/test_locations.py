@@ -3,9 +3,9 @@
 import pytest
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.testing.storage.account import BLOBS, StorageAccount
 from azureml_elastic.testing.storage.locations import Location, locate
 from azureml_elastic.testing.storage.mirror import Mirror
-from azureml_elastic.testing.storage.storage import BLOBS, Storage
 
 WORKSPACE = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
 PLACE = Location(BLOBS, "a/b")
@@ -16,7 +16,7 @@ PLACE = Location(BLOBS, "a/b")
     [
         "azureml://datastores/workspaceblobstore/paths/a/b/",
         "azureml://subscriptions/s/resourcegroups/g/workspaces/w/datastores/workspaceblobstore/paths/a/b",
-        f"https://{Storage.blob_host}/{BLOBS}/a/b",
+        f"https://{StorageAccount.blob_host}/{BLOBS}/a/b",
         f"azureml:{WORKSPACE}/data/digits/versions/1",
         f"{WORKSPACE}/data/digits/versions/1",
     ],
@@ -36,7 +36,7 @@ def test_an_address_elsewhere_is_told(address):
 
 @pytest.fixture(scope="module")
 def storage():
-    with Storage() as storage:
+    with StorageAccount() as storage:
         yield storage
 
 

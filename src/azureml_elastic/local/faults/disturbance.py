@@ -1,4 +1,4 @@
-"""What can go wrong between a node and its table, as data, and which call it hits. Pure functions."""
+"""Faults between a node and its table as data, and which calls they affect. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from azureml_elastic.errors import UsageError
 __all__ = ["TROUBLES", "Disturbance", "Fate", "Trouble", "draw"]
 
 Trouble = Literal["outage", "throttle", "timeout", "reset", "slow", "half", "garbage", "any"]
-"""Kinds of trouble, see :class:`Disturbance`."""
+"""Kinds of table faults, see :class:`Disturbance`."""
 
 TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 _OF_CALLS: tuple[Trouble, ...] = tuple(kind for kind in TROUBLES if kind not in ("outage", "any"))
@@ -20,33 +20,33 @@ _OF_CALLS: tuple[Trouble, ...] = tuple(kind for kind in TROUBLES if kind not in 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """One kind of trouble and the calls that it hits.
+    """One kind of table fault and the calls that it affects.
 
     ========  ================================================================================================
-    outage    connections are refused, those that are open are reset; a call that is under way loses its answer
+    outage    connections are refused, open ones are reset; a call in progress loses its response
     throttle  HTTP 503 ``ServerBusy``, with or without ``Retry-After``; the call does not reach the table
-    timeout   no answer at all, until the client hangs up
-    reset     the connection is reset instead of an answer
-    slow      the answer comes late, or the call itself reaches the table late, perhaps after the client gave up
-    half      the call is carried out, half of its answer comes, then the connection is reset
-    garbage   an HTML page of some box in between, with a status of its own
-    any       each call draws one of these but ``outage``
+    timeout   no response until the client closes the connection
+    reset     the connection is reset instead of a response
+    slow      the response is delayed, or the call reaches the table late, perhaps after the client gave up
+    half      the call is carried out, half of the response is sent, then the connection is reset
+    garbage   an HTML page, as from a gateway in between, with a status of its own
+    any       one of the above but ``outage``, drawn for each call
     ========  ================================================================================================
 
     Args:
-        kind: see above.
-        share: of the calls that are hit, above 0 to 1; an outage hits all.
-        arrives: whether a call that gets no proper answer has reached the table nevertheless; for ``slow``, whether
-            the answer is late (true) or the call (false). ``None`` draws it for each call.
-        delay_s: the shortest and the longest delay of ``slow``, in seconds.
-        retry_after_s: one is drawn for each throttled call; 0 sends no such header.
-        statuses: one is drawn for each page of garbage.
-        methods: only calls with these HTTP methods; empty for all.
-        about: only calls whose path or body holds this text, such as a row's key.
-        times: how many calls are hit at most, ``None`` for no limit.
+        kind: kind of fault.
+        share: share of the calls that are affected, in (0, 1]; an outage affects all.
+        arrives: whether a call without a proper response still reaches the table; for ``slow``, whether the response
+            (true) or the call (false) is delayed. ``None`` draws it for each call.
+        delay_s: minimum and maximum delay of ``slow`` in seconds.
+        retry_after_s: values of ``Retry-After`` to draw from for ``throttle``; 0 for no such header.
+        statuses: statuses to draw from for ``garbage``.
+        methods: HTTP methods of the affected calls; empty for all.
+        about: text, such as a row key, in the path or body of the affected calls; empty for all.
+        times: maximum number of affected calls, ``None`` for no limit.
 
     Raises:
-        UsageError: a value is out of its range.
+        UsageError: a value is out of range.
     """
 
     kind: Trouble
@@ -61,28 +61,28 @@ class Disturbance:
 
     def __post_init__(self) -> None:
         if self.kind not in TROUBLES:
-            raise UsageError(f"The trouble {self.kind!r} is unknown. Give one of {', '.join(TROUBLES)}.")
+            raise UsageError(f"The table fault {self.kind!r} is unknown. Give one of {', '.join(TROUBLES)}.")
         if not 0 < self.share <= 1:
             raise UsageError(f"share={self.share:g} of the calls is out of range; give more than 0 and at most 1.")
         if self.kind == "outage" and (self.share, self.methods, self.about, self.times) != (1.0, (), "", None):
-            raise UsageError("An outage hits every call: leave out share, methods, about and times, or take 'reset'.")
+            raise UsageError("An outage affects every call: leave out share, methods, about and times, or use 'reset'.")
 
     def concerns(self, method: str, text: str) -> bool:
-        """Return whether a call with this method, and this path and body, may be hit."""
+        """Return whether a call with this method, and with this path and body, may be affected."""
         return (not self.methods or method in self.methods) and self.about in text
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What happens to one call.
+    """The fault of one call.
 
     Args:
-        source: the disturbance that it was drawn from.
-        kind: never ``any``.
-        arrives: see :class:`Disturbance`.
-        delay_s: of ``slow``.
-        retry_after_s: of ``throttle``, 0 for no such header.
-        status: of ``garbage``.
+        source: fault that it was drawn from.
+        kind: kind of fault, never ``any``.
+        arrives: whether the call reaches the table, see :class:`Disturbance`.
+        delay_s: delay in seconds of a ``slow`` call.
+        retry_after_s: value of ``Retry-After`` for ``throttle``, 0 for no such header.
+        status: HTTP status of ``garbage``.
     """
 
     source: Disturbance
@@ -94,11 +94,11 @@ class Fate:
 
 
 def draw(disturbances: Sequence[Disturbance], seed: str) -> Fate | None:
-    """Return what the first disturbance that hits does to a call, ``None`` where none hits it.
+    """Return the first fault that affects a call, ``None`` if none does.
 
     Args:
-        disturbances: those that concern the call.
-        seed: of this call; the same seed and disturbances draw the same fate.
+        disturbances: faults that may affect the call.
+        seed: seed of this call.
     """
     rng = random.Random(seed)
     for disturbance in disturbances:

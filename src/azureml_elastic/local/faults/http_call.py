@@ -1,4 +1,4 @@
-"""One HTTP/1.1 call to a table: read from a node, forwarded, answered, written down; for the proxy that disturbs it."""
+"""One HTTP/1.1 call to a table as the fault-injecting proxy reads, forwards and answers it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROW_IN_PATH = re.compile(r"RowKey='((?:[^']|'')*)'")
 
 @dataclass(frozen=True)
 class Request:
-    """A call; ``target`` is the path with its query."""
+    """A request; ``target`` is the path with its query."""
 
     method: str
     target: str
@@ -33,7 +33,7 @@ class Request:
 
     @property
     def row(self) -> str:
-        """The key of the row that the call concerns, as it is written in the table; empty where it is no single one."""
+        """Key of the row that the call is about, as written in the table; empty for several rows."""
         named = _ROW_IN_PATH.search(unquote(self.target.partition("?")[0]))
         if named is not None:
             return named[1].replace("''", "'")
@@ -45,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer; the headers are without those that concern one connection only."""
+    """A response, without the headers that apply to one connection only."""
 
     status: int
     reason: str
@@ -53,7 +53,7 @@ class Answer:
     body: bytes
 
     def to_bytes(self) -> bytes:
-        """Return the answer as it goes over the wire."""
+        """Return the response as bytes on the wire."""
         lines = [f"HTTP/1.1 {self.status} {self.reason}", *(f"{name}: {value}" for name, value in self.headers)]
         if self.status not in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED):
             lines.append(f"Content-Length: {len(self.body)}")
@@ -62,18 +62,18 @@ class Answer:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One call, as the proxy saw it.
+    """Record of one call through the proxy.
 
     Args:
-        number: among all calls, from 1.
-        time: at its end, in seconds since the epoch.
-        method: of HTTP.
-        path: without the query.
-        row: the row's key as it is written in the table, empty for calls that concern no single one.
-        trouble: what happened to it, ``None`` where nothing did.
-        arrived: whether it has reached the table.
-        status: of the table's answer, ``None`` where there is none.
-        answered: whether all of that answer was sent on.
+        number: number of the call, from 1.
+        time: end of the call in seconds since the epoch.
+        method: HTTP method.
+        path: path without the query.
+        row: key of the row as written in the table; empty for calls about several rows.
+        trouble: injected fault, ``None`` for none.
+        arrived: whether the call reached the table.
+        status: HTTP status of the table's response, ``None`` without one.
+        answered: whether the whole response was sent to the client.
     """
 
     number: int
@@ -94,11 +94,11 @@ class Exchange:
 
 
 def read_request(reader: BinaryIO) -> Request | None:
-    """Return the next call, ``None`` where the client has hung up.
+    """Return the next request, ``None`` if the client has closed the connection.
 
     Raises:
         OSError: the connection is broken.
-        ValueError, HTTPException: this is no HTTP.
+        ValueError, HTTPException: the bytes are not HTTP.
     """
     words = reader.readline(_LONGEST_LINE).decode("latin-1").split()
     if len(words) != 3:  # noqa: PLR2004 - method, target, version
@@ -110,14 +110,14 @@ def read_request(reader: BinaryIO) -> Request | None:
 
 
 def forward(request: Request, address: tuple[str, int]) -> Answer:
-    """Send the call on a connection of its own, which can never be a stale one.
+    """Send the request to the table on a new connection and return the response.
 
     Args:
-        request: the call.
+        request: request of the client.
         address: host and port of the table.
 
     Raises:
-        OSError, HTTPException: the table does not answer.
+        OSError, HTTPException: the table does not respond.
     """
     with contextlib.closing(HTTPConnection(*address, timeout=_TABLE_TIMEOUT_S)) as table:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _OF_THE_CONNECTION}
@@ -128,10 +128,10 @@ def forward(request: Request, address: tuple[str, int]) -> Answer:
 
 
 def busy(retry_after_s: int) -> Answer:
-    """Return what Azure answers to a call too many.
+    """Return Azure's response to a throttled call.
 
     Args:
-        retry_after_s: 0 sends no ``Retry-After``.
+        retry_after_s: value of ``Retry-After``, 0 for no such header.
     """
     headers = [("Content-Type", "application/json"), ("x-ms-error-code", "ServerBusy")]
     if retry_after_s:
@@ -141,5 +141,5 @@ def busy(retry_after_s: int) -> Answer:
 
 
 def page(status: int) -> Answer:
-    """Return an HTML page of some box in between."""
+    """Return an HTML page as from a gateway in between."""
     return Answer(status, "Gateway", (("Content-Type", "text/html"),), _PAGE % status)

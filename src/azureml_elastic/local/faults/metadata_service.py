@@ -1,8 +1,8 @@
-"""A stand-in for the Instance Metadata Service of the virtual machines of a scale set, with faults to inject.
+"""A fake Instance Metadata Service of the virtual machines of a scale set, with faults to inject.
 
-One server on this machine plays the service of every machine of the set: each has an address of its own, at which it
-learns its own name and sees the events of the whole set, as on Azure. What is played is described in
-:mod:`azureml_elastic.node.preemption.scheduled_events`.
+One local server acts as the service of every machine of the set: each machine has its own address, which returns its
+name and the events of the whole set, as on Azure. :mod:`azureml_elastic.node.preemption.scheduled_events` describes
+the protocol.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _EVENTS_VERSION = "2020-07-01"
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is wrong with the service; by default nothing.
+    """Fault of the service; by default none.
 
     Args:
-        status: to answer with instead of 200.
-        body: to answer with instead of the document.
-        delay: seconds before the answer.
-        silent: never answer.
-        dripping: send the answer's head byte by byte, without end.
-        nameless: do not tell machines their names.
+        status: HTTP status instead of 200.
+        body: response body instead of the document.
+        delay: seconds before the response.
+        silent: whether the service never responds.
+        dripping: whether the response's head is sent byte by byte, without end.
+        nameless: whether machines cannot read their names.
     """
 
     status: int = HTTPStatus.OK
@@ -71,8 +71,8 @@ class _Event:
         }
 
 
-class _Book:
-    """What the service knows and what it was asked, for several threads."""
+class _State:
+    """Thread-safe state of the service and record of its requests."""
 
     def __init__(self, first_delay: float, clock_offset: timedelta) -> None:
         self.trouble = Trouble()
@@ -125,7 +125,7 @@ class _Book:
         return True
 
     def begun(self, what: str) -> float:
-        """Count a request and return for how long its answer is delayed."""
+        """Count a request and return the delay of its response in seconds."""
         with self._lock:
             first = what == "scheduledevents" and what not in self.requests
             self.requests.append(what)
@@ -139,20 +139,20 @@ class _Book:
 
 
 class MetadataService:
-    """The service, on a free port of this machine; a context manager.
+    """A context manager that runs the service on a free port of this machine.
 
     Args:
-        first_delay: seconds that the first document takes, as the first request switches Azure's service on.
-        clock_offset: by how much the service's clock is ahead of this machine's.
+        first_delay: delay of the first document in seconds; on Azure the first request enables the service.
+        clock_offset: offset of the service's clock from this machine's.
     """
 
     def __init__(self, *, first_delay: float = 0.0, clock_offset: timedelta = timedelta(0)) -> None:
-        self._book = _Book(first_delay, clock_offset)
+        self._state = _State(first_delay, clock_offset)
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._server = _Server(self._book)
+        self._server = _Server(self._state)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="metadata", daemon=True)
         self._thread.start()
         return self
@@ -162,73 +162,70 @@ class MetadataService:
     ) -> None:
         assert self._server is not None
         assert self._thread is not None
-        self._book.closed.set()
+        self._state.closed.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
     def address(self, machine: str) -> str:
-        """Return the address at which a machine of this name finds its service."""
+        """Return the service address of a machine."""
         assert self._server is not None, "the service does not run"
         return f"http://127.0.0.1:{self._server.server_address[1]}/{machine}/metadata"
 
     @property
     def trouble(self) -> Trouble:
-        """What is wrong; may be changed at any time."""
-        return self._book.trouble
+        """Current fault; may be changed at any time."""
+        return self._state.trouble
 
     @trouble.setter
     def trouble(self, trouble: Trouble) -> None:
-        self._book.trouble = trouble
+        self._state.trouble = trouble
 
     @property
     def documents(self) -> int:
-        """How many documents were asked for."""
-        return self._book.requests.count("scheduledevents")
+        """Number of requested documents."""
+        return self._state.requests.count("scheduledevents")
 
     @property
     def most_at_once(self) -> int:
-        """The most requests that were open at the same time."""
-        return self._book.most_open
+        """Maximum number of requests that were open at the same time."""
+        return self._state.most_open
 
     @property
     def approved(self) -> tuple[str, ...]:
-        """The events that machines have said may start, in order."""
-        return tuple(self._book.approved)
+        """Ids of the events that machines have approved, in order."""
+        return tuple(self._state.approved)
 
     def announce(self, type_: str, *machines: str, notice: float = 30.0, duration: int = -1) -> str:
-        """Schedule an event.
+        """Schedule an event and return its id.
 
         Args:
             type_: ``Preempt``, ``Terminate``, ``Reboot``, ``Redeploy`` or ``Freeze``.
-            machines: that it will happen to.
-            notice: seconds until its earliest start; of a real preemption about 30.
-            duration: seconds of the interruption, -1 for unknown.
-
-        Returns:
-            The event's id.
+            machines: affected machines.
+            notice: seconds until the earliest start; about 30 for a real preemption.
+            duration: expected interruption in seconds, -1 for unknown.
         """
-        not_before = self._book.now() + timedelta(seconds=notice)
+        not_before = self._state.now() + timedelta(seconds=notice)
         event = _Event(secrets.token_hex(8), type_, machines, not_before, duration)
-        self._book.put(event)
+        self._state.put(event)
         return event.id
 
     def begin(self, event: str) -> None:
-        """Let an event start."""
-        self._book.start(event)
+        """Start an event."""
+        self._state.start(event)
 
     def remove(self, event: str) -> None:
-        """Take an event from the list: it is over, or has been given up."""
-        self._book.remove(event)
+        """Remove an event that is over or was cancelled."""
+        self._state.remove(event)
 
 
 class _Server(ThreadingHTTPServer):
-    def __init__(self, book: _Book) -> None:
-        self.book = book
+    def __init__(self, state: _State) -> None:
+        self.state = state
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: a client that hangs up is what its timeouts are for."""
+        """Ignore errors: clients close connections after their timeouts."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -242,22 +239,22 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve(self.rfile.read(int(self.headers.get("Content-Length", "0"))))
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Say nothing: the nodes log what matters."""
+        """Log nothing."""
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         del timestamp
-        return format_datetime(self.server.book.now(), usegmt=True)
+        return format_datetime(self.server.state.now(), usegmt=True)
 
     def _serve(self, body: bytes | None) -> None:
-        book = self.server.book
+        state = self.server.state
         parts = urlsplit(self.path)
         machine, _, path = parts.path.strip("/").partition("/")
         what = path.removeprefix("metadata/")
         try:
-            book.closed.wait(book.begun(what))
+            state.closed.wait(state.begun(what))
             status, answer = self._answer(machine, what, parse_qs(parts.query), body)
         finally:
-            book.over()
+            state.over()
         if status is None:
             self.close_connection = True
             return
@@ -270,11 +267,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(
         self, machine: str, what: str, query: dict[str, list[str]], body: bytes | None
     ) -> tuple[int | None, bytes]:
-        """Return the status and the body; no status: the connection ends without an answer."""
-        book = self.server.book
-        trouble = book.trouble
+        """Return the status and the body; ``None`` as status closes the connection without a response."""
+        state = self.server.state
+        trouble = state.trouble
         if trouble.silent or trouble.dripping:
-            while not book.closed.wait(_DRIP_SECONDS) and trouble is book.trouble and not self._hung_up():
+            while not state.closed.wait(_DRIP_SECONDS) and trouble is state.trouble and not self._hung_up():
                 if trouble.dripping:
                     self.wfile.write(b"H")
             return None, b""
@@ -286,8 +283,8 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.OK, machine.encode()
         if what == "scheduledevents" and query["api-version"] == [_EVENTS_VERSION]:
             if body is None:
-                return HTTPStatus.OK, book.document() if trouble.body is None else trouble.body
-            return (HTTPStatus.OK if book.approve(body) else HTTPStatus.BAD_REQUEST), b""
+                return HTTPStatus.OK, state.document() if trouble.body is None else trouble.body
+            return (HTTPStatus.OK if state.approve(body) else HTTPStatus.BAD_REQUEST), b""
         return HTTPStatus.NOT_FOUND, b'{"error": "not found"}'
 
     def _hung_up(self) -> bool:

@@ -1,4 +1,4 @@
-"""What can be done to the nodes of a local cluster, as data. ``chaos.py`` reads and draws schedules of it."""
+"""Faults of a local cluster as data; ``schedule.py`` parses and draws schedules of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_NOTICE_S = 30.0
 
 @dataclass(frozen=True)
 class AtStep:
-    """Once this many training steps are completed."""
+    """Time of a fault: once this many training steps are completed."""
 
     step: int
 
@@ -34,7 +34,7 @@ class AtStep:
 
 @dataclass(frozen=True)
 class AfterSeconds:
-    """This long after the first round was sealed."""
+    """Time of a fault: seconds after the first round was sealed."""
 
     seconds: float
 
@@ -47,7 +47,7 @@ When = AtStep | AfterSeconds
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL for the node and all its processes."""
+    """SIGKILL to the node and all its processes."""
 
     target: str
     when: When
@@ -58,7 +58,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Preempt:
-    """SIGTERM for the node's agent, and SIGKILL for all that is left of the node after the notice."""
+    """SIGTERM to the node's agent, and SIGKILL to the whole node after the notice."""
 
     target: str
     when: When
@@ -70,7 +70,7 @@ class Preempt:
 
 @dataclass(frozen=True)
 class Freeze:
-    """SIGSTOP for the node and all its processes, and SIGCONT after the duration, if it has one."""
+    """SIGSTOP to the node and all its processes, and SIGCONT after the duration, if there is one."""
 
     target: str
     when: When
@@ -82,7 +82,7 @@ class Freeze:
 
 @dataclass(frozen=True)
 class Add:
-    """New nodes."""
+    """Start of new nodes."""
 
     when: When
     count: int = 1
@@ -93,13 +93,13 @@ class Add:
 
 @dataclass(frozen=True)
 class TableTrouble:
-    """Trouble between all nodes and the table, see :class:`~azureml_elastic.local.faults.disturbance.Disturbance`.
+    """Fault between all nodes and the table, see :class:`~azureml_elastic.local.faults.disturbance.Disturbance`.
 
     Args:
-        trouble: its kind.
-        when: it begins.
-        duration_s: after which it ends, ``None`` for the rest of the run.
-        percent: of the calls that are hit, 1 to 100.
+        trouble: kind of fault.
+        when: start of the fault.
+        duration_s: duration in seconds, ``None`` for the rest of the run.
+        percent: share of the calls that are affected, 1 to 100.
     """
 
     trouble: Trouble
@@ -109,7 +109,7 @@ class TableTrouble:
 
     @property
     def disturbance(self) -> Disturbance:
-        """What the proxy is told."""
+        """The fault as the proxy takes it."""
         return Disturbance(self.trouble, share=self.percent / 100)
 
     def __str__(self) -> str:
@@ -123,11 +123,11 @@ Fault = Kill | Preempt | Freeze | Add | TableTrouble
 
 @dataclass(frozen=True)
 class Schedule:
-    """Faults in the order in which they were written.
+    """Schedule of faults.
 
     Args:
-        faults: each happens once.
-        seed: draws the victims of ``any``, and the calls to the table that are hit.
+        faults: faults, each of which happens once.
+        seed: seed for the targets of ``any`` and for the affected calls to the table.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -135,7 +135,7 @@ class Schedule:
 
     @property
     def disturbs_table(self) -> bool:
-        """Whether the nodes must reach their table through a proxy."""
+        """Whether there are table faults, which require a proxy."""
         return any(isinstance(fault, TableTrouble) for fault in self.faults)
 
     def __str__(self) -> str:

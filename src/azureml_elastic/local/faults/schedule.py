@@ -1,21 +1,21 @@
-"""Faults to inject into a local cluster: their notation, and when they are due.
+"""Notation of fault schedules, and which faults are due.
 
 A schedule is a list of faults, separated by commas or line ends::
 
-    kill=rank0@step:30          SIGKILL for the node and all its processes
-    preempt=node-1@step:30/10s  SIGTERM for the node, SIGKILL for what is left of it 10 s later (30 s by default)
-    freeze=any@20s/5s           SIGSTOP for the node and all its processes, SIGCONT 5 s later (never by default)
+    kill=rank0@step:30          SIGKILL to the node and all its processes
+    preempt=node-1@step:30/10s  SIGTERM to the node, SIGKILL to its remaining processes 10 s later (30 s by default)
+    freeze=any@20s/5s           SIGSTOP to the node and all its processes, SIGCONT 5 s later (never by default)
     add@step:80                 one more node; ``add=2@15s`` adds two
-    table=outage@step:30/5s     the table cannot be reached for 5 s (for the rest of the run by default)
-    table=slow:20%@10s/5s       every fifth call to the table, drawn with the schedule's seed, is slow
+    table=outage@step:30/5s     the table is unreachable for 5 s (for the rest of the run by default)
+    table=slow:20%@10s/5s       every fifth call to the table on average is slow
 
-The kinds of trouble with the table are ``outage``, ``throttle``, ``timeout``, ``reset``, ``slow``, ``half``,
-``garbage`` and ``any``; see :class:`~azureml_elastic.local.faults.disturbance.Disturbance`. They need a table that nodes reach
-over plain HTTP, such as the emulator; a file has no such trouble.
+The kinds of table faults are ``outage``, ``throttle``, ``timeout``, ``reset``, ``slow``, ``half``, ``garbage`` and
+``any``; see :class:`~azureml_elastic.local.faults.disturbance.Disturbance`. They require a table that is reached over
+plain HTTP, such as the emulator.
 
-The target is ``node-<k>``, ``rank0`` (the node that rank 0 runs on) or ``any`` (drawn with the schedule's seed from
-those alive). The time is ``step:<n>``, once n training steps are completed, or seconds since the first round was
-sealed. The decisions are pure functions; ``cluster.py`` carries them out.
+The target is ``node-<k>``, ``rank0`` (the node of rank 0) or ``any`` (drawn from the living nodes with the seed). The
+time is ``step:<n>``, once n training steps are completed, or seconds since the first round was sealed. The decisions
+are pure functions; ``launch.py`` carries them out.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ _STEP = re.compile(r"step:(\d+)")
 _TROUBLE = re.compile(rf"(?P<kind>{'|'.join(TROUBLES)})(:(?P<percent>\d{{1,3}})%)?")
 
 DEFAULT_KINDS = ("kill", "preempt", "add")
-"""What :func:`random_schedule` draws unless it is told otherwise."""
+"""Default kinds of :func:`random_schedule`."""
 
 
 @dataclass(frozen=True)
 class ChaosState:
-    """What a decision depends on.
+    """State of the cluster that decisions depend on.
 
     Args:
-        step: completed training steps.
-        seconds: since the first round was sealed, ``None`` before.
-        living: nodes that may be hit: alive, not frozen and not under notice.
+        step: number of completed training steps.
+        seconds: seconds since the first round was sealed, ``None`` before.
+        living: nodes that can be targets: alive, not frozen and without a preemption notice.
         gone: nodes that will not come back.
-        rank0: the node of rank 0 in the newest round.
+        rank0: node of rank 0 in the newest round.
         fired: indices of the faults that have happened.
     """
 
@@ -83,13 +83,12 @@ class ChaosState:
 
 @dataclass(frozen=True)
 class Due:
-    """A fault that is to happen now.
+    """A fault that is due now.
 
     Args:
-        index: of the fault in the schedule.
-        fault: what is to happen.
-        victim: the node that it hits, ``None`` for an ``add``, for trouble with the table and for a target that has
-            gone already.
+        index: index of the fault in the schedule.
+        fault: the fault.
+        victim: target node; ``None`` for ``add``, for table faults and for a target that has already ended.
     """
 
     index: int
@@ -98,9 +97,9 @@ class Due:
 
 
 def due(schedule: Schedule, state: ChaosState) -> list[Due]:
-    """Return the faults that are to happen now, at most one for each node.
+    """Return the faults that are due now, at most one per node.
 
-    A fault whose target is not there yet (a node still to be added, rank 0 between two rounds) waits for it.
+    A fault whose target does not exist yet (a node still to be added, rank 0 between two rounds) waits for it.
     """
     decided: list[Due] = []
     living = set(state.living)
@@ -121,7 +120,7 @@ def due(schedule: Schedule, state: ChaosState) -> list[Due]:
 
 
 def may_add(schedule: Schedule, state: ChaosState) -> bool:
-    """Whether new nodes can still come when none is left: steps no longer pass then, but time does."""
+    """Return whether nodes can still be added when none is left: steps no longer advance then, but time does."""
     return any(
         isinstance(fault, Add)
         and index not in state.fired
@@ -131,10 +130,10 @@ def may_add(schedule: Schedule, state: ChaosState) -> bool:
 
 
 def load_schedule(spec: str, seed: int = 0) -> Schedule:
-    """Read a schedule from a file of that name, else from the text itself.
+    """Parse the file of that name if there is one, otherwise the text itself.
 
     Raises:
-        ChaosError: it cannot be read.
+        ChaosError: the file cannot be read, or an entry is not understood.
     """
     path = Path(spec)
     try:
@@ -150,10 +149,10 @@ def load_schedule(spec: str, seed: int = 0) -> Schedule:
 
 
 def parse_schedule(text: str, seed: int = 0) -> Schedule:
-    """Read a schedule; ``#`` starts a comment that ends with its line.
+    """Parse a schedule; ``#`` starts a comment that ends with its line.
 
     Raises:
-        ChaosError: an entry is not understood; the message names what is accepted.
+        ChaosError: an entry is not understood; the message lists the accepted forms.
     """
     lines = (line.partition("#")[0] for line in text.splitlines())
     entries = (entry.strip() for line in lines for entry in line.split(","))
@@ -169,21 +168,21 @@ def random_schedule(
     faults: int = 6,
     kinds: Sequence[str] = DEFAULT_KINDS,
 ) -> Schedule:
-    """Draw a schedule of losses, new nodes and other trouble at random steps that never takes the last node.
+    """Draw a schedule of faults at random steps that never takes the last node.
 
-    The first loss is rank 0's node. There are never more nodes than at the start. What ends by itself (a freeze,
-    trouble with the table) does so after 1 to 8 s, so that steps pass again.
+    The first loss is rank 0's node. There are never more nodes than at the start. Temporary faults (freezes, table
+    faults) end after 1 to 8 s, so that steps advance again.
 
     Args:
-        seed: the same seed draws the same schedule.
-        nodes: at the start, and at most; at least 2.
-        first_step: before which nothing happens.
-        last_step: after which nothing happens; from ``first_step`` there must be at least ``faults`` steps.
-        faults: how many, at least 2.
-        kinds: what is drawn, of ``kill``, ``preempt``, ``add``, ``freeze`` and ``table``; with losses also ``add``.
+        seed: seed of the schedule.
+        nodes: number of nodes at the start, and the maximum; at least 2.
+        first_step: step of the earliest fault.
+        last_step: step of the latest fault; the range must have at least ``faults`` steps.
+        faults: number of faults, at least 2.
+        kinds: kinds to draw from: ``kill``, ``preempt``, ``add``, ``freeze`` and ``table``; losses require ``add``.
 
     Raises:
-        ChaosError: no schedule fits.
+        ChaosError: no schedule fits these numbers or kinds.
     """
     losses = [kind for kind in ("kill", "preempt") if kind in kinds]
     passing = [kind for kind in ("freeze", "table") if kind in kinds]
@@ -195,7 +194,7 @@ def random_schedule(
     if not losses + passing or set(kinds) - {*losses, *passing, "add"} or (losses and "add" not in kinds):
         raise ChaosError(
             f"No schedule can be drawn of the kinds {', '.join(kinds) or 'none'}: give some of kill, preempt, add, "
-            "freeze and table, and add wherever nodes are lost."
+            "freeze and table, and include add where nodes are lost."
         )
     rng = random.Random(seed)
     steps = sorted(rng.sample(range(first_step, last_step + 1), faults))
@@ -269,13 +268,13 @@ def _parse(entry: str) -> Fault:
 def _trouble(text: str, when: When, duration_s: float | None, entry: str) -> TableTrouble:
     match = _TROUBLE.fullmatch(text)
     if match is None:
-        raise ChaosError(f"The fault {entry!r} has the trouble {text!r}, which is none. {_ACCEPTED}.")
+        raise ChaosError(f"The fault {entry!r} has the unknown table fault {text!r}. {_ACCEPTED}.")
     percent = 100 if match["percent"] is None else int(match["percent"])
     trouble = next(kind for kind in TROUBLES if kind == match["kind"])
     if not 1 <= percent <= 100 or (trouble == "outage" and percent < 100):  # noqa: PLR2004
         raise ChaosError(
-            f"The fault {entry!r} hits {percent} % of the calls; give 1 to 100, and an outage none: it hits all. "
-            f"{_ACCEPTED}."
+            f"The fault {entry!r} affects {percent} % of the calls; give 1 to 100, and none for an outage, which "
+            f"affects all. {_ACCEPTED}."
         )
     return TableTrouble(trouble, when, duration_s, percent)
 
@@ -285,13 +284,13 @@ def _when(text: str, entry: str) -> When:
         return AtStep(int(step[1]))
     if seconds := _SECONDS.fullmatch(text):
         return AfterSeconds(float(seconds[1]))
-    raise ChaosError(f"The fault {entry!r} has the time {text!r}, which is none. {_ACCEPTED}.")
+    raise ChaosError(f"The fault {entry!r} has the invalid time {text!r}. {_ACCEPTED}.")
 
 
 def _seconds(text: str, entry: str) -> float:
     if seconds := _SECONDS.fullmatch(text):
         return float(seconds[1])
-    raise ChaosError(f"The fault {entry!r} has the duration {text!r}, which is none. {_ACCEPTED}.")
+    raise ChaosError(f"The fault {entry!r} has the invalid duration {text!r}. {_ACCEPTED}.")
 
 
 def _count(text: str, entry: str) -> int:

@@ -1,6 +1,6 @@
-"""An HTTP proxy in front of a table that injects trouble: the network between the nodes and their table.
+"""An HTTP proxy that injects faults between the nodes and their table.
 
-Nodes are given the proxy's address instead of the table's. What is to go wrong is switched at run time::
+Nodes get the proxy's address instead of the table's. Faults are switched on and off at run time::
 
     with TableProxy(azurite.endpoint, seed=7) as proxy:
         ...                                          # nodes that use proxy.endpoint
@@ -8,10 +8,10 @@ Nodes are given the proxy's address instead of the table's. What is to go wrong 
         time.sleep(30)
         proxy.remove(outage)
 
-Which call is hit, and how, is drawn from the seed, the call's HTTP method and its place among the calls of that method,
-so the same sequence of calls meets the same trouble. Every call is written down as an :class:`Exchange`.
+The affected calls are drawn from the seed, the HTTP method and the call's number among the calls of that method, so
+the same sequence of calls meets the same faults. Every call is recorded as an :class:`Exchange`.
 
-Plain HTTP only: the emulator's. The signature in a call covers the path, not the host, so it stays valid.
+Only plain HTTP, as the emulator's. A call's signature covers the path but not the host, so it stays valid.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from azureml_elastic.local.faults.http_call import Answer, Exchange, Request, bu
 __all__ = ["Disturbance", "Exchange", "TableProxy"]
 
 _HOLD_S = 60.0
-"""How long a call without an answer is held at most."""
+"""Longest time in seconds for which a call without a response is held."""
 
 _JOIN_S = 5.0
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing drops what was not sent and resets the connection
@@ -49,17 +49,17 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing drops what was not sent a
 
 @dataclass(eq=False)
 class _Client:
-    """A node's connection."""
+    """Connection of a node."""
 
     sock: socket.socket
     condemned: bool = False
     thread: threading.Thread | None = field(default=None)
 
     def condemn(self) -> None:
-        """Have its thread reset the connection, from any thread."""
+        """Make the connection's thread reset it; may be called from any thread."""
         self.condemned = True
         with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RD)  # wakes the thread; the node notices nothing yet
+            self.sock.shutdown(socket.SHUT_RD)  # wakes the thread, without an effect on the node yet
 
     def reset(self) -> None:
         with contextlib.suppress(OSError):
@@ -67,23 +67,23 @@ class _Client:
 
 
 class TableProxy:
-    """Forwards calls to a table on a free port of this machine and disturbs them; a context manager. Thread-safe.
+    """A thread-safe context manager that forwards calls to a table, with faults, on a free port of this machine.
 
     Args:
-        target: the table's URL, plain HTTP.
-        seed: draws which calls are hit and how.
-        log: file to which each call is appended as a line of JSON; ``None`` keeps them in memory alone.
+        target: URL of the table, plain HTTP.
+        seed: seed for the affected calls.
+        log: file to which each call is appended as a line of JSON; ``None`` for none.
 
     Raises:
-        UsageError: the address is not one of plain HTTP.
+        UsageError: the URL is not plain HTTP.
     """
 
     def __init__(self, target: str, *, seed: int = 0, log: Path | None = None) -> None:
         parts = urlsplit(target)
         if parts.scheme != "http" or parts.hostname is None:
             raise UsageError(
-                f"Trouble can be injected only in front of a table with plain HTTP, such as the emulator Azurite, and "
-                f"{target!r} is none. Use the table 'azurite'."
+                f"Table faults require a table with plain HTTP, such as the emulator Azurite, and {target!r} is not. "
+                "Use the table 'azurite'."
             )
         self._table, self._path = (parts.hostname, parts.port or 80), parts.path
         self._seed = seed
@@ -102,17 +102,17 @@ class TableProxy:
 
     @property
     def endpoint(self) -> str:
-        """The table's URL, through the proxy."""
+        """URL of the table through the proxy."""
         return f"http://127.0.0.1:{self._port}{self._path}"
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """All calls so far, in the order in which they ended."""
+        """All calls so far, in the order of their end."""
         with self._lock:
             return tuple(self._exchanges)
 
     def counts(self) -> Mapping[tuple[str, str], tuple[int, int]]:
-        """Return how many calls there were and how many were disturbed, for each method and path."""
+        """Return the numbers of all and of affected calls for each method and path."""
         seen: Counter[tuple[str, str]] = Counter()
         disturbed: Counter[tuple[str, str]] = Counter()
         for exchange in self.exchanges:
@@ -121,31 +121,31 @@ class TableProxy:
         return {key: (count, disturbed[key]) for key, count in seen.items()}
 
     def set(self, *disturbances: Disturbance) -> None:
-        """Let these, and no others, be in force from now on; the first one that hits a call decides."""
+        """Replace all faults; the first one that affects a call applies."""
         with self._lock:
             self._disturbances = list(disturbances)
             self._hits.clear()
         self._open_or_refuse()
 
     def add(self, disturbance: Disturbance) -> Disturbance:
-        """Put one more in force, and return it for :meth:`remove`."""
+        """Add a fault and return it for :meth:`remove`."""
         with self._lock:
             self._disturbances.append(disturbance)
         self._open_or_refuse()
         return disturbance
 
     def remove(self, disturbance: Disturbance) -> None:
-        """End one; nothing where it is not in force."""
+        """Remove a fault if it is there."""
         with self._lock, contextlib.suppress(ValueError):
             self._disturbances.remove(disturbance)
         self._open_or_refuse()
 
     def clear(self) -> None:
-        """Let every call pass."""
+        """Remove all faults."""
         self.set()
 
     def __enter__(self) -> Self:
-        # Bound without listening, it keeps the port for us while connections to it are refused.
+        # Bound without listening, it reserves the port while connections are refused.
         self._placeholder = _bound(0)
         self._port = self._placeholder.getsockname()[1]
         if self._log_path is not None:
@@ -218,7 +218,7 @@ class TableProxy:
                 if not self._handle(client, request):
                     client.condemned = True
         except (OSError, HTTPException, ValueError):
-            client.condemned = True  # the table itself, or the client, has gone
+            client.condemned = True  # the table or the client is gone
         finally:
             if client.condemned:
                 client.reset()
@@ -230,7 +230,7 @@ class TableProxy:
     # --- a call ------------------------------------------------------------------------------------------------------
 
     def _handle(self, client: _Client, request: Request) -> bool:
-        """Forward one call, or do to it what its fate is; return whether the connection lives on."""
+        """Handle one call, with its fault if there is one; return whether the connection stays open."""
         number, fate = self._fate(request)
         if fate is not None and fate.kind == "slow" and not fate.arrives:
             self._closing.wait(fate.delay_s)
@@ -249,7 +249,7 @@ class TableProxy:
             self._write_down(number, request, trouble, answer, arrived=arrived, answered=answered)
 
     def _answer(self, client: _Client, fate: Fate | None, answer: Answer | None) -> bool:
-        """Send what the client is to get; return whether that is the table's whole answer."""
+        """Send the client its response; return whether it is the table's complete one."""
         if client.condemned:
             return False
         kind = None if fate is None else fate.kind
@@ -272,7 +272,7 @@ class TableProxy:
         return False
 
     def _hold(self, client: _Client) -> None:
-        """Return when the client has hung up."""
+        """Return when the client has closed the connection."""
         until = time.monotonic() + _HOLD_S
         while time.monotonic() < until and not client.condemned and not self._closing.is_set():
             if select.select([client.sock], [], [], 0.1)[0]:
@@ -323,7 +323,7 @@ class TableProxy:
 
 def _bound(port: int) -> socket.socket:
     sock = socket.socket()
-    # Two sockets of ours share the port: one keeps it, the other listens or does not.
+    # Two sockets share the port: one reserves it, the other listens while there is no outage.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     sock.bind(("127.0.0.1", port))
     return sock

@@ -1,4 +1,4 @@
-"""What was submitted, read from the document that reaches Azure ML: command jobs and pipelines of them."""
+"""Submitted jobs, parsed from the documents that reach Azure ML: command jobs and pipelines of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?:(\d+)H)?(?:(\d+)M)?(?:(\d+(?:\.\d+)?
 
 @dataclass(frozen=True)
 class InputBody:
-    """An input: a literal, or the address of a file or folder and how it comes to the node."""
+    """An input: a literal, or the URI of a file or folder and its delivery mode."""
 
     literal: str | None = None
     uri: str | None = None
@@ -39,7 +39,7 @@ class InputBody:
 
 @dataclass(frozen=True)
 class OutputBody:
-    """An output; without an address it gets one of the job's own."""
+    """An output; without a URI it gets a location of the job's own."""
 
     uri: str | None = None
     mode: Mode = "mount"
@@ -51,17 +51,17 @@ class CommandBody:
     """A command job, alone or as a step.
 
     Args:
-        command: with its expressions.
+        command: command with unexpanded expressions.
         code: id of the code, ``None`` for none.
-        inputs: by name.
-        outputs: by name.
-        environment_variables: of the job.
-        compute: the pool's name, ``"serverless"`` for none.
-        nodes: that start together.
-        most_nodes: that may run at once; more than ``nodes`` for the service's own elasticity.
-        processes: that are started on each node.
-        distributed: whether the service tells the processes of each other.
-        timeout_s: after which the job is cancelled.
+        inputs: inputs by name.
+        outputs: outputs by name.
+        environment_variables: environment variables of the job.
+        compute: name of the pool; ``"serverless"`` by default.
+        nodes: number of nodes that start together.
+        most_nodes: maximum number of nodes, more than ``nodes`` where the service itself is elastic.
+        processes: number of processes per node.
+        distributed: whether the service sets the variables of torch.distributed.
+        timeout_s: seconds after which the job is cancelled.
     """
 
     command: str
@@ -79,7 +79,7 @@ class CommandBody:
 
 @dataclass(frozen=True)
 class PipelineBody:
-    """A pipeline of steps that run side by side."""
+    """A pipeline of steps that run in parallel."""
 
     steps: Mapping[str, CommandBody]
     continue_on_step_failure: bool = False
@@ -88,14 +88,14 @@ class PipelineBody:
 def read_job(
     properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]
 ) -> CommandBody | PipelineBody:
-    """Read the properties of a job's document.
+    """Parse the properties of a job document.
 
     Args:
-        properties: of the document.
-        component: returns the specification of a component by its id.
+        properties: properties of the document.
+        component: function that returns the specification of a component by its id.
 
     Raises:
-        UsageError: the job is of a kind that the local workspace does not run.
+        UsageError: the local workspace does not support the job's type.
     """
     kind = properties.get("jobType")
     if kind == "Command":
@@ -103,7 +103,7 @@ def read_job(
     if kind == "Pipeline":
         return _pipeline(properties, component)
     raise UsageError(
-        f"The local workspace runs command jobs and pipelines of them, and this is a job of type {kind!r}. Submit its "
+        f"The local workspace runs command jobs and pipelines of them, but this job is of type {kind!r}. Submit the "
         "training as a command job."
     )
 
@@ -242,18 +242,18 @@ def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _either(value: Mapping[str, Any], name: str) -> Any:
-    """Return a field that jobs write in camel case and steps of pipelines in snake case."""
+    """Return a field that is in camel case in jobs and in snake case in pipeline steps."""
     snake = re.sub(r"[A-Z]", lambda match: f"_{match[0].lower()}", name)
     found = value.get(name)
     return value.get(snake) if found is None else found
 
 
 def _seconds(text: object) -> float | None:
-    """Read an ISO 8601 duration such as ``PT1H30M``."""
+    """Parse an ISO 8601 duration such as ``PT1H30M``, in seconds."""
     if text is None:
         return None
     match = _DURATION.fullmatch(str(text))
     if match is None:
-        raise UsageError(f"The timeout {text!r} is no ISO 8601 duration such as PT1H.")
+        raise UsageError(f"The timeout {text!r} is not an ISO 8601 duration such as PT1H.")
     days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,8 +1,8 @@
-"""The way into a local workspace: an HTTPS proxy that is the workspace's hosts itself and lets all others pass.
+"""The gateway of a local workspace: an HTTPS proxy that responds for the workspace's hosts and tunnels to all others.
 
-Clients find it by ``HTTPS_PROXY`` and trust it by a bundle of certificates, so that neither the SDK nor a node has to
-be changed: they call ``https://management.azure.com`` as ever. Plain requests to the proxy itself are those that Azure
-ML serves on a node, such as tokens.
+Clients find it through ``HTTPS_PROXY`` and trust it through a certificate bundle, so the SDK and the nodes call
+``https://management.azure.com`` unmodified. Plain requests to the proxy itself are those that Azure ML serves on a
+node, such as token requests.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["Gateway"]
 _CONNECT_TIMEOUT_S = 30.0
 _CHUNK = 65536
 _SELF = "node"
-"""The host of plain requests."""
+"""Host name of plain requests."""
 
 
 class Gateway:
-    """The proxy on a free port of this machine; a context manager.
+    """A context manager that runs the proxy on a free port of this machine.
 
     Args:
-        hosts: names whose requests are answered here, each by a function.
-        own: answers plain requests to the gateway itself.
-        context: the server's side of TLS for these names.
+        hosts: request handlers by host name.
+        own: handler of plain requests to the gateway itself.
+        context: TLS context of the server for these host names.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Gateway:
 
     @property
     def address(self) -> str:
-        """Its URL, as ``HTTPS_PROXY`` takes it."""
+        """URL of the proxy for ``HTTPS_PROXY``."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
 
@@ -81,7 +81,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def keep(self, connection: socket.socket) -> None:
-        """Remember a connection that is to end with the server."""
+        """Register a connection to be closed with the server."""
         with self._lock:
             self._open.add(connection)
             closed = self._closed
@@ -89,12 +89,12 @@ class _Server(ThreadingHTTPServer):
             _shut(connection)
 
     def forget(self, connection: socket.socket) -> None:
-        """Forget a connection that has ended."""
+        """Unregister a closed connection."""
         with self._lock:
             self._open.discard(connection)
 
     def hang_up(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         with self._lock:
             self._closed = True
             connections = list(self._open)
@@ -102,7 +102,7 @@ class _Server(ThreadingHTTPServer):
             _shut(connection)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: a client that hangs up, or is killed, is what happens here."""
+        """Ignore errors: clients may close connections or be killed at any time."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.close()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Say nothing."""
+        """Log nothing."""
 
     def do_CONNECT(self) -> None:
         host, _, port = self.path.rpartition(":")
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(self.command, self._host, self.path, headers, body)
         try:
             answer = self.server.hosts[self._host](request)
-        except Exception as error:  # noqa: BLE001 - the caller must learn of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - every error is reported to the client
             answer = refusal(500, "InternalServerError", f"the local workspace failed: {error!r}")
         self.send_response(answer.status)
         named = {name.lower() for name, _ in answer.headers}
@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     def _tunnel(self, host: str, port: int) -> None:
-        """Pass bytes between the client and another host until one of them has ended."""
+        """Relay bytes between the client and another host until one of them closes."""
         self.close_connection = True
         try:
             other = socket.create_connection((host.strip("[]"), port), _CONNECT_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The workspace's data plane: run history, from which ``stream``, ``list`` and ``download`` learn."""
+"""The workspace's data plane: the run history that ``stream``, ``list`` and ``download`` read."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _RUNS = r".*/workspaces/[^/]+(?:/experiment(?:id)?s/[^/]+)?/"
 _ASSET = "azureml-output"
 _SNAKE_CASE_SINCE = (1, 35)
 _LABELS = ("description", "displayName", "tags")
-"""What a submitted job can be changed in."""
+"""Fields of a submitted job that can be changed."""
 
 
 class History:
-    """Answers the requests to the data plane.
+    """Handler of requests to the data plane.
 
     Args:
-        runs: of the workspace.
+        runs: runs of the workspace.
     """
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
 
     def answer(self, request: Request) -> Answer:
-        """Return the answer to one request."""
+        """Return the response to a request."""
         path = request.path
         if path.startswith("/discovery"):
             api = f"https://{API_HOST}"
@@ -130,7 +130,7 @@ class History:
 
 
 def _kind_for(client: str, kind: str) -> str:
-    """Return the kind of an output as the client knows it: azure-ai-ml before 1.35 looks for ``UriFolder``."""
+    """Return an output type in the client's spelling: azure-ai-ml before 1.35 expects ``UriFolder``."""
     release = re.match(r"azure-ai-ml/(\d+)\.(\d+)", client)
     if release is None or (int(release[1]), int(release[2])) >= _SNAKE_CASE_SINCE:
         return kind

@@ -1,4 +1,4 @@
-"""Requests and answers of HTTP as plain data, so that the servers' decisions need no socket."""
+"""HTTP requests and responses as plain data, so that handlers need no socket."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Answer", "Request", "document", "refusal"]
 
 @dataclass(frozen=True)
 class Request:
-    """One call.
+    """An HTTP request.
 
     Args:
-        method: of HTTP.
-        host: that it was made to, without a port.
-        target: the path with its query, as it was sent.
-        headers: with names in lower case.
-        body: all of it.
+        method: HTTP method.
+        host: host name without a port.
+        target: path with its query, as sent.
+        headers: headers by lower-case name.
+        body: complete body.
     """
 
     method: str
@@ -36,21 +36,21 @@ class Request:
 
     @property
     def query(self) -> dict[str, list[str]]:
-        """The query's values by their names."""
+        """Query values by name."""
         return parse_qs(urlsplit(self.target).query, keep_blank_values=True)
 
     def json(self) -> Any:
-        """Return the body as a document; an empty one for no body.
+        """Return the body as a JSON document, empty for an empty body.
 
         Raises:
-            ValueError: the body is no JSON.
+            ValueError: the body is not JSON.
         """
         return json.loads(self.body) if self.body else {}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is said to a call."""
+    """An HTTP response."""
 
     status: int
     headers: tuple[tuple[str, str], ...] = ()
@@ -58,10 +58,10 @@ class Answer:
 
 
 def document(content: Any, status: int = 200) -> Answer:
-    """Return an answer with a JSON document."""
+    """Return a response with a JSON document."""
     return Answer(status, (("Content-Type", "application/json"),), json.dumps(content).encode())
 
 
 def refusal(status: int, code: str, message: str) -> Answer:
-    """Return an error as Azure's services write it."""
+    """Return an error response in the format of Azure's services."""
     return document({"error": {"code": code, "message": message}}, status)

@@ -1,4 +1,4 @@
-"""The resource manager of a local workspace: computes, datastores, code, environments, components and jobs."""
+"""The resource manager of a local workspace: computes, datastores, assets, environments, components and jobs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.api.history import API_HOST
 from azureml_elastic.testing.api.messages import Answer, Request, document, refusal
 from azureml_elastic.testing.jobs.runs import Run, Runs
+from azureml_elastic.testing.storage.account import StorageAccount
 from azureml_elastic.testing.storage.locations import DATASTORES
-from azureml_elastic.testing.storage.storage import Storage
 
 __all__ = ["ARM_HOST", "Resources"]
 
@@ -24,20 +24,20 @@ _CONTAINER = re.compile(r"[a-z0-9](?:[a-z0-9]|-(?=[a-z0-9])){2,62}")
 
 
 class Resources:
-    """Answers the requests to the resource manager, and remembers what was put.
+    """Handler of requests to the resource manager; stores the entities that were put.
 
     Args:
-        root: id of the workspace.
-        storage: its account.
-        runs: its runs.
-        pools: the names of its computes.
-        submit: takes a job's name and its properties; raises ``UsageError`` for one that it cannot run.
+        root: resource id of the workspace.
+        storage: storage account of the workspace.
+        runs: runs of the workspace.
+        pools: pools by compute name.
+        submit: function that starts a job, given its name and properties; raises ``UsageError`` for unsupported jobs.
     """
 
     def __init__(
         self,
         root: str,
-        storage: Storage,
+        storage: StorageAccount,
         runs: Runs,
         pools: Mapping[str, Any],
         submit: Callable[[str, dict[str, Any]], None],
@@ -51,13 +51,13 @@ class Resources:
         self._lock = threading.Lock()
 
     def properties(self, resource: str) -> dict[str, Any] | None:
-        """Return the properties of what was put under this id, ``None`` for nothing."""
+        """Return the properties of the entity with this id, ``None`` if there is none."""
         with self._lock:
             entity = self._entities.get(self._relative(resource.removeprefix("azureml:")) or "")
         return None if entity is None else dict(entity["properties"])
 
     def answer(self, request: Request) -> Answer:
-        """Return the answer to one request."""
+        """Return the response to a request."""
         rest = self._relative(request.path)
         if rest is None and request.path == self._account:
             return document(self._storage_document())
@@ -81,7 +81,7 @@ class Resources:
 
     @property
     def _account(self) -> str:
-        """The id of the storage account's resource."""
+        """Resource id of the storage account."""
         scope = self._root.partition("/providers/")[0]
         return f"{scope}/providers/Microsoft.Storage/storageAccounts/{self._storage.account}"
 
@@ -260,7 +260,7 @@ class Resources:
         return refusal(404, "NotFound", f"{rest.strip('/')} is not in the local workspace.")
 
     def _environment(self, name: str, version: str) -> dict[str, Any]:
-        """Return an environment of any name: all of them are the Python that runs the workspace."""
+        """Return an environment; every name is accepted and stands for the Python that runs the workspace."""
         return {
             "id": f"{self._root}/environments/{name}/versions/{version}",
             "name": version,
@@ -286,4 +286,4 @@ class Resources:
 
 
 def _cannot(request: Request) -> Answer:
-    return refusal(405, "MethodNotAllowed", f"The local workspace cannot do {request.method} {request.path}.")
+    return refusal(405, "MethodNotAllowed", f"The local workspace does not support {request.method} {request.path}.")

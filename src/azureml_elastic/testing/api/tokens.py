@@ -1,4 +1,4 @@
-"""Tokens that nobody signed and nobody but the local workspace takes, for the client and for the nodes."""
+"""Unsigned tokens for the client and the nodes, which only the local workspace accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKEN_S = 3600
 
 
 class StaticCredential:
-    """Mints tokens that nobody signed."""
+    """Credential that issues unsigned tokens."""
 
     def get_token(self, *scopes: str, **_: Any) -> Any:
         """Return a token for the first scope."""
@@ -34,7 +34,7 @@ def _mint(scope: str, expires: int) -> str:
 
 
 def answer_node(request: Request) -> Answer:
-    """Answer as the token service of a node."""
+    """Respond as the token service of a node."""
     if request.path != "/token":
         return refusal(404, "NotFound", f"A node of the local workspace serves tokens only, not {request.path}.")
     asked = {**request.query, **parse_qs(request.body.decode())}

@@ -1,4 +1,4 @@
-"""Which nodes of a job are taken away, and when: as data, and by a pure decision."""
+"""Planned evictions as data, and the pure decision which of them are due."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _EVICTION = re.compile(
 
 @dataclass(frozen=True)
 class Eviction:
-    """A node's machine is taken away, as Azure does with low-priority ones.
+    """Eviction of a low-priority node's machine.
 
-    It hits the first job of the workspace that has such a node running, and each eviction happens once. Give one of
-    ``after_s`` and ``at_step``.
+    It applies to the first job of the workspace that has such a node running, and happens once. Give either
+    ``after_s`` or ``at_step``.
 
     Args:
-        node: number of the node within the job, from 0: of the step in a pipeline, else of the rank.
-        after_s: seconds after the job's first node began to run.
-        at_step: once the job has completed this many training steps, by what its nodes write down.
-        notice_s: between the announcement as a scheduled event and the machine's end; 0 ends it unannounced.
+        node: number of the node within the job, from 0: the step's number in a pipeline, otherwise the node rank.
+        after_s: seconds after the start of the job's first node.
+        at_step: number of training steps that the job has completed, according to its nodes' events.
+        notice_s: seconds between the scheduled event and the machine's end; 0 for no announcement.
 
     Raises:
-        UsageError: a value makes no sense.
+        UsageError: a value is out of range, or there is not exactly one time.
     """
 
     node: int
@@ -54,10 +54,10 @@ class Evicted:
     """An eviction that has happened.
 
     Args:
-        eviction: as it was asked for.
-        job: name of the job that the node was running: in a pipeline the step's.
-        machine: that was taken away.
-        step: training steps that the run had completed.
+        eviction: planned eviction.
+        job: name of the node's job, in a pipeline that of the step.
+        machine: name of the evicted machine.
+        step: number of training steps that the run had completed.
     """
 
     eviction: Eviction
@@ -68,12 +68,12 @@ class Evicted:
 
 @dataclass(frozen=True)
 class Target:
-    """A submitted job as an eviction sees it.
+    """State of a submitted job that evictions depend on.
 
     Args:
-        seconds: since its first node began to run.
-        step: training steps that it has completed.
-        nodes: numbers of the nodes that can be taken away now.
+        seconds: seconds since the start of its first node.
+        step: number of completed training steps.
+        nodes: numbers of the nodes that can be evicted now.
     """
 
     seconds: float
@@ -82,13 +82,13 @@ class Target:
 
 
 def due(evictions: Sequence[Eviction], targets: Mapping[str, Target]) -> list[tuple[Eviction, str]]:
-    """Return the evictions whose time has come, each with the job that it hits.
+    """Return the evictions that are due, each with the name of the job that it applies to.
 
-    An eviction whose node is not there waits for it. Two at once do not take the same node.
+    An eviction whose node does not run yet waits for it. Two evictions never apply to the same node.
 
     Args:
-        evictions: that have not happened.
-        targets: the running jobs in the order of their submission.
+        evictions: evictions that have not happened.
+        targets: running jobs by name, in the order of submission.
     """
     found: list[tuple[Eviction, str]] = []
     taken: set[tuple[str, int]] = set()
@@ -106,19 +106,19 @@ def due(evictions: Sequence[Eviction], targets: Mapping[str, Target]) -> list[tu
 
 
 def parse_eviction(text: str) -> Eviction:
-    """Read an eviction as the command line has it: ``1@20s``, ``1@step:30``, each with ``/5s`` for the notice.
+    """Parse an eviction of the command line: ``1@20s`` or ``1@step:30``, optionally with the notice as ``/5s``.
 
     Args:
-        text: the node's number, when, and for how long it is announced.
+        text: node number, time and notice.
 
     Raises:
-        UsageError: it is of another form.
+        UsageError: the text has another form.
     """
     match = _EVICTION.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"{text!r} is no eviction. Write the node and the time, as in 1@20s or 1@step:30, and after a slash the "
-            "notice, as in 1@20s/0s."
+            f"{text!r} is not an eviction. Write the node and the time, as in 1@20s or 1@step:30, optionally followed "
+            "by the notice, as in 1@20s/0s."
         )
     notice = _NOTICE_S if match["notice"] is None else float(match["notice"])
     if match["step"] is not None:
@@ -127,13 +127,13 @@ def parse_eviction(text: str) -> Eviction:
 
 
 def read_trace(path: Path) -> tuple[Eviction, ...]:
-    """Read a trace of evictions: lines of ``seconds,node`` or ``seconds,node,notice``; ``#`` begins a comment.
+    """Read a trace of evictions: lines of ``seconds,node`` or ``seconds,node,notice``; ``#`` starts a comment.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        UsageError: a line is of another form.
+        UsageError: a line has another form.
     """
     evictions = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -144,17 +144,17 @@ def read_trace(path: Path) -> tuple[Eviction, ...]:
             evictions.append(_read(text))
         except ValueError as error:
             raise UsageError(
-                f"Line {number} of {path} is no eviction ({error}): {line!r}. Write seconds,node or "
+                f"Line {number} of {path} is not an eviction ({error}): {line!r}. Write seconds,node or "
                 "seconds,node,notice, such as 12.5,1,30."
             ) from error
     return tuple(evictions)
 
 
 def _read(text: str) -> Eviction:
-    """Read one line.
+    """Parse one line.
 
     Raises:
-        ValueError: it is of another form.
+        ValueError: the line has another form.
     """
     words = text.split(",")
     if not _FEWEST_COLUMNS <= len(words) <= _MOST_COLUMNS:

@@ -1,4 +1,4 @@
-"""One command job from the queue to its end: machines, nodes, losses, restarts by the service, results."""
+"""Execution of one command job: machines, nodes, losses, restarts by the service, results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from azureml_elastic.local.faults.metadata_service import MetadataService
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.testing.api.body import CommandBody
 from azureml_elastic.testing.jobs.machines import Machine, Machines
-from azureml_elastic.testing.jobs.node_environment import Place, Site
+from azureml_elastic.testing.jobs.node_environment import JobProcess, Site
 from azureml_elastic.testing.jobs.nodes import Bindings, Node, start_node
 from azureml_elastic.testing.jobs.runs import Run
 from azureml_elastic.testing.jobs.verdicts import NodeState, Verdict, verdict
+from azureml_elastic.testing.storage.account import ARTIFACTS
 from azureml_elastic.testing.storage.locations import Location
 from azureml_elastic.testing.storage.mirror import Mirror
-from azureml_elastic.testing.storage.storage import ARTIFACTS
 
 __all__ = ["Execution", "Setting"]
 
@@ -30,21 +30,21 @@ _POLL_S = 0.03
 _LOOK_S = 0.2
 _TAIL = 20
 _GRACE_S = 10.0
-"""From SIGTERM to SIGKILL for a job that is cancelled, as for a container that is stopped."""
+"""Seconds from SIGTERM to SIGKILL for a cancelled job, as for a stopped container."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What an execution works with.
+    """Shared objects of all executions.
 
     Args:
-        site: the workspace.
-        machines: its pools.
-        processes: the context of all nodes.
-        mirror: the blobs.
-        metadata: the machines' metadata service.
-        root: of the machines' folders.
-        requeue: whether a preempted job is started again from the beginning.
+        site: workspace of the nodes.
+        machines: machines of all pools.
+        processes: context in which node processes are started.
+        mirror: blobs of the storage account as files.
+        metadata: metadata service of the machines.
+        root: parent folder of the machines' folders.
+        requeue: whether a preempted job is restarted from the beginning.
     """
 
     site: Site
@@ -57,13 +57,13 @@ class Setting:
 
 
 class Execution:
-    """A command job that runs on a thread of its own.
+    """Execution of a command job on a thread of its own.
 
     Args:
-        run: its record.
-        body: what to do.
-        bindings: where its data lies.
-        setting: what it works with.
+        run: record of the run.
+        body: command to execute.
+        bindings: locations of code, inputs and outputs.
+        setting: shared objects of all executions.
     """
 
     def __init__(self, run: Run, body: CommandBody, bindings: Bindings, setting: Setting) -> None:
@@ -78,15 +78,15 @@ class Execution:
         self._thread = threading.Thread(target=self._live, name=f"job {run.name}")
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end."""
+        """Wait for the end of the thread."""
         self._thread.join()
 
     def nodes(self) -> dict[int, Node]:
-        """Return the nodes that run, by number."""
+        """Return the running nodes by number."""
         with self._lock:
             return {number: node for number, node in self._nodes.items() if node.exit_code() is None}
 
@@ -116,7 +116,7 @@ class Execution:
         self.run.status = "Failed"
 
     def _attempt(self) -> Verdict:
-        """Run the job once on new machines; cancelled, it has failed."""
+        """Run the job once on new machines; a cancelled attempt counts as failed."""
         body, machines = self._body, self._setting.machines
         taken = machines.take(body.compute, body.nodes, self.run.cancel.is_set)
         if taken is None:
@@ -144,7 +144,7 @@ class Execution:
             self._clear()
 
     def _terminate(self) -> None:
-        """Tell all nodes to end, and give them the time that a container is given."""
+        """Send SIGTERM to all nodes and wait for the grace period."""
         with self._lock:
             nodes = list(self._nodes.values())
         for node in nodes:
@@ -154,7 +154,7 @@ class Execution:
             time.sleep(_LOOK_S)
 
     def _arrive(self, first: str) -> None:
-        """Start the nodes whose machines are there: the first ones all at once."""
+        """Start the nodes whose machines are provisioned; the initial ones start together."""
         now = time.monotonic()
         ready = [number for number, (_, at) in self._coming.items() if at <= now]
         if not self._nodes and len(ready) < len(self._coming):
@@ -171,7 +171,7 @@ class Execution:
 
     def _start(self, number: int, machine: Machine, first: str) -> Node:
         run, setting = self.run, self._setting
-        place = Place(
+        member = JobProcess(
             run=run.name,
             root=run.root,
             experiment=run.experiment,
@@ -186,7 +186,7 @@ class Execution:
         node = start_node(
             self._body,
             self._bindings,
-            place,
+            member,
             site=setting.site,
             mirror=setting.mirror,
             processes=setting.processes,
@@ -200,7 +200,7 @@ class Execution:
         return node
 
     def _look(self) -> Verdict:
-        """Take note of the nodes that have ended, and see to those that the service adds."""
+        """Evaluate the nodes that have ended, and add nodes where the service is elastic itself."""
         elastic = self._body.most_nodes > self._body.nodes
         states = {number: NodeState(node.exit_code(), node.taken) for number, node in self._nodes.items()}
         if not states or (self._coming and not elastic):
@@ -214,7 +214,7 @@ class Execution:
         return current
 
     def _replace(self, states: dict[int, NodeState]) -> None:
-        """Ask for machines in the place of lost ones, and for more up to the most."""
+        """Request machines for lost nodes and for further ones up to the maximum."""
         machines = self._setting.machines
         pool = machines.pool(self._body.compute)
         assert pool is not None
@@ -245,7 +245,7 @@ class Execution:
         self._coming = {}
 
     def _keep(self, node: Node) -> None:
-        """Upload what a node has on its own disk; that of a machine that was taken away is lost."""
+        """Upload the outputs on a node's own disk, which an evicted machine loses."""
         for location, path in node.uploads.items():
             self._setting.mirror.store(location, path)
         artifacts = Location(ARTIFACTS, f"ExperimentRun/dcid.{self.run.name}/outputs")
@@ -253,16 +253,16 @@ class Execution:
             self._setting.mirror.store(artifacts, node.folder / "outputs")
 
     def _upload(self) -> None:
-        """Upload what is mounted, and the logs."""
+        """Upload mounted outputs and the logs."""
         for name, location in self._bindings.outputs.items():
             if self._body.outputs[name].mode == "mount":
                 self._setting.mirror.store(location)
-        place = Location(ARTIFACTS, f"ExperimentRun/dcid.{self.run.name}")
+        folder = Location(ARTIFACTS, f"ExperimentRun/dcid.{self.run.name}")
         for name in self.run.logs:
             whole = self._setting.root / "logs" / self.run.name / name
             whole.parent.mkdir(parents=True, exist_ok=True)
             whole.write_bytes(self.run.log(name))
-            self._setting.mirror.store(place / name, whole)
+            self._setting.mirror.store(folder / name, whole)
 
     def _failure(self, number: int, exit_code: int | None) -> str:
         node = self._nodes[number]
@@ -270,10 +270,10 @@ class Execution:
         for process in node.processes:
             with contextlib.suppress(OSError):
                 lines += process.log.read_text(errors="replace").splitlines()
-        said = "\n".join(lines[-_TAIL:]) or "nothing"
+        output = "\n".join(lines[-_TAIL:]) or "none"
         return (
             f"Execution failed. The command on node {number} ({node.machine.name}) exited with status code "
-            f"{exit_code}. It said last:\n{said}"
+            f"{exit_code}. Its last output:\n{output}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The expressions of Azure ML in a command: ``${{inputs.x}}``, ``${{outputs.x}}`` and what stands in ``$[[...]]``."""
+"""Azure ML's expressions in a command: ``${{inputs.x}}``, ``${{outputs.x}}`` and optional parts ``$[[...]]``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _PARENT = re.compile(r"parent\.(inputs|outputs)\.([\w.]+)")
 def expand(text: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> str:
     """Return the text with each expression replaced by its value.
 
-    What stands in ``$[[...]]`` stays where all its inputs have values, and goes where one has none.
+    An optional part ``$[[...]]`` is kept if all its inputs have values, and removed otherwise.
 
     Args:
-        text: a command.
-        inputs: paths and literals by name; those without a value are not there.
+        text: command.
+        inputs: paths and literals by name, without inputs that have no value.
         outputs: paths by name.
 
     Raises:
-        UsageError: an expression names nothing, or is of no known form.
+        UsageError: an expression refers to an unknown value, or has another form.
     """
     known = {"inputs": inputs, "outputs": outputs}
 
@@ -34,13 +34,13 @@ def expand(text: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> 
         named = _NAMED.fullmatch(match[1])
         if named is None:
             raise UsageError(
-                f"The expression {match[0]} is of no form that the local workspace knows. In a command write "
+                f"The local workspace does not support the expression {match[0]}. In a command write "
                 "${{inputs.<name>}} or ${{outputs.<name>}}."
             )
         found = known[named[1]].get(named[2])
         if found is None:
             there = ", ".join(sorted(known[named[1]])) or "none"
-            raise UsageError(f"The expression {match[0]} names no value; the job's {named[1]} are: {there}.")
+            raise UsageError(f"The expression {match[0]} refers to no value; the job's {named[1]} are: {there}.")
         return found
 
     def option(match: re.Match[str]) -> str:
@@ -52,10 +52,10 @@ def expand(text: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> 
 
 
 def parent_reference(value: object) -> tuple[str, str] | None:
-    """Return ``("inputs" or "outputs", name)`` of ``${{parent.inputs.name}}``; ``None`` for what is no expression.
+    """Return ``("inputs" or "outputs", name)`` for ``${{parent.inputs.name}}``, ``None`` for a plain value.
 
     Raises:
-        UsageError: it is another expression, such as the output of another step.
+        UsageError: the value is another expression, such as the output of another step.
     """
     if not isinstance(value, str) or "${{" not in value:
         return None
@@ -63,8 +63,8 @@ def parent_reference(value: object) -> tuple[str, str] | None:
     named = _PARENT.fullmatch(match[1]) if match is not None else None
     if named is None:
         raise UsageError(
-            f"The local workspace does not know the binding {value!r}: the steps of its pipelines run side by side, "
-            "each on ${{parent.inputs.<name>}} and ${{parent.outputs.<name>}}. Submit steps that depend on each other "
-            "one after the other."
+            f"The local workspace does not support the binding {value!r}: the steps of its pipelines run in parallel, "
+            "each with ${{parent.inputs.<name>}} and ${{parent.outputs.<name>}}. Submit dependent steps as separate "
+            "jobs, one after the other."
         )
     return named[1], named[2]

@@ -1,4 +1,4 @@
-"""The pools of a local workspace: how many machines there are, of which tier, and how long a new one takes."""
+"""The compute pools of a local workspace and their machines."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Pool:
     """A compute of the workspace.
 
     Args:
-        nodes: the most machines at once.
-        tier: only ``low_priority`` machines are evicted.
-        provisioning_s: from the wish for a machine to its being there.
-        refill_s: after an eviction, before Azure has another machine in its place; ``math.inf`` for never.
+        nodes: maximum number of machines at once.
+        tier: tier of the machines; only ``low_priority`` ones are evicted.
+        provisioning_s: seconds from a request for a machine until it is available.
+        refill_s: seconds after an eviction until another machine is available; ``math.inf`` for never.
 
     Raises:
-        UsageError: a value makes no sense.
+        UsageError: a value is out of range.
     """
 
     nodes: int = 8
@@ -42,23 +42,23 @@ class Pool:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.provisioning_s < 0 or self.refill_s < 0:
-            raise UsageError(f"{self} makes no sense: a pool has at least one node, and none is there before its time.")
+            raise UsageError(f"{self} is invalid: give at least one node, and no negative seconds.")
 
 
 def parse_pool(text: str) -> tuple[str, Pool]:
-    """Read a pool as the command line has it: ``name=nodes``, with ``:tier`` and ``:seconds`` to get a machine.
+    """Parse a pool of the command line: ``name=nodes``, optionally with ``:tier`` and ``:<provisioning seconds>s``.
 
     Args:
-        text: such as ``spot=6``, ``sure=2:dedicated`` or ``sure=2:dedicated:5s``.
+        text: pool such as ``spot=6``, ``sure=2:dedicated`` or ``sure=2:dedicated:5s``.
 
     Raises:
-        UsageError: it is of another form.
+        UsageError: the text has another form.
     """
     match = _POOL.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"{text!r} is no pool. Write its name and its nodes, as in spot=6, and with colons its tier (low_priority "
-            "or dedicated) and the seconds until a machine is there, as in sure=2:dedicated:5s."
+            f"{text!r} is not a pool. Write its name and number of nodes, as in spot=6, optionally followed by the "
+            "tier (low_priority or dedicated) and the seconds to provision a machine, as in sure=2:dedicated:5s."
         )
     tier: Literal["low_priority", "dedicated"] = "dedicated" if match["tier"] == "dedicated" else "low_priority"
     return match["name"], Pool(int(match["nodes"]), tier, float(match["seconds"] or 0))
@@ -69,10 +69,10 @@ class Machine:
     """A machine of a pool.
 
     Args:
-        name: unique within the workspace; a machine that was taken away never comes back.
-        address: its own, on this machine's loopback.
-        pool: name of its pool.
-        tier: of its pool.
+        name: name, unique within the workspace and never reused.
+        address: loopback address of the machine.
+        pool: name of the machine's pool.
+        tier: tier of the pool.
     """
 
     name: str
@@ -82,10 +82,10 @@ class Machine:
 
 
 class Machines:
-    """All machines of a workspace, for several threads.
+    """All machines of a workspace; thread-safe.
 
     Args:
-        pools: by name.
+        pools: pools by name.
     """
 
     def __init__(self, pools: dict[str, Pool]) -> None:
@@ -101,12 +101,12 @@ class Machines:
         return self._pools.get(name)
 
     def take(self, pool: str, count: int, cancelled: Callable[[], bool]) -> tuple[Machine, ...] | None:
-        """Wait until so many machines are free at once and return them; ``None`` once cancelled.
+        """Wait until ``count`` machines are free at once and return them, or ``None`` once cancelled.
 
         Args:
-            pool: its name.
-            count: of machines.
-            cancelled: asked again and again.
+            pool: name of the pool.
+            count: number of machines.
+            cancelled: function that returns whether to stop waiting.
         """
         with self._change:
             while not cancelled():
@@ -117,17 +117,17 @@ class Machines:
         return None
 
     def try_take(self, pool: str) -> Machine | None:
-        """Return a machine if one is free."""
+        """Return a machine, or ``None`` if none is free."""
         with self._change:
             machines = self._take(pool, 1)
         return machines[0] if machines else None
 
     def give_back(self, machine: Machine, *, evicted: bool = False) -> None:
-        """Free a machine's place, because its job is over or it was taken away.
+        """Return a machine that is no longer used.
 
         Args:
-            machine: that is not used any more.
-            evicted: whether it was taken away: then the pool has one machine less until it is refilled.
+            machine: machine to return.
+            evicted: whether it was evicted, so that the pool has one machine less until it is refilled.
         """
         with self._change:
             self._used[machine.pool] -= 1
@@ -137,7 +137,7 @@ class Machines:
             self._change.notify_all()
 
     def refill(self, pool: str) -> None:
-        """Have machines in the places of all that were taken away, whatever the pool's ``refill_s``."""
+        """Replace all evicted machines of a pool, whatever its ``refill_s``."""
         with self._change:
             self._away[pool].clear()
             self._change.notify_all()

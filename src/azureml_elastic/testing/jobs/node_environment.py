@@ -12,7 +12,7 @@ from azureml_elastic.config.environment import LOCAL_ADDRESS, SCHEDULED_EVENTS
 from azureml_elastic.testing.api.body import CommandBody
 from azureml_elastic.testing.jobs.machines import Machine
 
-__all__ = ["Place", "Site", "node_variables"]
+__all__ = ["JobProcess", "Site", "node_variables"]
 
 _FOREIGN = ("AZUREML_", "AZURE_ML_", "DATASET_MOUNT_", "IDENTITY_", "MSI_", "OBO_", "PYTEST_")
 _FOREIGN_NAMES = frozenset(
@@ -23,15 +23,15 @@ _FOREIGN_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class Site:
-    """What all nodes of a workspace have in common.
+    """Properties that all nodes of a workspace share.
 
     Args:
-        subscription: id.
-        group: the resource group.
-        workspace: its name.
+        subscription: subscription id.
+        group: name of the resource group.
+        workspace: name of the workspace.
         gateway: URL of the gateway.
         api: URL of the workspace's data plane.
-        trust: variables by which programs find the gateway and trust it.
+        trust: environment variables that route programs through the gateway and make them trust it.
     """
 
     subscription: str
@@ -43,19 +43,19 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A process's place in its job.
+class JobProcess:
+    """Identity of a process within its job.
 
     Args:
         run: name of the run.
         root: name of the outermost run.
-        experiment: that it belongs to.
-        attempt: how often the run was started before.
-        number: of the node.
-        local: of the process on the node.
+        experiment: experiment name.
+        attempt: number of earlier attempts of the run.
+        number: number of the node, from 0.
+        local: local rank of the process.
         first: address of node 0.
-        port: free on node 0, for the processes to meet.
-        machine: that it runs on.
+        port: free port of node 0, for the processes' rendezvous.
+        machine: machine of the node.
         events: address of the machine's metadata service.
     """
 
@@ -75,19 +75,19 @@ def node_variables(
     inherited: Mapping[str, str],
     body: CommandBody,
     site: Site,
-    place: Place,
+    process: JobProcess,
     inputs: Mapping[str, str],
     outputs: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the environment of a process of a job.
 
     Args:
-        inherited: this process's own, without what names another job or machine.
-        body: of the job; its variables come before all others but those of its place.
-        site: the workspace.
-        place: of the process.
-        inputs: paths and literals by name.
-        outputs: paths by name.
+        inherited: environment of this process; variables of other jobs or machines are left out.
+        body: command of the job; its variables take precedence over all others but those of the process.
+        site: workspace of the node.
+        process: identity of the process.
+        inputs: paths and literals by input name.
+        outputs: paths by output name.
     """
     kept = {
         name: value for name, value in inherited.items() if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
@@ -98,12 +98,12 @@ def node_variables(
         **site.trust,
         "PATH": f"{Path(sys.executable).parent}:{inherited.get('PATH', '/usr/bin:/bin')}",
         "PYTHONUNBUFFERED": "1",
-        "AZUREML_RUN_ID": place.run,
-        "AZUREML_ROOT_RUN_ID": place.root,
+        "AZUREML_RUN_ID": process.run,
+        "AZUREML_ROOT_RUN_ID": process.root,
         "AZUREML_ARM_SUBSCRIPTION": site.subscription,
         "AZUREML_ARM_RESOURCEGROUP": site.group,
         "AZUREML_ARM_WORKSPACE_NAME": site.workspace,
-        "AZUREML_ARM_PROJECT_NAME": place.experiment,
+        "AZUREML_ARM_PROJECT_NAME": process.experiment,
         "AZUREML_SERVICE_ENDPOINT": site.api,
         "AZUREML_RUN_TOKEN": "a-token-of-the-local-workspace",
         "MSI_ENDPOINT": f"{site.gateway}/token",
@@ -111,28 +111,28 @@ def node_variables(
         "DEFAULT_IDENTITY_CLIENT_ID": "00000000-0000-0000-0000-0000000000cc",
         "AZUREML_CR_COMPUTE_CONTEXT": json.dumps(
             {
-                "cluster_name": place.machine.pool,
+                "cluster_name": process.machine.pool,
                 "gpu_count": 0,
-                "run_attempt_count": place.attempt + 1,
-                "vm_priority": place.machine.tier,
+                "run_attempt_count": process.attempt + 1,
+                "vm_priority": process.machine.tier,
             }
         ),
         **{f"AZURE_ML_INPUT_{name}": value for name, value in inputs.items()},
         **{f"AZURE_ML_OUTPUT_{name}": value for name, value in outputs.items()},
         **body.environment_variables,
-        LOCAL_ADDRESS: place.machine.address,
-        SCHEDULED_EVENTS: place.events,
-        **(_distribution(body, place) if body.distributed else {}),
+        LOCAL_ADDRESS: process.machine.address,
+        SCHEDULED_EVENTS: process.events,
+        **(_distribution(body, process) if body.distributed else {}),
     }
 
 
-def _distribution(body: CommandBody, place: Place) -> dict[str, str]:
-    rank = place.number * body.processes + place.local
+def _distribution(body: CommandBody, process: JobProcess) -> dict[str, str]:
+    rank = process.number * body.processes + process.local
     return {
-        "MASTER_ADDR": place.first,
-        "MASTER_PORT": str(place.port),
+        "MASTER_ADDR": process.first,
+        "MASTER_PORT": str(process.port),
         "WORLD_SIZE": str(body.nodes * body.processes),
-        "NODE_RANK": str(place.number),
+        "NODE_RANK": str(process.number),
         "RANK": str(rank),
-        "LOCAL_RANK": str(place.local),
+        "LOCAL_RANK": str(process.local),
     }

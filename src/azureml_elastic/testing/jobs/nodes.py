@@ -1,4 +1,4 @@
-"""A node of a job: its folders, its processes, and its end."""
+"""A node of a job: its folders and its processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 from azureml_elastic.testing.api.body import CommandBody
 from azureml_elastic.testing.jobs.expressions import expand
 from azureml_elastic.testing.jobs.machines import Machine
-from azureml_elastic.testing.jobs.node_environment import Place, Site, node_variables
+from azureml_elastic.testing.jobs.node_environment import JobProcess, Site, node_variables
 from azureml_elastic.testing.storage.locations import Location
 from azureml_elastic.testing.storage.mirror import Mirror
 
@@ -26,12 +26,12 @@ _EVENTS = Path("outputs/azureml-elastic/events")
 
 @dataclass(frozen=True)
 class Bindings:
-    """Where a job's data lies.
+    """Locations of a job's data.
 
     Args:
-        code: ``None`` for a job without.
-        inputs: those that are no literals.
-        outputs: all.
+        code: location of the code, ``None`` for none.
+        inputs: locations of the inputs that are not literals, by name.
+        outputs: locations of all outputs, by name.
     """
 
     code: Location | None
@@ -44,11 +44,11 @@ class Node:
     """A running node.
 
     Args:
-        number: within the job.
-        machine: that it runs on.
-        folder: the current folder of its processes.
-        processes: that were started.
-        uploads: outputs that go to the blobs when the node has ended.
+        number: number of the node within the job, from 0.
+        machine: machine of the node.
+        folder: working folder of its processes.
+        processes: started processes.
+        uploads: outputs to upload when the node has ended: local paths by location.
     """
 
     number: int
@@ -57,9 +57,9 @@ class Node:
     processes: list[NodeProcess]
     uploads: dict[Location, Path]
     taken: bool = False
-    """Whether its machine was announced to go, or is gone."""
+    """Whether the machine's eviction was announced or has happened."""
     gone: bool = False
-    """Whether its machine is gone, with all that was on its disk."""
+    """Whether the machine is gone together with its disk."""
     _events: EventReader = field(init=False)
     _step: int = 0
 
@@ -67,29 +67,29 @@ class Node:
         self._events = EventReader(self.folder / _EVENTS)
 
     def exit_code(self) -> int | None:
-        """Return ``None`` while a process runs and none has failed, else the first code that is not 0, else 0."""
+        """Return the first non-zero exit code, ``None`` if there is none and a process still runs, otherwise 0."""
         codes = [process.exit_code() for process in self.processes]
         failed = [code for code in codes if code]
         return failed[0] if failed else None if None in codes else 0
 
     def terminate(self) -> None:
-        """Tell the shells and their programs to end; what those have started themselves is theirs to end."""
+        """Send SIGTERM to the process groups of the started shells."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
 
     def is_alive(self) -> bool:
-        """Return whether anything that the node has started is still there."""
+        """Return whether any process of the node is still running."""
         return any(process.tree() for process in self.processes)
 
     def kill(self) -> None:
-        """End all that the node has started."""
+        """Kill all processes of the node."""
         for process in self.processes:
             process.kill()
 
     @property
     def step(self) -> int:
-        """Training steps that the node has written down."""
+        """Number of training steps in the node's event file."""
         steps = [event.step for event in self._events.read() if isinstance(event, Progress)]
         self._step = max([self._step, *steps])
         return self._step
@@ -98,28 +98,28 @@ class Node:
 def start_node(
     body: CommandBody,
     bindings: Bindings,
-    place: Place,
+    first: JobProcess,
     *,
     site: Site,
     mirror: Mirror,
     processes: NodeProcesses,
     root: Path,
 ) -> Node:
-    """Bring code and data to a machine and start its processes.
+    """Copy code and data to a machine and start its processes.
 
     Args:
-        body: of the job.
-        bindings: where its data lies.
-        place: of the node; each process gets its own from it.
-        site: the workspace.
-        mirror: the blobs.
-        processes: the context in which they are started.
-        root: of all machines' folders.
+        body: command to execute.
+        bindings: locations of code, inputs and outputs.
+        first: identity of the node's first process within the job.
+        site: workspace of the node.
+        mirror: blobs of the storage account as files.
+        processes: context in which the processes are started.
+        root: parent folder of the machines' folders.
 
     Raises:
-        UsageError: the command has an expression that names nothing.
+        UsageError: an expression in the command refers to an unknown input or output.
     """
-    home = root / place.machine.name
+    home = root / first.machine.name
     folder = home / "work"
     folder.mkdir(parents=True)
     if bindings.code is not None:
@@ -149,9 +149,9 @@ def start_node(
     command = ("/bin/bash", "-c", f"cd {_quoted(folder)} && {{ {expand(body.command, inputs, outputs)}\n}}")
     started = []
     for local in range(body.processes):
-        environment = node_variables(os.environ, body, site, replace(place, local=local), inputs, outputs)
-        started.append(processes.start(f"{place.machine.name}-{local}", command, environment))
-    return Node(place.number, place.machine, folder, started, uploads)
+        environment = node_variables(os.environ, body, site, replace(first, local=local), inputs, outputs)
+        started.append(processes.start(f"{first.machine.name}-{local}", command, environment))
+    return Node(first.number, first.machine, folder, started, uploads)
 
 
 def _quoted(path: Path) -> str:

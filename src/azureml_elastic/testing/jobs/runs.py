@@ -1,4 +1,4 @@
-"""The runs of a local workspace: what became of each job and of each step."""
+"""Records of the runs of a local workspace: one per job and per step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Run", "Runs"]
 
 @dataclass
 class Run:
-    """One run; its thread writes it, and the servers read it.
+    """Record of one run, which its thread writes and the servers read.
 
     Args:
-        name: of the job.
-        root: name of the outermost run, its own where it is that.
+        name: job name.
+        root: name of the outermost run, possibly its own.
         parent: name of the pipeline, ``None`` for none.
-        number: of the step within the pipeline, from 0.
-        display_name: for people.
+        number: number of the step within the pipeline, from 0.
+        display_name: display name.
         kind: ``Command`` or ``Pipeline``.
-        experiment: that it belongs to.
-        body: its document's properties.
+        experiment: experiment name.
+        body: properties of the job document.
     """
 
     name: str
@@ -44,22 +44,22 @@ class Run:
     """Code and message."""
     attempts: int = 0
     outputs: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Type and address by name."""
+    """Type and URI by name."""
     logs: dict[str, list[Path]] = field(default_factory=dict)
-    """Files by the name of the log, in the order of their writing."""
+    """Files by log name, in the order of their creation."""
     cancel: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
 
     def log(self, name: str) -> bytes:
-        """Return what was written so far."""
+        """Return the content of a log so far."""
         return b"".join(path.read_bytes() for path in self.logs.get(name, ()) if path.exists())
 
 
 class Runs:
-    """All runs, in the order of their submission, for several threads.
+    """All runs in the order of submission; thread-safe.
 
     Args:
-        lenient: whether a pipeline that continues on a step's failure completes if at least one step did.
+        lenient: whether a pipeline with ``continue_on_step_failure`` completes if at least one step did.
     """
 
     def __init__(self, *, lenient: bool) -> None:
@@ -68,7 +68,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def add(self, *runs: Run) -> None:
-        """Add runs, all at once."""
+        """Add runs atomically."""
         with self._lock:
             self._runs.update({run.name: run for run in runs})
 
@@ -78,17 +78,17 @@ class Runs:
             return self._runs.get(name)
 
     def all(self) -> list[Run]:
-        """Return the runs that were submitted."""
+        """Return the submitted runs, without the steps of pipelines."""
         with self._lock:
             return [run for run in self._runs.values() if run.parent is None]
 
     def children(self, name: str) -> list[Run]:
-        """Return the steps of a pipeline in their order."""
+        """Return the steps of a pipeline in order."""
         with self._lock:
             return [run for run in self._runs.values() if run.parent == name]
 
     def status(self, run: Run) -> Status:
-        """Return the state of a run: a pipeline's is that of its steps."""
+        """Return the state of a run; that of a pipeline follows from its steps."""
         if run.kind == "Command":
             return "CancelRequested" if run.cancel.is_set() and run.status not in TERMINAL else run.status
         settings = run.body.get("settings") or {}
@@ -99,7 +99,7 @@ class Runs:
         )
 
     def cancel(self, name: str) -> bool:
-        """Ask a run and its steps to end; return whether there is such a run."""
+        """Request the cancellation of a run and its steps; return whether there is such a run."""
         run = self.get(name)
         if run is None:
             return False

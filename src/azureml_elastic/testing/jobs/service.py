@@ -1,4 +1,4 @@
-"""Takes jobs, makes runs of them, and takes their machines away."""
+"""The service of the local workspace: it runs submitted jobs and evicts their machines."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _POLL_S = 0.05
 
 
 class Service:
-    """Runs what is submitted, until it is closed.
+    """Service that runs submitted jobs until it is closed.
 
     Args:
-        setting: what executions work with.
-        runs: the records.
-        properties: returns the properties of a resource by its id.
-        evictions: that are to happen.
+        setting: shared objects of all executions.
+        runs: records of the runs.
+        properties: function that returns the properties of a resource by its id.
+        evictions: planned evictions.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Service:
         self._thread = threading.Thread(target=self._watch, name="workspace-service")
 
     def start(self) -> None:
-        """Begin to look after the runs."""
+        """Start the thread that watches the runs."""
         self._thread.start()
 
     def close(self) -> None:
-        """Cancel what runs, and wait for it."""
+        """Cancel all runs and wait for their end."""
         for run in self._runs.all():
             self._runs.cancel(run.name)
         with self._lock:
@@ -68,24 +68,24 @@ class Service:
 
     @property
     def evicted(self) -> tuple[Evicted, ...]:
-        """The evictions that have happened."""
+        """Evictions that have happened."""
         with self._lock:
             return tuple(self._done)
 
     def evict(self, eviction: Eviction) -> None:
-        """Have one more eviction."""
+        """Plan another eviction."""
         with self._lock:
             self._pending.append(eviction)
 
     def submit(self, name: str, properties: dict[str, Any]) -> None:
-        """Take a job and begin to run it.
+        """Start a job.
 
         Args:
-            name: of the job.
-            properties: of its document.
+            name: job name.
+            properties: properties of the job document.
 
         Raises:
-            UsageError: it is of a kind, or has bindings, that cannot be run here.
+            UsageError: the local workspace does not support the job's type or bindings.
         """
         body = read_job(properties, self._component)
         experiment = str(properties.get("experimentName") or "Default")
@@ -131,10 +131,10 @@ class Service:
         return [parent, *(execution.run for execution in executions)], executions
 
     def _execution(self, run: Run, body: CommandBody) -> Execution:
-        """Bind a command to its data.
+        """Resolve a command's pool and data.
 
         Raises:
-            UsageError: its pool or its data is not there.
+            UsageError: the pool or the data does not exist, or the pool is too small.
         """
         pool = self._setting.machines.pool(body.compute)
         if pool is None:
@@ -168,7 +168,7 @@ class Service:
         return None if address is None else str(address)
 
     def _watch(self) -> None:
-        """Take machines away when their time has come, and end the steps of a pipeline that does not go on."""
+        """Evict machines when their time has come, and stop the steps of failed pipelines."""
         while not self._closed.wait(_POLL_S):
             self._stop_failed_pipelines()
             now = time.monotonic()
@@ -215,7 +215,7 @@ class Service:
         return [run] if run.kind == "Command" else self._runs.children(run.name)
 
     def _nodes(self, run: Run) -> dict[int, tuple[str, Node]]:
-        """Return the running nodes of a submitted job, each with the job that it runs."""
+        """Return the running nodes of a submitted job by number, each with the name of the run that it executes."""
         with self._lock:
             executions = dict(self._executions)
         if run.kind == "Command":

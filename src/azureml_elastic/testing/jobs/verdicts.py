@@ -1,4 +1,4 @@
-"""How a job stands: a command job by its nodes, a pipeline by its steps."""
+"""State of a job: of a command job from its nodes, of a pipeline from its steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Status = Literal[
 ]
 
 TERMINAL = frozenset({"Completed", "Failed", "Canceled"})
-"""The states that a run never leaves."""
+"""Final states of a run."""
 
 _BEFORE_THE_START = frozenset({"NotStarted", "Queued"})
 
@@ -22,11 +22,11 @@ Verdict = Literal["running", "completed", "failed", "preempted"]
 
 @dataclass(frozen=True)
 class NodeState:
-    """What a verdict depends on.
+    """State of a node that a verdict depends on.
 
     Args:
-        exit_code: ``None`` while the node runs.
-        taken: whether its machine was taken away, or announced to be.
+        exit_code: exit code of the node, ``None`` while it runs.
+        taken: whether its machine's eviction was announced or has happened.
     """
 
     exit_code: int | None
@@ -34,11 +34,11 @@ class NodeState:
 
 
 def verdict(nodes: Sequence[NodeState], *, replaces: bool) -> Verdict:
-    """Return how a job stands.
+    """Return the state of a command job.
 
     Args:
-        nodes: all that are not replaced.
-        replaces: whether the service replaces a node that is lost, so that its loss ends nothing.
+        nodes: states of the nodes that were not replaced.
+        replaces: whether the service replaces lost nodes, so that a loss does not end the job.
     """
     if any(node.exit_code and not node.taken for node in nodes):
         return "failed"
@@ -53,9 +53,9 @@ def pipeline_status(steps: Sequence[Status], *, cancelled: bool, lenient: bool) 
     """Return the state of a pipeline.
 
     Args:
-        steps: the states of its steps.
-        cancelled: whether its end was asked for.
-        lenient: whether it completes if at least one step did.
+        steps: states of the pipeline's steps.
+        cancelled: whether cancellation was requested.
+        lenient: whether the pipeline completes if at least one step did.
     """
     if not all(step in TERMINAL for step in steps):
         if cancelled:

@@ -1,4 +1,4 @@
-"""Where data lies: the addresses that jobs use, as a container and a path in the workspace's storage account."""
+"""Data addresses of jobs, resolved to a container and a path in the workspace's storage account."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.storage.storage import ARTIFACTS, BLOBS, Storage
+from azureml_elastic.testing.storage.account import ARTIFACTS, BLOBS, StorageAccount
 
 __all__ = ["DATASTORES", "Location", "locate"]
 
 DATASTORES = {"workspaceblobstore": BLOBS, "workspaceartifactstore": ARTIFACTS}
-"""The container of each datastore."""
+"""Containers by datastore name."""
 
 _DATASTORE = re.compile(r"azureml:/+(?:.*/)?datastores/([^/]+)/(?:paths/)?(.*)", re.IGNORECASE)
 _ASSET = re.compile(r"(?:azureml:)?(/subscriptions/.*/(?:data|codes|models)/.*)", re.IGNORECASE)
@@ -21,18 +21,18 @@ _ASSET = re.compile(r"(?:azureml:)?(/subscriptions/.*/(?:data|codes|models)/.*)"
 
 @dataclass(frozen=True)
 class Location:
-    """A file or a folder.
+    """Location of a file or folder.
 
     Args:
-        container: of the account.
-        path: in it, without slashes at its ends.
+        container: container of the storage account.
+        path: path in the container, without leading or trailing slashes.
     """
 
     container: str
     path: str
 
     def __truediv__(self, name: str) -> Location:
-        """Return what is called so below this folder."""
+        """Return the location of a child."""
         return Location(self.container, f"{self.path}/{name}".strip("/"))
 
 
@@ -40,11 +40,11 @@ def locate(address: str, asset: Callable[[str], str | None]) -> Location:
     """Return the location of an address.
 
     Args:
-        address: ``azureml://datastores/...``, in its short or long form, the id of an asset, or a blob's URL.
-        asset: returns the address that an asset's id stands for.
+        address: ``azureml://datastores/...`` in its short or long form, an asset id, or the URL of a blob.
+        asset: function that returns the address of an asset by its id.
 
     Raises:
-        UsageError: the address is of another form, or not in this workspace.
+        UsageError: the address has another form, or is not in this workspace.
     """
     if match := _DATASTORE.fullmatch(address):
         if match[1] not in DATASTORES:
@@ -58,7 +58,7 @@ def locate(address: str, asset: Callable[[str], str | None]) -> Location:
         if behind is not None:
             return locate(behind, asset)
     parts = urlsplit(address)
-    if parts.hostname == Storage.blob_host:
+    if parts.hostname == StorageAccount.blob_host:
         container, _, path = unquote(parts.path).strip("/").partition("/")
         return Location(container, path.strip("/"))
     raise UsageError(

@@ -1,7 +1,7 @@
-"""The storage account's blobs as files: what a mount shows, and the source of what nodes download.
+"""The storage account's blobs as files, for mounts and downloads of the nodes.
 
-A file system in user space would need rights that a test has not. A mount is a folder here, one for all nodes, so what
-one node writes the others see at once; it goes to the blobs when a job ends.
+A real mount needs privileges that a test lacks. Here a mount is a folder shared by all nodes, so that one node's writes
+are immediately visible to the others; it is uploaded to the blobs when a job ends.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from azure.core.exceptions import ResourceNotFoundError
 from azure.storage.blob import BlobProperties
 
+from azureml_elastic.testing.storage.account import StorageAccount
 from azureml_elastic.testing.storage.locations import Location
-from azureml_elastic.testing.storage.storage import Storage
 
 __all__ = ["Mirror"]
 
@@ -24,14 +24,14 @@ _AT_ONCE = 8
 
 
 class Mirror:
-    """Files of the account's blobs, for several threads.
+    """Local copy of the account's blobs; thread-safe.
 
     Args:
-        storage: the account.
-        folder: that holds the files.
+        storage: storage account.
+        folder: folder of the local copy.
     """
 
-    def __init__(self, storage: Storage, folder: Path) -> None:
+    def __init__(self, storage: StorageAccount, folder: Path) -> None:
         self._storage = storage
         self._folder = folder
         self._tags: dict[Location, str] = {}
@@ -39,13 +39,13 @@ class Mirror:
         self._lock = threading.Lock()
 
     def path(self, location: Location) -> Path:
-        """Return the file or folder of a location; it need not exist."""
+        """Return the local path of a location, which need not exist."""
         return self._folder / location.container / location.path
 
     def bring(self, location: Location) -> Path:
-        """Download what the files of a location lack or have otherwise, and return its path.
+        """Download new and changed blobs of a location, and return its local path.
 
-        A file that a node has changed since stays as it is, unless its blob has changed too.
+        A file that a node has changed is kept unless its blob has changed too.
         """
         with self._lock, self._storage.container(location.container) as client:
             new = []
@@ -63,7 +63,7 @@ class Mirror:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 part = path.with_name(f".{path.name}.part")
                 part.write_bytes(client.download_blob(item[0].path).readall())
-                part.replace(path)  # a node that reads the mount never sees half a file
+                part.replace(path)  # nodes never read a partial file
                 state = path.stat()
                 self._tags[item[0]] = item[1]
                 self._written[item[0]] = (state.st_size, state.st_mtime_ns)
@@ -73,7 +73,7 @@ class Mirror:
         return self.path(location)
 
     def copy(self, location: Location, target: Path) -> None:
-        """Copy the files of a location to a node; an empty folder where there are none."""
+        """Copy the files of a location to a node; creates an empty folder if there are none."""
         source = self.bring(location)
         if source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -84,17 +84,17 @@ class Mirror:
             target.mkdir(parents=True, exist_ok=True)
 
     def store(self, location: Location, source: Path | None = None) -> None:
-        """Upload what has changed at a location, and delete the blobs of files that were deleted.
+        """Upload the changed files of a location, and delete the blobs of deleted files.
 
         Args:
-            location: of the blobs.
-            source: a node's own file or folder to upload; ``None`` takes the mirror's.
+            location: location of the blobs.
+            source: file or folder of a node to upload; ``None`` for the mirror's own.
         """
         root = self.path(location) if source is None else source
         files = {location: root} if root.is_file() else _below(root, location)
         with self._lock, self._storage.container(location.container) as client:
             for place, path in files.items():
-                with contextlib.suppress(FileNotFoundError):  # the nodes that go on may delete it meanwhile
+                with contextlib.suppress(FileNotFoundError):  # running nodes may delete it meanwhile
                     state = path.stat()
                     mark = (state.st_size, state.st_mtime_ns)
                     if source is None and self._written.get(place) == mark:
@@ -123,7 +123,7 @@ class Mirror:
 
 
 def _tag(blob: BlobProperties) -> str:
-    """Return a blob's etag: the service writes it with quotes in headers and without in listings."""
+    """Return a blob's etag without the quotes that headers have and listings do not."""
     return str(blob.etag).strip('"')
 
 

@@ -24,7 +24,7 @@ from azureml_elastic.testing.api.certificates import server_context, write_bundl
 from azureml_elastic.testing.api.gateway import Gateway
 from azureml_elastic.testing.api.messages import Answer, document, refusal
 from azureml_elastic.testing.api.tokens import answer_node
-from azureml_elastic.testing.storage.storage import Storage
+from azureml_elastic.testing.storage.account import StorageAccount
 
 HERE = "127.0.0.1"
 OBJECT = "11111111-2222-3333-4444-555555555555"
@@ -90,7 +90,7 @@ def azure(tmp_path, monkeypatch):
         "wsstore.table.core.chinacloudapi.cn": made.serve,
         "wsstore.z07.table.storage.azure.net": made.serve,
     }
-    context, authority = server_context(sorted(hosts), tmp_path)
+    context, authority = server_context(sorted(hosts))
     bundle = str(write_bundle(authority, None, tmp_path / "trusted.pem"))
     for name in ("AZURE_STORAGE_CONNECTION_STRING", "NO_PROXY", "no_proxy", "OBO_ENDPOINT", variables.PLAN):
         monkeypatch.delenv(name, raising=False)
@@ -253,11 +253,11 @@ def test_outside_of_a_job_the_workspace_is_missing(azure):
 
 @pytest.fixture(scope="module")
 def storage():
-    with Storage() as account:
+    with StorageAccount() as account:
         yield account
 
 
-def as_account(storage: Storage, change=lambda request: request):
+def as_account(storage: StorageAccount, change=lambda request: request):
     """Answer with a real Azurite, under the account's own name."""
     (forward,) = (answer for host, answer in storage.hosts.items() if ".table." in host)
 

@@ -1,7 +1,7 @@
-"""The workspace's storage account: two real Azurites, and the names under which Azure's SDKs reach them.
+"""The workspace's storage account: two Azurite emulators behind the host names that Azure's SDKs use.
 
-Requests with a signature go through as they are; Azurite checks it. Those with a token, which Azurite takes over TLS
-only, get a signature in its place.
+Requests with a signature are forwarded unchanged, and Azurite verifies it. In requests with a token, which Azurite
+accepts over TLS only, the token is replaced by a signature.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ try:
 except ImportError as missing:
     raise MissingExtra("azure-ai-ml", "submit") from missing
 
-__all__ = ["ARTIFACTS", "BLOBS", "Storage"]
+__all__ = ["ARTIFACTS", "BLOBS", "StorageAccount"]
 
 BLOBS = "azureml-blobstore"
-"""The container of the default datastore."""
+"""Container of the default datastore."""
 
 ARTIFACTS = "azureml"
-"""The container of logs and of what runs leave in ``./outputs``."""
+"""Container of logs and of the runs' ``./outputs``."""
 
 _VALID = timedelta(days=7)
 _TIMEOUT_S = 60.0
 _OF_THE_CONNECTION = frozenset({"connection", "keep-alive", "proxy-connection", "transfer-encoding"})
 
 
-class Storage:
-    """The account; a context manager."""
+class StorageAccount:
+    """A context manager that runs the storage account."""
 
     account = EMULATOR_ACCOUNT
     blob_host = f"{EMULATOR_ACCOUNT}.blob.core.windows.net"
@@ -91,20 +91,20 @@ class Storage:
 
     @property
     def table_endpoint(self) -> str:
-        """The tables' URL past the gateway, for nodes that are to use no token."""
+        """Direct URL of the tables, for nodes that use no token."""
         return self._table.endpoint
 
     @property
     def hosts(self) -> dict[str, Callable[[Request], Answer]]:
-        """The hosts that the account answers at."""
+        """Request handlers by host name."""
         return {self.blob_host: self._answer_blob, self.table_host: self._answer_table}
 
     def container(self, name: str) -> ContainerClient:
-        """Return a client of a container, which the caller closes."""
+        """Return a client of a container; the caller closes it."""
         return ContainerClient.from_connection_string(self._blob.connection_string, name)
 
     def make_container(self, name: str) -> None:
-        """Make a container unless it is there."""
+        """Create a container unless it exists."""
         with self.container(name) as client:
             if not client.exists():
                 client.create_container()
@@ -117,7 +117,7 @@ class Storage:
 
 
 def _forward(request: Request, endpoint: str, signature: str) -> Answer:
-    """Send a request to an emulator, under the host's own name, from which it knows the account."""
+    """Forward a request to an emulator with the original host name, which identifies the account."""
     headers = {name: value for name, value in request.headers.items() if name not in _OF_THE_CONNECTION}
     target = request.target
     if headers.get("authorization", "").startswith("Bearer "):
@@ -131,6 +131,6 @@ def _forward(request: Request, endpoint: str, signature: str) -> Answer:
         response = connection.getresponse()
         body = response.read()
         kept = [(name, value) for name, value in response.getheaders() if name.lower() not in _OF_THE_CONNECTION]
-        if request.method != "HEAD":  # the length of what is not sent stays as it is
+        if request.method != "HEAD":  # a HEAD response keeps the length of the body that is not sent
             kept = [(name, value) for name, value in kept if name.lower() != "content-length"]
         return Answer(response.status, tuple(kept), body)
