@@ -91,7 +91,7 @@ def our_loop(stack: ExitStack, name: str) -> Iterator[None]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        run.step()
+        run.commit()
         yield
 
 
@@ -127,7 +127,7 @@ def seconds_of_a_step(loop: Callable[[ExitStack], Iterator[None]]) -> float:
         return statistics.median(later - earlier for earlier, later in pairwise(times[50:]))
 
 
-PHASES = ("batch from the loader", "backward pass", "optimizer", "schedule", "run.step()")
+PHASES = ("batch from the loader", "backward pass", "optimizer", "schedule", "run.commit()")
 
 
 def seconds_of_phases(kind: str) -> list[float]:
@@ -168,7 +168,7 @@ def seconds_of_phases(kind: str) -> list[float]:
             optimizer.zero_grad()
             begun = time.perf_counter()
             if run is not None:
-                run.step()
+                run.commit()
             times.append(times[-1] + time.perf_counter() - begun)
             for phase, (earlier, later) in zip(found, pairwise(times), strict=True):
                 phase.append(later - earlier)

@@ -76,7 +76,7 @@ def train_with_session(note: Callable[[int, int, int, int], None]) -> None:
             optimizer.step()
             optimizer.zero_grad()
             before = run.steps
-            run.step()
+            run.commit()
             if run.steps > before:
                 note(run.world_size, run.rank, run.round, run.steps)
             time.sleep(STEP_SECONDS)

@@ -61,7 +61,7 @@ def main() -> None:
             engine.step()
             right = (scores.argmax(1) == y).float().mean().item()
             time.sleep(arguments.step_delay)
-            run.step()
+            run.commit()
             if run.is_main and run.steps % 10 == 0:
                 print(f"epoch {epoch} step {run.steps}: {right:.2f} right", flush=True)
 

@@ -67,7 +67,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(arguments.step_delay)
-            run.step()
+            run.commit()
             if run.is_main and run.steps % 10 == 0:
                 print(f"epoch {epoch} step {run.steps}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
 

@@ -46,7 +46,7 @@ def test_exact_sums_are_the_same_bits_whatever_happens_to_the_nodes(recovery, tm
 
 
 @pytest.mark.parametrize("recovery", ["restart", "in_process"])
-@pytest.mark.parametrize("policy", ["lanes", "per-worker"])
+@pytest.mark.parametrize("policy", ["logical-workers", "per-worker"])
 def test_shards_are_read_once_whatever_happens_to_the_nodes(policy, recovery, tmp_path):
     arguments = [policy, "--shards", "--epochs", "6", "--full", "3"]
     report, _ = learnt(tmp_path, *arguments, chaos=CHAOS, recovery=recovery)

@@ -28,10 +28,10 @@ class _Elastic:
     """What belongs to this process, not to the model: a deep copy of the model shares it."""
 
     def __init__(
-        self, absorb: Callable[[RuntimeError], bool], void: Callable[[], bool], options: dict[str, Any]
+        self, absorb: Callable[[RuntimeError], bool], discarded: Callable[[], bool], options: dict[str, Any]
     ) -> None:
         self.absorb = absorb
-        self.void = void
+        self.discarded = discarded
         self.options = options
 
     def __deepcopy__(self, _: Any) -> _Elastic:
@@ -43,17 +43,17 @@ class ElasticDataParallel(DistributedDataParallel):
 
     Args:
         module: to train.
-        absorb: called with an error of the forward pass; returns whether the step at hand is void, so that the pass
+        absorb: called with an error of the forward pass; returns whether the step at hand is discarded, so that the pass
             is repeated without the other ranks, and raises nothing then.
-        void: tells whether the step at hand counts for nothing.
+        discarded: tells whether the step at hand counts for nothing.
         options: of ``DistributedDataParallel``.
     """
 
     def __init__(
-        self, module: nn.Module, absorb: Callable[[RuntimeError], bool], void: Callable[[], bool], **options: Any
+        self, module: nn.Module, absorb: Callable[[RuntimeError], bool], discarded: Callable[[], bool], **options: Any
     ) -> None:
         super().__init__(module, **options)
-        self._elastic = _Elastic(absorb, void, options)
+        self._elastic = _Elastic(absorb, discarded, options)
 
     def reform(self) -> None:
         """Go on with the process group that there is now. A collective, the same as making a new one."""
@@ -77,7 +77,7 @@ class ElasticDataParallel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the module; in training, buffers are made equal to rank 0's before. Else no other rank is involved."""
-        if self._elastic.void() or not torch.is_grad_enabled():
+        if self._elastic.discarded() or not torch.is_grad_enabled():
             return self.module(*inputs, **named)
         try:
             return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]

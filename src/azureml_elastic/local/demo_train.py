@@ -49,7 +49,7 @@ def _main() -> None:
             loss = loss_of(model(x), y)
             run.backward(loss)
             optimizer.step()
-            run.step()
+            run.commit()
             time.sleep(options.step_delay)
         with torch.no_grad():
             guessed = network(images[-HELD_OUT:].to(run.device)).argmax(dim=1).cpu()

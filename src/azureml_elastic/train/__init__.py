@@ -13,7 +13,7 @@
             run.backward(loss_fn(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-            run.step()
+            run.commit()
 """
 
 from azureml_elastic.errors import MissingExtra

@@ -40,7 +40,7 @@ run.track(model=model, optimizer=optimizer)
 loader = run.loader(torch.utils.data.TensorDataset(torch.ones(800, 1)), global_batch_size=4, seed=0)
 for epoch in run.epochs(1):
     for (x,) in loader:
-        loss = model(x).square().mean(); run.backward(loss); optimizer.step(); optimizer.zero_grad(); run.step()
+        loss = model(x).square().mean(); run.backward(loss); optimizer.step(); optimizer.zero_grad(); run.commit()
         time.sleep(.1)
         if run.steps == 130: raise RuntimeError("the training failed")
 """

@@ -8,7 +8,7 @@ from torch import nn
 
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.train.data.sampling import Cursor, DataSpec, order, parts
-from azureml_elastic.train.optim.gradient_noise import Noise
+from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
 from tests.support.train import gradients
 from tests.support.worlds import World
 
@@ -118,7 +118,7 @@ def test_the_noise_is_that_of_the_micro_batches(world_size, options, tmp_path):
             squares, batches = squares + len(part) / count * float(gradient.square().sum()), batches + 1
             mean = mean + len(part) / count * gradient
     squared = float(mean.square().sum())
-    expected = Noise().observe(squares, squared, micro_batches=batches, count=count, reference=size)
+    expected = GradientNoiseScale().observe(squares, squared, micro_batches=batches, count=count, reference=size)
     policy = FixedPerWorkerBatch(scaling="adascale")
     for moments, factor in World(world_size, gradients.noise, tmp_path, LENGTH, size, policy, options).values():
         assert moments == pytest.approx(expected.moments, rel=1e-5)

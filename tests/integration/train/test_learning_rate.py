@@ -534,16 +534,16 @@ def test_an_optimizer_step_in_the_middle_of_accumulation_is_refused(policy, tmp_
                 assert optimizer.param_groups[0]["lr"] == RATE
                 continue
             optimizer.step()
-            run.step()
+            run.commit()
         assert accumulated == [True, True, False]
         assert run.steps == 1
         assert not torch.equal(workers.flat(model.parameters()), before)
 
 
-def accumulating(optimizer, void=lambda: False):
+def accumulating(optimizer, discarded=lambda: False):
     """Have an optimizer's steps looked after, in the middle of accumulation."""
     position = Position(Identity(0, 0, K, 0))
-    rate = LearningRate(LINEAR, position, void)
+    rate = LearningRate(LINEAR, position, discarded)
     rate.attach([optimizer])
     rate.enter(K)
     stream = position.add("train", DataSpec(10, 10, seed=0, shuffle=True, drop_last=False))
@@ -552,12 +552,12 @@ def accumulating(optimizer, void=lambda: False):
 
 
 def test_a_step_that_counts_for_nothing_is_not_refused():
-    void, model = [False], network()
+    discarded, model = [False], network()
     optimizer = optimizer_of(model)
-    accumulating(optimizer, lambda: void[0])
+    accumulating(optimizer, lambda: discarded[0])
     with pytest.raises(UsageError, match="accumulating"):
         optimizer.step()
-    void[0] = True
+    discarded[0] = True
     optimizer.step()
 
 
@@ -584,7 +584,7 @@ def test_under_a_fixed_global_batch_nothing_is_multiplied(tmp_path):
         for x, y in run.loader(workers.dataset(), global_batch_size=10):
             run.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
-            run.step()
+            run.commit()
             assert run.learning_rate_factor == 1
     assert seen == [RATE] * 5
 
@@ -626,7 +626,7 @@ def test_accelerates_optimizer_comes_back_from_a_checkpoint(accelerator, tmp_pat
         for x, y in run.loader(workers.dataset(), global_batch_size=10):
             run.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
-            run.step()
+            run.commit()
     again, _, restored = start()
     with again:
         assert again.steps == 5

@@ -57,7 +57,7 @@ def steps(folder, profile, *, until=10, every_steps=None, finish=True):
             run.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            run.step()
+            run.commit()
             if run.steps == until:
                 break
         if not finish:

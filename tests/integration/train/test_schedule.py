@@ -221,7 +221,7 @@ class Run:
                     self.optimizer.step()
                     self.optimizer.zero_grad()
                     each_step(self)
-                    self.run.step()
+                    self.run.commit()
                     if self.run.steps == stop:
                         return self.rates
                 each_epoch(self)
@@ -270,7 +270,7 @@ def test_a_scheduler_that_is_stepped_by_the_epoch_is_not_refused(tmp_path):
 def test_a_schedule_is_stepped_within_a_step(where, tmp_path):
     this = Run(tmp_path)
     this.optimizer.step()  # for torch, which has an order of its own
-    text = r"outside of an optimizer step\. Call its step\(\) between optimizer\.step\(\) and run\.step\(\)"
+    text = r"outside of an optimizer step\. Call its step\(\) between optimizer\.step\(\) and run\.commit\(\)"
     if where == "before":
         with pytest.raises(UsageError, match=text):
             this.scheduler.step()
@@ -354,10 +354,10 @@ def test_a_scheduler_that_is_stepped_after_the_commit_is_refused_too(tmp_path):
         this.run.backward(this.model(x).square().mean())
         this.optimizer.step()
         if step == 0:
-            this.run.step()
+            this.run.commit()
             this.scheduler.step()
     with pytest.raises(UsageError, match="ExponentialLR was stepped with the optimizer"):
-        this.run.step()
+        this.run.commit()
 
 
 def test_a_schedule_follows_the_first_loader(tmp_path):
@@ -369,7 +369,7 @@ def test_a_schedule_follows_the_first_loader(tmp_path):
         this.model(torch.ones(2, 1)).square().mean().backward()
         this.optimizer.step()
         this.scheduler.step()
-        this.run.step()
+        this.run.commit()
         counts.append(this.scheduler.last_epoch)
 
     for _ in zip(other, this.loader, strict=False):
@@ -392,7 +392,7 @@ def test_a_script_with_a_loader_of_its_own_has_schedules_too(tmp_path):
             model(torch.ones(2, 1)).mean().backward()
             optimizer.step()
             schedule.step()
-            run.step()
+            run.commit()
         run.finish()
         assert schedule.last_epoch == begin + 3
         dist.destroy_process_group()

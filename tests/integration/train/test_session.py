@@ -69,7 +69,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.seen.append(extra["id"].tolist())
-        self.run.step()
+        self.run.commit()
 
     def steps(self, epochs, stop=None):
         for _ in self.run.epochs(epochs):
@@ -158,13 +158,13 @@ def test_a_batch_keeps_its_structure(tmp_path):
 @pytest.mark.parametrize(
     ("misuse", "text"),
     [
-        (lambda loop: [None for _ in loop.loader], r"run\.step\(\) was not called"),
-        (lambda loop: loop.run.step(), "without a batch"),
+        (lambda loop: [None for _ in loop.loader], r"run\.commit\(\) was not called"),
+        (lambda loop: loop.run.commit(), "without a batch"),
         (lambda loop: loop.run.backward(torch.ones(())), "no batch"),
         (lambda loop: loop.run.track(model=loop.model), "was called before"),
         (lambda loop: loop.run.loader(Numbers(3), global_batch_size=2), "was called before"),
         (lambda loop: [loop.run.backward(torch.ones(3)) for _ in loop.loader], "has 3 values"),
-        (lambda loop: (loop.run.finish(), loop.run.step()), r"after run\.finish"),
+        (lambda loop: (loop.run.finish(), loop.run.commit()), r"after run\.finish"),
     ],
 )
 def test_misuse_is_explained(tmp_path, misuse, text):
@@ -188,7 +188,7 @@ def test_options_of_the_loader_that_are_ours_are_refused(tmp_path):
 
 def test_steps_without_tracked_objects_are_refused(tmp_path):
     with train.start(workers.policy(tmp_path)) as run, pytest.raises(UsageError, match="track"):
-        run.step()
+        run.commit()
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_optimizers_and_whatever_has_a_state_come_back(tmp_path, make):
             optimizer.zero_grad()
             plateau.step(1.0)
             ema.state["mean"] += 1
-            run.step()
+            run.commit()
     with train.start(workers.policy(tmp_path)) as run:
         model2, optimizer2, plateau2, ema2 = build(run)
         run.track(model=model2, optimizer=optimizer2, plateau=plateau2, ema=ema2)
@@ -322,7 +322,7 @@ for _ in run.epochs(1):
     for (x,) in run.loader(TensorDataset(torch.ones(8, 1)), global_batch_size=2):
         run.backward(model(x).mean())
         optimizer.step()
-        run.step()
+        run.commit()
         if run.steps == int(sys.argv[2]):
             if sys.argv[3] == "finish":
                 run.finish()
@@ -379,7 +379,7 @@ def test_wall_time_brings_checkpoints(tmp_path):
     with train.start(policy) as run:
         run.track(model=nn.Linear(1, 1))
         for step in range(1, 4):
-            run.step()
+            run.commit()
             workers.wait_for_commit(tmp_path, step)
 
 
@@ -449,7 +449,7 @@ atexit.register(print, "said at exit")
 @pytest.mark.parametrize(
     "session",
     [
-        "run = train.start()\nrun.track(model=torch.nn.Linear(1, 1))\nrun.step()\nraise RuntimeError('it failed')",
+        "run = train.start()\nrun.track(model=torch.nn.Linear(1, 1))\nrun.commit()\nraise RuntimeError('it failed')",
         "with train.start() as run:\n run.track(model=torch.nn.Linear(1, 1))\n raise RuntimeError('it failed')",
     ],
     ids=["open", "block"],

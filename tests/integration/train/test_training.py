@@ -62,7 +62,7 @@ def test_the_optimizer_must_not_step_before_the_last_micro_batch(tmp_path):
         ):
             this.optimizer.step()
         with pytest.raises(UsageError, match=r"if run\.accumulating: continue"):
-            this.run.step()
+            this.run.commit()
         break
     assert torch.equal(this.model.module.weight, before)
     this.run.finish()
@@ -85,7 +85,7 @@ def test_several_loaders_have_a_position_each(tmp_path):
                         this.run.backward(this.loss(x) + this.loss(z))
                 this.optimizer.step()
                 this.optimizer.zero_grad()
-                this.run.step()
+                this.run.commit()
                 seen += [(epoch, "labelled", i) for i in x.flatten().tolist()]
                 seen += [(epoch, "unlabelled", i) for i in z.flatten().tolist()]
                 if this.run.steps == stop:
@@ -108,13 +108,13 @@ def test_a_checkpoint_remembers_loaders_that_a_script_makes_later(tmp_path):
     for (x,) in this.loader():
         this.run.backward(this.loss(x))
         this.optimizer.step()
-        this.run.step()
+        this.run.commit()
         break
     this.run.finish()
     this = Run(tmp_path)
     with pytest.raises(UsageError, match="global_batch_size was 6 and is 5"):
         this.loader(global_batch_size=5)
-    assert [len(x) for (x,) in map(lambda batch: (this.run.step(), batch)[1], this.loader())] == [6, 6, 2]  # noqa: C417
+    assert [len(x) for (x,) in map(lambda batch: (this.run.commit(), batch)[1], this.loader())] == [6, 6, 2]  # noqa: C417
     this.run.finish()
 
 
@@ -197,7 +197,7 @@ def test_a_data_set_of_hugging_face_is_one_in_shards(tmp_path):
         for x in this.run.loader(data, global_batch_size=3) if not seen else this.again:
             this.run.backward(this.loss(x.float().unsqueeze(1)))
             this.optimizer.step()
-            this.run.step()
+            this.run.commit()
             seen += x.tolist()
         this.again = []
     assert sorted(seen) == [1, 2, 3, 4, 5, 6]
@@ -238,19 +238,19 @@ def test_a_stateful_data_loader_serves(tmp_path):
     loader = this.loader(loader_class=stateful, num_workers=2)
     seen = []
     for (x,) in loader:
-        this.run.step()
+        this.run.commit()
         seen += x.flatten().tolist()
         if this.run.steps == 2:
             break
     this.run.finish()
     this = Run(tmp_path)
     for (x,) in this.loader(loader_class=stateful):
-        this.run.step()
+        this.run.commit()
         seen += x.flatten().tolist()
     assert sorted(seen) == list(range(20))
     shards = train.Shards(range(8), lambda shard: [float(shard)])
     other = Run(tmp_path / "shards")
     for x in other.run.loader(shards, global_batch_size=4, loader_class=stateful):
-        other.run.step()
+        other.run.commit()
         seen += x.tolist()
     assert sorted(seen[20:]) == list(range(8))

@@ -35,7 +35,7 @@ with train.start() as run:
             run.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-            run.step()
+            run.commit()
             pace.rest(run)
     whole = [each.full_tensor() if arguments.sharded else each for each in model.parameters() if each.requires_grad]
     weights = torch.cat([each.detach().flatten() for each in whole])

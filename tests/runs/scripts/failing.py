@@ -50,5 +50,5 @@ with train.start() as run:
             run.backward(model(x).mean())
             optimizer.step()
             optimizer.zero_grad()
-            run.step()
+            run.commit()
             time.sleep(0.05)

@@ -33,4 +33,4 @@ with train.start() as run:
             run.backward(model(x).mean())
             optimizer.step()
             optimizer.zero_grad()
-            run.step()
+            run.commit()

@@ -14,7 +14,7 @@ from azureml_elastic import FixedGlobalBatch, FixedPerWorkerBatch, train
 
 POLICIES = {
     "exact": FixedGlobalBatch(logical_workers=12, reduce="exact"),
-    "lanes": FixedGlobalBatch(logical_workers=4),
+    "logical-workers": FixedGlobalBatch(logical_workers=4),
     "per-worker": FixedPerWorkerBatch(scaling="linear"),
     "adascale": FixedPerWorkerBatch(scaling="adascale"),
     "planned": None,
@@ -56,7 +56,7 @@ with train.start(batch=POLICIES[arguments.policy]) as run:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            run.step()
+            run.commit()
             pace.rest(run)
         measured = run.evaluate(
             lambda batch: {"loss": nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum")},

@@ -92,7 +92,7 @@ def fit(folder, until, stage, kind=None, offload=False, micro=None):
             dist.all_reduce(total)
             losses.append(total.item() / GLOBAL_BATCH)
             total = 0.0
-            run.step()
+            run.commit()
             if run.steps == until:
                 run.finish()
                 return losses, began, describe(engine)

@@ -58,7 +58,7 @@ def fit(folder, until, stage, batch):
                 other.backward(nn.functional.cross_entropy(other(x.float()), y))
                 other.step()
             between |= {*engine.get_lr(), *(group["lr"] for group in base_of(engine).param_groups)}
-            run.step()
+            run.commit()
             if run.steps == until:
                 run.finish()
                 weights = [weights_of(each) for each in (engine, *others)]

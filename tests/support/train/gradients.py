@@ -66,7 +66,7 @@ def of_each_step(folder, length, global_batch_size, policy, options=None, weight
             continue
         found.append(flat(model))
         model.zero_grad()
-        run.step()
+        run.commit()
     run.finish()
     return found
 
@@ -104,7 +104,7 @@ def of_tokens(folder, length, global_batch_size, policy, options=None):
             continue
         found.append(flat(model))
         model.zero_grad()
-        run.step()
+        run.commit()
     run.finish()
     return found
 
@@ -142,7 +142,7 @@ def train_exactly(folder, epochs, policy, stop_after=None, every_steps=4, proces
             if stop_after is not None and run.steps + 1 == stop_after:
                 workers.wait_for_commit(folder, run.steps // every_steps * every_steps)
                 os._exit(9)
-            run.step()
+            run.commit()
     run.finish()
     state = [*model.state_dict().values(), *(each["momentum_buffer"] for each in optimizer.state.values())]
     return {"first": first, "steps": run.steps, "hash": digest(state)}

@@ -123,7 +123,7 @@ def main():
             for _ in run.epochs(1):
                 for x in loader:
                     run.backward(model(x).mean())
-                    run.step()
+                    run.commit()
         finally:
             for process in (helper, needed, other):
                 process.kill()

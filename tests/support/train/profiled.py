@@ -38,7 +38,7 @@ for _ in run.epochs(1):
         time.sleep(0.5 if run.world_size > 1 and run.steps >= 20 else 0.02)
         if run.steps + 1 == arguments.end_at and arguments.ending == "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
-        run.step()
+        run.commit()
         if run.steps == arguments.end_at and arguments.ending == "raise":
             raise ValueError("as told")
         if run.steps == arguments.end_at and arguments.ending == "exit":

@@ -16,7 +16,7 @@ from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import Identity
 from azureml_elastic.train.data.position import Position
-from azureml_elastic.train.optim.gradient_noise import Noise
+from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from tests.support.train import workers
 
@@ -123,7 +123,7 @@ def fit(folder, until, batch):
             optimizer.step()
             optimizer.zero_grad()
             between.add(optimizer.param_groups[0]["lr"])
-            run.step()
+            run.commit()
             if run.steps == until:
                 run.finish()
                 weights = workers.flat(model.parameters()).tolist()
@@ -137,7 +137,7 @@ def measure(folder, batch):
     model = run.wrap(workers.network())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     run.track(model=model, optimizer=optimizer)
-    applied, gains, expected, noise, parts = [], [], [], Noise(), []
+    applied, gains, expected, noise, parts = [], [], [], GradientNoiseScale(), []
     optimizer.register_step_pre_hook(lambda *_: applied.append(optimizer.param_groups[0]["lr"]))
     for x, _ in run.loader(workers.dataset(80), global_batch_size=10, micro_batch_size=4):
         own = workers.network()
@@ -161,7 +161,7 @@ def measure(folder, batch):
         optimizer.zero_grad()
         gains.append(run.learning_rate_factor)
         parts = []
-        run.step()
+        run.commit()
     run.finish()
     return {"gains": gains, "expected": expected, "applied": applied}
 
@@ -211,7 +211,7 @@ def follow(folder, batch, length, global_batch_size, epochs, stop=None, **option
             for name in SCHEDULERS:
                 optimizers[name].step()
                 schedules[name].step()
-            run.step()
+            run.commit()
             if run.steps == stop:
                 run.finish()
                 return found, None
@@ -236,6 +236,6 @@ def follow_accelerated(folder, batch):
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        run.step()
+        run.commit()
     run.finish()
     return found

@@ -52,7 +52,7 @@ def train_on(folder, epochs, fault=None, at=0, normalised=False):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            run.step()
+            run.commit()
     run.finish()
     weights = workers.flat(model.parameters())
     return [first_step, run.steps, run.world_size, pid, scheduler.last_epoch, weights.tolist()]
@@ -67,7 +67,7 @@ def steps(folder, model):
     for _ in run.epochs(100):
         for x, y in loader:
             run.backward(nn.functional.cross_entropy(model(x), y))
-            run.step()
+            run.commit()
             yield run
 
 

@@ -40,7 +40,7 @@ def train_on_shards(folder, lengths, stop_after):
             if stop_after is not None and run.steps + 1 == stop_after:
                 workers.wait_for_commit(folder, run.steps // 3 * 3)
                 os._exit(9)
-            run.step()
+            run.commit()
     run.finish()
 
 

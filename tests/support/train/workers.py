@@ -75,7 +75,7 @@ def gradients(folder, length, global_batch_size, drop_last):
             model.zero_grad()
             run.backward(nn.functional.cross_entropy(model(x), y))
             found.append(flat(parameter.grad for parameter in model.parameters()).tolist())
-            run.step()
+            run.commit()
         return found
 
 
@@ -97,7 +97,7 @@ def train_steps(folder, epochs, *, stop_after=None, every_steps=None, length=50,
                 wait_for_commit(folder, run.steps // every_steps * every_steps)
                 os._exit(9)
             scheduler.step()
-            run.step()
+            run.commit()
     run.finish()
     return {
         "first": first,
@@ -313,7 +313,7 @@ def agent_session(folder, steps, every_steps, hold_at=None, go=None):
                     run.backward(nn.functional.cross_entropy(model(x), y))
                     optimizer.step()
                     optimizer.zero_grad()
-                    run.step()
+                    run.commit()
                     time.sleep(0.002)
                     while run.steps == hold_at and not go.exists():
                         time.sleep(0.01)
@@ -332,7 +332,7 @@ def train_until(run, model, optimizer, until, scheduler=None):
             optimizer.zero_grad()
             if scheduler is not None:
                 scheduler.step()
-            run.step()
+            run.commit()
             if run.steps == until:
                 run.finish()
                 return

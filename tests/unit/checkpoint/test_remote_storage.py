@@ -26,7 +26,7 @@ def test_a_run_keeps_its_checkpoints_there(url, monkeypatch):
             for step in range(start, start + 5):
                 with torch.no_grad():
                     model.weight.fill_(step + 1)
-                run.step()
+                run.commit()
     with train.start(CheckpointPolicy(path=url)) as run:
         model = nn.Linear(3, 2)
         run.track(model=model, optimizer=torch.optim.Adam(model.parameters()))

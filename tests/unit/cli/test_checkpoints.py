@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
         for step in range(6):
             with torch.no_grad():
                 model[0].weight.fill_(step + 1)
-            run.step()
+            run.commit()
     return path
 
 

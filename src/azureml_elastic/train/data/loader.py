@@ -1,6 +1,6 @@
 """The data loader that trains each sample once an epoch, whatever happens to the world size.
 
-Each iteration yields one of this rank's micro-batches of one window. The position advances only when ``run.step()``
+Each iteration yields one of this rank's micro-batches of one window. The position advances only when ``run.commit()``
 commits, so batches that worker processes have prefetched do not count until they are trained.
 """
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 from azureml_elastic.checkpoint.state.random_state import seed_of
 from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.position import MicroBatch, Position, Stream, Window
+from azureml_elastic.train.data.position import LoaderState, MicroBatch, Position, Window
 from azureml_elastic.train.data.sampling import Cursor, DataSpec, order, parts, weight
 from azureml_elastic.train.data.seeding import SeededCollate, SeededDataset, SeededIds
 
@@ -109,7 +109,7 @@ class ElasticLoader(ABC):
         device: to which the tensors of a batch are moved.
     """
 
-    def __init__(self, spec: Any, stream: Stream, position: Position, device: torch.device) -> None:
+    def __init__(self, spec: Any, stream: LoaderState, position: Position, device: torch.device) -> None:
         self.spec = spec
         self._stream = stream
         self._position = position
@@ -135,7 +135,7 @@ class ElasticLoader(ABC):
         """Yield the batches.
 
         Raises:
-            UsageError: ``run.step()`` was not called after the batch before.
+            UsageError: ``run.commit()`` was not called after the batch before.
         """
         position, stream = self._position, self._stream
         stream.open = None  # an epoch that was left in the middle of a step
@@ -194,7 +194,7 @@ class MapLoader(ElasticLoader):
         spec: DataSpec,
         batching: Batching,
         *,
-        stream: Stream,
+        stream: LoaderState,
         position: Position,
         device: torch.device,
         kind: type[DataLoader[Any]] = DataLoader,

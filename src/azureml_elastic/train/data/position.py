@@ -1,6 +1,6 @@
 """Where the run stands in its data: a cursor for each loader, and the micro-batches that are being trained.
 
-The cursors move only when ``run.step()`` commits, so what worker processes have prefetched does not count until it is
+The cursors move only when ``run.commit()`` commits, so what worker processes have prefetched does not count until it is
 trained.
 """
 
@@ -16,10 +16,10 @@ from azureml_elastic.train.data.sampling import Cursor
 if TYPE_CHECKING:
     from azureml_elastic.ipc.agent_interface import Identity
 
-__all__ = ["MicroBatch", "Position", "Spec", "Stream", "Window"]
+__all__ = ["LoaderSpec", "LoaderState", "MicroBatch", "Position", "Window"]
 
 
-class Spec(Protocol):
+class LoaderSpec(Protocol):
     """What must stay the same over all restarts for a loader's cursor to mean the same."""
 
     @property
@@ -81,7 +81,7 @@ class MicroBatch:
     place: tuple[int, ...] = ()
 
 
-class Stream:
+class LoaderState:
     """One loader's place.
 
     Args:
@@ -119,32 +119,32 @@ class Position:
         self.generation = 0
         self.epoch = 0
         self.in_epochs = False
-        self.streams: dict[str, Stream] = {}
-        self.when_opened: Callable[[Stream, MicroBatch], None] = lambda _, __: None
-        self.when_ended: Callable[[Stream, Cursor], None] = lambda _, __: None
-        self._specs: dict[str, Spec] = {}
+        self.loaders: dict[str, LoaderState] = {}
+        self.when_opened: Callable[[LoaderState, MicroBatch], None] = lambda _, __: None
+        self.when_ended: Callable[[LoaderState, Cursor], None] = lambda _, __: None
+        self._specs: dict[str, LoaderSpec] = {}
         self._saved: dict[str, dict[str, Any]] = {}
 
     @property
-    def opened(self) -> list[Stream]:
+    def opened(self) -> list[LoaderState]:
         """The loaders whose batches are at hand."""
-        return [stream for stream in self.streams.values() if stream.open is not None]
+        return [stream for stream in self.loaders.values() if stream.open is not None]
 
     @property
     def accumulating(self) -> bool:
         """Whether more micro-batches of the step at hand are to come."""
-        for stream in self.streams.values():  # noqa: SIM110 - several times a step
+        for stream in self.loaders.values():  # noqa: SIM110 - several times a step
             if stream.open is not None and not stream.open.last:
                 return True
         return False
 
-    def add(self, name: str, spec: Spec) -> Stream:
+    def add(self, name: str, spec: LoaderSpec) -> LoaderState:
         """Take note of a loader, whose place may be known from a checkpoint.
 
         Raises:
             UsageError: there is one of this name, or its data differ from those of the checkpoint.
         """
-        if name in self.streams:
+        if name in self.loaders:
             raise UsageError(
                 f"run.loader() was called before with name={name!r}; a loader has one position in its data. Give each "
                 "its own name; for evaluation take run.evaluate()."
@@ -154,31 +154,31 @@ class Position:
             spec.require_same(self._saved[name]["spec"])
             cursor = Cursor.from_json(self._saved[name]["cursor"])
         self._specs[name] = spec
-        self.streams[name] = Stream(name, cursor)
-        return self.streams[name]
+        self.loaders[name] = LoaderState(name, cursor)
+        return self.loaders[name]
 
     @property
-    def first_spec(self) -> Spec | None:
+    def first_spec(self) -> LoaderSpec | None:
         """That of the first loader, in whose steps schedules count."""
         return next(iter(self._specs.values()), None)
 
     @property
     def first_window(self) -> Window | None:
         """The window of the first loader, ``None`` where it is not open."""
-        first = next(iter(self.streams.values()), None)
+        first = next(iter(self.loaders.values()), None)
         return None if first is None or first.open is None else first.open.window
 
     @property
     def epochs(self) -> tuple[int, ...]:
         """The run's, and those of the loaders, which are the same within ``run.epochs()``."""
-        return (self.epoch, *(stream.cursor.epoch for stream in self.streams.values()))
+        return (self.epoch, *(stream.cursor.epoch for stream in self.loaders.values()))
 
     def enter(self, identity: Identity) -> None:
         """Go on with the ranks of another round, whose shares are others: what was fetched is of no use any more."""
         self.identity = identity
         self.generation += 1
 
-    def take(self, stream: Stream, micro: MicroBatch) -> None:
+    def take(self, stream: LoaderState, micro: MicroBatch) -> None:
         """Open a micro-batch.
 
         Raises:
@@ -190,7 +190,7 @@ class Position:
         self.when_opened(stream, micro)
 
     @staticmethod
-    def require_committed(stream: Stream) -> None:
+    def require_committed(stream: LoaderState) -> None:
         """Check that no window is open.
 
         Raises:
@@ -198,8 +198,8 @@ class Position:
         """
         if stream.open is not None:
             raise UsageError(
-                f"The loader was asked for the next batch, but run.step() was not called after the last one "
-                f"(epoch {stream.cursor.epoch}, sample {stream.cursor.consumed}). Call run.step() after "
+                f"The loader was asked for the next batch, but run.commit() was not called after the last one "
+                f"(epoch {stream.cursor.epoch}, sample {stream.cursor.consumed}). Call run.commit() after "
                 "optimizer.step() in every iteration that does not accumulate: it counts the samples as trained."
             )
 
@@ -230,21 +230,21 @@ class Position:
 
     def drop(self) -> None:
         """Forget the open windows."""
-        for stream in self.streams.values():
+        for stream in self.loaders.values():
             stream.open = None
 
     def end_epoch(self) -> None:
         """Go on with the next epoch."""
         self.drop()
         self.epoch += 1
-        for stream in self.streams.values():
+        for stream in self.loaders.values():
             stream.cursor = Cursor(self.epoch)
-        self._saved = {name: each for name, each in self._saved.items() if name in self.streams}
+        self._saved = {name: each for name, each in self._saved.items() if name in self.loaders}
 
     def here(self) -> str:
         """Name the position, equal for equal ones; an epoch's end is the next one's beginning."""
         places: dict[str, Any] = {}
-        for name, stream in self.streams.items():
+        for name, stream in self.loaders.items():
             over = self._specs[name].over(stream.cursor)
             places[name] = [stream.cursor.epoch + 1, 0] if over else stream.cursor.to_json()
         return repr(sorted(places.items()))
@@ -252,7 +252,7 @@ class Position:
     def to_json(self) -> dict[str, Any]:
         """Return the position, to be saved with a checkpoint."""
         loaders = dict(self._saved)
-        for name, stream in self.streams.items():
+        for name, stream in self.loaders.items():
             loaders[name] = {"spec": self._specs[name].to_json(), "cursor": stream.cursor.to_json()}
         return {"epoch": self.epoch, "loaders": loaders}
 
@@ -268,5 +268,5 @@ class Position:
                 spec.require_same(saved[name]["spec"])
         self._saved = saved
         self.epoch = 0 if document is None else int(document["epoch"])
-        for name, stream in self.streams.items():
+        for name, stream in self.loaders.items():
             stream.cursor = Cursor.from_json(saved[name]["cursor"]) if name in saved else Cursor(self.epoch)

@@ -33,16 +33,16 @@ class Cursor:
     Args:
         epoch: counted from 0.
         consumed: samples of this epoch that committed steps have trained.
-        lanes: for data in shards, where each lane stands: the shard's place in the lane, and samples read of it.
+        streams: for data in shards, where each stream stands: the shard's place in the stream, and samples read of it.
     """
 
     epoch: int = 0
     consumed: int = 0
-    lanes: tuple[tuple[int, int], ...] = ()
+    streams: tuple[tuple[int, int], ...] = ()
 
     def to_json(self) -> list[Any]:
         """Return the numbers, to be saved with a checkpoint."""
-        return [self.epoch, self.consumed, *([list(map(list, self.lanes))] if self.lanes else [])]
+        return [self.epoch, self.consumed, *([list(map(list, self.loaders))] if self.loaders else [])]
 
     @classmethod
     def from_json(cls, document: list[Any]) -> Self:

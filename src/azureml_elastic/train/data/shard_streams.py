@@ -1,8 +1,8 @@
 """Reading a data set that comes in shards, such that it can go on anywhere, at any world size.
 
-The shards are dealt out to a fixed number of *lanes*, as cards are. A lane is a sequence of samples: its shards, one
-after the other. Each step takes the next samples of every lane, so where the data stand is where each lane stands, and
-a rank reads the lanes that fall to it in the round.
+The shards are dealt out to a fixed number of *streams*, as cards are. A stream is a sequence of samples: its shards, one
+after the other. Each step takes the next samples of every stream, so where the data stand is where each stream stands, and
+a rank reads the streams that fall to it in the round.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from azureml_elastic.train.data.permutation import Permutation
 from azureml_elastic.train.data.sampling import Cursor, require_same, share
 from azureml_elastic.train.data.seeding import seeded
 
-__all__ = ["LaneReader", "Part", "ShardSpec", "ShardedDataset", "Shards"]
+__all__ = ["Part", "ShardSpec", "ShardStreamReader", "ShardedDataset", "Shards"]
 
 T = TypeVar("T")
 
-_LANES = (240, 120, 60, 24, 12, 6, 4, 3, 2, 1)
-"""Numbers with many divisors, so that lanes can be dealt out evenly to most numbers of ranks."""
+_STREAM_COUNTS = (240, 120, 60, 24, 12, 6, 4, 3, 2, 1)
+"""Numbers with many divisors, so that streams can be dealt out evenly to most numbers of ranks."""
 
 
 @runtime_checkable
@@ -75,7 +75,7 @@ class ShardSpec:
 
     Args:
         shards: of the data set.
-        lanes: to which they are dealt out.
+        streams: to which they are dealt out.
         global_batch_size: samples of one optimizer step over all ranks.
         seed: of the order of the shards.
         shuffle: whether that is random.
@@ -83,15 +83,15 @@ class ShardSpec:
     """
 
     shards: int
-    lanes: int
+    streams: int
     global_batch_size: int
     seed: int
     shuffle: bool
     drop_last: bool
 
     @classmethod
-    def make(cls, shards: int, lanes: int | None, **fields: Any) -> ShardSpec:
-        """Return the specification with a number of lanes that suits.
+    def make(cls, shards: int, streams: int | None, **fields: Any) -> ShardSpec:
+        """Return the specification with a number of streams that suits.
 
         Raises:
             UsageError: there are too few shards, or too few samples in a step.
@@ -100,18 +100,18 @@ class ShardSpec:
         limit = min(shards, size)
         if limit < 1:
             raise UsageError(f"num_shards={shards} and global_batch_size={size}; both must be 1 or more.")
-        if lanes is not None and lanes > limit:
+        if streams is not None and streams > limit:
             raise UsageError(
-                f"logical_workers={lanes} is above the limit of {limit}, the smaller one of num_shards={shards} and "
+                f"logical_workers={streams} is above the limit of {limit}, the smaller one of num_shards={shards} and "
                 f"global_batch_size={size}: each reads shards of its own. Write more shards, or lower it."
             )
-        return cls(shards, lanes or next(each for each in _LANES if each <= limit), **fields)
+        return cls(shards, streams or next(each for each in _STREAM_COUNTS if each <= limit), **fields)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, to be saved with a checkpoint."""
         return asdict(self)
 
-    def over(self, cursor: Cursor) -> bool:  # noqa: ARG002 - nobody knows before all lanes are read
+    def over(self, cursor: Cursor) -> bool:  # noqa: ARG002 - nobody knows before all streams are read
         """Tell whether the epoch is known to have no more samples."""
         return False
 
@@ -123,9 +123,9 @@ class ShardSpec:
         """
         require_same(saved, self.to_json())
 
-    def shards_of(self, lane: int, epoch: int) -> list[int]:
-        """Return the shards of a lane in the order in which it reads them."""
-        places = np.arange(lane, self.shards, self.lanes)
+    def shards_of(self, stream: int, epoch: int) -> list[int]:
+        """Return the shards of a stream in the order in which it reads them."""
+        places = np.arange(stream, self.shards, self.loaders)
         if not self.shuffle:
             return [int(each) for each in places]
         key = xxhash.xxh3_64_intdigest(f"{self.seed}.{epoch}.shards".encode())
@@ -133,22 +133,22 @@ class ShardSpec:
 
 
 class Part(NamedTuple):
-    """What a group of lanes gives to one window.
+    """What a group of streams gives to one window.
 
     Args:
         batch: collated, ``None`` without a sample.
         ids: of the samples: ``shard << 32 | place in it``.
-        lanes: the group's lanes and where each stands afterwards.
+        streams: the group's streams and where each stands afterwards.
         place: names the part whatever the world size.
     """
 
     batch: Any
     ids: tuple[int, ...] = ()
-    lanes: tuple[tuple[int, int, int], ...] = ()
+    streams: tuple[tuple[int, int, int], ...] = ()
     place: tuple[int, ...] = ()
 
 
-class LaneReader(IterableDataset[Part]):
+class ShardStreamReader(IterableDataset[Part]):
     """Yields the parts of one window after the other, without end; after the last sample they are empty.
 
     In a ``DataLoader`` with processes, part ``i`` of each window is read by process ``i`` modulo their number.
@@ -157,8 +157,8 @@ class LaneReader(IterableDataset[Part]):
         dataset: in shards.
         spec: of it.
         cursor: where to begin.
-        groups: of lanes; each gives a part to each window.
-        window_size: samples of a window over all lanes.
+        groups: of streams; each gives a part to each window.
+        window_size: samples of a window over all streams.
         collate: makes a batch of samples.
         is_seeded: whether random numbers follow from the place in the data.
     """
@@ -187,29 +187,29 @@ class LaneReader(IterableDataset[Part]):
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._cursor.epoch)
-        at = self._cursor.lanes or ((0, 0),) * self._spec.lanes
-        lanes = {
-            lane: _Lane(self._dataset, self._spec, lane, self._cursor.epoch, at[lane])
+        at = self._cursor.streams or ((0, 0),) * self._spec.streams
+        streams = {
+            stream: _ShardStream(self._dataset, self._spec, stream, self._cursor.epoch, at[stream])
             for group in self._groups[first::step]
-            for lane in group
+            for stream in group
         }
         while True:
             for group in self._groups[first::step]:
-                yield self._part([lanes[lane] for lane in group])
+                yield self._part([streams[stream] for stream in group])
 
-    def _part(self, lanes: list[_Lane]) -> Part:
-        if not lanes:
+    def _part(self, streams: list[_ShardStream]) -> Part:
+        if not streams:
             return Part(None)
-        begin = lanes[0]
+        begin = streams[0]
         place = (self._spec.seed, self._cursor.epoch, begin.number, *begin.at)
         with seeded(*place, on=self._is_seeded):
             samples, ids = [], []
-            for lane in lanes:
-                for sample, name in lane.take(len(share(self._window_size, self._spec.lanes, lane.number))):
+            for stream in streams:
+                for sample, name in stream.take(len(share(self._window_size, self._spec.streams, stream.number))):
                     samples.append(sample)
                     ids.append(name)
             batch = self._collate(samples) if samples else None
-        return Part(batch, tuple(ids), tuple((lane.number, *lane.at) for lane in lanes), place)
+        return Part(batch, tuple(ids), tuple((stream.number, *stream.at) for stream in streams), place)
 
     def stand_in(self) -> Any:
         """Return a batch of a sample or two, whichever; batch normalisation refuses a single one.
@@ -217,19 +217,19 @@ class LaneReader(IterableDataset[Part]):
         Raises:
             UsageError: the data set has none.
         """
-        for lane in range(self._spec.lanes):
-            lane_begin = _Lane(self._dataset, self._spec, lane, self._cursor.epoch, (0, 0))
-            samples = [sample for sample, _ in lane_begin.take(2)]
+        for stream in range(self._spec.streams):
+            opened = _ShardStream(self._dataset, self._spec, stream, self._cursor.epoch, (0, 0))
+            samples = [sample for sample, _ in opened.take(2)]
             if samples:
                 return self._collate(samples)
         raise UsageError(f"None of the {self._spec.shards} shards holds a sample; check what reads them.")
 
 
-class _Lane:
+class _ShardStream:
     """One sequence of samples.
 
     Attributes:
-        at: the shard's place in the lane, and samples read of it.
+        at: the shard's place in the stream, and samples read of it.
     """
 
     def __init__(self, dataset: ShardedDataset, spec: ShardSpec, number: int, epoch: int, at: tuple[int, int]) -> None:
@@ -241,7 +241,7 @@ class _Lane:
         self.at = at
 
     def take(self, count: int) -> Iterator[tuple[Any, int]]:
-        """Yield the next samples, fewer at the lane's end, with their names."""
+        """Yield the next samples, fewer at the stream's end, with their names."""
         while count and self.at[0] < len(self._shards):
             shard = self._shards[self.at[0]]
             if self._reading is None:

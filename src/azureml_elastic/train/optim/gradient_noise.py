@@ -17,14 +17,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Noise"]
+__all__ = ["GradientNoiseScale"]
 
 _LEAST = 1e-6
 """The paper's limit for a variance that is estimated as zero."""
 
 
 @dataclass(frozen=True)
-class Noise:
+class GradientNoiseScale:
     """Running estimates.
 
     Args:
@@ -34,7 +34,9 @@ class Noise:
 
     moments: tuple[float, ...] = ()
 
-    def observe(self, local: float, mean: float, *, micro_batches: int, count: int, reference: int) -> Noise:
+    def observe(
+        self, local: float, mean: float, *, micro_batches: int, count: int, reference: int
+    ) -> GradientNoiseScale:
         """Return the estimates after another step.
 
         Args:
@@ -56,7 +58,7 @@ class Noise:
             keep * squared_sum + add * squared,
             keep * weight + add,
         )
-        return Noise(moments)
+        return GradientNoiseScale(moments)
 
     def gain(self, reference_world_size: int, world_size: int) -> float:
         """Return the steps of the reference that one step at a world size is worth, between 1 and their ratio."""

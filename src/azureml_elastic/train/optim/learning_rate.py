@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from azureml_elastic.checkpoint.state.zero_redundancy import is_zero_redundancy
 from azureml_elastic.config import BatchPolicy, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.position import Position, Spec, Window
+from azureml_elastic.train.data.position import LoaderSpec, Position, Window
 from azureml_elastic.train.data.sampling import DataSpec
-from azureml_elastic.train.optim.gradient_noise import Noise
+from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
 from azureml_elastic.train.optim.scaling import Scale, adam_betas
 
 __all__ = ["LearningRate"]
@@ -31,13 +31,13 @@ class LearningRate:
     Args:
         policy: of the run.
         position: in the data.
-        void: tells whether the step at hand counts for nothing.
+        discarded: tells whether the step at hand counts for nothing.
     """
 
-    def __init__(self, policy: BatchPolicy, position: Position, void: Callable[[], bool]) -> None:
+    def __init__(self, policy: BatchPolicy, position: Position, discarded: Callable[[], bool]) -> None:
         self._policy = policy if isinstance(policy, FixedPerWorkerBatch) else None
         self._position = position
-        self._void = void
+        self._discarded = discarded
         self._hooked: list[_Hooked] = []
         self._scale: Scale | None = None
         self._progress = 0.0
@@ -71,17 +71,17 @@ class LearningRate:
             # A run that begins has no momentum to wait for; one that had another policy has gone at a factor of 1.
             reference = self._policy.reference_world_size
             size = reference if self._progress else world_size
-            self._scale = Scale(size, gain=Noise().gain(reference, size), progress=self._progress)
+            self._scale = Scale(size, gain=GradientNoiseScale().gain(reference, size), progress=self._progress)
         self._scale, shrink = self._scale.enter(self._policy, world_size, self._momentum())
         if shrink != 1.0:
             for each in self._hooked:
                 each.shrink_momentum(shrink)
 
     def observe(self, local: float, mean: float, *, micro_batches: int, count: int, reference: int) -> None:
-        """Learn from a step's gradients, before the optimizer steps, see :meth:`Noise.observe`."""
+        """Learn from a step's gradients, before the optimizer steps, see :meth:`GradientNoiseScale.observe`."""
         assert self._policy is not None
         assert self._scale is not None
-        noise = Noise(self._scale.moments).observe(
+        noise = GradientNoiseScale(self._scale.moments).observe(
             local, mean, micro_batches=micro_batches, count=count, reference=reference
         )
         gain = noise.gain(self._policy.reference_world_size, self._scale.world_size)
@@ -141,7 +141,7 @@ class LearningRate:
         return max(values)
 
     def _before_step(self, optimizer: Optimizer) -> tuple[float, float | None]:
-        if self._position.accumulating and not self._void() and _moves(optimizer):
+        if self._position.accumulating and not self._discarded() and _moves(optimizer):
             self._position.require_whole()
         if self._policy is None or self._scale is None:
             return 1.0, None
@@ -219,7 +219,7 @@ def _require_fitting(policy: FixedPerWorkerBatch, optimizer: Optimizer) -> None:
         raise UsageError(f"scale_betas=True needs betas and eps, which {kind} has not. Leave it out.")
 
 
-def _steps_at(spec: Spec, consumed: int) -> int:
+def _steps_at(spec: LoaderSpec, consumed: int) -> int:
     """Return the steps of the reference that so many samples of an epoch complete; its last one may be smaller."""
     if isinstance(spec, DataSpec):
         return spec.windows if consumed >= spec.usable else consumed // spec.global_batch_size

@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import Self
 
 from azureml_elastic.config import FixedPerWorkerBatch, Ramp
-from azureml_elastic.train.optim.gradient_noise import Noise
+from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
 
 __all__ = ["Scale", "adam_betas", "ramp_steps", "target"]
 
@@ -71,7 +71,7 @@ class Scale:
         now = self.factor(policy)
         gain = self.gain
         if policy.scaling == "adascale":  # what has been measured tells the gain of the new batch before its first step
-            gain = Noise(self.moments).gain(policy.reference_world_size, world_size)
+            gain = GradientNoiseScale(self.moments).gain(policy.reference_world_size, world_size)
         wanted = target(policy, world_size, gain)
         moved = replace(self, world_size=world_size, start=now, elapsed=0, steps=0, gain=gain)
         if wanted <= now:

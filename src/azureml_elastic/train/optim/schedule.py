@@ -46,7 +46,7 @@ class Schedule:
         if steps is None:
             raise UsageError(
                 "The schedule was stepped outside of an optimizer step. Call its step() between optimizer.step() and "
-                "run.step(); a scheduler that counts epochs needs no run.schedule()."
+                "run.commit(); a scheduler that counts epochs needs no run.schedule()."
             )
         for _ in range(steps):
             self._scheduler.step()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.ipc.agent_interface import Identity
-from azureml_elastic.train.data.position import Stream, Window
+from azureml_elastic.train.data.position import LoaderState, Window
 from azureml_elastic.train.data.sampling import Cursor
 
 __all__ = ["Audit"]
@@ -38,7 +38,7 @@ class Audit:
         path = self._folder / f"round-{identity.round}.rank-{identity.rank}.jsonl"
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def begin(self, step: int, stream: Stream, window: Window) -> None:
+    def begin(self, step: int, stream: LoaderState, window: Window) -> None:
         """Write down what a step is about to train.
 
         Args:
@@ -49,7 +49,7 @@ class Audit:
         what = {"epoch": window.after.epoch, "of": window.epoch_size, "ids": list(window.ids)}
         self._write({"round": self._round, "step": step, "loader": stream.name, **what})
 
-    def ended(self, step: int, stream: Stream, cursor: Cursor) -> None:
+    def ended(self, step: int, stream: LoaderState, cursor: Cursor) -> None:
         """Write down how many samples an epoch has turned out to have.
 
         Args:

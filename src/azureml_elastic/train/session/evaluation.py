@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.loader import SizedDataset, require_foreign, to_device
 from azureml_elastic.train.data.sampling import share
-from azureml_elastic.train.session.process_group_lifecycle import Place
+from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 
 __all__ = ["Evaluation"]
 
@@ -51,30 +51,30 @@ class Evaluation:
         self._batch_size = batch_size
         self._options = options
 
-    def run(self, place: Place, modules: list[nn.Module]) -> dict[str, float]:
+    def run(self, lifecycle: ProcessGroupLifecycle, modules: list[nn.Module]) -> dict[str, float]:
         """Return the means over all samples, the same on all ranks. A collective.
 
         Args:
-            place: of this process in the run.
+            lifecycle: of this process in the run.
             modules: to be in evaluation mode meanwhile.
         """
         while True:
-            generation = place.position.generation
+            generation = lifecycle.position.generation
             gathered: list[dict[str, list[float]]] = []
-            with place.guard():
-                place.share_buffers()
+            with lifecycle.guard():
+                lifecycle.share_buffers()
                 with _evaluating(modules), torch.no_grad():
-                    own = self._sums(place)
-                gathered = place.world.control.gather(own)
-            if generation == place.position.generation:
+                    own = self._sums(lifecycle)
+                gathered = lifecycle.world.control.gather(own)
+            if generation == lifecycle.position.generation:
                 return self._means(gathered)
 
-    def _sums(self, place: Place) -> dict[str, list[float]]:
-        identity, count = place.position.identity, len(self._dataset)
+    def _sums(self, lifecycle: ProcessGroupLifecycle) -> dict[str, list[float]]:
+        identity, count = lifecycle.position.identity, len(self._dataset)
         begins = range(0, count, self._batch_size)
         part = share(len(begins), identity.world_size, identity.rank)
         mine = [list(range(begin, min(begin + self._batch_size, count))) for begin in begins[part.start : part.stop]]
-        options = {"pin_memory": place.device.type == "cuda", **self._options}
+        options = {"pin_memory": lifecycle.device.type == "cuda", **self._options}
         loader: DataLoader[Any] = DataLoader(
             self._dataset,  # type: ignore[arg-type]  # torch asks for its class, and uses the two methods
             batch_sampler=mine,
@@ -82,7 +82,7 @@ class Evaluation:
         )
         sums: dict[str, list[float]] = {}
         for batch in loader if mine else ():
-            for name, value in self._measure(to_device(batch, place.device)).items():
+            for name, value in self._measure(to_device(batch, lifecycle.device)).items():
                 sums.setdefault(name, []).append(float(value))
         return sums
 

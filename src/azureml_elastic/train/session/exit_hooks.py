@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Ending", "leave_quickly"]
+__all__ = ["ExitHooks", "leave_quickly"]
 
 
-class Ending:
+class ExitHooks:
     """Finishes a session when the script has run to its end, and only then.
 
     A script that ends with an uncaught exception is not finished: its state may be that of half a step. It ends with 1

@@ -29,7 +29,7 @@ from azureml_elastic.train.session.audit import Audit
 from azureml_elastic.train.session.exit_hooks import leave_quickly
 from azureml_elastic.train.session.training_state import TrainingState
 
-__all__ = ["Place"]
+__all__ = ["ProcessGroupLifecycle"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _OTHER_SECONDS = 0.5
 """The same for an error that does not look like one."""
 
 
-class Place:
+class ProcessGroupLifecycle:
     """The process group of the round, and the way into the next one.
 
     Args:
@@ -60,7 +60,7 @@ class Place:
         self._audit = audit
         self._training_state: TrainingState | None = None
         self._models: list[ElasticDataParallel] = []
-        self._void: dict[str, Any] | None = None
+        self._discarded: dict[str, Any] | None = None
         self.over = False
         self.device = pick_device(identity)
         self.world = ProcessGroups(agent.park() if agent.stays else identity, self.device)
@@ -79,7 +79,7 @@ class Place:
         """Make a model data-parallel, for as long as this process lives."""
         with self.guard(stay=False):
             absorb = self._absorb if self._agent.stays else lambda _: False
-            self._models.append(ElasticDataParallel(model, absorb, lambda: self.void, **options))
+            self._models.append(ElasticDataParallel(model, absorb, lambda: self.discarded, **options))
         return self._models[-1]
 
     def dissolve(self) -> None:
@@ -93,15 +93,15 @@ class Place:
             model.share_buffers()
 
     @property
-    def void(self) -> bool:
+    def discarded(self) -> bool:
         """Whether the step at hand counts for nothing: its round has ended in the middle of it."""
-        return self._void is not None
+        return self._discarded is not None
 
-    def end_void_step(self) -> None:
+    def end_discarded_step(self) -> None:
         """Undo what the script has done in a step that counts for nothing."""
-        assert self._void is not None
-        self._kept.restore_others(self._void)
-        self._void = None
+        assert self._discarded is not None
+        self._kept.restore_others(self._discarded)
+        self._discarded = None
         self.position.drop()
 
     def give_up(self, *, handed_over: bool = False) -> None:
@@ -186,7 +186,7 @@ class Place:
         return True
 
     def _rejoin(self) -> None:
-        """Take a place in the next round, with the furthest state among its ranks; the step at hand is void."""
+        """Take a place in the next round, with the furthest state among its ranks; the step at hand is discarded."""
         self._kept.drop_gradients()
         while True:
             self._leave_group()
@@ -205,7 +205,7 @@ class Place:
         if self._audit is not None:
             self._audit.enter(self.world.identity)
         if self.position.opened:
-            self._void = self._kept.others()
+            self._discarded = self._kept.others()
 
     def _on_interrupt(self) -> None:
         """Make the collectives fail, those of the training thread too; called on the thread that hears the agent."""

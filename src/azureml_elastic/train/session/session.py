@@ -1,6 +1,6 @@
 """The training process's side of an elastic run: what ``train.start()`` returns.
 
-The session knows how many optimizer steps the run has completed and where its data stand. ``run.step()`` is the commit
+The session knows how many optimizer steps the run has completed and where its data stand. ``run.commit()`` is the commit
 point of a step: everything that could interrupt training happens there, between two steps, and nowhere else.
 """
 
@@ -24,8 +24,8 @@ from azureml_elastic.ipc.agent_interface import Action, Agent, Identity
 from azureml_elastic.train.data.loader import Batching
 from azureml_elastic.train.integrations.deepspeed import config_for
 from azureml_elastic.train.session.audit import Audit
-from azureml_elastic.train.session.exit_hooks import Ending
-from azureml_elastic.train.session.process_group_lifecycle import Place
+from azureml_elastic.train.session.exit_hooks import ExitHooks
+from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 from azureml_elastic.train.session.profiling import Profiling
 from azureml_elastic.train.session.training import Training
 from azureml_elastic.train.session.training_state import TrainingState
@@ -61,17 +61,17 @@ class Session(Training):
         batch: BatchPolicy,
         profiling: Profiling | None = None,
     ) -> None:
-        place = Place(agent, identity, audit)
-        super().__init__(place, agent, audit, batch)
-        self._training_state = TrainingState(policy, storage, agent, place.world, self._position, self._rate)
-        self._place.keep(self._training_state)
+        lifecycle = ProcessGroupLifecycle(agent, identity, audit)
+        super().__init__(lifecycle, agent, audit, batch)
+        self._training_state = TrainingState(policy, storage, agent, lifecycle.world, self._position, self._rate)
+        self._lifecycle.keep(self._training_state)
         self._profiling = profiling
-        self._ending = Ending(self._finish_at_exit, self._close_at_exit, self._place.on_uncaught)
+        self._exit_hooks = ExitHooks(self._finish_at_exit, self._close_at_exit, self._lifecycle.on_uncaught)
 
     @property
     def device(self) -> torch.device:
         """Of this process."""
-        return self._place.device
+        return self._lifecycle.device
 
     @property
     def steps(self) -> int:
@@ -81,27 +81,27 @@ class Session(Training):
     @property
     def rank(self) -> int:
         """Among all processes of the round."""
-        return self._place.world.identity.rank
+        return self._lifecycle.world.identity.rank
 
     @property
     def local_rank(self) -> int:
         """Among the processes of this node."""
-        return self._place.world.identity.local_rank
+        return self._lifecycle.world.identity.local_rank
 
     @property
     def world_size(self) -> int:
         """Processes of the round; another round may have another number."""
-        return self._place.world.identity.world_size
+        return self._lifecycle.world.identity.world_size
 
     @property
     def round(self) -> int:
         """The round's number, 0 without an agent."""
-        return self._place.world.identity.round
+        return self._lifecycle.world.identity.round
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
-        return self._place.world.identity.rank == 0
+        return self._lifecycle.world.identity.rank == 0
 
     @property
     def epoch(self) -> int:
@@ -119,7 +119,7 @@ class Session(Training):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         options = {"device_ids": [self.device] if self.device.type == "cuda" else None, **options}
-        return self._place.parallel(model, **options)
+        return self._lifecycle.parallel(model, **options)
 
     def deepspeed_config(
         self, config: Mapping[str, Any], *, global_batch_size: int, micro_batch_size: int | None = None
@@ -159,12 +159,12 @@ class Session(Training):
             raise UsageError(f"run.track() was called before, with {names}. Give all objects in one call.")
         state = TrackedState(objects, self._on_optimizer_step)
         self._attach(state)
-        with self._place.guard(stay=False):
+        with self._lifecycle.guard(stay=False):
             self._training_state.track(state)
         if self._profiling is not None:
-            self._profiling.enter(self._place.world.identity, self.steps)
+            self._profiling.enter(self._lifecycle.world.identity, self.steps)
 
-    def step(self) -> None:
+    def commit(self) -> None:
         """Commit an optimizer step: its samples are trained, and a checkpoint or a change of nodes may follow.
 
         To be called by all ranks, after ``optimizer.step()`` and after whatever else the step changes in what is
@@ -177,25 +177,25 @@ class Session(Training):
             SystemExit: the agent wants this process to leave; all is saved.
         """
         if self._training_state.state is None:
-            raise UsageError("run.step() was called before run.track(): a restart would begin from scratch.")
-        if self._place.over:
-            raise UsageError("run.step() was called after run.finish().")
-        if self._position.streams and not self._position.opened:
-            raise UsageError("run.step() was called without a batch: call it once in each iteration over the loader.")
-        if self._place.void:
-            self._place.end_void_step()
+            raise UsageError("run.commit() was called before run.track(): a restart would begin from scratch.")
+        if self._lifecycle.over:
+            raise UsageError("run.commit() was called after run.finish().")
+        if self._position.loaders and not self._position.opened:
+            raise UsageError("run.commit() was called without a batch: call it once in each iteration over the loader.")
+        if self._lifecycle.discarded:
+            self._lifecycle.end_discarded_step()
             if self._profiling is not None:
-                self._profiling.after_step(self._place.world.identity, self.steps)
+                self._profiling.after_step(self._lifecycle.world.identity, self.steps)
             return
         self._commit()
         self._training_state.steps += 1
         self._training_state.half_step = False
         if self._audit is not None:
             self._audit.done(self.steps)
-        with self._place.guard():
+        with self._lifecycle.guard():
             self._between_steps(self._agent.completed(self.steps))
         if self._profiling is not None:
-            self._profiling.after_step(self._place.world.identity, self.steps)
+            self._profiling.after_step(self._lifecycle.world.identity, self.steps)
 
     def finish(self) -> None:
         """Take the last checkpoint, so that the same script started again trains nothing again. Only once.
@@ -206,23 +206,23 @@ class Session(Training):
         Raises:
             CheckpointError: the last checkpoint could not be committed; started again, the script resumes before it.
         """
-        if self._place.over:
+        if self._lifecycle.over:
             return
         if self._profiling is not None:
             self._profiling.finish(self.steps)
         self._training_state.settle()
         if self._training_state.state is not None:
             if self._training_state.half_step:
-                _LOG.warning("The optimizer has stepped after the last run.step(); that step is not saved.")
+                _LOG.warning("The optimizer has stepped after the last run.commit(); that step is not saved.")
             else:
-                with self._place.guard(stay=False):
+                with self._lifecycle.guard(stay=False):
                     if self._training_state.has_news() and not self._training_state.save(must_commit=True):
                         raise CheckpointError(
                             f"The last checkpoint, of step {self.steps}, was written but could not be committed: the "
                             "run's table stayed away. Started again, the script resumes from the checkpoint before it."
                         )
             self._agent.finished(self.steps)
-        self._place.over = True
+        self._lifecycle.over = True
 
     def _finish_at_exit(self) -> None:
         """Finish a script that has trained all its epochs; one that ends earlier may be failing, on one rank alone."""
@@ -237,24 +237,24 @@ class Session(Training):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Finish, unless the block has failed, and let go of everything."""
-        self._ending.failed = self._ending.failed or kind is not None
+        self._exit_hooks.failed = self._exit_hooks.failed or kind is not None
         try:
-            if not self._ending.failed:
+            if not self._exit_hooks.failed:
                 self.finish()
         finally:
             self._close()
 
     def _on_optimizer_step(self) -> None:
-        if not self._place.void:
+        if not self._lifecycle.discarded:
             self._training_state.half_step = True
 
     def _between_steps(self, action: Action | None) -> None:
-        handed_over = action == "rejoin" and self._place.hand_over()
+        handed_over = action == "rejoin" and self._lifecycle.hand_over()
         if action in ("leave", "rejoin"):
             if not handed_over:
                 with contextlib.suppress(RoundBroken):  # the state goes on in memory, and is saved first thing there
                     self._training_state.save(must_commit=True)
-            self._place.give_up(handed_over=handed_over)
+            self._lifecycle.give_up(handed_over=handed_over)
             return
         self._training_state.after_step()
         if self._training_state.due() or action == "save":
@@ -264,17 +264,17 @@ class Session(Training):
 
     def _close_at_exit(self) -> None:
         self._close()
-        self._place.dissolve()
+        self._lifecycle.dissolve()
 
     def _close(self) -> None:
-        self._ending.cancel()
+        self._exit_hooks.cancel()
         if self._profiling is not None:
             self._profiling.close()
-        if not self._place.over:
+        if not self._lifecycle.over:
             self._training_state.settle(_CLOSING_SECONDS)
         self._agent.close()
         if self._audit is not None:
             self._audit.close()
-        world = self._place.world
-        if world.owns_group and not self._ending.failed:  # leaving a group of which a peer has died could wait for it
+        world = self._lifecycle.world
+        if world.owns_group and not self._exit_hooks.failed:  # leaving a group of which a peer has died could wait for it
             world.close()

@@ -15,7 +15,7 @@ from azureml_elastic.config import BatchPolicy, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.train.data.loader import Batching, ElasticLoader, MapLoader, SizedDataset
-from azureml_elastic.train.data.position import MicroBatch, Stream
+from azureml_elastic.train.data.position import LoaderState, MicroBatch
 from azureml_elastic.train.data.sampling import DataSpec
 from azureml_elastic.train.data.shard_loader import ShardLoader
 from azureml_elastic.train.data.shard_streams import ShardedDataset, ShardSpec
@@ -24,7 +24,7 @@ from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.optim.schedule import Schedule, steps_of
 from azureml_elastic.train.session.audit import Audit
 from azureml_elastic.train.session.evaluation import Evaluation
-from azureml_elastic.train.session.process_group_lifecycle import Place
+from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 
 __all__ = ["Training"]
 
@@ -33,20 +33,20 @@ class Training(ABC):
     """Batches in, gradients out.
 
     Args:
-        place: of this process in the run.
+        lifecycle: of this process in the run.
         agent: that started the process.
         audit: writes down the samples of each step, if at all.
         batch: what becomes of the batch when the world size changes.
     """
 
-    def __init__(self, place: Place, agent: Agent, audit: Audit | None, batch: BatchPolicy) -> None:
-        self._place = place
+    def __init__(self, lifecycle: ProcessGroupLifecycle, agent: Agent, audit: Audit | None, batch: BatchPolicy) -> None:
+        self._lifecycle = lifecycle
         self._agent = agent
         self._audit = audit
         self._batch = batch
-        self._position = place.position
-        self._rate = LearningRate(batch, self._position, lambda: place.void)
-        self._gradients = Gradients(batch, place.world, self._position, self._rate)
+        self._position = lifecycle.position
+        self._rate = LearningRate(batch, self._position, lambda: lifecycle.discarded)
+        self._gradients = Gradients(batch, lifecycle.world, self._position, self._rate)
         self._trained: TrackedState | None = None
         self._trained_out = False
         self._counted: tuple[Any, list[int]] | None = None
@@ -62,7 +62,7 @@ class Training(ABC):
     @property
     def accumulating(self) -> bool:
         """Whether more micro-batches of this step are to come, so that the optimizer must not step yet."""
-        return self._position.accumulating and not self._place.void
+        return self._position.accumulating and not self._lifecycle.discarded
 
     @property
     def learning_rate_factor(self) -> float:
@@ -103,11 +103,11 @@ class Training(ABC):
         """
         batching = Batching(self._batch, micro_batch_size)
         batching.require_fitting(global_batch_size)
-        if self._gradients.exact and self._position.streams:
+        if self._gradients.exact and self._position.loaders:
             raise UsageError('reduce="exact" works with one training loader; take reduce="allreduce" for several.')
         order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
         made: dict[str, Any] = {"kind": loader_class, "options": options}
-        made |= {"position": self._position, "device": self._place.device}
+        made |= {"position": self._position, "device": self._lifecycle.device}
         if not isinstance(dataset, IterableDataset) and isinstance(dataset, SizedDataset):
             spec = DataSpec(len(dataset), global_batch_size, **order)
             return MapLoader(dataset, spec, batching, stream=self._position.add(name, spec), **made)
@@ -154,7 +154,7 @@ class Training(ABC):
         evaluation = Evaluation(measure, dataset, batch_size, options)
         self._agent.busy()
         try:
-            return evaluation.run(self._place, [] if self._trained is None else self._trained.modules)
+            return evaluation.run(self._lifecycle, [] if self._trained is None else self._trained.modules)
         finally:
             self._agent.free()
 
@@ -182,7 +182,7 @@ class Training(ABC):
         position.in_epochs = True
         spec = position.first_spec
         if isinstance(spec, DataSpec):
-            cursor = next(iter(position.streams.values())).cursor
+            cursor = next(iter(position.loaders.values())).cursor
             remaining = (count - position.epoch) * spec.windows - -(-cursor.consumed // spec.global_batch_size)
             size = Batching(self._batch, None).window_size(spec.global_batch_size, position.identity.world_size)
             self._agent.expects(self.steps + max(0, -(-remaining * spec.global_batch_size // size)))
@@ -213,24 +213,24 @@ class Training(ABC):
                 f"The loss has {loss.numel()} values; run.backward() takes the mean over the batch. Give the loss "
                 'function reduction="mean", or call .mean().'
             )
-        if self._place.void:
+        if self._lifecycle.discarded:
             return  # the step was given up in the forward pass
         micro = opened[0].open
         assert micro is not None
         if len(opened) > 1:
             _require_same_weight(opened)
-        with self._place.guard():
+        with self._lifecycle.guard():
             self._gradients.backward(loss, micro, None if count is None else int(count))
 
-    def _opened(self, stream: Stream, micro: MicroBatch) -> None:
+    def _opened(self, stream: LoaderState, micro: MicroBatch) -> None:
         self._gradients.begin(micro)
         self._count_schedules()
         if micro.index == 0 and self._audit is not None:
             self._audit.begin(self.steps + 1, stream, micro.window)
 
     def _exchange(self, numbers: torch.Tensor) -> None:
-        with self._place.guard():
-            self._place.world.control.add_up(numbers)
+        with self._lifecycle.guard():
+            self._lifecycle.world.control.add_up(numbers)
 
     def _attach(self, state: TrackedState) -> None:
         if isinstance(self._batch, FixedPerWorkerBatch) and any(
@@ -253,9 +253,9 @@ class Training(ABC):
         self._position.commit()
 
     def _steps_of_schedule(self) -> int | None:
-        if self._place.void:
+        if self._lifecycle.discarded:
             return 0
-        if self._position.streams and not self._position.opened:
+        if self._position.loaders and not self._position.opened:
             return None
         self._position.require_whole()
         self._rate.begin()  # a scheduler may compute a rate from the one before
@@ -286,7 +286,7 @@ class Training(ABC):
                 self._counted = (within, [steps_of(scheduler) for scheduler in self._trained.schedulers])
 
 
-def _require_same_weight(opened: list[Stream]) -> None:
+def _require_same_weight(opened: list[LoaderState]) -> None:
     """Check that one weight suits the batches of several loaders.
 
     Raises:

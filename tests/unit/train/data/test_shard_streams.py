@@ -181,11 +181,11 @@ def test_incomplete_windows_are_dropped():
 
 
 def test_lanes_suit_most_world_sizes():
-    lanes = [
-        ShardSpec.make(shards, None, global_batch_size=64, seed=0, shuffle=True, drop_last=False).lanes
+    streams = [
+        ShardSpec.make(shards, None, global_batch_size=64, seed=0, shuffle=True, drop_last=False).streams
         for shards in (1, 5, 13, 30, 1000)
     ]
-    assert lanes == [1, 4, 12, 24, 60]
+    assert streams == [1, 4, 12, 24, 60]
 
 
 def test_what_cannot_be_read_in_shards_is_refused():
@@ -198,7 +198,7 @@ def test_what_cannot_be_read_in_shards_is_refused():
     where = {"stream": position.add("train", spec), "position": position, "device": torch.device("cpu")}
     more = {"exchange": lambda _: None, "options": {}}
     loader = ShardLoader(dataset([1, 2]), spec, Batching(FixedGlobalBatch()), **more, **where)
-    with pytest.raises(UsageError, match="2 lanes, fewer than the 3 ranks"):
+    with pytest.raises(UsageError, match="2 streams, fewer than the 3 ranks"):
         next(iter(loader))
     with pytest.raises(UsageError, match="2 items cannot be read as 3 shards"):
         dataset([1, 2]).shard(num_shards=3, index=0)

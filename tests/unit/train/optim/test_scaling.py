@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Ramp
-from azureml_elastic.train.optim.gradient_noise import Noise
+from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
 from azureml_elastic.train.optim.scaling import Scale, adam_betas, ramp_steps, target
 
 SIZES = st.integers(1, 48)
@@ -39,7 +39,7 @@ LIVES = st.lists(st.tuples(SIZES, st.integers(0, 30)), min_size=1, max_size=8)
 
 def rising(policy, before, after, momentum):
     """Return the factor before a change, and the state after it, which is to rise."""
-    scale = Scale(before, gain=Noise().gain(policy.reference_world_size, before))
+    scale = Scale(before, gain=GradientNoiseScale().gain(policy.reference_world_size, before))
     now, (entered, _) = scale.factor(policy), scale.enter(policy, after, momentum)
     assume(target(policy, after, entered.gain) > now)
     return now, entered
@@ -138,7 +138,7 @@ def test_every_point_of_a_history_comes_back_from_json(policy, lives, momentum, 
 
 @given(policies(momentum=st.just(Ramp()) | st.builds(Ramp, steps=st.integers(1, 40))), LIVES, st.just(0.9), MOMENTS)
 def test_a_change_in_the_middle_of_a_ramp_goes_on_from_the_applied_factor(policy, lives, momentum, moments):
-    gain = Noise(moments).gain(policy.reference_world_size, lives[0][0])
+    gain = GradientNoiseScale(moments).gain(policy.reference_world_size, lives[0][0])
     scale = Scale(lives[0][0], gain=gain, moments=moments)
     for size, steps in lives:
         now = scale.factor(policy)
@@ -180,7 +180,7 @@ def test_without_compensation_a_factor_rises_at_once():
 @given(MOMENTS, st.integers(1, 8), SIZES)
 @example((2.524234954175899, 0.0, 1.0), 4, 7)
 def test_a_gain_is_between_one_and_the_ratio_of_the_batches(moments, reference, size):
-    gain, k = Noise(moments).gain(reference, size), size / reference
+    gain, k = GradientNoiseScale(moments).gain(reference, size), size / reference
     assert min(1, k) <= gain <= max(1, k)
     if k <= 1:
         assert gain == k
@@ -190,11 +190,11 @@ def test_a_gain_is_between_one_and_the_ratio_of_the_batches(moments, reference, 
     ("moments", "gain"), [((1.0, 0.0, 1.0), 8), ((0.0, 1e9, 1.0), 1), ((0.0, 0.0, 1.0), 8), ((2.0, 2.0, 0.5), 16 / 9)]
 )
 def test_the_gain_is_all_of_the_batch_for_noise_alone_and_nothing_without(moments, gain):
-    assert Noise(moments).gain(1, 8) == pytest.approx(gain, rel=1e-6)
+    assert GradientNoiseScale(moments).gain(1, 8) == pytest.approx(gain, rel=1e-6)
 
 
 def test_before_anything_is_measured_a_larger_batch_gains_nothing():
-    assert Noise().gain(2, 8) == 1.0
+    assert GradientNoiseScale().gain(2, 8) == 1.0
 
 
 def micro_batches(generator, sizes, mean, deviations):
@@ -203,7 +203,7 @@ def micro_batches(generator, sizes, mean, deviations):
 
 
 def squares(sizes, gradients):
-    """Return what :meth:`Noise.observe` asks for."""
+    """Return what :meth:`GradientNoiseScale.observe` asks for."""
     shares = np.array(sizes) / sum(sizes)
     total = sum(share * gradient for share, gradient in zip(shares, gradients, strict=True))
     local = sum(share * gradient @ gradient for share, gradient in zip(shares, gradients, strict=True))
@@ -217,7 +217,7 @@ def squares(sizes, gradients):
 )
 def test_estimates_are_those_of_brute_force(steps, reference, seed):
     generator = np.random.default_rng(seed)
-    noise, weighted, weights = Noise(), np.zeros(2), 0.0
+    noise, weighted, weights = GradientNoiseScale(), np.zeros(2), 0.0
     for sizes in steps:
         gradients = generator.normal(size=(len(sizes), 7))
         mean = np.average(gradients, axis=0, weights=sizes)
@@ -242,7 +242,7 @@ def test_estimates_are_right_on_the_mean_for_uneven_micro_batches():
     observed = []
     for _ in range(4000):
         local, total = squares(sizes, micro_batches(generator, sizes, mean, deviations))
-        noise = Noise().observe(local, total, micro_batches=4, count=16, reference=reference)
+        noise = GradientNoiseScale().observe(local, total, micro_batches=4, count=16, reference=reference)
         variance, squared, weight = noise.moments
         observed.append((variance / weight * reference, squared / weight))
     truth = np.array([deviations @ deviations, mean @ mean])
@@ -255,7 +255,7 @@ def test_estimates_are_right_on_the_mean_for_uneven_micro_batches():
 def test_the_gain_is_that_of_the_known_mean_and_covariance(sizes):
     generator = np.random.default_rng(1)
     mean, deviations = np.full(200, 0.4), np.full(200, 1.5)
-    noise, reference, k = Noise(), 4, 3
+    noise, reference, k = GradientNoiseScale(), 4, 3
     for _ in range(3000):
         local, total = squares(sizes, micro_batches(generator, sizes, mean, deviations))
         noise = noise.observe(local, total, micro_batches=len(sizes), count=12, reference=reference)
@@ -268,20 +268,20 @@ def test_the_gain_is_that_of_the_known_mean_and_covariance(sizes):
     ("local", "mean", "count"), [(1.0, 1.0, 1), (math.inf, 1.0, 2), (math.nan, math.nan, 2), (1.0, math.inf, 3)]
 )
 def test_nothing_is_learnt_from_one_micro_batch_or_gradients_that_overflow(local, mean, count):
-    before = Noise((1.0, 2.0, 0.5))
+    before = GradientNoiseScale((1.0, 2.0, 0.5))
     assert before.observe(local, mean, micro_batches=count, count=8, reference=4) == before
 
 
 @given(st.integers(2, 3000), st.floats(0, 10), st.floats(0, 10))
 def test_more_micro_batches_forget_more(number, local, mean):
-    before = Noise((1.0, 2.0, 0.5))
+    before = GradientNoiseScale((1.0, 2.0, 0.5))
     _, _, weight = before.observe(local, mean, micro_batches=number, count=number, reference=4).moments
     assert weight == pytest.approx(1 - 0.5 * max(0, 1 - number / 1000))
 
 
 def test_the_gain_of_a_larger_batch_is_known_before_its_first_step():
     policy = FixedPerWorkerBatch(scaling="adascale", momentum="none")
-    noise = Noise((3.0, 1.0, 1.0))
+    noise = GradientNoiseScale((3.0, 1.0, 1.0))
     scale, _ = Scale(2, gain=noise.gain(1, 2), moments=noise.moments).enter(policy, 4, 0.9)
     assert scale.factor(policy) == noise.gain(1, 4) == 4 / 1.75
 

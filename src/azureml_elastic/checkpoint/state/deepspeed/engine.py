@@ -108,7 +108,7 @@ class EngineState(Tracked):
         if not self._told and engine.micro_steps % engine.gradient_accumulation_steps():
             raise UsageError(
                 f"A checkpoint was due after {engine.micro_steps} batches, in the middle of "
-                f"{engine.gradient_accumulation_steps()} that are accumulated. Call run.step() after the last of them."
+                f"{engine.gradient_accumulation_steps()} that are accumulated. Call run.commit() after the last of them."
             )
         slots = self._slots()
         self._require_state(slots)

@@ -60,7 +60,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(options.step_delay)
-            run.step()  # here nodes may come and go
+            run.commit()  # here nodes may come and go
             if run.is_main and run.steps % 10 == 0:
                 print(f"epoch {epoch} step {run.steps}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
 
