@@ -276,5 +276,7 @@ class Session(Training):
         if self._audit is not None:
             self._audit.close()
         world = self._lifecycle.world
-        if world.owns_group and not self._exit_hooks.failed:  # leaving a group of which a peer has died could wait for it
+        if (
+            world.owns_group and not self._exit_hooks.failed
+        ):  # leaving a group of which a peer has died could wait for it
             world.close()
