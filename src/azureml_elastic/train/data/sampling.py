@@ -42,7 +42,7 @@ class Cursor:
 
     def to_json(self) -> list[Any]:
         """Return the numbers, to be saved with a checkpoint."""
-        return [self.epoch, self.consumed, *([list(map(list, self.loaders))] if self.loaders else [])]
+        return [self.epoch, self.consumed, *([list(map(list, self.streams))] if self.streams else [])]
 
     @classmethod
     def from_json(cls, document: list[Any]) -> Self:

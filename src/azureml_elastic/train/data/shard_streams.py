@@ -125,7 +125,7 @@ class ShardSpec:
 
     def shards_of(self, stream: int, epoch: int) -> list[int]:
         """Return the shards of a stream in the order in which it reads them."""
-        places = np.arange(stream, self.shards, self.loaders)
+        places = np.arange(stream, self.shards, self.streams)
         if not self.shuffle:
             return [int(each) for each in places]
         key = xxhash.xxh3_64_intdigest(f"{self.seed}.{epoch}.shards".encode())
