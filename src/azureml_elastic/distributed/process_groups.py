@@ -1,18 +1,23 @@
-"""The ranks that this process trains with: its identity, the process group, and how a broken group is let go.
+"""The process groups of a round: opened, replaced by those of the next round, and aborted from any thread.
 
 A collective whose peer has died fails within milliseconds, because its connection breaks. One whose peer is frozen or
-cut off would wait for torch's timeout of 30 minutes: gloo has no abort. :meth:`ProcessGroups.abort` shuts down the connections
-that the group has opened, from any thread, and every collective on them fails at once.
+unreachable waits for torch's timeout of 30 minutes: gloo has no abort. :meth:`ProcessGroups.abort` shuts down gloo's
+connections and those to the store, and every collective fails at once.
+
+gloo's connections are recognised by the epoll instance that watches them (``/proc/self/fdinfo``): each gloo device has
+one, with a listening socket, a pipe, and a pointer to a handler where Python's selectors keep the descriptor
+(``gloo/transport/tcp/loop.cc`` and ``listener.cc``). Sockets of other threads are in other instances, or in none.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import re
 import socket
-import threading
+import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,52 +28,49 @@ from azureml_elastic.ipc.agent_interface import Identity
 
 __all__ = ["ProcessGroups", "is_peer_error"]
 
-_LOG = logging.getLogger(__name__)
-
 _PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "tcpstore", "broken pipe", "socket timeout")
+_FDINFO = Path("/proc/self/fdinfo")
+_WATCHED = re.compile(r"^tfd: *(\d+) .* data: *([0-9a-f]+)", re.MULTILINE)
+
+Address = tuple[str, int]
 
 
 class ProcessGroups:
-    """The process group of the round.
+    """The default process group of a round, and two control groups beside it.
 
     Args:
-        identity: of this process.
-        device: on which it trains.
+        identity: rank and round of this process.
+        device: device on which it trains.
+
+    Attributes:
+        control: control group of the training thread.
+        background: control group of the thread that writes checkpoints.
+        owns_group: whether the default group was opened here, and so is to be closed here.
     """
+
+    control: ControlGroup
+    background: ControlGroup
 
     def __init__(self, identity: Identity, device: torch.device) -> None:
         self.identity = identity
         self.device = device
-        self._lock = threading.Lock()
-        self._before: frozenset[str] = frozenset()
-        self._opening = False
-        self._sockets: frozenset[str] = frozenset()
-        self._controls: tuple[ControlGroup, ...] = ()
-        self.control: ControlGroup
-        """The ranks' agreement, for the training thread."""
-        self.background: ControlGroup
-        """The same for the thread that writes checkpoints."""
         self.owns_group = False
-        """Whether the group was opened here, and so is to be closed here."""
+        self._controls: tuple[ControlGroup, ...] = ()
+        self._store: frozenset[Address] = frozenset()
 
     def open(self) -> None:
-        """Join the process group.
+        """Join the process groups of the round.
 
         Raises:
             RuntimeError: a peer was lost meanwhile.
         """
-        with self._lock:
-            self._before, self._opening = _connections(), True
-        try:
-            self.owns_group = open_group(self.identity, self.device)
-            self._controls = (ControlGroup(), ControlGroup())
-            self.control, self.background = self._controls
-        finally:
-            with self._lock:
-                self._sockets, self._opening = _connections() - self._before, False
+        self._store = _store_addresses()
+        self.owns_group = open_group(self.identity, self.device)
+        self._controls = (ControlGroup(), ControlGroup())
+        self.control, self.background = self._controls
 
     def reopen(self, identity: Identity) -> None:
-        """Leave the group, if there still is one, and join that of another round.
+        """Leave the groups, if they are open, and join those of another round.
 
         Raises:
             RuntimeError: a peer was lost meanwhile.
@@ -78,7 +80,7 @@ class ProcessGroups:
         self.open()
 
     def close(self) -> None:
-        """Leave the group, whatever state it is in."""
+        """Leave the groups, whatever state they are in."""
         with contextlib.suppress(RuntimeError):
             close_group()
         for control in self._controls:
@@ -86,45 +88,71 @@ class ProcessGroups:
         self._controls = ()
 
     def abort(self) -> None:
-        """Make every collective of this process fail, those under way and later ones. From any thread."""
-        with self._lock:
-            own = _connections() - self._before if self._opening else self._sockets
+        """Make every collective of this process fail, those under way and later ones. Callable from any thread."""
         if dist.is_initialized() and self.device.type == "cuda":
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.distributed_c10d._abort_process_group()  # noqa: SLF001
-        for descriptor, inode in _descriptors():
-            if inode in own:
-                _shut_down(descriptor)
+        gloo = set(_gloo_descriptors())
+        for descriptor in _descriptors():
+            _shut_down(descriptor, self._store, any_peer=descriptor in gloo)
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Tell whether an error says that another rank, or the way to it, is gone."""
+    """Return whether an error says that another rank, or the connection to it, is lost."""
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS)
 
 
-def _descriptors() -> Iterator[tuple[int, str]]:
-    """Yield this process's sockets: the descriptor and the kernel's name for what is behind it."""
+def _store_addresses() -> frozenset[Address]:
+    """Return the addresses under which torch connects to the store."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    with contextlib.suppress(OSError):
+        if host and port:
+            return frozenset((str(found[4][0]), int(port)) for found in socket.getaddrinfo(host, port))
+    return frozenset()
+
+
+def _descriptors() -> list[int]:
     try:
-        names = os.listdir("/proc/self/fd")  # noqa: PTH208 - thousands of them, and only numbers
+        return [int(name) for name in os.listdir(_FDINFO)]  # noqa: PTH208 - thousands of them, and only numbers
     except OSError:
-        return
-    for name in names:
+        return []
+
+
+def _gloo_descriptors() -> Iterator[int]:
+    """Yield the descriptors that gloo's event loops watch."""
+    for descriptor in _descriptors():
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
-            if target.startswith("socket:"):
-                yield int(name), target
+            if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventpoll]":  # noqa: PTH115
+                continue
+            found = _WATCHED.findall((_FDINFO / str(descriptor)).read_text())
+            watched = {int(each): int(data, 16) for each, data in found}
+            pointers = all(each != data & 0xFFFFFFFF for each, data in watched.items())
+            pipe = any(stat.S_ISFIFO(os.fstat(each).st_mode) for each in watched)
+            if pointers and pipe and any(_listens(each) for each in watched):
+                yield from watched
 
 
-def _connections() -> frozenset[str]:
-    return frozenset(inode for _, inode in _descriptors())
+def _listens(descriptor: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _shut_down(descriptor: int) -> None:
-    """Shut a connection down, but leave its descriptor to its owner; gloo would not survive that of a listener."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
-            connection.shutdown(socket.SHUT_RDWR)
+def _shut_down(descriptor: int, peers: frozenset[Address], *, any_peer: bool) -> None:
+    """Shut a TCP connection down if it has one of these peers; the descriptor stays open for its owner.
+
+    Listeners are left alone: gloo does not survive the shutdown of its own.
+    """
+    with contextlib.suppress(OSError):
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6) or _listens(descriptor):
+                return
+            host, port = connection.getpeername()[:2] if not any_peer else ("", 0)
+            if any_peer or (host.removeprefix("::ffff:"), port) in peers:
+                connection.shutdown(socket.SHUT_RDWR)

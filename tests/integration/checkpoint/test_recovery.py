@@ -160,3 +160,7 @@ def test_a_rank_that_is_a_step_behind_catches_up(tmp_path):
     first, second = World(2, recovering.different_steps, tmp_path).values()
     assert first == second
     assert first[:2] == [4, 48]
+
+
+def test_an_abort_leaves_connections_alone_that_other_threads_opened_meanwhile(tmp_path):
+    assert World(2, recovering.abort_beside_other_connections, tmp_path / "c").values() == [[True, b"open"], [True]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
+import socket
 import sys
 import threading
 import time
@@ -148,3 +150,40 @@ def different_steps(folder):
     training_state.enter()
     steps = [int(state["step"]) for state in optimizer.state.values()]
     return [training_state.steps, stream.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]
+
+
+def abort_beside_other_connections(folder):
+    """Abort the groups of a process that opened a connection of its own meanwhile; return what still works."""
+    opened = Path(folder).with_suffix(".opened")
+    groups = ProcessGroups(Identity(int(os.environ["RANK"]), 0, 2, 1), torch.device("cpu"))
+    if groups.identity.rank == 1:
+        until(opened.exists)
+        groups.open()
+        return [_fails(groups)]
+    ends: list[socket.socket] = []
+
+    def connect():
+        until(lambda: any(each.raddr and each.raddr.port == store for each in psutil.Process().net_connections()))
+        with socket.create_server(("127.0.0.1", 0)) as server, selectors.EpollSelector() as selector:
+            selector.register(server, selectors.EVENT_READ)
+            ends.append(socket.create_connection(server.getsockname()))
+            selector.select(10)
+            ends.append(server.accept()[0])
+        opened.touch()
+
+    store = int(os.environ["MASTER_PORT"])
+    other = threading.Thread(target=connect)
+    other.start()
+    groups.open()
+    other.join()
+    groups.abort()
+    failure = _fails(groups)
+    ends[0].sendall(b"open")
+    return [failure, ends[1].recv(4)]
+
+
+def _fails(groups):
+    with suppress(RuntimeError):
+        groups.control.all_true(True)
+        return False
+    return True
