@@ -62,7 +62,7 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def bench_checkpoints(session: nox.Session) -> None:
-    """Measure what checkpoints cost beside torch's own; writes docs/benchmarks-checkpoints.md."""
+    """Measure what checkpoints cost beside torch's own; writes docs/reference/benchmarks-checkpoints.md."""
     install_wheel(session, "node", groups=("test",))
     session.run("python", "benchmarks/saving.py", *session.posargs)
 
@@ -120,6 +120,6 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure this library beside its peers in one run; writes docs/benchmarks.md."""
+    """Measure this library beside its peers in one run; writes docs/reference/benchmarks.md."""
     install_wheel(session, "node", groups=("test",))
     session.run("python", "benchmarks/run.py", *session.posargs)

@@ -1,7 +1,7 @@
 """What a checkpoint costs: for how long training stands still, and how long a restore takes; beside torch's own ways.
 
 Starts ranks that hold the same state of about 1 GB, as data parallelism does, and save it in turn in each way, several
-times. What the call of a save takes is its stall. Prints tables and writes ``docs/benchmarks-checkpoints.md``.
+times. What the call of a save takes is its stall. Prints tables and writes ``docs/reference/benchmarks-checkpoints.md``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 Way = Callable[[], Callable[[], Any]]
 HERE = Path(__file__).resolve()
 LINES = HERE.parent / "results" / "checkpoints.jsonl"
-PAGE = HERE.parent.parent / "docs" / "benchmarks-checkpoints.md"
+PAGE = HERE.parent.parent / "docs" / "reference" / "benchmarks-checkpoints.md"
 CADENCE_SECONDS = 30.0
 
 COPY = "copy of a rank's share"
