@@ -7,10 +7,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-__all__ = ["Duration", "PositiveDuration", "Spec"]
+__all__ = ["Duration", "PositiveDuration", "ConfigModel"]
 
 
-class Spec(BaseModel):
+class ConfigModel(BaseModel):
     """A frozen model that refuses fields it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_timedelta="float", validate_default=True)

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import Spec
+from azureml_elastic.config.base import ConfigModel
 
 __all__ = ["BatchPolicy", "FixedGlobalBatch", "FixedPerWorkerBatch", "Ramp"]
 
 
-class FixedGlobalBatch(Spec):
+class FixedGlobalBatch(ConfigModel):
     """The samples of an optimizer step are the same at any world size, so nothing of what is learnt depends on it.
 
     Args:
@@ -34,7 +34,7 @@ class FixedGlobalBatch(Spec):
         return self
 
 
-class Ramp(Spec):
+class Ramp(ConfigModel):
     """A learning rate that has to rise does so linearly, since momentum holds the noise of smaller batches.
 
     Args:
@@ -51,7 +51,7 @@ class Ramp(Spec):
         return self
 
 
-class FixedPerWorkerBatch(Spec):
+class FixedPerWorkerBatch(ConfigModel):
     """Each rank trains as many samples a step as ever, so a step trains more samples the more ranks there are.
 
     The loader's ``global_batch_size`` and the script's learning rate are those of ``reference_world_size`` ranks. With

@@ -7,12 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from azureml_elastic.config.base import PositiveDuration, Spec
+from azureml_elastic.config.base import PositiveDuration, ConfigModel
 
 __all__ = ["CheckpointPolicy"]
 
 
-class CheckpointPolicy(Spec):
+class CheckpointPolicy(ConfigModel):
     """The checkpoints of a run.
 
     Besides these, a checkpoint is taken whenever the round is about to change and the workers can still

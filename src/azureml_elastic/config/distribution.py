@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import Duration, PositiveDuration, Spec
+from azureml_elastic.config.base import Duration, PositiveDuration, ConfigModel
 from azureml_elastic.config.health import HealthPolicy
 from azureml_elastic.config.preemption import PreemptionPolicy
 from azureml_elastic.config.rendezvous import TableRendezvous
@@ -19,7 +19,7 @@ Recovery = Literal["restart", "in_process"]
 """What becomes of the workers when another one is lost, see :class:`ElasticDistribution`."""
 
 
-class ElasticDistribution(Spec):
+class ElasticDistribution(ConfigModel):
     """The processes of an elastic job.
 
     Args:

@@ -7,12 +7,12 @@ from datetime import timedelta
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import Duration, PositiveDuration, Spec
+from azureml_elastic.config.base import Duration, PositiveDuration, ConfigModel
 
 __all__ = ["HealthPolicy"]
 
 
-class HealthPolicy(Spec):
+class HealthPolicy(ConfigModel):
     """The limits of the check before a node joins, and of the strikes against hosts. ``None`` switches a check off.
 
     A node *fails* on a folder that cannot be written, too little disk or memory, a clock that is far off, a port that

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from azureml_elastic.config.base import Spec
+from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
@@ -22,7 +22,7 @@ __all__ = ["PLAN_VERSION", "Plan"]
 PLAN_VERSION = 1
 
 
-class Plan(Spec):
+class Plan(ConfigModel):
     """Everything that a node must know, and nothing secret.
 
     Args:

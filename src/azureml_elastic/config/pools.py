@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import Spec
+from azureml_elastic.config.base import ConfigModel
 
 __all__ = ["SERVERLESS", "NodePool", "first_nodes", "replacement_name", "step_names"]
 
@@ -22,7 +22,7 @@ _LONGEST_NAME = 255
 """Of a job of Azure ML."""
 
 
-class NodePool(Spec):
+class NodePool(ConfigModel):
     """A compute of the workspace, and how many nodes it may give.
 
     The pools of a job are a list in the order of preference. Each gives its floor at once; what is left up to the run's

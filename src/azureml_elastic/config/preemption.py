@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from azureml_elastic.config.base import Duration, PositiveDuration, Spec
+from azureml_elastic.config.base import Duration, PositiveDuration, ConfigModel
 
 __all__ = ["METADATA_ADDRESS", "PreemptionPolicy"]
 
@@ -31,7 +31,7 @@ def _metadata_address(value: str) -> str:
     return value.rstrip("/")
 
 
-class PreemptionPolicy(Spec):
+class PreemptionPolicy(ConfigModel):
     """The notices of a preemption. SIGTERM and SIGINT to a node's agent always are one.
 
     Args:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-from azureml_elastic.config.base import Spec
+from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.config.profile import Profile
 
 __all__ = ["Presets", "connection", "has_infiniband", "mode_of_input"]
@@ -67,7 +67,7 @@ _MODES = {"mount": "ro_mount", "download": "download", "stream": "direct"}
 _TYPES_WITH_MODES = frozenset({"mltable", "uri_file", "uri_folder"})
 
 
-class Presets(Spec):
+class Presets(ConfigModel):
     """What is set in a job beside what its author has said. ``None`` switches a preset off.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import Spec
+from azureml_elastic.config.base import ConfigModel
 
 __all__ = ["Profile", "recorded_after"]
 
@@ -19,7 +19,7 @@ def _ranks(value: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(set(value)))
 
 
-class Profile(Spec):
+class Profile(ConfigModel):
     """PyTorch's profiler over a few steps, written for TensorBoard; the rest of the run is not slowed down.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import Duration, PositiveDuration, Spec
+from azureml_elastic.config.base import Duration, PositiveDuration, ConfigModel
 
 __all__ = ["PORTS_OF_A_NODE", "Credential", "RendezvousTimings", "TableRendezvous"]
 
@@ -26,7 +26,7 @@ submitted (on-behalf-of), a connection string in the environment, the developer'
 """
 
 
-class RendezvousTimings(Spec):
+class RendezvousTimings(ConfigModel):
     """The patience of the rendezvous. Every interval is measured on one machine's monotonic clock.
 
     Args:
@@ -66,7 +66,7 @@ class RendezvousTimings(Spec):
         return self
 
 
-class TableRendezvous(Spec):
+class TableRendezvous(ConfigModel):
     """A table that all nodes of a run can reach.
 
     Args:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from pydantic import Field
 
-from azureml_elastic.config.base import Duration, PositiveDuration, Spec
+from azureml_elastic.config.base import Duration, PositiveDuration, ConfigModel
 
 __all__ = ["CANCELLED_TAG", "SupervisionPolicy"]
 
@@ -14,7 +14,7 @@ CANCELLED_TAG = "azureml_elastic.cancelled"
 """Of the first job of a run that its owner has cancelled: Azure ML cannot cancel a job whose nodes are all lost."""
 
 
-class SupervisionPolicy(Spec):
+class SupervisionPolicy(ConfigModel):
     """What is done about nodes that do not come, or do not come back.
 
     The node of rank 0 does it where its identity may read and submit jobs, and so does ``azureml-elastic supervise``.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import Spec
+from azureml_elastic.config.base import ConfigModel
 
 __all__ = ["ElasticResources", "Placement"]
 
@@ -22,7 +22,7 @@ Placement = Literal["fan_out", "service", "gang"]
 """
 
 
-class ElasticResources(Spec):
+class ElasticResources(ConfigModel):
     """The nodes of an elastic job.
 
     Args:

@@ -95,8 +95,8 @@ class Report(_Record):
     exit_code: int
     message: str = ""
     world_sizes: tuple[int, ...] = ()
-    rounds: tuple[timeline.Round, ...] = ()
-    recoveries: tuple[timeline.Recovery, ...] = ()
+    rounds: tuple[timeline.RoundSpan, ...] = ()
+    recoveries: tuple[timeline.RecoverySpan, ...] = ()
     nodes: tuple[NodeSummary, ...] = ()
     faults: tuple[FaultRecord, ...] = ()
     audit: SampleAudit | None = None

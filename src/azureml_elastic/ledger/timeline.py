@@ -23,11 +23,11 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 
-__all__ = ["Outcome", "Recovery", "Round", "outcome", "recoveries", "rounds", "world_sizes"]
+__all__ = ["Outcome", "RecoverySpan", "RoundSpan", "outcome", "recoveries", "rounds", "world_sizes"]
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundSpan:
     """One round that was sealed.
 
     Args:
@@ -60,7 +60,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoverySpan:
     """How long training stood still because of a loss.
 
     Args:
@@ -91,7 +91,7 @@ class Outcome:
     message: str = ""
 
 
-def rounds(events: Iterable[Event]) -> list[Round]:
+def rounds(events: Iterable[Event]) -> list[RoundSpan]:
     """Return the sealed rounds by number."""
     by_round: dict[int, list[Event]] = {}
     for event in events:
@@ -103,7 +103,7 @@ def rounds(events: Iterable[Event]) -> list[Round]:
     ]
 
 
-def world_sizes(rounds_: Iterable[Round]) -> list[int]:
+def world_sizes(rounds_: Iterable[RoundSpan]) -> list[int]:
     """Return the sizes of successive rounds that trained or started workers, equal neighbours merged."""
     sizes: list[int] = []
     for round_ in rounds_:
@@ -113,7 +113,7 @@ def world_sizes(rounds_: Iterable[Round]) -> list[int]:
     return sizes
 
 
-def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()) -> list[Recovery]:
+def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()) -> list[RecoverySpan]:
     """Return the recoveries in the order of the rounds that they ended.
 
     Args:
@@ -123,7 +123,7 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
     losses = list(losses)
     all_rounds = rounds(events)
     failed_in = {event.round for event in events if isinstance(event, WorkerFailed | HangDetected)}
-    found: list[Recovery] = []
+    found: list[RecoverySpan] = []
     for index, (round_, following) in enumerate(pairwise(all_rounds)):
         lost = round_.lost or tuple(node for node in round_.members if node not in following.members)
         resumed = next((later for later in all_rounds[index + 1 :] if later.last_step is not None), None)
@@ -134,7 +134,7 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
             continue
         seconds, since = measured
         found.append(
-            Recovery(
+            RecoverySpan(
                 round=round_.number,
                 resumed=resumed.number,
                 step=resumed.first_step or 0,
@@ -156,7 +156,7 @@ def outcome(events: Iterable[Event]) -> Outcome:
     return Outcome("succeeded" if last.succeeded else "failed", last.message)
 
 
-def _round(number: int, events: list[Event]) -> Round:
+def _round(number: int, events: list[Event]) -> RoundSpan:
     """Describe one round; at least one of its events is a ``RoundEntered``."""
     entries = {event.node: event for event in events if isinstance(event, RoundEntered)}
     entry = min(entries.values(), key=lambda event: event.rank)
@@ -173,7 +173,7 @@ def _round(number: int, events: list[Event]) -> Round:
         reason = reopened.reason
     elif ended is not None:
         reason = "the run succeeded" if ended.succeeded else f"the run failed: {ended.message}"
-    return Round(
+    return RoundSpan(
         number=number,
         members=entry.members,
         world_size=entry.world_size,
@@ -197,7 +197,7 @@ def _end(events: list[Event], reporter: str, started: float) -> float:
 
 
 def _pause(
-    events: Sequence[Event], before: Round, after: Round, lost_at: Sequence[float]
+    events: Sequence[Event], before: RoundSpan, after: RoundSpan, lost_at: Sequence[float]
 ) -> tuple[float, Literal["loss", "notice", "last step"]] | None:
     """Measure from the loss to the first step afterwards, as exactly as the events allow."""
     resumed = _times(events, after.number, Progress)

@@ -7,7 +7,7 @@ from typing import Any
 
 from azureml_elastic.errors import MissingExtra, UsageError
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.ledger.timeline import Round
+from azureml_elastic.ledger.timeline import RoundSpan
 
 __all__ = ["figure", "write_html"]
 
@@ -84,7 +84,7 @@ def _title(report: Report) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _steps(rounds: list[Round], start: float) -> tuple[list[float], list[int]]:
+def _steps(rounds: list[RoundSpan], start: float) -> tuple[list[float], list[int]]:
     """Return the corners of the world size over time: 0 between two rounds."""
     times: list[float] = []
     sizes: list[int] = []
@@ -94,7 +94,7 @@ def _steps(rounds: list[Round], start: float) -> tuple[list[float], list[int]]:
     return times, sizes
 
 
-def _add_lives(graph_objects: Any, picture: Any, rounds: list[Round], start: float) -> None:
+def _add_lives(graph_objects: Any, picture: Any, rounds: list[RoundSpan], start: float) -> None:
     bars = [(round_, rank, node) for round_ in rounds for rank, node in enumerate(round_.members)]
     picture.add_trace(
         graph_objects.Bar(

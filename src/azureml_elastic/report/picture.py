@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.ledger.timeline import Round
+from azureml_elastic.ledger.timeline import RoundSpan
 
 __all__ = ["Lifeline", "lifelines", "size_chart", "time_axis", "time_span"]
 
@@ -26,12 +26,12 @@ class Lifeline:
     end: str
 
 
-def time_span(rounds: Sequence[Round]) -> tuple[float, float]:
+def time_span(rounds: Sequence[RoundSpan]) -> tuple[float, float]:
     """Return the first and the last moment of the rounds that trained."""
     return min(round_.started for round_ in rounds), max(round_.ended for round_ in rounds)
 
 
-def size_chart(rounds: Sequence[Round], width: int) -> list[str]:
+def size_chart(rounds: Sequence[RoundSpan], width: int) -> list[str]:
     """Return one line for each world size, the largest first; a column is filled up to the size at its moment."""
     sizes = [0 if round_ is None else round_.world_size for round_ in _columns(rounds, width)]
     # A level that no round had says nothing: with 8 workers a node there are only 8, 16, 24, ...
@@ -39,7 +39,7 @@ def size_chart(rounds: Sequence[Round], width: int) -> list[str]:
     return [f"{level:4d} │" + "".join("█" if size >= level else " " for size in sizes) for level in levels]
 
 
-def time_axis(rounds: Sequence[Round], width: int) -> list[str]:
+def time_axis(rounds: Sequence[RoundSpan], width: int) -> list[str]:
     """Return the axis below the chart."""
     start, end = time_span(rounds)
     label = f"{end - start:.1f} s"
@@ -57,7 +57,7 @@ def lifelines(report: Report, width: int) -> list[Lifeline]:
     ]
 
 
-def _mark(node: str, round_: Round | None) -> str:
+def _mark(node: str, round_: RoundSpan | None) -> str:
     if round_ is None or node not in round_.members:
         return " "
     return "█" if round_.members[0] == node else "━"
@@ -69,11 +69,11 @@ def _end(ending: str, exit_code: int | None) -> str:
     return ending
 
 
-def _columns(rounds: Sequence[Round], width: int) -> list[Round | None]:
+def _columns(rounds: Sequence[RoundSpan], width: int) -> list[RoundSpan | None]:
     """Return for each of ``width`` moments the round that was on, the newest where two overlap."""
     start, end = time_span(rounds)
     length = max(end - start, 1e-9) / width
-    columns: list[Round | None] = [None] * width
+    columns: list[RoundSpan | None] = [None] * width
     for round_ in rounds:
         first = min(width - 1, int((round_.started - start) / length))
         last = max(first + 1, min(width, round((round_.ended - start) / length)))

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.ledger.timeline import Round
+from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.report.picture import lifelines, size_chart, time_axis
 
 __all__ = ["audit_text", "summary", "timeline_picture"]
@@ -78,7 +78,7 @@ def _rounds_table(report: Report) -> Table:
     return table
 
 
-def _steps(round_: Round) -> str:
+def _steps(round_: RoundSpan) -> str:
     if round_.last_step is None:
         return "none" if round_.ran else "did not start"
     first = round_.first_step if round_.restored_step is None else round_.restored_step + 1

@@ -25,9 +25,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"azureml_elastic.submit.{_HOMES[name]}"), name)
     if name != "ElasticCommandJob":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from azureml_elastic.submit import acceptance, job
+    from azureml_elastic.submit import job, sdk_hooks
 
-    acceptance.register(job.ElasticCommandJob)
+    sdk_hooks.register(job.ElasticCommandJob)
     globals()[name] = job.ElasticCommandJob
     return job.ElasticCommandJob
 

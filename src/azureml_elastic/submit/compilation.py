@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from azureml_elastic.config.pools import SERVERLESS, NodePool, first_nodes, step_names
 from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.errors import MissingExtra, SubmitError
-from azureml_elastic.submit import wiring
+from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.runtime.staging import stage_runtime
 from azureml_elastic.submit.services import kind_of_service, services_of_node
 from azureml_elastic.submit.validation import check
@@ -63,7 +63,7 @@ def compile_job(job: ElasticCommandJob) -> Command | PipelineJob:
         SubmitError: fields of the job contradict each other.
         CommandError: the command starts no Python program, or one that is not in ``code``.
     """
-    text = wiring.command_text(job, check(job))
+    text = node_launch.command_text(job, check(job))
     if job.resources.effective_placement == "fan_out":
         return _fan_out(job, text)
     return _single(job, text)
@@ -136,7 +136,7 @@ def _command(job: ElasticCommandJob, text: str, **fields: Any) -> Command:
         command=text,
         code=None if job.code is None else str(job.code),
         environment=_environment(job.environment),
-        environment_variables=wiring.environment_variables(job),
+        environment_variables=node_launch.environment_variables(job),
         outputs=_outputs(job),
         identity=copy.deepcopy(job.identity),
         timeout=None if job.timeout is None else math.ceil(job.timeout.total_seconds()),
@@ -208,7 +208,7 @@ def _resources(job: ElasticCommandJob, pool: NodePool | None, **counts: int) -> 
 def _inputs(job: ElasticCommandJob) -> dict[str, Any]:
     inputs = {name: _with_mode(_value(name, value), job.presets) for name, value in job.inputs.items()}
     if job.delivery == "ship":
-        inputs[wiring.RUNTIME] = Input(type="uri_folder", path=str(stage_runtime()), mode="download")
+        inputs[node_launch.RUNTIME] = Input(type="uri_folder", path=str(stage_runtime()), mode="download")
     return inputs
 
 
@@ -255,7 +255,7 @@ def _outputs(job: ElasticCommandJob) -> dict[str, Any]:
                 "Output(type='uri_folder', path=...), or its fields."
             )
         outputs[name] = copy.deepcopy(output)
-    uri = wiring.checkpoint_output(job)
+    uri = node_launch.checkpoint_output(job)
     if uri is not None:
-        outputs[wiring.CHECKPOINTS] = Output(type="uri_folder", mode="rw_mount", path=uri)
+        outputs[node_launch.CHECKPOINTS] = Output(type="uri_folder", mode="rw_mount", path=uri)
     return outputs

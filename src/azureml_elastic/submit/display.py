@@ -12,7 +12,7 @@ from azureml_elastic.config.command.program import find_program, parse_program
 from azureml_elastic.config.pools import SERVERLESS, NodePool
 from azureml_elastic.config.presets import connection
 from azureml_elastic.errors import CommandError
-from azureml_elastic.submit.wiring import nodes_of
+from azureml_elastic.submit.node_launch import nodes_of
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob

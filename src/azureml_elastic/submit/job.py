@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import PositiveDuration, Spec
+from azureml_elastic.config.base import PositiveDuration, ConfigModel
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
@@ -18,7 +18,7 @@ from azureml_elastic.config.pools import NodePool
 from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import SupervisionPolicy
 from azureml_elastic.config.resources import ElasticResources
-from azureml_elastic.submit.acceptance import Submittable
+from azureml_elastic.submit.sdk_hooks import Submittable
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command, CommandJob, PipelineJob
@@ -46,7 +46,7 @@ _WITHOUT: Any = None
 """What ``resources`` has where it was not given: pools say it, or it is refused."""
 
 
-class ElasticCommandJob(Spec, Submittable):
+class ElasticCommandJob(ConfigModel, Submittable):
     """A command job of Azure ML that starts small, grows, and survives the loss of any node.
 
     The fields are those of ``azure.ai.ml.command()``; objects of azure-ai-ml are held as they are and never

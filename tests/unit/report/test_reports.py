@@ -11,7 +11,7 @@ from rich.console import Console
 from azureml_elastic.errors import MissingExtra, UsageError
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, Report, summarise
-from azureml_elastic.ledger.timeline import Round
+from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.report.html import write_html
 from azureml_elastic.report.picture import lifelines, size_chart, time_axis
 from azureml_elastic.report.terminal import audit_text, summary
@@ -103,7 +103,7 @@ def test_lifelines_show_who_had_rank_0_and_how_each_ended(tmp_path):
 )
 def test_any_history_has_a_picture_of_the_given_width(history, width):
     rounds = [
-        Round(number, ("a",), size, start, start + length, "a", ran=True)
+        RoundSpan(number, ("a",), size, start, start + length, "a", ran=True)
         for number, (start, length, size) in enumerate(history, 1)
     ]
     assert {len(line) for line in size_chart(rounds, width)} == {width + 6}

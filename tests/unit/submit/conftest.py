@@ -26,8 +26,8 @@ try:
         from azure.ai.ml import MLClient
 except ModuleNotFoundError:
     collect_ignore = [
-        "test_acceptance.py",
-        "test_bodies.py",
+        "test_sdk_hooks.py",
+        "test_request_bodies.py",
         "test_compilation.py",
         "test_conversion.py",
         "test_fields.py",

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from azureml_elastic.config import ElasticDistribution, ElasticResources
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.submit import ElasticCommandJob
-from azureml_elastic.submit.acceptance import fields_of_command
+from azureml_elastic.submit.sdk_hooks import fields_of_command
 from azureml_elastic.submit.conversion import refuse_unknown
 
 TWO = ElasticResources(max_instance_count=2)

@@ -15,10 +15,10 @@ from azureml_elastic.config import (
     FixedPerWorkerBatch,
     NodePool,
 )
-from azureml_elastic.config.base import Spec
+from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.submit import ElasticCommandJob, load_elastic_job
-from azureml_elastic.submit.acceptance import fields_of_command
+from azureml_elastic.submit.sdk_hooks import fields_of_command
 from azureml_elastic.submit.yaml.elastic_block import block_model, read_block
 
 SHORTEST = "elastic:\n  max_instance_count: 4"
@@ -405,7 +405,7 @@ def test_the_block_has_what_a_command_job_cannot_say():
     assert block_model().model_fields.keys() == fields | counts | {"pools", "distribution"}
 
 
-class Colour(Spec):
+class Colour(ConfigModel):
     """A colour.
 
     Args:

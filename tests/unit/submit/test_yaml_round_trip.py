@@ -23,7 +23,7 @@ from azureml_elastic.config import ElasticResources, NodePool
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit import ElasticCommandJob
 from azureml_elastic.submit.runtime.staging import copy_runtime
-from azureml_elastic.submit.yaml.entity_document import Places, document_of
+from azureml_elastic.submit.yaml.entity_document import PathFormat, document_of
 from azureml_elastic.submit.yaml.standard_yaml import standard_yaml
 
 PLACEMENTS = ["fan_out", "service", "gang"]
@@ -437,10 +437,10 @@ def test_what_yaml_has_no_field_for_is_refused_by_name(placement, fields, parts)
 )
 def test_what_elastic_jobs_have_not_had_is_refused_by_name_too(change, said):
     entity = make("fan_out").compile()
-    assert document_of(entity, Places())["type"] == "pipeline"
+    assert document_of(entity, PathFormat())["type"] == "pipeline"
     change(entity)
     with pytest.raises(SubmitError, match=said):
-        document_of(entity, Places())
+        document_of(entity, PathFormat())
 
 
 def test_an_environment_whose_name_changes_at_each_reading_is_refused_for_many_nodes():

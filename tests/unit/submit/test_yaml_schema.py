@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, Field
 
 from azureml_elastic.config import FixedPerWorkerBatch
-from azureml_elastic.config.base import Spec
+from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.submit import load_elastic_job
 from azureml_elastic.submit.job import ElasticCommandJob
 from azureml_elastic.submit.yaml.block_schema import described, job_schema, schema_text
@@ -108,7 +108,7 @@ def test_what_every_job_has_must_be_there(faults, missing):
     assert faults({name: value for name, value in SHORTEST.items() if name != missing}) == [""]
 
 
-class Colour(Spec):
+class Colour(ConfigModel):
     """A colour.
 
     Args:

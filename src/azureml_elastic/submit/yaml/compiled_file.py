@@ -72,9 +72,9 @@ def compile_file(
     return Compiled(text, runtime, changed)
 
 
-def _text(job: ElasticCommandJob, source: Path, **places: Any) -> str:
+def _text(job: ElasticCommandJob, source: Path, **paths: Any) -> str:
     try:
-        return standard_yaml(job, **places)
+        return standard_yaml(job, **paths)
     except (SubmitError, CommandError) as error:
         raise type(error)(f"{source}: {error}") from error
 

@@ -17,7 +17,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from azureml_elastic.config.base import Spec
+from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.conversion import FIELDS_OF_COMMAND, FIELDS_OF_RESOURCES
@@ -45,7 +45,7 @@ _MESSAGES = {
 
 
 @functools.cache
-def block_model(job: type[BaseModel] = ElasticCommandJob) -> type[Spec]:
+def block_model(job: type[BaseModel] = ElasticCommandJob) -> type[ConfigModel]:
     """Return the model of the block: none of its fields must be given.
 
     Args:
@@ -61,10 +61,10 @@ def block_model(job: type[BaseModel] = ElasticCommandJob) -> type[Spec]:
     for name, info in job.model_fields.items():
         if name not in _OUTSIDE:
             fields[name] = (info.annotation, info)
-    return create_model("ElasticBlock", __base__=Spec, **fields)
+    return create_model("ElasticBlock", __base__=ConfigModel, **fields)
 
 
-def read_block(block: Any, job: type[BaseModel] = ElasticCommandJob) -> Spec:
+def read_block(block: Any, job: type[BaseModel] = ElasticCommandJob) -> ConfigModel:
     """Return the block's fields, each of them valid.
 
     Args:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.submit.acceptance import plain_command_job
+from azureml_elastic.submit.sdk_hooks import plain_command_job
 from azureml_elastic.submit.conversion import located
 
-__all__ = ["Places", "document_of", "real_path"]
+__all__ = ["PathFormat", "document_of", "real_path"]
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/{}Job.schema.json"
 _ANONYMOUS = re.compile(r"CliV2AnonymousEnvironment|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -46,14 +46,14 @@ _UNWRITTEN = {
     "node": ("description", "comment", "tags", "properties"),
     "component": ("display_name", "description", "tags", "properties", "resources", "distribution"),
 }
-"""What these entities have places for, but elastic jobs have nothing in."""
+"""What these entities have paths for, but elastic jobs have nothing in."""
 
 _ALWAYS = {"limits": "type"}
 """What an entity holds always, and says by what it is."""
 
 
 @dataclass(frozen=True)
-class Places:
+class PathFormat:
     """How local paths are written.
 
     Args:
@@ -68,7 +68,7 @@ class Places:
     base: Path = Path()
     resolved: bool = False
 
-    def spelled(self, path: str) -> str:
+    def format(self, path: str) -> str:
         """Return a path as the file has it: relative to its folder, absolute, or with its scheme."""
         whole = located(path, self.base)
         if not Path(whole).is_absolute():
@@ -94,38 +94,38 @@ def real_path(path: str | os.PathLike[str], *, named: bool = True) -> str:
     return str(Path(os.path.realpath(parent), name)) if named and name != ".." else os.path.realpath(path)
 
 
-def document_of(entity: Any, places: Places, absent: Collection[str] = ()) -> dict[str, Any]:
+def document_of(entity: Any, paths: PathFormat, absent: Collection[str] = ()) -> dict[str, Any]:
     """Return a compiled job as YAML has it: a command job, or a pipeline of command nodes.
 
     Args:
         entity: what ``ElasticCommandJob.compile()`` or ``load_job`` returned.
-        places: how local paths are written.
+        paths: how local paths are written.
         absent: outputs that the nodes of a pipeline do not mention.
 
     Raises:
         SubmitError: it has something that YAML has no field for.
     """
     if hasattr(type(entity), "jobs"):
-        return _pipeline(entity, places, absent)
-    return _command(plain_command_job(entity), places)
+        return _pipeline(entity, paths, absent)
+    return _command(plain_command_job(entity), paths)
 
 
-def _command(job: Any, places: Places) -> dict[str, Any]:
+def _command(job: Any, paths: PathFormat) -> dict[str, Any]:
     return {
         "$schema": _SCHEMA.format("command"),
         "type": "command",
         **_identification(job),
         **_computed(job.compute),
-        **_program(job, places),
+        **_program(job, paths),
         **_said("environment_variables", dict(job.environment_variables or {})),
-        **_said("inputs", {name: _input(name, value, places) for name, value in (job.inputs or {}).items()}),
+        **_said("inputs", {name: _input(name, value, paths) for name, value in (job.inputs or {}).items()}),
         **_said("outputs", {name: _output(name, value) for name, value in (job.outputs or {}).items()}),
         **_node(job),
         **_said("parent_job_name", getattr(job, "parent_job_name", None)),
     }
 
 
-def _pipeline(job: Any, places: Places, absent: Collection[str]) -> dict[str, Any]:
+def _pipeline(job: Any, paths: PathFormat, absent: Collection[str]) -> dict[str, Any]:
     """Return a pipeline, whose equal parts are one object each: YAML has an anchor for them."""
     parts: dict[str, list[Any]] = {}
     nodes = {}
@@ -145,7 +145,7 @@ def _pipeline(job: Any, places: Places, absent: Collection[str]) -> dict[str, An
             "type": "command",
             **_said("display_name", node.display_name),
             **_computed(node.compute),
-            "component": _component(node.component, places),
+            "component": _component(node.component, paths),
             **_said("environment_variables", dict(node.environment_variables or {})),
             **_said("inputs", {key: f"${{{{parent.inputs.{key}}}}}" for key in node.component.inputs}),
             **_said("outputs", outputs),
@@ -158,7 +158,7 @@ def _pipeline(job: Any, places: Places, absent: Collection[str]) -> dict[str, An
         **_identification(job),
         **_computed(job.compute),
         "settings": _fields("settings", "The pipeline's settings", job.settings),
-        **_said("inputs", {name: _input(name, value.result(), places) for name, value in job.inputs.items()}),
+        **_said("inputs", {name: _input(name, value.result(), paths) for name, value in job.inputs.items()}),
         "jobs": nodes,
     }
 
@@ -169,7 +169,7 @@ def _check_unwritten(kind: str, held: Any) -> None:
             raise SubmitError(f"The {kind} has {name}, which is not written as YAML. Submit the job from Python.")
 
 
-def _component(component: Any, places: Places) -> dict[str, Any]:
+def _component(component: Any, paths: PathFormat) -> dict[str, Any]:
     inputs = {name: _fields("input", f"The input {name!r}", value) for name, value in component.inputs.items()}
     outputs = {
         name: {key: getattr(value, key) for key in ("type", "mode") if getattr(value, key) is not None}
@@ -177,7 +177,7 @@ def _component(component: Any, places: Places) -> dict[str, Any]:
     }
     return {
         "type": "command",
-        **_program(component, places),
+        **_program(component, paths),
         "is_deterministic": component.is_deterministic,
         **_said("inputs", inputs),
         **_said("outputs", outputs),
@@ -197,12 +197,12 @@ def _identification(job: Any) -> dict[str, Any]:
     return {name: dict(value) if isinstance(value, dict) else value for name, value in found.items() if value}
 
 
-def _program(holder: Any, places: Places) -> dict[str, Any]:
+def _program(holder: Any, paths: PathFormat) -> dict[str, Any]:
     code = getattr(holder, "code", None)
     return {
-        **_said("code", None if code is None else places.spelled(str(code))),
+        **_said("code", None if code is None else paths.format(str(code))),
         "command": holder.command,
-        "environment": _environment(holder.environment, places),
+        "environment": _environment(holder.environment, paths),
     }
 
 
@@ -222,18 +222,18 @@ def _node(holder: Any) -> dict[str, Any]:
     return said
 
 
-def _input(name: str, value: Any, places: Places) -> Any:
+def _input(name: str, value: Any, paths: PathFormat) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     said = _fields("input", f"The input {name!r}", value)
-    return said | _said("path", None if said.get("path") is None else places.spelled(str(said["path"])))
+    return said | _said("path", None if said.get("path") is None else paths.format(str(said["path"])))
 
 
 def _output(name: str, value: Any) -> dict[str, Any] | None:
     return None if value is None else _fields("output", f"The output {name!r}", value)
 
 
-def _environment(environment: Any, places: Places) -> Any:
+def _environment(environment: Any, paths: PathFormat) -> Any:
     if isinstance(environment, str):
         scheme = environment.startswith(("azureml:", "azureml://"))
         return environment if scheme else f"azureml:{environment}"
@@ -256,7 +256,7 @@ def _environment(environment: Any, places: Places) -> Any:
     if environment.build is not None:
         local = environment.path or environment.build.path
         said["build"] = {
-            **_said("path", None if local is None else places.spelled(str(local))),
+            **_said("path", None if local is None else paths.format(str(local))),
             **_said("dockerfile_path", environment.build.dockerfile_path),
         }
     return {name: value for name, value in said.items() if value}

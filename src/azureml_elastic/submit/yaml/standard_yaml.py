@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.errors import MissingExtra, SubmitError
-from azureml_elastic.submit import wiring
-from azureml_elastic.submit.yaml.entity_document import Places, document_of, real_path
+from azureml_elastic.submit import node_launch
+from azureml_elastic.submit.yaml.entity_document import PathFormat, document_of, real_path
 from azureml_elastic.submit.yaml.sdk_errors import readable
 
 try:
@@ -54,14 +54,14 @@ def standard_yaml(
         MissingExtra: azure-ai-ml is not installed.
     """
     kept = frozenset(real_path(path, named=named) for path in absolute for named in (True, False))
-    places = Places(None if folder is None else Path(folder), kept)
+    paths = PathFormat(None if folder is None else Path(folder), kept)
     absent = frozenset(name for name, output in job.outputs.items() if output is None)
     entity = job.compile()
-    document = document_of(entity, places, absent)
-    if runtime is not None and wiring.RUNTIME in document.get("inputs", {}):
-        document["inputs"][wiring.RUNTIME]["path"] = places.spelled(str(runtime))
+    document = document_of(entity, paths, absent)
+    if runtime is not None and node_launch.RUNTIME in document.get("inputs", {}):
+        document["inputs"][node_launch.RUNTIME]["path"] = paths.format(str(runtime))
     text = _dump(document)
-    _check(text, entity, places, absent)
+    _check(text, entity, paths, absent)
     return text
 
 
@@ -83,14 +83,14 @@ def _dump(document: Mapping[str, Any]) -> str:
     return text
 
 
-def _check(text: str, entity: Any, places: Places, absent: Collection[str]) -> None:
+def _check(text: str, entity: Any, paths: PathFormat, absent: Collection[str]) -> None:
     """Load what was written as whoever submits it will, and see that it says the same."""
     from azure.ai.ml import load_job
     from azure.ai.ml.exceptions import ValidationException
     from marshmallow.exceptions import ValidationError as SchemaError
 
-    folder = Path(os.path.realpath(places.folder or Path()))
-    meant = document_of(entity, replace(places, resolved=True), absent)
+    folder = Path(os.path.realpath(paths.folder or Path()))
+    meant = document_of(entity, replace(paths, resolved=True), absent)
     try:
         loaded = load_job(io.StringIO(text), relative_origin=str(folder / "job.yml"))
     except (ValidationException, SchemaError) as error:
@@ -99,9 +99,9 @@ def _check(text: str, entity: Any, places: Places, absent: Collection[str]) -> N
         raise SubmitError(
             f"The YAML of a job cannot say all of this job. azure-ai-ml's load_job says: {said}"
         ) from None
-    read = document_of(loaded, replace(places, resolved=True, base=folder), absent)
+    read = document_of(loaded, replace(paths, resolved=True, base=folder), absent)
     for one in (meant, read):
-        one.get("inputs", {}).get(wiring.RUNTIME, {}).pop("path", None)  # the copy has another place
+        one.get("inputs", {}).get(node_launch.RUNTIME, {}).pop("path", None)  # the copy has another place
     place = _difference(meant, read, "")
     if place is not None:
         raise SubmitError(
