@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-__all__ = ["Duration", "PositiveDuration", "ConfigModel"]
+__all__ = ["ConfigModel", "Duration", "PositiveDuration"]
 
 
 class ConfigModel(BaseModel):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from azureml_elastic.config.base import PositiveDuration, ConfigModel
+from azureml_elastic.config.base import ConfigModel, PositiveDuration
 
 __all__ = ["CheckpointPolicy"]
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import Duration, PositiveDuration, ConfigModel
+from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
 from azureml_elastic.config.health import HealthPolicy
 from azureml_elastic.config.preemption import PreemptionPolicy
 from azureml_elastic.config.rendezvous import TableRendezvous

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import Duration, PositiveDuration, ConfigModel
+from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
 
 __all__ = ["HealthPolicy"]
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from azureml_elastic.config.base import Duration, PositiveDuration, ConfigModel
+from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
 
 __all__ = ["METADATA_ADDRESS", "PreemptionPolicy"]
 

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import Duration, PositiveDuration, ConfigModel
+from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
 
 __all__ = ["PORTS_OF_A_NODE", "Credential", "RendezvousTimings", "TableRendezvous"]
 

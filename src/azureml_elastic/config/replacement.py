@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from pydantic import Field
 
-from azureml_elastic.config.base import Duration, PositiveDuration, ConfigModel
+from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
 
 __all__ = ["CANCELLED_TAG", "SupervisionPolicy"]
 

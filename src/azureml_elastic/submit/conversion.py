@@ -16,8 +16,8 @@ from typing import Any
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.submit.sdk_hooks import fields_of_command, plain_command_job
 from azureml_elastic.submit.launchers import read_launcher, refuse_launcher
+from azureml_elastic.submit.sdk_hooks import fields_of_command, plain_command_job
 
 __all__ = ["FIELDS_OF_COMMAND", "FIELDS_OF_RESOURCES", "fields_of", "located", "refuse_unknown"]
 

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from azureml_elastic.config import ElasticDistribution, ElasticResources
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.submit import ElasticCommandJob
-from azureml_elastic.submit.sdk_hooks import fields_of_command
 from azureml_elastic.submit.conversion import refuse_unknown
+from azureml_elastic.submit.sdk_hooks import fields_of_command
 
 TWO = ElasticResources(max_instance_count=2)
 YAML = """

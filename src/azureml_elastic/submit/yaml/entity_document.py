@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.submit.sdk_hooks import plain_command_job
 from azureml_elastic.submit.conversion import located
+from azureml_elastic.submit.sdk_hooks import plain_command_job
 
 __all__ = ["PathFormat", "document_of", "real_path"]
 
