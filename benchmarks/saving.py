@@ -207,8 +207,8 @@ def _restore(state: State, tracked: TrackedState, ours: Checkpoints, world: Proc
 
     plain, tensors = tracked.collect(is_main=True)
     snapshot = Snapshot(1, plain, None, tensors=tensors)
-    descriptor = snapshot.to_memory()
-    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    memory = snapshot.to_memory()
+    path = f"/proc/{os.getpid()}/fd/{memory.descriptor}"
 
     def from_memory() -> None:
         kept = Snapshot.from_memory(path)

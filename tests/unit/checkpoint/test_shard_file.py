@@ -67,5 +67,5 @@ def test_other_headers_are_damage(text):
 
 @pytest.mark.parametrize("first", [b"", b"\x01", bytes(8), b"\xff" * 8])
 def test_other_beginnings_are_damage(first):
-    with pytest.raises(CheckpointDamaged, match="does not begin"):
+    with pytest.raises(CheckpointDamaged, match="is no file of tensors"):
         header_length(first, "here")

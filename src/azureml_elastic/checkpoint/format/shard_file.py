@@ -1,8 +1,8 @@
-"""The files that hold tensors: each one a safetensors file, so that anybody can read it without this library.
+"""The layout of a file of tensors: a safetensors file, readable without this library.
 
-A file holds boxes of tensors. A tensor that it holds whole has its own name there; a part has the name with its place,
-such as ``model/weight[128:256, 0:64]``. The file's metadata tells what each is a part of. The bytes begin at a multiple
-of 64, and wider elements come first, so that every tensor is aligned when the file is mapped.
+A file holds chunks of tensors. A whole tensor has its own name in the file; a part has the name with its offsets, such
+as ``model/weight[128:256, 0:64]``. The file's metadata describes which part of which tensor each chunk is. The content
+begins at a multiple of 64 bytes, and wider elements come first, so that every tensor is aligned in a mapped file.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -17,12 +17,13 @@ from typing import Any
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["HEADER_LENGTH_BYTES", "Entry", "Layout", "header_length", "read_header"]
+__all__ = ["HEADER_LENGTH_BYTES", "Entry", "Layout", "header_length", "read_header", "read_note"]
 
 HEADER_LENGTH_BYTES = 8
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
 _PARTS = "azureml_elastic"
+_NOTE = "azureml_elastic.note"
 _LONGEST_HEADER_BYTES = 1 << 30
 
 _DTYPES = {
@@ -42,16 +43,16 @@ _DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""What the format knows. Anything else is kept as bytes, with one more dimension."""
+"""The data types of the format. Other types are stored as bytes, with one more dimension."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A chunk and its place in a file.
+    """A chunk and its offset in a file.
 
     Args:
-        chunk: of a tensor.
-        begin: the byte of the file at which it starts.
+        chunk: chunk of a tensor.
+        begin: offset of its first byte in the file.
     """
 
     chunk: Chunk
@@ -59,17 +60,17 @@ class Entry:
 
     @property
     def end(self) -> int:
-        """The byte after its last one."""
+        """The offset after its last byte."""
         return self.begin + self.chunk.nbytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A file to be written.
+    """The layout of a file to be written.
 
     Args:
-        header: its first bytes, with the length of the rest of it.
-        entries: what follows, without gaps.
+        header: first bytes of the file, including the length field.
+        entries: chunks that follow, without gaps.
     """
 
     header: bytes
@@ -77,12 +78,17 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """The size of the file."""
         return self.entries[-1].end if self.entries else len(self.header)
 
     @classmethod
-    def of(cls, chunks: Iterable[Chunk]) -> Layout:
-        """Lay chunks out in a file."""
+    def of(cls, chunks: Iterable[Chunk], note: str | None = None) -> Layout:
+        """Return the layout of a file with these chunks.
+
+        Args:
+            chunks: chunks to store; those of equally wide elements stay in this order.
+            note: text to store in the header, see :func:`read_note`.
+        """
         ordered = sorted(chunks, key=lambda chunk: -_alignment(chunk.itemsize))
         document: dict[str, Any] = {}
         parts: dict[str, Any] = {}
@@ -102,6 +108,8 @@ class Layout:
             places.append(offset)
             offset += chunk.nbytes
         document[_METADATA] = {"format": "pt", _PARTS: json.dumps(parts, separators=(",", ":"))}
+        if note is not None:
+            document[_METADATA][_NOTE] = note
         text = json.dumps(document, separators=(",", ":")).encode()
         text += b" " * (-(HEADER_LENGTH_BYTES + len(text)) % _ALIGNMENT)
         header = len(text).to_bytes(HEADER_LENGTH_BYTES, "little") + text
@@ -110,26 +118,26 @@ class Layout:
 
 
 def header_length(first: bytes, where: str) -> int:
-    """Return the length of the header's text, from the file's first bytes.
+    """Return the length of the header's text, read from the first bytes of the file.
 
     Raises:
-        CheckpointDamaged: it cannot be that.
+        CheckpointDamaged: the length is not plausible.
     """
     length = int.from_bytes(first, "little")
     if len(first) != HEADER_LENGTH_BYTES or not 0 < length <= _LONGEST_HEADER_BYTES:
-        raise CheckpointDamaged(f"{where} does not begin as a file of tensors does.")
+        raise CheckpointDamaged(f"{where} is no file of tensors: the length of its header is {length} bytes.")
     return length
 
 
 def read_header(text: bytes, where: str) -> list[Entry]:
-    """Return what a file holds.
+    """Return the entries of a file.
 
     Args:
-        text: of the header, without its length.
-        where: it was read, for messages.
+        text: header without the length field.
+        where: location of the file, for error messages.
 
     Raises:
-        CheckpointDamaged: it is not a header that this library has written.
+        CheckpointDamaged: this library did not write the header.
     """
     begin = HEADER_LENGTH_BYTES + len(text)
     try:
@@ -147,6 +155,23 @@ def read_header(text: bytes, where: str) -> list[Entry]:
     return entries
 
 
+def read_note(text: bytes, where: str) -> str:
+    """Return the note of a file, see :meth:`Layout.of`.
+
+    Args:
+        text: header without the length field.
+        where: location of the file, for error messages.
+
+    Raises:
+        CheckpointDamaged: the header has no note.
+    """
+    try:
+        note: str = json.loads(text)[_METADATA][_NOTE]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointDamaged(f"The header of {where} has no note: {error!r}") from error
+    return note
+
+
 def _name(chunk: Chunk) -> str:
     if chunk.whole:
         return chunk.name
@@ -155,5 +180,5 @@ def _name(chunk: Chunk) -> str:
 
 
 def _alignment(itemsize: int) -> int:
-    """Return the largest power of two that divides an element's size."""
+    """Return the largest power of two that divides the size of an element."""
     return itemsize & -itemsize

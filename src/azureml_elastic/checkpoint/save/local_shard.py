@@ -149,7 +149,7 @@ class LocalShard:
         for entry, piece in zip(layout.entries, self._plan.pieces, strict=True):
             area.take(entry.begin, piece.of(tensors))
         area.put(layout.nbytes, tail)
-        area.settle()
+        area.synchronize()
         return ShardCopy(area, layout.nbytes, len(tail), not layout.entries)
 
     def nonce(self) -> str:

@@ -1,15 +1,14 @@
-"""The newest copy of the state on this node's own disk, where the agent's end does not reach it.
+"""The newest snapshot on a node's own disk, for an agent that is started again on the same machine.
 
-The agent's memory goes with the agent: when its container is started again on the same machine, say. So what it holds
-on to is written to a local disk as well, where the plan names one. Each agent has a folder of its own below that of the
-run, with a lock that shows that it lives::
+What an agent holds in memory ends with it, for instance when its container is restarted. Where the plan names a local
+folder, each snapshot is written there too. Each agent locks a folder of its own below that of the run::
 
-    FOLDER/run id/node/owner                                   locked by the agent
-    FOLDER/run id/node/<copy>/rank-00000.safetensors           a share
-    FOLDER/run id/node/<copy>/rank-00000.safetensors.json      its description, written last
+    FOLDER/run id/node/owner                                   locked while the agent lives
+    FOLDER/run id/node/<snapshot>/rank-00000.safetensors       a shard
+    FOLDER/run id/node/<snapshot>/rank-00000.safetensors.json  its description, written last
 
-An agent that starts offers what others have left whose lock is free. A share that is torn has another checksum than its
-description says, and is not used.
+An agent that starts also offers the snapshots of folders that nobody has locked. The description has the checksum of
+the shard, so that a torn shard is never used.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import mmap
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,62 +36,67 @@ _LOG = logging.getLogger(__name__)
 _OWNER = "owner"
 _PIECE_BYTES = 1 << 26
 
+_LOCK_SECONDS = 2.0
+"""Time limit for an agent to lock its own folder: other agents that start lock it for a moment to test it."""
+
+_RETRY_SECONDS = 0.02
+
+Shard = tuple[int, Mapping[str, Any]]
+"""The descriptor of memory, and its description: ``folder``, ``file``, ``size``, ``tail`` and ``xxh3``."""
+
 
 class LocalSnapshots:
-    """What is on the disk. Thread-safe; it is written on a thread of its own.
+    """The snapshots of one agent on the local disk. Thread-safe; a thread of its own writes them.
 
     Args:
-        folder: of this run, on a local disk.
-        node: this agent's name.
+        folder: folder of the run on a local disk.
+        node: name of the agent's node.
+        lock_seconds: time limit for the lock of the agent's folder.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created, or another process has locked it.
     """
 
-    def __init__(self, folder: Path, node: str) -> None:
+    def __init__(self, folder: Path, node: str, *, lock_seconds: float = _LOCK_SECONDS) -> None:
         self._run = folder
         self._own = folder / node
         self._own.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self._own / _OWNER)
-        self._left = [path for path in sorted(folder.iterdir()) if path != self._own and self._is_left(path)]
-        self._inherited = [description for path in self._left for description in _read(path)]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="local-copies")
+        self._lock = _lock_own(self._own / _OWNER, lock_seconds)
+        self._left = [path for path in sorted(folder.iterdir()) if path != self._own and _is_abandoned(path)]
+        self._inherited = [description for path in self._left for description in _descriptions(path)]
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="local-snapshots")
         self._changed = threading.Lock()
-        self._next: list[tuple[int, Mapping[str, Any]]] = []
+        self._next: list[Shard] = []
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the descriptions of what is there, each with the ``path`` of the share."""
-        return self._inherited + list(_read(self._own))
+        """Return the descriptions of all shards on the disk, each with the ``path`` of its file."""
+        return self._inherited + list(_descriptions(self._own))
 
-    def write(self, shares: list[tuple[int, Mapping[str, Any]]]) -> None:
-        """Write a whole copy; returns at once. One that has to wait is left out when the next one comes.
-
-        Args:
-            shares: descriptors of memory, and what is in it: ``folder``, ``file``, ``size``, ``tail``, ``xxh3``.
-        """
-        mine: list[tuple[int, Mapping[str, Any]]] = []
+    def write(self, shards: list[Shard]) -> None:
+        """Write a complete snapshot in the background. One that still waits for its turn is replaced by the next."""
+        copies: list[Shard] = []
         try:
-            for descriptor, description in shares:
-                mine.append((os.dup(descriptor), description))
+            for descriptor, description in shards:
+                copies.append((os.dup(descriptor), description))
         except OSError as error:
-            _LOG.warning("A copy of the state cannot be written to %s: %s", self._own, error)
-            _close(mine)
+            _LOG.warning("A snapshot cannot be written to %s: %s", self._own, error)
+            _close(copies)
             return
         with self._changed:
-            waiting, self._next = self._next, mine
-        _close(waiting)
+            replaced, self._next = self._next, copies
+        _close(replaced)
         self._pool.submit(self._write_next)
 
     def forget(self) -> None:
-        """Remove everything: the run has ended well."""
+        """Remove all snapshots, at the successful end of the run."""
         self._pool.shutdown(wait=True)
         for path in (self._own, *self._left):
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
-            self._run.rmdir()  # by the last of them
+            self._run.rmdir()  # fails while other agents have folders in it
 
     def close(self) -> None:
-        """Leave what there is to the next agent on this machine."""
+        """Unlock the folder; the snapshots stay for the next agent on this machine."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         _close(self._next)
         self._next = []
@@ -101,48 +106,39 @@ class LocalSnapshots:
 
     def _write_next(self) -> None:
         with self._changed:
-            shares, self._next = self._next, []
-        if not shares:
-            return  # it was left out
-        place = self._own / shares[0][1]["folder"]
+            shards, self._next = self._next, []
+        if not shards:
+            return  # an earlier call has written them
+        folder = self._own / shards[0][1]["folder"]
         try:
-            place.mkdir(exist_ok=True)
-            for descriptor, description in shares:
-                _copy(descriptor, place / description["file"], description)
-                with (place / f"{description['file']}.json").open("x") as stream:
+            folder.mkdir(exist_ok=True)
+            for descriptor, description in shards:
+                _copy(descriptor, folder / description["file"], description)
+                with (folder / f"{description['file']}.json").open("x") as stream:
                     json.dump({key: value for key, value in description.items() if key != "path"}, stream)
-            self._retire(place)
+            self._retire(folder)
         except (OSError, ValueError) as error:
-            shutil.rmtree(place, ignore_errors=True)
-            _LOG.warning("A copy of the state could not be written to %s: %s", self._own, error)
+            shutil.rmtree(folder, ignore_errors=True)
+            _LOG.warning("A snapshot could not be written to %s: %s", self._own, error)
         finally:
-            _close(shares)
+            _close(shards)
 
     def _retire(self, newest: Path) -> None:
-        """Keep two: other nodes may not have written the newest one yet."""
+        """Keep two snapshots: other nodes may not have written the newest one yet."""
         others = [path for path in self._own.iterdir() if path.is_dir() and path != newest]
         others.sort(key=lambda path: path.stat().st_mtime_ns)
         for path in [*others[:-1], *self._left]:
             shutil.rmtree(path, ignore_errors=True)
         self._left, self._inherited = [], []
 
-    @staticmethod
-    def _is_left(path: Path) -> bool:
-        if not (path / _OWNER).exists():
-            return False
-        descriptor = _locked(path / _OWNER)
-        if descriptor >= 0:
-            os.close(descriptor)
-        return descriptor >= 0
 
-
-def _close(shares: list[tuple[int, Mapping[str, Any]]]) -> None:
-    for descriptor, _ in shares:
+def _close(shards: list[Shard]) -> None:
+    for descriptor, _ in shards:
         os.close(descriptor)
 
 
-def _locked(path: Path) -> int:
-    """Return a descriptor with the lock of a file, -1 where another process has it."""
+def _try_lock(path: Path) -> int:
+    """Return a descriptor that holds the lock of a file, -1 where another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,8 +148,26 @@ def _locked(path: Path) -> int:
     return descriptor
 
 
+def _lock_own(path: Path, seconds: float) -> int:
+    limit = time.monotonic() + seconds
+    while (descriptor := _try_lock(path)) < 0:
+        if time.monotonic() >= limit:
+            raise BlockingIOError(f"{path} is locked by another process: two agents of this run have the same name")
+        time.sleep(_RETRY_SECONDS)
+    return descriptor
+
+
+def _is_abandoned(path: Path) -> bool:
+    if not (path / _OWNER).exists():
+        return False
+    descriptor = _try_lock(path / _OWNER)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return descriptor >= 0
+
+
 def _copy(descriptor: int, target: Path, description: Mapping[str, Any]) -> None:
-    """Copy within the kernel: the interpreter goes on meanwhile; and so does the worker, to whom the memory belongs."""
+    """Copy within the kernel, so that neither the interpreter nor the worker that owns the memory waits."""
     size = description["size"] + description["tail"]
     with target.open("x+b") as stream:
         done = 0
@@ -168,10 +182,10 @@ def _copy(descriptor: int, target: Path, description: Mapping[str, Any]) -> None
             written = xxhash.xxh3_128_hexdigest(content)
             content.release()
     if written != description["xxh3"]:
-        raise OSError(f"{target} took longer than until the next copy but one; take copies less often")
+        raise OSError(f"{target} changed while it was written: its memory is in use again; take snapshots less often")
 
 
-def _read(own: Path) -> Iterator[dict[str, Any]]:
+def _descriptions(own: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(own.glob("*/*.json")):
         with contextlib.suppress(OSError, ValueError):  # torn, or removed just now
             yield {**json.loads(path.read_text()), "path": str(path.with_suffix(""))}

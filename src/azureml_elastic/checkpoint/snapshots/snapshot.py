@@ -1,8 +1,8 @@
-"""The state of a run in memory: handed from a worker to the one that follows it, or from one rank to another.
+"""The state of a run in the memory of one process: for the next worker of the node, or for other ranks.
 
-A worker whose round breaks puts its state into anonymous memory (``memfd_create``) and lets the node's agent hold on to
-it; the worker that the agent starts next maps it. Nothing is written to a disk, nothing is left behind when the agent
-dies, and the size of ``/dev/shm`` does not matter. The format: one line of JSON, padded, and the bytes of the tensors.
+A worker whose round ends copies its state to anonymous memory (``memfd_create``), which the node's agent keeps open for
+the next worker to map. Nothing is written to a disk, nothing is left behind when the agent ends, and the size of
+``/dev/shm`` does not matter. The memory holds a file of :mod:`~azureml_elastic.checkpoint.format.shard_file`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,36 @@ import json
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
+from azureml_elastic.checkpoint.format.shard_file import (
+    HEADER_LENGTH_BYTES,
+    Layout,
+    header_length,
+    read_header,
+    read_note,
+)
+from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
 
 __all__ = ["RecoverableState", "Snapshot", "choose", "position_key"]
 
-_ALIGNMENT = 64
-_MAGIC = b"azureml-elastic snapshot 1\n"
-
 
 @dataclass(frozen=True)
 class RecoverableState:
-    """The state that a rank could give to the others.
+    """Description of a state that a rank can send to the others.
 
     Args:
         step: optimizer steps completed.
-        round: in which they were.
-        rank: that this process, or the one before it on this node, had in it.
-        position: in the data, see :func:`position_key`.
-        save_pending: whether a checkpoint of it was due and could not be completed.
+        round: number of the round that completed them.
+        rank: rank in that round of this process, or of its predecessor on this node.
+        position: position in the data, see :func:`position_key`.
+        save_pending: whether a checkpoint of it was begun and not committed.
     """
 
     step: int
@@ -44,30 +50,30 @@ class RecoverableState:
     save_pending: bool = False
 
     def same(self, other: RecoverableState | None) -> bool:
-        """Whether both are the same state."""
+        """Return whether both describe the same state."""
         mine = (self.step, self.round, self.position)
         return other is not None and mine == (other.step, other.round, other.position)
 
 
 def position_key(data: Mapping[str, Any] | None) -> str:
-    """Name a position in the data, the same for the same."""
+    """Return a text that is equal for equal positions in the data."""
     return "" if data is None else json.dumps(data, sort_keys=True)
 
 
-def choose(offers: list[RecoverableState | None], committed: int | None) -> int | None:
+def choose(states: list[RecoverableState | None], committed: int | None) -> int | None:
     """Return the rank whose state all ranks continue from.
 
-    The furthest step wins: whoever has completed it has reduced the gradients of *all* ranks, also of one that died
-    before it could say so. Of several, the state of the newest round and of the lowest rank is taken.
+    The furthest step wins: a rank that completed it has reduced the gradients of *all* ranks, also of one that died
+    before it could report so. Of several, the state of the newest round and of the lowest rank is taken.
 
     Args:
-        offers: by rank.
-        committed: the step of the committed checkpoint, ``None`` where there is none.
+        states: states by rank, ``None`` where a rank has none.
+        committed: step of the committed checkpoint, ``None`` without one.
 
     Returns:
-        The rank, or ``None`` where the checkpoint is further, or there is no offer at all.
+        The rank, or ``None`` where the checkpoint is further or no rank has a state.
     """
-    ranked = [(offer.step, offer.round, -offer.rank, -rank) for rank, offer in enumerate(offers) if offer is not None]
+    ranked = [(state.step, state.round, -state.rank, -rank) for rank, state in enumerate(states) if state is not None]
     if not ranked:
         return None
     step, _, _, rank = max(ranked)
@@ -76,16 +82,16 @@ def choose(offers: list[RecoverableState | None], committed: int | None) -> int 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state, complete in one process.
+    """The complete state of a run in one process.
 
     Args:
         step: optimizer steps completed.
-        state: what is tracked, without the tensors, see :mod:`~azureml_elastic.checkpoint.state.tree`.
-        data: the position in the data, ``None`` without a loader.
-        unsaved_seconds: since the last checkpoint that is on storage.
-        save_pending: whether a checkpoint was due and could not be completed.
-        random: the random number generators of the process, see :mod:`~azureml_elastic.checkpoint.state.random_state`.
-        tensors: by name; they may alias those of the model.
+        state: tracked state without the tensors, see :mod:`~azureml_elastic.checkpoint.state.tree`.
+        data: position in the data, ``None`` without a loader.
+        unsaved_seconds: time since the last checkpoint on storage.
+        save_pending: whether a checkpoint was begun and not committed.
+        random: random number generators of the process, see :mod:`~azureml_elastic.checkpoint.state.random_state`.
+        tensors: tensors by name; they may alias those of the model.
     """
 
     step: int
@@ -96,110 +102,87 @@ class Snapshot:
     random: str | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def to_memory(self) -> int:
-        """Return the descriptor of anonymous memory that holds a copy.
+    def to_memory(self) -> StagingBuffer:
+        """Return memory that holds a copy.
 
         Raises:
             OSError: there is not enough memory, or the system has no ``memfd_create``.
         """
-        header = {**self.header(), "tensors": {}}
-        sources: list[tuple[int, torch.Tensor]] = []
-        offset = 0
-        for name, tensor in self.tensors.items():
-            flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            header["tensors"][name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
-            sources.append((offset, flat))
-            offset = _aligned(offset + flat.numel())
-        text = _MAGIC + json.dumps(header).encode() + b"\n"
-        start = _aligned(len(text))
-        descriptor = os.memfd_create("azureml-elastic", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(descriptor, 0, start + max(offset, 1))  # an error here, not a SIGBUS below
-            with mmap.mmap(descriptor, start + max(offset, 1)) as memory:
-                memory[: len(text)] = text
-                whole = torch.frombuffer(memory, dtype=torch.uint8)
-                for place, flat in sources:
-                    whole[start + place : start + place + flat.numel()].copy_(flat)
-                del whole
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+        # Large tensors first: in the file there is no padding, and the small ones would misalign them.
+        ordered = sorted(self.tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size())
+        layout = Layout.of((_chunk(name, tensor) for name, tensor in ordered), json.dumps(self.header()))
+        memory = StagingBuffer(torch.device("cpu"))
+        memory.reserve(layout.nbytes, populate=False)
+        memory.put(0, layout.header)
+        for entry in layout.entries:
+            memory.take(entry.begin, self.tensors[entry.chunk.name])
+        return memory
 
     @classmethod
     def from_memory(cls, path: str) -> Snapshot:
         """Map what :meth:`to_memory` wrote; the tensors are views of private memory.
 
         Raises:
-            CheckpointDamaged: it is something else.
-            OSError: it is gone.
+            CheckpointDamaged: the content is something else.
+            OSError: the memory was released.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(descriptor)
-        end = memory.find(b"\n", len(_MAGIC))
-        if memory[: len(_MAGIC)] != _MAGIC or end < 0:
-            raise CheckpointDamaged(f"{path} holds no state of a worker.")
-        header = json.loads(memory[len(_MAGIC) : end])
-        start = _aligned(end + 1)
+        length = header_length(memory[:HEADER_LENGTH_BYTES], path)
+        text = memory[HEADER_LENGTH_BYTES : HEADER_LENGTH_BYTES + length]
         tensors = {}
-        for name, (kind, shape, offset) in header.pop("tensors").items():
-            count = 1
-            for size in shape:
-                count *= size
-            dtype = getattr(torch, kind)
-            empty = torch.empty(shape, dtype=dtype)
-            if count:
-                empty = torch.frombuffer(memory, dtype=dtype, count=count, offset=start + offset).reshape(shape)
-            tensors[name] = empty
-        return cls(**header, tensors=tensors)
+        for entry in read_header(text, path):
+            dtype, shape = getattr(torch, entry.chunk.dtype), entry.chunk.shape
+            count = entry.chunk.nbytes // entry.chunk.itemsize
+            tensors[entry.chunk.name] = (
+                torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.begin).reshape(shape)
+                if count
+                else torch.empty(shape, dtype=dtype)
+            )
+        try:
+            return cls(**json.loads(read_note(text, path)), tensors=tensors)
+        except (TypeError, ValueError) as error:
+            raise CheckpointDamaged(f"{path} holds no snapshot: {error}") from error
 
     @classmethod
     def broadcast(cls, own: Snapshot | None, source: int, control: ControlGroup) -> Snapshot:
         """Return the snapshot of one rank on all ranks. A collective.
 
         Args:
-            own: this rank's, on the source at least.
-            source: the rank whose it is.
-            control: the ranks' agreement.
+            own: snapshot of this rank; required on the source, ignored elsewhere.
+            source: rank that sends its snapshot.
+            control: control group of the ranks.
         """
-        header: dict[str, Any] | None = None
+        sent: tuple[dict[str, Any], list[Chunk]] | None = None
         if control.rank == source:
             assert own is not None
-            described = {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in own.tensors.items()}
-            header = {**own.header(), "tensors": described}
-        header = control.from_rank(source, header)
-        described = header.pop("tensors")
+            sent = own.header(), [_chunk(name, tensor) for name, tensor in own.tensors.items()]
+        header, chunks = control.from_rank(source, sent)
         tensors: dict[str, torch.Tensor] = {}
-        for name, (kind, shape) in described.items():
+        for chunk in chunks:
             if control.rank == source:
                 assert own is not None
-                tensor = own.tensors[name].detach().cpu().contiguous()
+                tensor = own.tensors[chunk.name].detach().cpu().contiguous()
             else:
-                tensor = torch.empty(shape, dtype=getattr(torch, kind))
+                tensor = torch.empty(chunk.shape, dtype=getattr(torch, chunk.dtype))
             if tensor.numel():
                 control.broadcast(tensor.flatten().view(torch.uint8), source)
-            tensors[name] = tensor
+            tensors[chunk.name] = tensor
         return cls(**header, tensors=tensors)
 
     @property
     def position(self) -> str:
-        """In the data, see :func:`position_key`."""
+        """The position in the data as text, see :func:`position_key`."""
         return position_key(self.data)
 
     def header(self) -> dict[str, Any]:
         """Return everything but the tensors."""
-        return {
-            "step": self.step,
-            "state": self.state,
-            "data": self.data,
-            "unsaved_seconds": self.unsaved_seconds,
-            "save_pending": self.save_pending,
-            "random": self.random,
-        }
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "tensors"}
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+def _chunk(name: str, tensor: torch.Tensor) -> Chunk:
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    return Chunk(name, (0,) * len(shape), shape, shape, dtype, tensor.element_size())

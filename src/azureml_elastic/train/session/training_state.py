@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from typing import Any
 
@@ -205,11 +204,9 @@ class TrainingState:
         if self._identity.local_rank != 0:
             return True  # its neighbour holds the same
         try:
-            descriptor = self._snapshot().to_memory()
-            try:
-                self._agent.hand_over(self.steps, descriptor)
-            finally:
-                os.close(descriptor)
+            memory = self._snapshot().to_memory()
+            self._agent.hand_over(self.steps, memory.descriptor)
+            memory.release()
         except (OSError, ElasticError, RuntimeError) as error:
             _LOG.warning("The state of step %d could not be kept in memory: %s", self.steps, error)
             return False

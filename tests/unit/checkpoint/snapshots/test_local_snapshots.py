@@ -1,7 +1,8 @@
-"""Copies of the state on a node's disk: for the next agent on the machine, and for nobody else."""
+"""Snapshots on a node's disk: the next agent on the machine finds them, agents that run beside it do not."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -18,14 +19,14 @@ def described(folder, content, tail=b"", rank=0):
     return {"folder": folder, "file": f"rank-{rank:05}.safetensors", "step": 1, "world_size": 1, "rank": rank, **sums}
 
 
-def memory_with(content):
+def memory_of(content):
     descriptor = os.memfd_create("test")
     os.write(descriptor, content)
     return descriptor
 
 
 class Disk:
-    """Agents on one machine, one after the other or at once."""
+    """Agents on one machine, in turn or at the same time."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -36,10 +37,10 @@ class Disk:
         return self.agents[-1]
 
     def write(self, agent, folder, content, tail=b"", **changed):
-        descriptor = memory_with(content + tail)
+        descriptor = memory_of(content + tail)
         agent.write([(descriptor, {**described(folder, content, tail), "path": "memory", **changed})])
         os.close(descriptor)
-        agent._pool.submit(int).result()  # when that is done
+        agent._pool.submit(int).result()  # waits for the write
 
 
 @pytest.fixture
@@ -54,12 +55,15 @@ def contents(agent):
     return [(each["folder"], Path(each["path"]).read_bytes()) for each in agent.describe()]
 
 
-def test_the_newest_copy_is_there_for_the_next_agent(disk):
+def test_the_next_agent_finds_the_newest_snapshot(disk):
     first = disk.agent("a")
     disk.write(first, "one", b"1" * 1000, b"tail")
     disk.write(first, "two", b"2" * 1000, b"tail")
     disk.write(first, "three", b"3" * 1000, b"tail")
-    newest = [("three", b"3" * 1000 + b"tail"), ("two", b"2" * 1000 + b"tail")]  # others may not have three yet
+    newest = [
+        ("three", b"3" * 1000 + b"tail"),
+        ("two", b"2" * 1000 + b"tail"),
+    ]  # other nodes may not have written the third yet
     assert contents(first) == newest
     first.close()
     second = disk.agent("b")
@@ -70,12 +74,12 @@ def test_the_newest_copy_is_there_for_the_next_agent(disk):
     assert not (disk.folder / "a").exists()
 
 
-def test_of_copies_that_wait_only_the_newest_is_written(disk):
+def test_of_waiting_snapshots_only_the_newest_is_written(disk):
     agent = disk.agent("a")
     go_on = threading.Event()
     agent._pool.submit(go_on.wait)
     for name in ("one", "two", "three"):
-        descriptor = memory_with(name.encode())
+        descriptor = memory_of(name.encode())
         agent.write([(descriptor, described(name, name.encode()))])
         os.close(descriptor)
     go_on.set()
@@ -83,7 +87,7 @@ def test_of_copies_that_wait_only_the_newest_is_written(disk):
     assert contents(agent) == [("three", b"three")]
 
 
-def test_what_another_agent_has_left_goes_with_a_run_that_has_ended_well(disk):
+def test_the_successful_end_of_a_run_removes_snapshots_of_earlier_agents(disk):
     first = disk.agent("a")
     disk.write(first, "one", b"1")
     first.close()
@@ -92,7 +96,7 @@ def test_what_another_agent_has_left_goes_with_a_run_that_has_ended_well(disk):
     assert not disk.folder.exists()
 
 
-def test_a_living_agents_copies_are_its_own(disk):
+def test_the_snapshots_of_a_running_agent_are_not_offered_to_others(disk):
     first = disk.agent("a")
     disk.write(first, "one", b"1")
     second = disk.agent("b")
@@ -101,15 +105,15 @@ def test_a_living_agents_copies_are_its_own(disk):
     assert contents(first) == [("one", b"1")]
 
 
-def test_a_copy_that_changes_under_way_is_not_taken(disk, caplog):
+def test_a_snapshot_that_changes_while_it_is_written_is_dropped(disk, caplog):
     agent = disk.agent("a")
     disk.write(agent, "one", b"1" * 100)
     disk.write(agent, "two", b"2" * 100, xxh3=xxhash.xxh3_128_hexdigest(b"3" * 100))
     assert contents(agent) == [("one", b"1" * 100)]
-    assert "take copies less often" in caplog.text
+    assert "take snapshots less often" in caplog.text
 
 
-def test_a_torn_copy_is_not_offered(disk):
+def test_a_torn_snapshot_is_not_offered(disk):
     agent = disk.agent("a")
     disk.write(agent, "one", b"1" * 100)
     disk.write(agent, "two", b"2" * 100, size=200)
@@ -120,26 +124,46 @@ def test_a_torn_copy_is_not_offered(disk):
     assert contents(disk.agent("b")) == []
 
 
-def test_nothing_is_left_of_a_run_that_has_ended_well(disk):
-    memories = AgentMemory(disk.agent("a"))
-    descriptor = memory_with(b"1")
+def test_the_successful_end_of_a_run_removes_all_snapshots(disk):
+    memory = AgentMemory(disk.agent("a"))
+    descriptor = memory_of(b"1")
     message = {"op": "hold_shard", "pid": os.getpid(), "fd": descriptor, "description": described("one", b"1")}
-    memories.answer(message, 1, 0)
-    memories.answer({"op": "retain_snapshot", "folder": "one"}, 1, 0)
+    memory.answer(message, 1, 0)
+    memory.answer({"op": "retain_snapshot", "folder": "one"}, 1, 0)
     os.close(descriptor)
-    assert len(memories.answer({"op": "held_shards"}, 1, 0)["held"]) >= 1
-    memories.close(forget=True)
+    assert len(memory.answer({"op": "held_shards"}, 1, 0)["held"]) >= 1
+    memory.close(forget=True)
     assert not disk.folder.exists()
 
 
-def test_a_run_that_has_failed_leaves_it(disk):
-    memories = AgentMemory(disk.agent("a"))
-    descriptor = memory_with(b"1")
-    memories.answer(
+def test_a_failed_run_leaves_its_snapshots(disk):
+    memory = AgentMemory(disk.agent("a"))
+    descriptor = memory_of(b"1")
+    memory.answer(
         {"op": "hold_shard", "pid": os.getpid(), "fd": descriptor, "description": described("one", b"1")}, 1, 0
     )
-    memories.answer({"op": "retain_snapshot", "folder": "one"}, 1, 0)
+    memory.answer({"op": "retain_snapshot", "folder": "one"}, 1, 0)
     disk.agents[0]._pool.submit(int).result()
     os.close(descriptor)
-    memories.close(forget=False)
+    memory.close(forget=False)
     assert contents(disk.agent("b")) == [("one", b"1")]
+
+
+def test_a_folder_that_another_agent_has_locked_is_refused(disk):
+    first = disk.agent("a")
+    disk.write(first, "one", b"1")
+    with pytest.raises(OSError, match="locked by another process"):
+        LocalSnapshots(disk.folder, "a", lock_seconds=0.0)
+    second = disk.agent("b")
+    disk.write(second, "two", b"2")
+    assert contents(first) == [("one", b"1")]
+
+
+def test_an_agent_waits_for_another_that_tests_its_lock(disk):
+    disk.agent("a").close()
+    with (disk.folder / "a" / "owner").open() as probe:
+        fcntl.flock(probe, fcntl.LOCK_EX)
+        released = threading.Timer(0.1, fcntl.flock, (probe, fcntl.LOCK_UN))
+        released.start()
+        assert contents(disk.agent("a")) == []
+        released.join()

@@ -148,7 +148,7 @@ def test_a_commit_that_is_refused_ends_the_attempt(agent, monkeypatch):
     with pytest.raises(Fenced, match="newer round"):
         run(agent)
     agent.refusal = TableUnavailable("away")
-    monkeypatch.setattr("azureml_elastic.checkpoint.snapshots.recovery_from_replicas.PATIENT_SECONDS", (0.0,))
+    monkeypatch.setattr("azureml_elastic.checkpoint.snapshots.recovery_from_replicas.LONG_RETRY_SECONDS", (0.0,))
     with pytest.raises(CheckpointError, match="could not be committed: away"):
         run(agent)
     agent.refusal = None
