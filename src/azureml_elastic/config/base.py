@@ -1,4 +1,4 @@
-"""What every model of the specification has in common."""
+"""Base class and duration types of the configuration models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ConfigModel", "Duration", "PositiveDuration"]
 
 
 class ConfigModel(BaseModel):
-    """A frozen model that refuses fields it does not know."""
+    """A frozen pydantic model that rejects unknown fields and serializes durations as seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_timedelta="float", validate_default=True)
 
@@ -29,7 +29,7 @@ def _positive(value: timedelta) -> timedelta:
 
 
 Duration = Annotated[timedelta, AfterValidator(_not_negative)]
-"""A ``timedelta`` of zero or more; numbers are read as seconds."""
+"""A ``timedelta`` of zero or more; a plain number is read as seconds."""
 
 PositiveDuration = Annotated[timedelta, AfterValidator(_positive)]
-"""A ``timedelta`` of more than zero; numbers are read as seconds."""
+"""A ``timedelta`` greater than zero; a plain number is read as seconds."""

@@ -1,4 +1,4 @@
-"""The names of the environment variables that this library reads and sets."""
+"""Names of the environment variables that this library reads and sets."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ __all__ = [
 ]
 
 PLAN = "AZUREML_ELASTIC_PLAN"
-"""The plan as JSON, set by the submission."""
+"""The plan as JSON; set at submission."""
 
 RUN_ID = "AZUREML_ELASTIC_RUN_ID"
-"""Names the run in the table; before ``AZUREML_ROOT_RUN_ID``."""
+"""Identifier of the run in the table; takes precedence over ``AZUREML_ROOT_RUN_ID``."""
 
 FIRST_JOB = "AZUREML_ELASTIC_FIRST_JOB"
-"""The name of the job with which the run was submitted; set for the nodes that were asked for later."""
+"""Name of the job with which the run was submitted; set for replacement nodes."""
 
 NODE_ID = "AZUREML_ELASTIC_NODE_ID"
-"""Names this node; without it a name is made from the host name and a nonce."""
+"""Identifier of this node; derived from the host name and a nonce when unset."""
 
 RUN_DIR = "AZUREML_ELASTIC_RUN_DIR"
-"""The folder for events, logs and audit files; set for the workers."""
+"""Folder for events, logs and audit files; set for the workers."""
 
 LOCAL_ADDRESS = "AZUREML_ELASTIC_LOCAL_ADDRESS"
-"""Where the other nodes reach this one; without it the address on the way to the table."""
+"""Address that other nodes use to reach this one; the source address of the route to the table when unset."""
 
 SCHEDULED_EVENTS = "AZUREML_ELASTIC_SCHEDULED_EVENTS"
-"""The address of this node's metadata service, before the plan's; empty for none."""
+"""Address of this node's metadata service; overrides the plan's, and disables the service when empty."""
 
 CHANNEL = "AZUREML_ELASTIC_CHANNEL"
-"""The path of the Unix socket on which the node's agent serves its workers."""
+"""Path of the Unix socket on which the node's agent serves its workers."""
 
 ROUND = "AZUREML_ELASTIC_ROUND"
-"""The number of the round that the worker belongs to."""
+"""Number of the round that the worker belongs to."""
 
 HISTORY = "AZUREML_ELASTIC_HISTORY"
-"""How often the run has lost a node or a worker, and for how many seconds it has trained before this round."""
+"""Number of node and worker losses of the run, and seconds of training before this round."""

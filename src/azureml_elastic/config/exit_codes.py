@@ -1,30 +1,30 @@
-"""The exit codes that mean something to the other side; ``docs/failures.md`` lists them all."""
+"""Exit codes of nodes and workers with a fixed meaning; ``docs/explanation/failures.md`` lists all of them."""
 
 from __future__ import annotations
 
 __all__ = ["AGENT_LOST", "FAILED", "PREEMPTED", "UNHEALTHY", "USAGE", "of_failed_run"]
 
 FAILED = 1
-"""The run has failed, and no worker's exit code says how."""
+"""The run has failed, and no worker's exit code explains why."""
 
 USAGE = 2
-"""The input is wrong; nothing was started."""
+"""The input is invalid; nothing was started."""
 
 UNHEALTHY = 69
-"""A node has failed its health check and did not recover in time; the run goes on without it."""
+"""The node failed its health check and did not recover in time; the run continues without it."""
 
 AGENT_LOST = 75
-"""A worker whose agent is gone, or whose round is over, has ended itself."""
+"""The worker exited because its agent is gone or its round has ended."""
 
 PREEMPTED = 143
-"""A node or process was told to leave by SIGTERM, and has; the run goes on."""
+"""The node or process left after SIGTERM; the run continues."""
 
 
 def of_failed_run(worker: int) -> int:
-    """Return with which code the nodes of a failed run exit.
+    """Return the exit code of the nodes of a failed run.
 
     Args:
-        worker: the failing worker's exit code, 128 + n for signal n. It is the run's too, unless it would tell whoever
-            started the node that the run has ended well or goes on.
+        worker: exit code of the failing worker, 128 + n for signal n. It becomes the run's exit code unless it would
+            indicate success or a run that continues; then the result is :data:`FAILED`.
     """
     return FAILED if worker in (0, UNHEALTHY, AGENT_LOST, PREEMPTED) else worker

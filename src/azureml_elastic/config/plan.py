@@ -11,10 +11,9 @@ from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
-from azureml_elastic.config.pools import NodePool
 from azureml_elastic.config.profile import Profile
 from azureml_elastic.config.replacement import SupervisionPolicy
-from azureml_elastic.config.resources import ElasticResources
+from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.errors import PlanError
 
 __all__ = ["PLAN_VERSION", "Plan"]

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from azureml_elastic.config.pools import SERVERLESS, NodePool, first_nodes, step_names
 from azureml_elastic.config.presets import Presets, mode_of_input
+from azureml_elastic.config.resources import SERVERLESS, NodePool, first_nodes, step_names
 from azureml_elastic.errors import MissingExtra, SubmitError
 from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.runtime.staging import stage_runtime

@@ -9,8 +9,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.config.command.program import find_program, parse_program
-from azureml_elastic.config.pools import SERVERLESS, NodePool
 from azureml_elastic.config.presets import connection
+from azureml_elastic.config.resources import SERVERLESS, NodePool
 from azureml_elastic.errors import CommandError
 from azureml_elastic.submit.node_launch import nodes_of
 

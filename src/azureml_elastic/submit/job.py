@@ -14,10 +14,9 @@ from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.plan import Plan
-from azureml_elastic.config.pools import NodePool
 from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import SupervisionPolicy
-from azureml_elastic.config.resources import ElasticResources
+from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.submit.sdk_hooks import Submittable
 
 if TYPE_CHECKING:

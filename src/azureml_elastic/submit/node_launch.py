@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from azureml_elastic.config.command.program import FoundProgram, parse_program
 from azureml_elastic.config.environment import PLAN
-from azureml_elastic.config.pools import SERVERLESS
+from azureml_elastic.config.resources import SERVERLESS
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import Plan
-from azureml_elastic.config.pools import first_nodes, replacement_name, step_names
 from azureml_elastic.config.replacement import CANCELLED_TAG
+from azureml_elastic.config.resources import first_nodes, replacement_name, step_names
 from azureml_elastic.errors import SubmitError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 
+from azureml_elastic.config.distribution import PreemptionPolicy
 from azureml_elastic.config.exit_codes import PREEMPTED
-from azureml_elastic.config.preemption import PreemptionPolicy
 from azureml_elastic.node.preemption.marker import MarkerWatch
 from azureml_elastic.node.preemption.notices import Announcement, Notice, first, merge
 from azureml_elastic.node.preemption.scheduled_events import EventWatch

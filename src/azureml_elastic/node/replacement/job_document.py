@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import Plan
-from azureml_elastic.config.pools import SERVERLESS, NodePool, step_names
+from azureml_elastic.config.resources import SERVERLESS, NodePool, step_names
 from azureml_elastic.errors import PlanError
 
 __all__ = ["SINGLE", "Place", "first_of", "place_of", "plan_of", "replacement", "run_of", "timeout_of"]

@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any
 
 from azureml_elastic.config.plan import Plan
-from azureml_elastic.config.pools import NodePool, step_names
 from azureml_elastic.config.replacement import CANCELLED_TAG
+from azureml_elastic.config.resources import NodePool, step_names
 from azureml_elastic.errors import PlanError
 from azureml_elastic.node.replacement.job_document import SINGLE, Place, place_of, plan_of, timeout_of
 from azureml_elastic.node.replacement.jobs import RunRecord, WorkspaceJobs

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from azureml_elastic.config.pools import NodePool
 from azureml_elastic.config.replacement import SupervisionPolicy
+from azureml_elastic.config.resources import NodePool
 
 __all__ = [
     "EARLY_S",

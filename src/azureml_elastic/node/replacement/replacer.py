@@ -11,8 +11,8 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from azureml_elastic.config.pools import NodePool, replacement_name
 from azureml_elastic.config.replacement import SupervisionPolicy
+from azureml_elastic.config.resources import NodePool, replacement_name
 from azureml_elastic.errors import JobRefused, RowExists, WorkspaceUnavailable
 from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.config import NodePool, SupervisionPolicy
-from azureml_elastic.config.pools import first_nodes, replacement_name, step_names
+from azureml_elastic.config.resources import first_nodes, replacement_name, step_names
 from azureml_elastic.node.replacement.policy import NodeJob, Start, Stop, cost, decide
 
 SPOT = NodePool("spot", max_instance_count=6, price_per_hour=1.0)
