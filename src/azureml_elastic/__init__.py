@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Profile,
         Ramp,
         RendezvousTimings,
-        SupervisionPolicy,
+        ReplacementPolicy,
         TableRendezvous,
     )
     from azureml_elastic.errors import ElasticError
@@ -46,8 +46,8 @@ __all__ = [
     "Profile",
     "Ramp",
     "RendezvousTimings",
+    "ReplacementPolicy",
     "SubmittedRun",
-    "SupervisionPolicy",
     "TableRendezvous",
     "errors",
     "load_elastic_job",
@@ -71,7 +71,7 @@ _HOMES = {
     "Ramp": "config",
     "RendezvousTimings": "config",
     "SubmittedRun": "submit",
-    "SupervisionPolicy": "config",
+    "ReplacementPolicy": "config",
     "TableRendezvous": "config",
     "load_elastic_job": "submit",
 }

@@ -16,7 +16,7 @@ from azureml_elastic.cli.download import download
 from azureml_elastic.cli.init import init
 from azureml_elastic.cli.local import local
 from azureml_elastic.cli.logs import logs
-from azureml_elastic.cli.replace_nodes import supervise
+from azureml_elastic.cli.replace_nodes import replace_nodes
 from azureml_elastic.cli.report import report
 from azureml_elastic.cli.schema import schema
 from azureml_elastic.cli.status import status
@@ -44,7 +44,7 @@ app.command()(status)
 app.command()(logs)
 app.command()(cancel)
 app.command()(download)
-app.command()(supervise)
+app.command()(replace_nodes)
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(workspace, name="workspace")
 

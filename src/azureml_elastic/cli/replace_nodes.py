@@ -1,4 +1,4 @@
-"""``azureml-elastic supervise``: replaces lost nodes of a run, also where no node is left to do it."""
+"""``azureml-elastic replace-nodes``: replaces the lost nodes of a run, even where none is left."""
 
 from __future__ import annotations
 
@@ -19,85 +19,85 @@ from azureml_elastic.cli.workspaces import (
 from azureml_elastic.errors import ElasticError, RunFailed, UsageError
 
 if TYPE_CHECKING:
-    from azureml_elastic.node.replacement.replacer import Outlook, Supervisor
+    from azureml_elastic.node.replacement.replacer import NodeReplacer, ReplacementStatus
 
-__all__ = ["supervise"]
+__all__ = ["replace_nodes"]
 
 
-def supervise(
+def replace_nodes(
     run: RunName,
     every: Annotated[
-        float | None, typer.Option(min=0.5, help="Seconds between two looks; by default as the job says.")
+        float | None, typer.Option(min=0.5, help="Seconds between two checks; by default as the job says.")
     ] = None,
     max_replacements: Annotated[
-        int | None, typer.Option(min=0, help="Node jobs that may be submitted; by default as the job says.")
+        int | None, typer.Option(min=0, help="Maximum number of node jobs to submit; by default as the job says.")
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(min=0.01, help="USD after which none is asked for; by default as the job says.")
+        float | None,
+        typer.Option(min=0.01, help="Cost in USD from which no node is submitted; by default as the job says."),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once, do what is to be done, and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Check once, act on it, and exit.")] = False,
     subscription: SubscriptionOption = None,
     group: GroupOption = None,
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Replace lost nodes of a run until it ends, with your own login; see docs/pools.md."""
+    """Replace the lost nodes of a run until it ends, with your own login; see docs/how-to/pools.md."""
     with explained(GOES_ON):
         place = find_workspace(subscription, group, workspace)
         require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
 
-        from azureml_elastic.node.replacement.remote import open_supervisor
+        from azureml_elastic.node.replacement.remote import open_replacer
 
         given = {"max_replacements": max_replacements, "budget": budget}
         changes = {name: value for name, value in given.items() if value is not None}
-        with open_supervisor({**os.environ, **place.variables}, run, changes) as (supervisor, policy):
-            said = ""
+        with open_replacer({**os.environ, **place.variables}, run, changes) as (replacer, policy):
+            printed = ""
             pause = policy.interval.total_seconds() if every is None else every
             while True:
-                outlook = _act(supervisor, patient=not once)
-                if outlook is not None:
-                    said = _tell(outlook, said)
-                    if outlook.over or outlook.hopeless:
+                status = _act(replacer, keep_trying=not once)
+                if status is not None:
+                    printed = _print(status, printed)
+                    if status.over or status.hopeless:
                         break
                 if once:
                     return
                 time.sleep(pause)
-        if outlook.hopeless:
-            raise RunFailed(f"The run has no node left, and none may be asked for. {outlook.limit}")
-        if not outlook.succeeded:
-            raise RunFailed(outlook.message)
+        if status.hopeless:
+            raise RunFailed(f"The run has no node left, and none may be submitted. {status.limit}")
+        if not status.succeeded:
+            raise RunFailed(status.message)
 
 
-def _act(supervisor: Supervisor, *, patient: bool) -> Outlook | None:
-    """Look and act once; where somebody is away and that is borne, say so and return ``None``."""
+def _act(replacer: NodeReplacer, *, keep_trying: bool) -> ReplacementStatus | None:
+    """Check and act once; print a temporary failure and return ``None`` if it may be retried."""
     try:
-        return supervisor.act()
+        return replacer.act()
     except UsageError:
         raise
     except ElasticError as error:
-        if not patient:
+        if not keep_trying:
             raise
-        typer.echo(f"azureml-elastic: {error} Looking again.", err=True)
+        typer.echo(f"azureml-elastic: {error} Trying again.", err=True)
         return None
 
 
-def _tell(outlook: Outlook, said: str) -> str:
-    """Print what was done, and how the run stands where that was not said before; return what was said."""
-    text = _line(outlook)
-    if text != said:
+def _print(status: ReplacementStatus, printed: str) -> str:
+    """Print the actions, and the state of the run if it differs from the text printed last; return that state."""
+    text = _state(status)
+    if text != printed:
         typer.echo(text)
-    for done in outlook.done:
-        typer.echo(f"  {done}")
+    for action in status.done:
+        typer.echo(f"  {action}")
     return text
 
 
-def _line(outlook: Outlook) -> str:
+def _state(status: ReplacementStatus) -> str:
     counts: dict[str, list[int]] = {}
-    for job in outlook.jobs:
-        if not job.submitted:
-            continue
-        of_pool = counts.setdefault(outlook.pools[job.pool].compute, [0, 0])
-        of_pool[0] += job.state == "running"
-        of_pool[1] += job.state == "waiting"
+    for job in status.jobs:
+        if job.submitted:
+            of_pool = counts.setdefault(status.pools[job.pool].compute, [0, 0])
+            of_pool[0] += job.state == "running"
+            of_pool[1] += job.state == "waiting"
     nodes = ", ".join(f"{pool}: {running} run, {waiting} wait" for pool, (running, waiting) in counts.items())
-    limit = f" {outlook.limit}" if outlook.limit and not outlook.over else ""
-    return f"{outlook.message} {nodes}.{limit}"
+    limit = f" {status.limit}" if status.limit and not status.over else ""
+    return f"{status.message} {nodes}.{limit}"

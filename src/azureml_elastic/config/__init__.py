@@ -7,7 +7,7 @@ from azureml_elastic.config.plan import PLAN_VERSION, Plan
 from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.profile import Profile
 from azureml_elastic.config.rendezvous import Credential, RendezvousTimings, TableRendezvous
-from azureml_elastic.config.replacement import SupervisionPolicy
+from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import ElasticResources, NodePool, Placement
 
 __all__ = [
@@ -29,6 +29,6 @@ __all__ = [
     "Ramp",
     "Recovery",
     "RendezvousTimings",
-    "SupervisionPolicy",
+    "ReplacementPolicy",
     "TableRendezvous",
 ]

@@ -140,7 +140,7 @@ class ElasticDistribution(ConfigModel):
             a new process group; ``docs/explanation/recovery.md`` states its requirements on a script.
         handover_timeout: time limit for workers of an ended round to hand over their state or to become ready for the
             next round. After it, the steps since the last checkpoint are lost.
-        warm_workers: whether each node runs a preload server, which imports the script's modules once and forks the
+        preload_workers: whether each node runs a preload server, which imports the script's modules once and forks the
             workers, wherever forking is safe.
         monitor_interval: time between two checks of the local workers.
         stop_timeout: time between SIGTERM and SIGKILL when the workers of an ended round are stopped.
@@ -159,7 +159,7 @@ class ElasticDistribution(ConfigModel):
     restart_window: PositiveDuration | None = timedelta(hours=1)
     recovery: Recovery = "restart"
     handover_timeout: Duration = timedelta(seconds=5)
-    warm_workers: bool = True
+    preload_workers: bool = True
     monitor_interval: PositiveDuration = timedelta(seconds=0.1)
     stop_timeout: Duration = timedelta(seconds=5)
     preemption: PreemptionPolicy = PreemptionPolicy()

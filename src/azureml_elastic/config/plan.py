@@ -12,7 +12,7 @@ from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.profile import Profile
-from azureml_elastic.config.replacement import SupervisionPolicy
+from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.errors import PlanError
 
@@ -31,7 +31,7 @@ class Plan(ConfigModel):
         checkpoint: the checkpoints.
         batch: what becomes of it when the world size changes.
         pools: the computes in the order of preference; none where all nodes have one compute.
-        supervision: how lost nodes are replaced; ``None`` for not at all.
+        replacement: how lost nodes are replaced; ``None`` for not at all.
         run_id: names the run in the table; ``None`` takes the id that Azure ML gave the run, which every
             submission gets anew.
         audit: whether workers write down the samples of each step, so that "exactly once" can be proven.
@@ -44,7 +44,7 @@ class Plan(ConfigModel):
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
     pools: tuple[NodePool, ...] = ()
-    supervision: SupervisionPolicy | None = None
+    replacement: ReplacementPolicy | None = None
     run_id: str | None = None
     audit: bool = False
     profile: Profile | None = None

@@ -1,4 +1,4 @@
-"""How lost nodes are replaced, and by whom."""
+"""The policy by which lost nodes are replaced."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from pydantic import Field
 
 from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
 
-__all__ = ["CANCELLED_TAG", "SupervisionPolicy"]
+__all__ = ["CANCELLED_TAG", "ReplacementPolicy"]
 
 CANCELLED_TAG = "azureml_elastic.cancelled"
-"""Of the first job of a run that its owner has cancelled: Azure ML cannot cancel a job whose nodes are all lost."""
+"""Tag of a run's first job that its owner has cancelled. Azure ML cannot cancel a job whose nodes are all lost."""
 
 
-class SupervisionPolicy(ConfigModel):
-    """What is done about nodes that do not come, or do not come back.
+class ReplacementPolicy(ConfigModel):
+    """Limits and intervals for replacing nodes that are lost or do not start.
 
-    The node of rank 0 does it where its identity may read and submit jobs, and so does ``azureml-elastic supervise``.
+    The node of rank 0 replaces nodes where its identity may read and submit jobs; ``azureml-elastic replace-nodes``
+    does the same from any machine.
 
     Args:
-        by_nodes: whether the nodes supervise their run themselves; without, only the command does.
-        interval: between two looks at the jobs.
-        fallback_after: how long a node may be waited for before one is asked of the next pool.
-        retry_after: the pause after a node that ended within two minutes; twice as long after each further one in a
-            row, an hour at most.
-        max_replacements: node jobs that may be submitted beyond the first ones; ``None`` takes ten for each node of
+        by_nodes: whether the run's own nodes replace lost ones; if false, only the command does.
+        interval: time between two checks of the jobs.
+        fallback_after: time that a node may wait for a machine before one of the next pool is requested.
+        retry_after: pause after a node that ended within two minutes; it doubles with each further one in a row, up to
+            an hour.
+        max_replacements: maximum number of node jobs beyond the first ones; ``None`` means ten for each node of
             ``max_instance_count``.
-        budget: in USD; once the nodes have cost so much, none is asked for any more. Needs the price of every pool.
+        budget: cost in USD from which no further node is requested. Requires the price of every pool.
     """
 
     by_nodes: bool = True

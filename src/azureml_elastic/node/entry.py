@@ -24,11 +24,11 @@ from azureml_elastic.node.hangs.detector import HangWatch
 from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watch import Preemption
-from azureml_elastic.node.preload.client import WarmProcess
+from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.rendezvous.reachability.reachability import UnreachablePair
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Limits
-from azureml_elastic.node.replacement.on_node import supervise_from_here
+from azureml_elastic.node.replacement.on_node import start_replacement_thread
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock
 
@@ -118,12 +118,12 @@ class _Node:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", identity.interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", identity.interface)
         interpreter, options = _interpreter(program)
-        self._warm = WarmProcess(interpreter, options, program, os.environ) if distribution.warm_workers else None
+        self._warm = PreloadServer(interpreter, options, program, os.environ) if distribution.preload_workers else None
         if self._warm is not None:
             stack.callback(self._warm.close)
-        self._supervision = supervise_from_here(identity, table, self._leads, os.environ)
-        if self._supervision is not None:
-            stack.callback(self._supervision.close)
+        self._replacement = start_replacement_thread(identity, table, self._leads, os.environ)
+        if self._replacement is not None:
+            stack.callback(self._replacement.close)
         self._admission = Admission(
             distribution.health,
             lambda: HealthCheck(self._probes(clock)),
@@ -168,8 +168,8 @@ class _Node:
             return end.exit_code, str(end)
         except InterruptedError:
             ending = Ending.LEFT
-        if ending is not Ending.LEFT and self._supervision is not None:
-            self._supervision.finish()
+        if ending is not Ending.LEFT and self._replacement is not None:
+            self._replacement.finish()
         if ending is Ending.SUCCEEDED:
             return 0, "the run ended well"
         if ending is Ending.FAILED:

@@ -15,7 +15,7 @@ from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.presets import Presets
-from azureml_elastic.config.replacement import SupervisionPolicy
+from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.submit.sdk_hooks import Submittable
 
@@ -66,7 +66,7 @@ class ElasticCommandJob(ConfigModel, Submittable):
         environment_variables: for every process of the job.
         distribution: the processes on the nodes.
         checkpoint: the checkpoints; without a path they go to the workspace's default blob store.
-        supervision: how lost nodes are replaced; ``None`` for not at all.
+        replacement: how lost nodes are replaced; ``None`` for not at all.
         batch: what becomes of batch and learning rate when the number of processes changes.
         presets: what is set for network, mounts, data and profiler beside what the job itself says.
         name: of the run; ``None`` lets azure-ai-ml make a new one for each submission.
@@ -100,7 +100,7 @@ class ElasticCommandJob(ConfigModel, Submittable):
     environment_variables: Mapping[str, str] = Field(default={}, repr=False)
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
-    supervision: SupervisionPolicy | None = SupervisionPolicy()
+    replacement: ReplacementPolicy | None = ReplacementPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
     presets: Presets = Presets()
     name: str | None = None
@@ -222,7 +222,7 @@ class ElasticCommandJob(ConfigModel, Submittable):
             checkpoint=self.checkpoint,
             batch=self.batch,
             pools=self.pools,
-            supervision=self.supervision,
+            replacement=self.replacement,
             audit=self.audit,
             profile=self.presets.profile,
         )

@@ -28,18 +28,18 @@ def check_pools(job: ElasticCommandJob) -> None:
 
 
 def _check_budget(job: ElasticCommandJob) -> None:
-    budget = None if job.supervision is None else job.supervision.budget
+    budget = None if job.replacement is None else job.replacement.budget
     if budget is None:
         return
     if not job.pools:
         raise SubmitError(
-            f"supervision.budget={budget:g} USD needs a price. Name the compute as a pool that has one: "
+            f"replacement.budget={budget:g} USD needs a price. Name the compute as a pool that has one: "
             f"compute=[NodePool({job.compute or 'serverless'!r}, max_instance_count=..., price_per_hour=...)]."
         )
     unpriced = [pool.compute for pool in job.pools if pool.price_per_hour is None]
     if unpriced:
         raise SubmitError(
-            f"supervision.budget={budget:g} USD needs the price of every pool, and {unpriced[0]!r} has none. Give "
+            f"replacement.budget={budget:g} USD needs the price of every pool, and {unpriced[0]!r} has none. Give "
             "NodePool(..., price_per_hour=...)."
         )
 

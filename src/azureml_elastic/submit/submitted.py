@@ -111,7 +111,7 @@ class SubmittedRun:
     def cancel(self, asked: Callable[[str], object] = lambda _: None) -> None:
         """Ask all jobs of the run to end.
 
-        A first job that has ended cannot be cancelled any more; it is marked, so that no supervisor brings the run
+        A first job that has ended cannot be cancelled any more; it is marked, so that no replacement job brings the run
         back.
 
         Args:
@@ -129,7 +129,7 @@ class SubmittedRun:
         if said:
             raise SubmitError(
                 f"The jobs of {self.name} were told to end, but not all could be ({'; '.join(said)}). Try again, and "
-                "end every 'azureml-elastic supervise' of the run, which might bring it back."
+                "end every 'azureml-elastic replace-nodes' of the run, which might bring it back."
             )
 
     def _end(self, name: str, asked: Callable[[str], object]) -> str | None:
@@ -178,7 +178,7 @@ class SubmittedRun:
                     missing += 1
                 else:
                     missing = 0
-                if missing == _LONGEST_GAP:  # a supervisor may have died before it submitted what it had claimed
+                if missing == _LONGEST_GAP:  # a process may have died before it submitted what it had claimed
                     break
 
     def _pool_of(self, node: str) -> str | None:

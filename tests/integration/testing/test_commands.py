@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, SupervisionPolicy
+from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, ReplacementPolicy
 from azureml_elastic.cli import app
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from tests.support.paths import SAMPLES
@@ -128,8 +128,8 @@ def test_a_command_runs_in_a_workspace_of_its_own(run, project):
 def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_all_its_jobs(run):
     machines = {"spot": Pool(nodes=1, refill_s=math.inf), "dedicated": Pool(nodes=1, tier="dedicated")}
     pools = (NodePool("spot", max_instance_count=1), NodePool("dedicated", max_instance_count=1))
-    policy = SupervisionPolicy(by_nodes=False, interval=1, fallback_after=1, retry_after=1)
-    job = make(epochs=200, compute=pools, resources=ElasticResources(max_instance_count=1), supervision=policy)
+    policy = ReplacementPolicy(by_nodes=False, interval=1, fallback_after=1, retry_after=1)
+    job = make(epochs=200, compute=pools, resources=ElasticResources(max_instance_count=1), replacement=policy)
     with LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)]) as workspace:
         configure(workspace)
         client = workspace.ml_client
@@ -137,7 +137,9 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
         assert workspace.wait(submitted.name, 120) == "Failed"
         with Path("watched.txt").open("w") as out:
             command = [sys.executable, "-c", "from azureml_elastic.cli import main; main()"]
-            watching = subprocess.Popen([*command, "supervise", submitted.name, "--every", "1"], stdout=out, stderr=out)
+            watching = subprocess.Popen(
+                [*command, "replace-nodes", submitted.name, "--every", "1"], stdout=out, stderr=out
+            )
         try:
             name = f"{submitted.name}-dedicated-0"
             until(lambda: name in [job.name for job in client.jobs.list()])
@@ -147,7 +149,7 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             assert "dedicated_0" in shown.output
             # By the name of a job that came later it is the same run.
             assert f"{submitted.name}: Failed" in run("status", name).output
-            wrong = run("supervise", name, "--once", "--budget", "5")
+            wrong = run("replace-nodes", name, "--once", "--budget", "5")
             assert wrong.exit_code == 2
             assert f"and the run '{submitted.name}' was submitted without" in " ".join(wrong.output.split())
             shown = run("cancel", submitted.name)

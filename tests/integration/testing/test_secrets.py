@@ -13,7 +13,7 @@ from azureml_elastic import (
     ElasticDistribution,
     ElasticResources,
     NodePool,
-    SupervisionPolicy,
+    ReplacementPolicy,
     TableRendezvous,
 )
 from azureml_elastic.cli import app
@@ -58,7 +58,7 @@ def make(**fields):
             "environment": "anything@latest",
             "compute": [NodePool("spot", max_instance_count=2)],
             "environment_variables": {"THEIR_KEY": USERS},
-            "supervision": SupervisionPolicy(interval=1, retry_after=1),
+            "replacement": ReplacementPolicy(interval=1, retry_after=1),
             "distribution": ElasticDistribution(max_restarts=0),
             **fields,
         }
@@ -111,14 +111,14 @@ def test_a_run_that_loses_a_node_and_fails_tells_nobody_a_secret(project, script
         (first, _) = workspace.ml_client.jobs.list(parent_job_name=submitted.name)
         log = workspace.log(first.name)
         assert "the training failed" in log
-        assert "Supervision has submitted" in log
+        assert "Replacement of nodes: submitted" in log
         documents = bodies(workspace)
         assert len([body for body in documents if body.get("jobType") == "Pipeline"]) == 2
         secrets = [workspace._storage.key, workspace._storage.blob_signature]
         table = open_table(TableRendezvous(endpoint=workspace.table_endpoint), submitted.name)
         rows = json.dumps([[row.key, dict(row.value)] for row in table.query("")])
         table.close()
-        shown = [CliRunner().invoke(app, [word, submitted.name]).output for word in ("status", "logs", "supervise")]
+        shown = [CliRunner().invoke(app, [word, submitted.name]).output for word in ("status", "logs", "replace-nodes")]
         assert "the training failed" in shown[2]
     assert found_in(json.dumps([without_the_users_own(body) for body in documents])) == []
     assert found_in(json.dumps(documents)) == [USERS]  # where its author has put it, and nowhere else

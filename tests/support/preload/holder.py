@@ -6,9 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-from starting import ENVIRON, warm_process
+from starting import ENVIRON, preload_server
 
-process = warm_process(sys.argv[1])
+process = preload_server(sys.argv[1])
 assert process.wait_ready(120), process.refusal
 worker = process.start({**ENVIRON, "RANK": "wait"}, Path(sys.argv[2]), Path(sys.argv[2] + ".err"))
 print(process.pid, worker.pid, flush=True)

@@ -8,22 +8,22 @@ import sys
 import time
 from pathlib import Path
 
-from starting import gone, warm_process
+from starting import gone, preload_server
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from azureml_elastic.node.agent.worker_environment import worker_environments
-from azureml_elastic.node.preload.context import WarmContext
+from azureml_elastic.node.preload.context import PreloadContext
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 
 def main(script: str, folder: Path) -> None:
-    warm = warm_process(script, "--x", "1", options=())
+    warm = preload_server(script, "--x", "1", options=())
     round_ = Round(state="sealed", members=(Member("node", "x", host="127.0.0.1", store_port=1, slots=2),))
     environments = worker_environments(Assignment(round_, 0, None), "run", 0)
     assert warm.wait_ready(300), warm.refusal
     for name in ("warm", "cold"):
-        context = WarmContext(
+        context = PreloadContext(
             warm,
             name="worker",
             entrypoint=warm.command[0],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from azureml_elastic.config.command.program import Program
-from azureml_elastic.node.preload.client import WarmProcess
+from azureml_elastic.node.preload.client import PreloadServer
 
 END_SECONDS = 300.0
 ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
@@ -23,18 +23,18 @@ class Result(NamedTuple):
     stderr: str
 
 
-def warm_process(target, *arguments, kind="script", options=("-u",), environ: Mapping[str, str] | None = None):
+def preload_server(target, *arguments, kind="script", options=("-u",), environ: Mapping[str, str] | None = None):
     program = Program(None, (), kind, str(target), arguments)
-    return WarmProcess(sys.executable, options, program, ENVIRON if environ is None else environ)
+    return PreloadServer(sys.executable, options, program, ENVIRON if environ is None else environ)
 
 
-def run_warm(warm: WarmProcess, environ: Mapping[str, str], folder: Path, name: str) -> Result:
+def run_forked(warm: PreloadServer, environ: Mapping[str, str], folder: Path, name: str) -> Result:
     out, err = folder / f"{name}.out", folder / f"{name}.err"
     code = warm.start(environ, out, err).wait(END_SECONDS)
     return Result(code, out.read_text(), err.read_text())
 
 
-def run_cold(command, environ: Mapping[str, str], folder: Path, name: str) -> Result:
+def run_plain(command, environ: Mapping[str, str], folder: Path, name: str) -> Result:
     """As torch's SubprocessHandler does."""
     out, err = folder / f"{name}.out", folder / f"{name}.err"
     with out.open("w") as stdout, err.open("w") as stderr:

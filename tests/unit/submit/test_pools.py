@@ -2,7 +2,7 @@
 
 import pytest
 
-from azureml_elastic.config import ElasticResources, NodePool, SupervisionPolicy
+from azureml_elastic.config import ElasticResources, NodePool, ReplacementPolicy
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit import ElasticCommandJob
 
@@ -71,8 +71,8 @@ def test_the_counts_are_those_of_the_pools_where_nobody_gives_others():
             {"resources": ElasticResources(max_instance_count=3, instance_type="S")},
             "resources.instance_type='S'",
         ),
-        ((SPOT,), {"supervision": SupervisionPolicy(budget=5)}, "'gpu' has none"),
-        ((), {"compute": "gpu", "supervision": SupervisionPolicy(budget=5)}, "needs a price"),
+        ((SPOT,), {"replacement": ReplacementPolicy(budget=5)}, "'gpu' has none"),
+        ((), {"compute": "gpu", "replacement": ReplacementPolicy(budget=5)}, "needs a price"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_by_name(pools, fields, said):

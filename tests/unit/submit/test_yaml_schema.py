@@ -96,7 +96,7 @@ def test_what_the_loader_refuses_is_marked(faults, block, place):
         {"distribution": {"hang_timeout": "PT5M", "restart_window": 60.5}},
         {"batch": {"kind": "fixed_per_worker", "scaling": "linear", "momentum": {"steps": 3}}},
         {"pools": [{"compute": "a", "max_instance_count": 1}]},
-        {"supervision": None},
+        {"replacement": None},
     ],
 )
 def test_what_the_loader_takes_is_not(faults, block):

@@ -11,8 +11,8 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SubprocessContext
 
 from azureml_elastic.node.agent.channel import Channel
-from azureml_elastic.node.preload.client import WarmProcess
-from azureml_elastic.node.preload.context import WarmContext
+from azureml_elastic.node.preload.client import PreloadServer
+from azureml_elastic.node.preload.context import PreloadContext
 
 __all__ = ["Workers"]
 
@@ -39,7 +39,7 @@ class Workers:
         command: tuple[str, ...],
         logs: LogsSpecs,
         channel: Channel,
-        warm: WarmProcess | None,
+        warm: PreloadServer | None,
         *,
         handover_seconds: float,
         stop_seconds: float,
@@ -70,7 +70,7 @@ class Workers:
             "log_line_prefixes": dict(prefixes),
         }
         if self._warm is not None and self._warm.wait_ready(_IMPORT_SECONDS):
-            self._context = WarmContext(self._warm, **arguments)
+            self._context = PreloadContext(self._warm, **arguments)
         else:
             self._context = SubprocessContext(**arguments)
         self._context.start()

@@ -28,7 +28,7 @@ try:
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 
-__all__ = ["STORAGE_SCOPE", "Login", "NodeIdentity", "choose_login"]
+__all__ = ["STORAGE_SCOPE", "NodeTokenCredential", "TableCredential", "choose_credential"]
 
 STORAGE_SCOPE = "https://storage.azure.com/.default"
 """Of the tokens that Azure Tables takes."""
@@ -39,7 +39,7 @@ _TRY_NEXT_METHOD = frozenset({404, 405, 501})
 
 
 @dataclass(frozen=True)
-class Login:
+class TableCredential:
     """One way to be let in; either a source of tokens or a connection string.
 
     Args:
@@ -53,7 +53,7 @@ class Login:
     connection_string: str | None = field(default=None, repr=False)
 
 
-class NodeIdentity:
+class NodeTokenCredential:
     """Tokens from the address that Azure ML serves on the node; implements azure-core's ``TokenCredential``.
 
     Each token is kept until five minutes before it expires. Thread-safe.
@@ -74,7 +74,7 @@ class NodeIdentity:
         self._lock = threading.Lock()
 
     @classmethod
-    def managed(cls, environ: Mapping[str, str], client_id: str | None) -> NodeIdentity:
+    def managed(cls, environ: Mapping[str, str], client_id: str | None) -> NodeTokenCredential:
         """Return the managed identity of the node.
 
         Args:
@@ -99,7 +99,7 @@ class NodeIdentity:
         return cls(f"the node's managed identity ({name})", requests)
 
     @classmethod
-    def on_behalf_of(cls, environ: Mapping[str, str]) -> NodeIdentity:
+    def on_behalf_of(cls, environ: Mapping[str, str]) -> NodeTokenCredential:
         """Return the identity of the user who submitted the job.
 
         Args:
@@ -158,7 +158,7 @@ class NodeIdentity:
         return int(self._clock()) + int(seconds if seconds is not None else 0)
 
 
-def choose_login(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Login:
+def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
     """Return the identity that opens the table.
 
     ``auto`` takes the first that works of: the node's managed identity, the identity of the user who submitted, the
@@ -187,8 +187,8 @@ def choose_login(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Log
             return _first(rendezvous, environ)
 
 
-def _first(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Login:
-    candidates: list[Callable[[], Login]] = []
+def _first(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
+    candidates: list[Callable[[], TableCredential]] = []
     if environ.get("MSI_ENDPOINT"):
         candidates.append(lambda: _managed(rendezvous, environ))
     if environ.get("OBO_ENDPOINT"):
@@ -216,43 +216,45 @@ def _first(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Login:
     )
 
 
-def _managed(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Login:
+def _managed(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
     if environ.get("MSI_ENDPOINT"):
-        identity = NodeIdentity.managed(environ, rendezvous.client_id)
-        return Login(identity.who, token=identity)
+        identity = NodeTokenCredential.managed(environ, rendezvous.client_id)
+        return TableCredential(identity.who, token=identity)
     try:
         from azure.identity import ManagedIdentityCredential
     except ImportError as error:
         raise MissingExtra("azure-identity", "node") from error
-    return Login("this machine's managed identity", token=ManagedIdentityCredential(client_id=rendezvous.client_id))
+    return TableCredential(
+        "this machine's managed identity", token=ManagedIdentityCredential(client_id=rendezvous.client_id)
+    )
 
 
-def _on_behalf_of(environ: Mapping[str, str]) -> Login:
+def _on_behalf_of(environ: Mapping[str, str]) -> TableCredential:
     if not environ.get("OBO_ENDPOINT"):
         raise UsageError(
             "credential='on_behalf_of' needs the environment variable OBO_ENDPOINT, which Azure ML sets for jobs that "
             "were submitted with identity=UserIdentityConfiguration(). Submit the job so, or use another credential."
         )
-    identity = NodeIdentity.on_behalf_of(environ)
-    return Login(identity.who, token=identity)
+    identity = NodeTokenCredential.on_behalf_of(environ)
+    return TableCredential(identity.who, token=identity)
 
 
-def _connection_string(variable: str, environ: Mapping[str, str]) -> Login:
+def _connection_string(variable: str, environ: Mapping[str, str]) -> TableCredential:
     text = environ.get(variable)
     if not text:
         raise UsageError(
             f"credential='connection_string' needs a storage connection string in the environment variable {variable}, "
             "which is not set. Set it, or name another variable with connection_string_variable=."
         )
-    return Login(f"connection string in {variable}", connection_string=text)
+    return TableCredential(f"connection string in {variable}", connection_string=text)
 
 
-def _developer() -> Login:
+def _developer() -> TableCredential:
     try:
         from azure.identity import DefaultAzureCredential
     except ImportError as error:
         raise MissingExtra("azure-identity", "node") from error
-    return Login("the developer's login (az login, environment, IDE)", token=DefaultAzureCredential())
+    return TableCredential("the developer's login (az login, environment, IDE)", token=DefaultAzureCredential())
 
 
 def _with_query(address: str, query: Mapping[str, str]) -> str:

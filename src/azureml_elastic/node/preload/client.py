@@ -20,9 +20,9 @@ from typing import IO, Any
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.node.preload.environment_variables import changed, lasting
 from azureml_elastic.node.preload.script_runner import OUTERMOST
-from azureml_elastic.node.preload.worker import WarmWorker
+from azureml_elastic.node.preload.worker import ForkedWorker
 
-__all__ = ["WarmProcess", "WarmRefused", "WarmWorker"]
+__all__ = ["ForkRefused", "ForkedWorker", "PreloadServer"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ _END_SECONDS = 2.0
 _MOST_BYTES = 1 << 16
 
 
-class WarmRefused(Exception):
+class ForkRefused(Exception):
     """No worker can be started from the warm process now; the message says why. Start it cold."""
 
 
-class WarmProcess:
+class PreloadServer:
     """A process that has imported what a program imports, and becomes that program in each of its forks.
 
     It is started at once and imports in the background. It never outlives this process, nor do its workers outlive it.
@@ -61,7 +61,7 @@ class WarmProcess:
         self._closed = False
         self._requests = 0
         self._answers: dict[int, dict[str, Any]] = {}
-        self._workers: dict[int, WarmWorker] = {}
+        self._workers: dict[int, ForkedWorker] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._link: socket.socket | None = None
@@ -125,7 +125,7 @@ class WarmProcess:
         with self._changes:
             return self._settled or self._refusal is not None
 
-    def start(self, environ: Mapping[str, str], stdout: Path | None, stderr: Path | None) -> WarmWorker:
+    def start(self, environ: Mapping[str, str], stdout: Path | None, stderr: Path | None) -> ForkedWorker:
         """Start a worker.
 
         Args:
@@ -134,7 +134,7 @@ class WarmProcess:
             stderr: likewise.
 
         Raises:
-            WarmRefused: it must be started cold.
+            ForkRefused: it must be started cold.
             OSError: a file cannot be written.
         """
         self._check(environ)
@@ -173,21 +173,21 @@ class WarmProcess:
     def _check(self, environ: Mapping[str, str]) -> None:
         with self._changes:
             if self._refusal is not None:
-                raise WarmRefused(self._refusal)
+                raise ForkRefused(self._refusal)
             if not self._ready:
-                raise WarmRefused("its imports are not done")
+                raise ForkRefused("its imports are not done")
         names = changed(self._environ, environ)
         if names:
-            raise WarmRefused(f"{', '.join(names)} in the environment changed after the imports")
+            raise ForkRefused(f"{', '.join(names)} in the environment changed after the imports")
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         assert self._link is not None
         try:
             socket.send_fds(self._link, [json.dumps(message).encode()], list(descriptors))
         except OSError as error:
-            raise WarmRefused(self.refusal or f"it cannot be reached: {error}") from error
+            raise ForkRefused(self.refusal or f"it cannot be reached: {error}") from error
 
-    def _answer(self, number: int) -> WarmWorker:
+    def _answer(self, number: int) -> ForkedWorker:
         with self._changes:
             answered = self._changes.wait_for(
                 lambda: number in self._answers or self._refusal is not None, _ANSWER_SECONDS
@@ -197,12 +197,12 @@ class WarmProcess:
                 self._refuse(f"it did not answer within {_ANSWER_SECONDS:g} s")
                 self._kill()
             if answer is None or "reason" in answer:
-                raise WarmRefused(answer["reason"] if answer else self._refusal or "it has ended")
+                raise ForkRefused(answer["reason"] if answer else self._refusal or "it has ended")
             return self._workers[answer["pid"]]
 
     def _reap(self, pid: int) -> None:
         self._workers.pop(pid, None)
-        with contextlib.suppress(WarmRefused):
+        with contextlib.suppress(ForkRefused):
             self._send({"op": "reap", "pid": pid})
 
     def _refuse(self, reason: str) -> None:
@@ -244,7 +244,7 @@ class WarmProcess:
             elif operation == "unsafe":
                 self._refuse(message["reason"])
             elif operation == "started":
-                worker = WarmWorker(message["pid"], self.command, self._changes, self._reap)
+                worker = ForkedWorker(message["pid"], self.command, self._changes, self._reap)
                 self._workers[message["pid"]] = worker
                 self._answers[message["id"]] = message
             elif operation == "declined":

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
 
-from azureml_elastic.node.preload.client import WarmProcess, WarmRefused, WarmWorker
+from azureml_elastic.node.preload.client import ForkedWorker, ForkRefused, PreloadServer
 
-__all__ = ["WarmContext", "WarmHandler"]
+__all__ = ["ForkedHandler", "PreloadContext"]
 
 _LOG = logging.getLogger(__name__)
 
 
-class WarmHandler:
+class ForkedHandler:
     """What torch's ``SubprocessHandler`` is to its context, for a forked worker.
 
     Args:
@@ -28,7 +28,7 @@ class WarmHandler:
         local_rank_id: of the worker.
     """
 
-    def __init__(self, proc: WarmWorker, local_rank_id: int) -> None:
+    def __init__(self, proc: ForkedWorker, local_rank_id: int) -> None:
         self.proc = proc
         self.local_rank_id = local_rank_id
 
@@ -42,7 +42,7 @@ class WarmHandler:
             self.proc.send_signal(death_sig or signal.SIGTERM)  # it was started just now and leads no group yet
 
 
-class WarmContext(SubprocessContext):
+class PreloadContext(SubprocessContext):
     """torch's context of worker processes, which come from the warm process where that can give them.
 
     Args:
@@ -57,7 +57,7 @@ class WarmContext(SubprocessContext):
 
     def __init__(
         self,
-        warm: WarmProcess,
+        warm: PreloadServer,
         *,
         name: str,
         entrypoint: str,
@@ -80,11 +80,11 @@ class WarmContext(SubprocessContext):
 
     def _start(self) -> None:
         start = time.monotonic()
-        handlers: dict[int, WarmHandler] = {}
+        handlers: dict[int, ForkedHandler] = {}
         try:
             for local_rank in range(self.nprocs):
-                handlers[local_rank] = WarmHandler(self._fork(local_rank), local_rank)
-        except WarmRefused as refusal:
+                handlers[local_rank] = ForkedHandler(self._fork(local_rank), local_rank)
+        except ForkRefused as refusal:
             _LOG.info("This round's workers start cold: %s.", refusal)
             for handler in handlers.values():
                 handler.close(signal.SIGKILL)
@@ -95,9 +95,9 @@ class WarmContext(SubprocessContext):
         self.warm = True
         _LOG.info("Started %d workers in %.0f ms from the warm process.", self.nprocs, (time.monotonic() - start) * 1e3)
 
-    def _fork(self, local_rank: int) -> WarmWorker:
+    def _fork(self, local_rank: int) -> ForkedWorker:
         if (self.entrypoint, *self.args[local_rank]) != self._warm.command:
-            raise WarmRefused("torch changes the arguments of each worker")
+            raise ForkRefused("torch changes the arguments of each worker")
         environ = {**os.environ, **self.envs[local_rank]}
         return self._warm.start(environ, _path(self.stdouts[local_rank]), _path(self.stderrs[local_rank]))
 

@@ -193,7 +193,7 @@ class _Walk:
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return
         package = name if is_package else name.rpartition(".")[0]
-        self._run(tree.body, _Place(path, package, is_main))
+        self._run(tree.body, _Module(path, package, is_main))
 
     def _is_installed(self, package: str, spec: ModuleSpec) -> bool:
         if package == _ALWAYS_INSTALLED or package in sys.builtin_module_names:
@@ -215,7 +215,7 @@ class _Walk:
 
     # --- statements --------------------------------------------------------------------------------------------------
 
-    def _run(self, body: Iterable[ast.stmt], place: _Place) -> bool:
+    def _run(self, body: Iterable[ast.stmt], place: _Module) -> bool:
         """Go through statements in the order of their execution; return whether all imports can be found."""
         complete = True
         for statement in body:
@@ -236,7 +236,7 @@ class _Walk:
                     complete &= self._run(block, place)
         return complete
 
-    def _import_from(self, statement: ast.ImportFrom, place: _Place) -> bool:
+    def _import_from(self, statement: ast.ImportFrom, place: _Module) -> bool:
         name = statement.module or ""
         if statement.level:
             try:
@@ -245,14 +245,14 @@ class _Walk:
                 return False
         return self.enter(name, [alias.name for alias in statement.names])
 
-    def _if(self, statement: ast.If, place: _Place) -> bool:
+    def _if(self, statement: ast.If, place: _Module) -> bool:
         self._heed([statement.test], place)
         complete = True
         if not (is_type_checking(statement.test) or (is_main_check(statement.test) and not place.is_main)):
             complete = self._run(statement.body, place)
         return self._run(statement.orelse, place) and complete
 
-    def _try(self, statement: Any, place: _Place) -> bool:
+    def _try(self, statement: Any, place: _Module) -> bool:
         complete = self._run(statement.body, place)
         if complete:
             complete = self._run(statement.orelse, place)
@@ -261,7 +261,7 @@ class _Walk:
                 self._run(handler.body, place)
         return self._run(statement.finalbody, place) and complete
 
-    def _heed(self, expressions: Iterable[ast.AST], place: _Place) -> None:
+    def _heed(self, expressions: Iterable[ast.AST], place: _Module) -> None:
         """Take note of statements that prepare the imports after them."""
         for node in executed(expressions):
             serious = [name for name in variables_set(node) if not is_read_late(name)]
@@ -277,7 +277,7 @@ class _Walk:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Module:
     path: Path
     package: str
     is_main: bool

@@ -64,7 +64,7 @@ _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 def serve() -> Callable[[], Any]:
     """Serve the agent. Returns only in workers: the call that runs the script."""
     descriptor, excluded, kind, target, *arguments = sys.argv[1:]
-    process = _WarmProcess(socket.socket(fileno=int(descriptor)), json.loads(excluded), kind, target)
+    process = _Server(socket.socket(fileno=int(descriptor)), json.loads(excluded), kind, target)
     try:
         process.make_imports(arguments)
     except Exception as error:  # noqa: BLE001 - the agent is told, and starts its workers cold
@@ -75,7 +75,7 @@ def serve() -> Callable[[], Any]:
             return run
 
 
-class _WarmProcess:
+class _Server:
     """The state of this process.
 
     Args:

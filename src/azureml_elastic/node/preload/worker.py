@@ -8,10 +8,10 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 
-__all__ = ["WarmWorker"]
+__all__ = ["ForkedWorker"]
 
 
-class WarmWorker:
+class ForkedWorker:
     """A forked worker, with the part of :class:`subprocess.Popen` that torch's contexts use.
 
     Args:

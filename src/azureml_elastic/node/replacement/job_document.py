@@ -22,7 +22,7 @@ from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.resources import SERVERLESS, NodePool, step_names
 from azureml_elastic.errors import PlanError
 
-__all__ = ["SINGLE", "Place", "first_of", "place_of", "plan_of", "replacement", "run_of", "timeout_of"]
+__all__ = ["SINGLE", "NodeSlot", "first_of", "plan_of", "replacement_job", "run_of", "slot_of", "timeout_of"]
 
 SINGLE = "job"
 """The stem of a run that is a single job."""
@@ -39,7 +39,7 @@ _RUN = "azureml_elastic.run"
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeSlot:
     """Which node a job is.
 
     Args:
@@ -100,7 +100,7 @@ def timeout_of(document: Mapping[str, Any]) -> float:
     return TypeAdapter(timedelta).validate_python(texts[0]).total_seconds() if texts else math.inf
 
 
-def place_of(name: str, plan: Plan) -> Place | None:
+def slot_of(name: str, plan: Plan) -> NodeSlot | None:
     """Return which node a step is by its name, ``None`` for a step that is not ours.
 
     Args:
@@ -109,11 +109,11 @@ def place_of(name: str, plan: Plan) -> Place | None:
     """
     stem, _, number = name.rpartition("_")
     stems = step_names(plan.pools)
-    return Place(stems.index(stem), int(number)) if stem in stems and number.isdecimal() else None
+    return NodeSlot(stems.index(stem), int(number)) if stem in stems and number.isdecimal() else None
 
 
-def replacement(
-    document: Mapping[str, Any], plan: Plan, place: Place, *, first: str, run_id: str, workspace: str
+def replacement_job(
+    document: Mapping[str, Any], plan: Plan, place: NodeSlot, *, first: str, run_id: str, workspace: str
 ) -> dict[str, Any]:
     """Return the properties of the job that brings a node.
 
@@ -154,7 +154,7 @@ def replacement(
 
 def _step(document: Mapping[str, Any], plan: Plan, pool: int, workspace: str) -> dict[str, Any]:
     """Return a new step for a node of a pool: of the pool's own first nodes, or of another pool's on its compute."""
-    ours = {name: place_of(name, plan) for name in _steps(document)}
+    ours = {name: slot_of(name, plan) for name in _steps(document)}
     alike = [name for name, place in ours.items() if place is not None and place.pool == pool]
     names = alike or [name for name, place in ours.items() if place is not None]
     if not names:

@@ -11,12 +11,12 @@ from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.replacement import CANCELLED_TAG
 from azureml_elastic.config.resources import NodePool, step_names
 from azureml_elastic.errors import PlanError
-from azureml_elastic.node.replacement.job_document import SINGLE, Place, place_of, plan_of, timeout_of
+from azureml_elastic.node.replacement.job_document import SINGLE, NodeSlot, plan_of, slot_of, timeout_of
 from azureml_elastic.node.replacement.jobs import RunRecord, WorkspaceJobs
 from azureml_elastic.node.replacement.policy import JobState, NodeJob
 from azureml_elastic.node.table import Table
 
-__all__ = ["CLAIM_PREFIX", "REFUSED_PREFIX", "STOP_PREFIX", "Observer", "Seen", "Shape"]
+__all__ = ["CLAIM_PREFIX", "REFUSED_PREFIX", "STOP_PREFIX", "Observation", "RunObserver", "Shape"]
 
 CLAIM_PREFIX = "job."
 """Of the rows that say who submits a job; its name follows."""
@@ -79,7 +79,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """One look at the jobs.
 
     Args:
@@ -93,7 +93,7 @@ class Seen:
     completed: bool
 
 
-class Observer:
+class RunObserver:
     """Looks at the jobs of one run.
 
     Args:
@@ -128,7 +128,7 @@ class Observer:
             self._shape = Shape.of(document)
         return self._shape
 
-    def look(self) -> Seen:
+    def look(self) -> Observation:
         """Return the jobs as they are now.
 
         What was asked to end is read last: a job that another supervisor ends meanwhile must not look as if the run's
@@ -146,7 +146,7 @@ class Observer:
         found = list(self._first_jobs(shape, own))
         for name, claim in claims.items():
             if claim.get("first") == self._first:
-                place = Place(shape.stems.index(str(claim["stem"])), int(claim["number"]))
+                place = NodeSlot(shape.stems.index(str(claim["stem"])), int(claim["number"]))
                 found.append((place, self._later(name, single=shape.is_single), name))
         refused, stopped = self._rows(REFUSED_PREFIX), frozenset(self._rows(STOP_PREFIX))
         firsts = len(found) - sum(claim.get("first") == self._first for claim in claims.values())
@@ -157,24 +157,24 @@ class Observer:
         removed = sum(job.state == "cancelled" and not job.stopped for job in jobs)
         cancelled = own is not None and (own.status in _CANCELLED or CANCELLED_TAG in own.tags)
         completed = any(record is not None and record.status == _COMPLETED for _, record, _ in found)
-        return Seen(jobs, cancelled or removed >= shape.most, completed)
+        return Observation(jobs, cancelled or removed >= shape.most, completed)
 
     def _rows(self, prefix: str) -> dict[str, Mapping[str, Any]]:
         return {row.key.removeprefix(prefix): row.value for row in self._table.query(prefix)}
 
-    def _first_jobs(self, shape: Shape, own: RunRecord | None) -> Iterator[tuple[Place, RunRecord | None, str]]:
+    def _first_jobs(self, shape: Shape, own: RunRecord | None) -> Iterator[tuple[NodeSlot, RunRecord | None, str]]:
         """Yield place, record and name of the first nodes; without a name where Azure ML has not made the step."""
         if shape.is_single:
-            yield Place(0, 0), own, self._first
+            yield NodeSlot(0, 0), own, self._first
             return
         there = set()
         for record in self._workspace.children(self._first) or ():
-            place = place_of(record.display_name, shape.plan)
+            place = slot_of(record.display_name, shape.plan)
             if place is not None:
                 there.add(place)
                 yield place, record, record.name
         for name in shape.document.get("jobs") or {}:
-            place = place_of(name, shape.plan)
+            place = slot_of(name, shape.plan)
             if place is not None and place not in there:
                 # The steps of a pipeline come some time after it, or never where it has ended.
                 missing = RunRecord("", name, "Failed")
@@ -200,7 +200,7 @@ class Observer:
 
     def _job(
         self,
-        place: Place,
+        place: NodeSlot,
         record: RunRecord | None,
         name: str,
         shape: Shape,

@@ -17,9 +17,9 @@ from azureml_elastic.node.table import Table
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
 
-    from azureml_elastic.node.replacement.replacer import Supervisor
+    from azureml_elastic.node.replacement.replacer import NodeReplacer
 
-__all__ = ["NodeSupervision", "supervise_from_here"]
+__all__ = ["ReplacementThread", "start_replacement_thread"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _LAST_LOOK_S = 20.0
 """For a run that has ended, to cancel what nobody needs any more."""
 
 
-class NodeSupervision:
+class ReplacementThread:
     """Looks after the run from a thread of its own, which nothing waits for.
 
     Args:
@@ -39,7 +39,7 @@ class NodeSupervision:
         leads: whether it is this node's turn.
     """
 
-    def __init__(self, supervisors: Mapping[str, Supervisor], interval_s: float, leads: Callable[[], bool]) -> None:
+    def __init__(self, supervisors: Mapping[str, NodeReplacer], interval_s: float, leads: Callable[[], bool]) -> None:
         self._supervisors = dict(supervisors)
         self._interval_s = interval_s
         self._leads = leads
@@ -74,7 +74,7 @@ class NodeSupervision:
             for who, supervisor in list(self._supervisors.items()):
                 try:
                     for text in supervisor.act().done:
-                        _LOG.warning("Supervision has %s.", text)
+                        _LOG.warning("Replacement of nodes: %s.", text)
                 except WorkspaceForbidden as error:
                     self._say(f"The run is not supervised by {who}: {error}")
                     continue
@@ -82,9 +82,9 @@ class NodeSupervision:
                     self._say(f"The run is not supervised: {error}")
                     return False
                 except ElasticError as error:
-                    _LOG.info("Supervision could not look at the jobs, and will again: %s", error)
+                    _LOG.info("Replacement of nodes: the jobs could not be read; the next check follows: %s", error)
                 except Exception:  # noqa: BLE001 - supervision may fail, training may not
-                    _LOG.exception("Supervision has failed, and tries again")
+                    _LOG.exception("Replacement of nodes failed; the next check follows")
                 return True
         return False
 
@@ -95,9 +95,9 @@ class NodeSupervision:
             _LOG.warning(text)
 
 
-def supervise_from_here(
+def start_replacement_thread(
     identity: NodeIdentity, table: Table, leads: Callable[[], bool], environ: Mapping[str, str]
-) -> NodeSupervision | None:
+) -> ReplacementThread | None:
     """Begin to supervise the run from this node; ``None`` where the plan does not want it, or outside Azure ML.
 
     Args:
@@ -107,12 +107,12 @@ def supervise_from_here(
         environ: of the node.
     """
     plan = identity.plan
-    policy = plan.supervision
+    policy = plan.replacement
     first = environ.get(variables.FIRST_JOB) or environ.get("AZUREML_ROOT_RUN_ID")
     if policy is None or not policy.by_nodes or plan.resources.effective_placement != "fan_out" or not first:
         return None
     from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id
-    from azureml_elastic.node.replacement.replacer import Supervisor
+    from azureml_elastic.node.replacement.replacer import NodeReplacer
 
     try:
         workspace = workspace_id(environ)
@@ -121,19 +121,19 @@ def supervise_from_here(
         _LOG.info("The run is not supervised from this node: %s", error)
         return None
     supervisors = {
-        who: Supervisor(WorkspaceJobs(workspace, token, cloud_of(environ).arm_url), table, first, identity.run_id)
+        who: NodeReplacer(WorkspaceJobs(workspace, token, cloud_of(environ).arm_url), table, first, identity.run_id)
         for who, token in tokens.items()
     }
-    return NodeSupervision(supervisors, policy.interval.total_seconds(), leads) if supervisors else None
+    return ReplacementThread(supervisors, policy.interval.total_seconds(), leads) if supervisors else None
 
 
 def _tokens(identity: NodeIdentity, environ: Mapping[str, str]) -> dict[str, TokenCredential]:
     """Return who may do it: the user who submitted the job before the compute's own identity."""
-    from azureml_elastic.node.azure.credentials import NodeIdentity as NodeTokens
+    from azureml_elastic.node.azure.credentials import NodeTokenCredential
 
     found = []
     if environ.get("OBO_ENDPOINT"):
-        found.append(NodeTokens.on_behalf_of(environ))
+        found.append(NodeTokenCredential.on_behalf_of(environ))
     if environ.get("MSI_ENDPOINT"):
-        found.append(NodeTokens.managed(environ, identity.plan.distribution.rendezvous.client_id))
+        found.append(NodeTokenCredential.managed(environ, identity.plan.distribution.rendezvous.client_id))
     return {tokens.who: tokens for tokens in found}

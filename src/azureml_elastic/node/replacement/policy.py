@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from azureml_elastic.config.replacement import SupervisionPolicy
+from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool
 
 __all__ = [
@@ -102,7 +102,7 @@ class Stop:
 Action = Start | Stop
 
 
-def most_replacements(policy: SupervisionPolicy, most: int) -> int:
+def most_replacements(policy: ReplacementPolicy, most: int) -> int:
     """Return how many jobs may be submitted beyond the first ones.
 
     Args:
@@ -121,7 +121,7 @@ def decide(
     pools: Sequence[NodePool],
     most: int,
     jobs: Sequence[NodeJob],
-    policy: SupervisionPolicy,
+    policy: ReplacementPolicy,
     *,
     over: Literal["ended", "cancelled"] | None = None,
 ) -> list[Action]:
@@ -151,7 +151,7 @@ def decide(
 
 
 def limit_reached(
-    pools: Sequence[NodePool], most: int, jobs: Sequence[NodeJob], policy: SupervisionPolicy
+    pools: Sequence[NodePool], most: int, jobs: Sequence[NodeJob], policy: ReplacementPolicy
 ) -> str | None:
     """Return which limit of the policy keeps lost nodes from being replaced, ``None`` for none.
 
@@ -180,7 +180,7 @@ def _starts(
     wanted: int,
     jobs: Sequence[NodeJob],
     alive: Sequence[NodeJob],
-    policy: SupervisionPolicy,
+    policy: ReplacementPolicy,
     most: int,
 ) -> list[Start]:
     if limit_reached(pools, most, jobs, policy) is not None:
@@ -219,7 +219,7 @@ def _starts(
     return starts
 
 
-def _pause(number: int, jobs: Sequence[NodeJob], policy: SupervisionPolicy) -> float:
+def _pause(number: int, jobs: Sequence[NodeJob], policy: ReplacementPolicy) -> float:
     """Return for how many seconds nothing is asked of a pool whose last nodes ended early."""
     ended = [job for job in jobs if job.pool == number and job.state == "ended" and not job.stopped]
     early = 0

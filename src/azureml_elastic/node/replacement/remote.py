@@ -6,20 +6,20 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from azureml_elastic.config.replacement import SupervisionPolicy
+from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.errors import MissingExtra, PlanError, UsageError
 from azureml_elastic.node.replacement.job_document import first_of, plan_of, run_of
 from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id
-from azureml_elastic.node.replacement.replacer import Supervisor
+from azureml_elastic.node.replacement.replacer import NodeReplacer
 from azureml_elastic.node.table import open_table
 
-__all__ = ["open_supervisor"]
+__all__ = ["open_replacer"]
 
 
 @contextlib.contextmanager
-def open_supervisor(
+def open_replacer(
     environ: Mapping[str, str], first: str, changes: Mapping[str, Any]
-) -> Iterator[tuple[Supervisor, SupervisionPolicy]]:
+) -> Iterator[tuple[NodeReplacer, ReplacementPolicy]]:
     """Open the run's table, and give the supervisor with the policy that it follows.
 
     Args:
@@ -43,7 +43,7 @@ def open_supervisor(
     if (earlier := first_of(document)) is not None:
         first, document = earlier, _document(jobs, earlier)
     plan = plan_of(document)
-    policy = SupervisionPolicy.model_validate({**dict(plan.supervision or SupervisionPolicy()), **changes})
+    policy = ReplacementPolicy.model_validate({**dict(plan.replacement or ReplacementPolicy()), **changes})
     if policy.budget is not None and not (plan.pools and all(pool.price_per_hour is not None for pool in plan.pools)):
         raise UsageError(
             f"A budget of {policy.budget:g} USD needs the price of every node pool, and the run {first!r} was "
@@ -56,7 +56,7 @@ def open_supervisor(
         rendezvous = rendezvous.model_copy(update={"credential": "developer", "client_id": None})
     table = open_table(rendezvous, run_id, environ)
     try:
-        yield Supervisor(jobs, table, first, run_id, policy), policy
+        yield NodeReplacer(jobs, table, first, run_id, policy), policy
     finally:
         table.close()
 

@@ -11,22 +11,28 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from azureml_elastic.config.replacement import SupervisionPolicy
+from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool, replacement_name
 from azureml_elastic.errors import JobRefused, RowExists, WorkspaceUnavailable
 from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
-from azureml_elastic.node.replacement.job_document import Place, replacement
+from azureml_elastic.node.replacement.job_document import NodeSlot, replacement_job
 from azureml_elastic.node.replacement.jobs import WorkspaceJobs
-from azureml_elastic.node.replacement.observation import CLAIM_PREFIX, REFUSED_PREFIX, STOP_PREFIX, Observer, Seen
+from azureml_elastic.node.replacement.observation import (
+    CLAIM_PREFIX,
+    REFUSED_PREFIX,
+    STOP_PREFIX,
+    Observation,
+    RunObserver,
+)
 from azureml_elastic.node.replacement.policy import NodeJob, Start, Stop, decide, limit_reached
 from azureml_elastic.node.table import Table
 
-__all__ = ["Outlook", "Supervisor"]
+__all__ = ["NodeReplacer", "ReplacementStatus"]
 
 
 @dataclass(frozen=True)
-class Outlook:
+class ReplacementStatus:
     """How a run stands.
 
     Args:
@@ -54,7 +60,7 @@ class Outlook:
         return self.over is None and self.limit is not None and not living
 
 
-class Supervisor:
+class NodeReplacer:
     """Supervises one run.
 
     Args:
@@ -66,16 +72,16 @@ class Supervisor:
     """
 
     def __init__(
-        self, jobs: WorkspaceJobs, table: Table, first: str, run_id: str, policy: SupervisionPolicy | None = None
+        self, jobs: WorkspaceJobs, table: Table, first: str, run_id: str, policy: ReplacementPolicy | None = None
     ) -> None:
         self._workspace = jobs
         self._table = table
         self._first = first
         self._run_id = run_id
         self._given = policy
-        self._observer = Observer(jobs, table, first)
+        self._observer = RunObserver(jobs, table, first)
 
-    def look(self) -> Outlook:
+    def look(self) -> ReplacementStatus:
         """Return how the run stands; do nothing about it.
 
         Raises:
@@ -88,7 +94,7 @@ class Supervisor:
         shape = self._observer.shape
         return replace(outlook, limit=limit_reached(outlook.pools, shape.most, outlook.jobs, self._policy))
 
-    def act(self) -> Outlook:
+    def act(self) -> ReplacementStatus:
         """Look at the run, and do what is to be done about it.
 
         Raises:
@@ -111,10 +117,10 @@ class Supervisor:
         return replace(outlook, done=tuple(text for text in done if text))
 
     @property
-    def _policy(self) -> SupervisionPolicy:
-        return self._given or self._observer.shape.plan.supervision or SupervisionPolicy()
+    def _policy(self) -> ReplacementPolicy:
+        return self._given or self._observer.shape.plan.replacement or ReplacementPolicy()
 
-    def _outlook(self, seen: Seen) -> Outlook:
+    def _outlook(self, seen: Observation) -> ReplacementStatus:
         """Return the outlook; the row is read last, for a node that ends well has closed the run before."""
         pools, jobs = self._observer.shape.pools, seen.jobs
         row = self._table.get(ROUND_KEY)
@@ -122,15 +128,15 @@ class Supervisor:
         if round_.closed:
             succeeded = round_.state == "succeeded"
             message = "The run ended well." if succeeded else round_.message or "The run failed."
-            return Outlook(pools, jobs, over="ended", succeeded=succeeded, message=message)
+            return ReplacementStatus(pools, jobs, over="ended", succeeded=succeeded, message=message)
         if seen.cancelled:
-            return Outlook(pools, jobs, over="cancelled", succeeded=False, message="The run was cancelled.")
+            return ReplacementStatus(pools, jobs, over="cancelled", succeeded=False, message="The run was cancelled.")
         if row is None and seen.completed:
             message = "A node has ended well, and nothing is left of the run in its table."
-            return Outlook(pools, jobs, over="ended", succeeded=True, message=message)
+            return ReplacementStatus(pools, jobs, over="ended", succeeded=True, message=message)
         members = len(round_.members) if round_.state == "sealed" else 0
         message = f"Round {round_.number}: {members} nodes train."
-        return Outlook(pools, jobs, over=None, succeeded=False, message=message)
+        return ReplacementStatus(pools, jobs, over=None, succeeded=False, message=message)
 
     def _start(self, action: Start, jobs: tuple[NodeJob, ...]) -> str:
         shape = self._observer.shape
@@ -141,8 +147,8 @@ class Supervisor:
                 self._table.insert(CLAIM_PREFIX + name, {**claim, "why": action.why})
             except RowExists:
                 return ""  # another supervisor does it
-        place = Place(action.pool, action.number)
-        properties = replacement(
+        place = NodeSlot(action.pool, action.number)
+        properties = replacement_job(
             shape.document,
             shape.plan,
             place,

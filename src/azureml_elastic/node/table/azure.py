@@ -20,7 +20,7 @@ from azureml_elastic.errors import MissingExtra, RowChanged, RowExists, TableUna
 from azureml_elastic.node.azure.retry import PATIENCE, repeat
 from azureml_elastic.node.table.azure_errors import (
     VENDOR_ERRORS,
-    Place,
+    TableContext,
     cause,
     error_code,
     may_have_arrived,
@@ -40,7 +40,7 @@ except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 
 if TYPE_CHECKING:
-    from azureml_elastic.node.azure.credentials import Login
+    from azureml_elastic.node.azure.credentials import TableCredential
 
 __all__ = ["AzureTable"]
 
@@ -80,7 +80,7 @@ class AzureTable:
         endpoint: str | None,
         table: str,
         partition: str,
-        login: Login,
+        login: TableCredential,
         *,
         patience: timedelta = PATIENCE,
     ) -> None:
@@ -89,7 +89,7 @@ class AzureTable:
         self._client = _client(endpoint, table, login)
         self._unsettled: OrderedDict[tuple[str, str, str | None], str] = OrderedDict()
         self._lock = threading.Lock()
-        self._place = Place(self._client.url.partition("?")[0], table, login.who)
+        self._place = TableContext(self._client.url.partition("?")[0], table, login.who)
         try:
             self._ensure_table()
         except BaseException:
@@ -279,7 +279,7 @@ class AzureTable:
             raise translate(error, self._place, key, opening=opening) from cause(error)
 
 
-def _client(endpoint: str | None, table: str, login: Login) -> TableClient:
+def _client(endpoint: str | None, table: str, login: TableCredential) -> TableClient:
     # No retries of the SDK's own beneath ours.
     options: dict[str, Any] = {"transport": Transport(_CONNECTIONS), "retry_total": 0}
     if login.connection_string is None:

@@ -47,7 +47,7 @@ except ImportError as missing:
 
 __all__ = [
     "VENDOR_ERRORS",
-    "Place",
+    "TableContext",
     "cause",
     "error_code",
     "may_have_arrived",
@@ -75,7 +75,7 @@ _SECRET = re.compile(r"(?i)\b(sig|AccountKey|SharedAccessSignature|access_token)
 
 
 @dataclass(frozen=True)
-class Place:
+class TableContext:
     """Which table was asked, and as whom; for the messages.
 
     Args:
@@ -89,7 +89,7 @@ class Place:
     identity: str
 
 
-def translate(error: Exception, place: Place, key: str | None, *, opening: bool = False) -> ElasticError:
+def translate(error: Exception, place: TableContext, key: str | None, *, opening: bool = False) -> ElasticError:
     """Return our error for one of the SDK's.
 
     Args:

@@ -111,7 +111,7 @@ def _patiently(opened: Callable[[], Table], patience: timedelta) -> Table:
 
 
 def _open_default(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
-    from azureml_elastic.node.azure.credentials import choose_login
+    from azureml_elastic.node.azure.credentials import choose_credential
     from azureml_elastic.node.azure.workspace import WORKSPACE_VARIABLES, workspace_endpoint
     from azureml_elastic.node.table.azure import AzureTable
 
@@ -124,32 +124,32 @@ def _open_default(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str
                 f"holds no connection string. {_ACCEPTED}"
             )
         rendezvous = rendezvous.model_copy(update={"credential": "connection_string"})
-    login = choose_login(rendezvous, environ)
+    login = choose_credential(rendezvous, environ)
     endpoint = None if login.token is None else workspace_endpoint(environ, login.token)
     return AzureTable(endpoint, rendezvous.table, run_id, login)
 
 
 def _open_azure(endpoint: str, rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
-    from azureml_elastic.node.azure.credentials import choose_login
+    from azureml_elastic.node.azure.credentials import choose_credential
     from azureml_elastic.node.table.azure import AzureTable
 
-    return AzureTable(endpoint, rendezvous.table, run_id, choose_login(rendezvous, environ))
+    return AzureTable(endpoint, rendezvous.table, run_id, choose_credential(rendezvous, environ))
 
 
 def _open_plain_http(endpoint: str, rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
-    from azureml_elastic.node.azure.credentials import Login, choose_login
+    from azureml_elastic.node.azure.credentials import TableCredential, choose_credential
     from azureml_elastic.node.table.azure import AzureTable
 
     given = environ.get(rendezvous.connection_string_variable)
     if rendezvous.credential == "connection_string" or (rendezvous.credential == "auto" and given):
-        login = choose_login(rendezvous.model_copy(update={"credential": "connection_string"}), environ)
+        login = choose_credential(rendezvous.model_copy(update={"credential": "connection_string"}), environ)
     elif rendezvous.credential != "auto":
         raise UsageError(
             f"credential={rendezvous.credential!r} sends a token, which must not travel over plain HTTP to "
             f"{endpoint!r}. Use the https:// address, or credential='auto' for an emulator."
         )
     elif urlsplit(endpoint).path.strip("/") == EMULATOR_ACCOUNT:
-        login = Login("the emulator's published key", connection_string=emulator_connection_string(endpoint))
+        login = TableCredential("the emulator's published key", connection_string=emulator_connection_string(endpoint))
     else:
         raise _bad_form(endpoint)
     return AzureTable(endpoint, rendezvous.table, run_id, login)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.config.command.program import Program
-from azureml_elastic.node.preload.client import WarmProcess, WarmRefused
+from azureml_elastic.node.preload.client import ForkRefused, PreloadServer
 from azureml_elastic.node.preload.fork_safety import open_devices
 from tests.support.paths import SUPPORT
-from tests.support.preload.starting import ENVIRON, gone, run_warm, wait_for_text, warm_process
+from tests.support.preload.starting import ENVIRON, gone, preload_server, run_forked, wait_for_text
 
 HERE = SUPPORT / "preload"
 PROBE = str(HERE / "probe.py")
@@ -24,7 +24,7 @@ PROBE = str(HERE / "probe.py")
 
 @pytest.fixture(scope="module")
 def warm():
-    process = warm_process(PROBE)
+    process = preload_server(PROBE)
     assert process.wait_ready(120), process.refusal
     yield process
     process.close()
@@ -75,7 +75,7 @@ def test_ends_are_reported_however_late_they_are_asked_for(warm, tmp_path):
         time.sleep(0.01)
 
 
-def test_signals_reach_the_workers_and_not_the_warm_process(warm, tmp_path):
+def test_signals_reach_the_workers_and_not_the_preload_server(warm, tmp_path):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(warm.pid, number)
     first = warm.start(environment("wait"), tmp_path / "1.out", tmp_path / "1.err")
@@ -91,10 +91,10 @@ def test_signals_reach_the_workers_and_not_the_warm_process(warm, tmp_path):
 
 
 def test_a_change_that_imports_could_have_seen_is_refused_by_name(warm, tmp_path, monkeypatch):
-    with pytest.raises(WarmRefused, match=r"^HF_HOME, OMP_NUM_THREADS in the environment changed"):
+    with pytest.raises(ForkRefused, match=r"^HF_HOME, OMP_NUM_THREADS in the environment changed"):
         warm.start(environment("wait", OMP_NUM_THREADS="17", HF_HOME="/x"), None, None)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(WarmRefused, match="working directory"):
+    with pytest.raises(ForkRefused, match="working directory"):
         warm.start(environment("wait"), None, None)
     assert warm.ready
 
@@ -113,8 +113,8 @@ def test_workers_end_with_a_killed_agent(tmp_path):
     print(f"gone {1000 * (time.monotonic() - killed):.0f} ms after the agent")
 
 
-def test_workers_end_with_a_killed_warm_process(tmp_path):
-    process = warm_process(PROBE, "SAVE")
+def test_workers_end_with_a_killed_preload_server(tmp_path):
+    process = preload_server(PROBE, "SAVE")
     try:
         assert process.wait_ready(120), process.refusal
         worker = waiting(process, tmp_path)
@@ -126,21 +126,21 @@ def test_workers_end_with_a_killed_warm_process(tmp_path):
         assert gone(worker.pid)
         assert "SIGKILL" in process.refusal
         assert not process.ready
-        with pytest.raises(WarmRefused, match="SIGKILL"):
+        with pytest.raises(ForkRefused, match="SIGKILL"):
             process.start(environment("wait"), None, None)
     finally:
         process.close()
 
 
 def test_closing_ends_what_runs(tmp_path):
-    process = warm_process(PROBE)
+    process = preload_server(PROBE)
     assert process.wait_ready(120), process.refusal
     worker = waiting(process, tmp_path)
     process.close()
     assert worker.poll() == -signal.SIGKILL
     assert gone(worker.pid)
     assert gone(process.pid)
-    with pytest.raises(WarmRefused, match="closed"):
+    with pytest.raises(ForkRefused, match="closed"):
         process.start(environment("wait"), None, None)
 
 
@@ -152,11 +152,11 @@ def test_imports_that_start_threads_are_refused(tmp_path, caplog):
         "for i in range(3): threading.Thread(target=time.sleep, args=(600,), name=f't{i}', daemon=True).start()\n"
     )
     environ = {**ENVIRON, "PYTHONPATH": str(site)}
-    process = warm_process(script(tmp_path, "import threaded\n"), environ=environ)
+    process = preload_server(script(tmp_path, "import threaded\n"), environ=environ)
     try:
         assert not process.wait_ready(120)
         assert process.refusal == "the script's imports started 3 threads (t0, t1, t2)"
-        with pytest.raises(WarmRefused, match="3 threads"):
+        with pytest.raises(ForkRefused, match="3 threads"):
             process.start(environ, None, None)
         said = [record.getMessage() for record in caplog.records if "3 threads" in record.getMessage()]
         assert len(said) == 1
@@ -174,11 +174,11 @@ def test_imports_that_start_threads_are_refused(tmp_path, caplog):
         ("", ("-X", "importtime", "-c"), "it has ended"),
     ],
 )
-def test_what_cannot_be_warm_is_refused_at_once(tmp_path, text, options, reason):
+def test_an_unsafe_preload_server_refuses_at_once(tmp_path, text, options, reason):
     if options == ("socket.py",):
         (tmp_path / "socket.py").write_text("")
         options = ()
-    process = warm_process(script(tmp_path, text), options=options)
+    process = preload_server(script(tmp_path, text), options=options)
     try:
         assert not process.wait_ready(60)
         assert process.refusal is not None
@@ -193,7 +193,7 @@ def test_the_end_of_the_agent_is_noticed_in_the_middle_of_an_import(tmp_path, mo
     site, importing = tmp_path / "site", tmp_path / "importing"
     (site / "slow-1.dist-info").mkdir(parents=True)
     (site / "slow.py").write_text(f"import time\nopen({str(importing)!r}, 'w').write('yes')\ntime.sleep(600)\n")
-    process = warm_process(script(tmp_path, "import slow\n"), environ={**ENVIRON, "PYTHONPATH": str(site)})
+    process = preload_server(script(tmp_path, "import slow\n"), environ={**ENVIRON, "PYTHONPATH": str(site)})
     wait_for_text(importing, "yes")
     assert not process.wait_ready(0.01)
     start = time.monotonic()
@@ -209,29 +209,29 @@ def test_open_devices_are_found():
 
 
 def test_an_interpreter_that_is_not_there(tmp_path):
-    process = WarmProcess(str(tmp_path / "python"), (), Program(None, (), "script", PROBE, ()), ENVIRON)
+    process = PreloadServer(str(tmp_path / "python"), (), Program(None, (), "script", PROBE, ()), ENVIRON)
     assert not process.wait_ready(5)
     assert "cannot be started: No such file or directory" in process.refusal
     process.close()
 
 
 def test_a_worker_that_is_asked_for_too_early_is_refused(tmp_path):
-    process = warm_process(PROBE)
-    with pytest.raises(WarmRefused, match="not done"):
+    process = preload_server(PROBE)
+    with pytest.raises(ForkRefused, match="not done"):
         process.start(environment("wait"), None, None)
     process.close()
     assert gone(process.pid)
 
 
 def test_output_goes_on_where_the_agents_goes(warm, tmp_path):
-    assert run_warm(warm, environment("exit with a text"), tmp_path, "x").stderr == "text for the user\n"
+    assert run_forked(warm, environment("exit with a text"), tmp_path, "x").stderr == "text for the user\n"
     assert warm.start(environment("exit at once"), None, None).wait(60) == 7
 
 
 def test_it_says_when_nothing_is_left_to_import(tmp_path):
     script = tmp_path / "nothing.py"
     script.write_text("pass\n")
-    warm = warm_process(str(script))
+    warm = preload_server(str(script))
     try:
         assert warm.wait_ready(300), warm.refusal
         until = time.monotonic() + 300

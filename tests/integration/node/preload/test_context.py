@@ -48,7 +48,7 @@ def worker_reports(logs: Path):
     return found
 
 
-def test_torchruns_workers_and_warm_ones_are_equal(tmp_path):
+def test_forked_workers_equal_those_of_torchrun(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     environ = {**ENVIRON, "OMP_NUM_THREADS": "1"}

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from tests.support.paths import SUPPORT
-from tests.support.preload.starting import ENVIRON, run_cold, run_warm, warm_process
+from tests.support.preload.starting import ENVIRON, preload_server, run_forked, run_plain
 
 HERE = SUPPORT / "preload"
 pytestmark = pytest.mark.timeout(600)  # new processes that import torch, on machines of any speed
@@ -24,7 +24,7 @@ PROBES = [name for name in runpy.run_path(str(HERE / "probe.py"))["PROBES"] if n
 
 @pytest.fixture(scope="module")
 def warm():
-    process = warm_process(os.path.relpath(HERE / "probe.py"), "--x", "1")
+    process = preload_server(os.path.relpath(HERE / "probe.py"), "--x", "1")
     assert process.wait_ready(120), process.refusal
     yield process
     process.close()
@@ -39,22 +39,22 @@ def test_everything_that_a_script_sees_is_equal(warm, tmp_path, probe):
     if probe == "a hook that fails" and sys.version_info < (3, 11):
         pytest.skip("Python 3.10 shows one frame of ours")
     environ = environment(probe)
-    forked = run_warm(warm, environ, tmp_path, "warm")
-    started = run_cold(warm.command, environ, tmp_path, "cold")
+    forked = run_forked(warm, environ, tmp_path, "warm")
+    started = run_plain(warm.command, environ, tmp_path, "cold")
     if forked.stdout.startswith("{"):
         assert json.loads(forked.stdout) == json.loads(started.stdout)
     assert forked == started
 
 
 def test_workers_draw_numbers_of_their_own(warm, tmp_path):
-    drawn = [json.loads(run_warm(warm, environment("draw"), tmp_path, str(i)).stdout) for i in range(2)]
+    drawn = [json.loads(run_forked(warm, environment("draw"), tmp_path, str(i)).stdout) for i in range(2)]
     for one, other in zip(*drawn, strict=True):
         assert one != other
 
 
 def test_one_frame_more_is_all_that_the_stack_holds(warm, tmp_path):
-    forked = run_warm(warm, environment("recurse"), tmp_path, "warm")
-    started = run_cold(warm.command, environment("recurse"), tmp_path, "cold")
+    forked = run_forked(warm, environment("recurse"), tmp_path, "warm")
+    started = run_plain(warm.command, environment("recurse"), tmp_path, "cold")
     assert int(started.stdout) - int(forked.stdout) in (0, 1, 2)  # it takes room on two stacks
 
 
@@ -78,16 +78,16 @@ def test_a_module_with_packages_of_its_own(tmp_path, monkeypatch):
         "1 / 0\n"
     )
     monkeypatch.chdir(tmp_path)
-    process = warm_process("own.deep.main", "a b", "", kind="module", options=("-W", "default"))
+    process = preload_server("own.deep.main", "a b", "", kind="module", options=("-W", "default"))
     try:
         assert process.wait_ready(120), process.refusal
-        forked = run_warm(process, ENVIRON, tmp_path, "warm")
-        started = run_cold(process.command, ENVIRON, tmp_path, "cold")
+        forked = run_forked(process, ENVIRON, tmp_path, "warm")
+        started = run_plain(process.command, ENVIRON, tmp_path, "cold")
         assert forked == started
         assert "ZeroDivisionError" in forked.stderr
         (package / "main.py").unlink()
-        forked = run_warm(process, ENVIRON, tmp_path, "warm")
-        assert forked == run_cold(process.command, ENVIRON, tmp_path, "cold")
+        forked = run_forked(process, ENVIRON, tmp_path, "warm")
+        assert forked == run_plain(process.command, ENVIRON, tmp_path, "cold")
         assert "No module named own.deep.main" in forked.stderr
     finally:
         process.close()
@@ -122,13 +122,13 @@ def test_scripts_that_change_and_what_imports_leave_behind(tmp_path, monkeypatch
         "empty": "",
     }
     script.write_text("import local, ranked\n")
-    process = warm_process("script.py", environ=environ)
+    process = preload_server("script.py", environ=environ)
     try:
         assert process.wait_ready(120), process.refusal
         for name, text in texts.items():
             script.write_bytes(text if isinstance(text, bytes) else text.encode())
-            forked = run_warm(process, environ, tmp_path, "warm")
-            started = run_cold(process.command, environ, tmp_path, "cold")
+            forked = run_forked(process, environ, tmp_path, "warm")
+            started = run_plain(process.command, environ, tmp_path, "cold")
             if name == "fails later":
                 assert "5 1" in forked.stdout
             if "local" in str(text):
@@ -136,8 +136,8 @@ def test_scripts_that_change_and_what_imports_leave_behind(tmp_path, monkeypatch
                 assert sorted(forked.stderr.split("\n")) == sorted(started.stderr.split("\n")), name
                 assert forked.code == started.code
         script.unlink()
-        forked = run_warm(process, environ, tmp_path, "warm")
-        assert forked == run_cold(process.command, environ, tmp_path, "cold")
+        forked = run_forked(process, environ, tmp_path, "warm")
+        assert forked == run_plain(process.command, environ, tmp_path, "cold")
         assert forked.code == 2
     finally:
         process.close()

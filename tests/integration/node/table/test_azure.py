@@ -19,7 +19,7 @@ from azureml_elastic.errors import (
     TableUnavailable,
     UsageError,
 )
-from azureml_elastic.node.azure.credentials import Login
+from azureml_elastic.node.azure.credentials import TableCredential
 from azureml_elastic.node.table.azure import AzureTable
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
 
@@ -29,7 +29,7 @@ def open_azure():
     tables = []
 
     def opened(connection_string, table=None, patience=10.0, endpoint=None):
-        login = Login("connection string of the test", connection_string=connection_string)
+        login = TableCredential("connection string of the test", connection_string=connection_string)
         name = table or f"t{uuid.uuid4().hex}"
         tables.append(AzureTable(endpoint, name, "run", login, patience=timedelta(seconds=patience)))
         return tables[-1]

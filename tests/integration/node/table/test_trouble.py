@@ -14,7 +14,7 @@ from azureml_elastic.config.rendezvous import TableRendezvous
 from azureml_elastic.errors import RowChanged, RowExists, TableNotFound, TableUnavailable
 from azureml_elastic.local.faults.disturbance import Disturbance
 from azureml_elastic.local.faults.table_proxy import TableProxy
-from azureml_elastic.node.azure.credentials import Login
+from azureml_elastic.node.azure.credentials import TableCredential
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.azure import AzureTable
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
@@ -34,7 +34,7 @@ def open_at():
     tables = []
 
     def opened(endpoint, name=None, patience=10.0):
-        login = Login("the test's key", connection_string=emulator_connection_string(endpoint))
+        login = TableCredential("the test's key", connection_string=emulator_connection_string(endpoint))
         name = name or f"t{uuid.uuid4().hex}"
         tables.append(AzureTable(None, name, "run", login, patience=timedelta(seconds=patience)))
         return tables[-1]

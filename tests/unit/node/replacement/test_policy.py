@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.config import NodePool, SupervisionPolicy
+from azureml_elastic.config import NodePool, ReplacementPolicy
 from azureml_elastic.config.resources import first_nodes, replacement_name, step_names
 from azureml_elastic.node.replacement.policy import NodeJob, Start, Stop, cost, decide
 
 SPOT = NodePool("spot", max_instance_count=6, price_per_hour=1.0)
 DEDICATED = NodePool("dedicated", min_instance_count=1, max_instance_count=2, price_per_hour=5.0)
 POOLS = (SPOT, DEDICATED)
-POLICY = SupervisionPolicy(fallback_after=600, retry_after=60)
+POLICY = ReplacementPolicy(fallback_after=600, retry_after=60)
 HOURS = 7200.0
 
 
@@ -112,16 +112,16 @@ def test_the_pause_of_one_pool_lets_the_next_one_help():
 def test_no_more_is_asked_for_than_the_policy_allows():
     lost = [NodeJob(0, n, f"n{n}", "ended", first=n < 2, ran_s=HOURS, ended_s=HOURS) for n in range(4)]
     pool = (NodePool("spot", max_instance_count=2),)
-    assert ask(pool, 2, lost, SupervisionPolicy(max_replacements=3)) == ([(0, 4)], [])
-    assert ask(pool, 2, lost, SupervisionPolicy(max_replacements=2)) == ([], [])
-    assert ask(pool, 2, lost, SupervisionPolicy(max_replacements=0)) == ([], [])
+    assert ask(pool, 2, lost, ReplacementPolicy(max_replacements=3)) == ([(0, 4)], [])
+    assert ask(pool, 2, lost, ReplacementPolicy(max_replacements=2)) == ([], [])
+    assert ask(pool, 2, lost, ReplacementPolicy(max_replacements=0)) == ([], [])
 
 
 def test_the_budget_ends_it():
     lost = [NodeJob(0, 0, "n", "ended", ran_s=3 * 3600.0, ended_s=HOURS), *running(1, pool=1)]
     assert cost(POOLS, lost) == pytest.approx(3 * 1.0 + 2 * 5.0)
-    assert ask(POOLS, 2, lost, SupervisionPolicy(budget=13.01)) == ([(0, 1)], [])
-    assert ask(POOLS, 2, lost, SupervisionPolicy(budget=13.0)) == ([], [])
+    assert ask(POOLS, 2, lost, ReplacementPolicy(budget=13.01)) == ([(0, 1)], [])
+    assert ask(POOLS, 2, lost, ReplacementPolicy(budget=13.0)) == ([], [])
 
 
 pools_of_any_kind = st.lists(
@@ -146,7 +146,7 @@ def test_any_history_comes_to_rest_with_the_right_nodes(pools, data):
         for pool, count in enumerate(first_nodes(pools, most))
         for number in range(count)
     ]
-    policy = SupervisionPolicy(fallback_after=timedelta(days=1), max_replacements=1000)
+    policy = ReplacementPolicy(fallback_after=timedelta(days=1), max_replacements=1000)
     for _ in range(4):
         for action in decide(pools, most, found, policy):
             if isinstance(action, Start):

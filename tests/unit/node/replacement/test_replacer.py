@@ -6,13 +6,13 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from azureml_elastic.config import ElasticResources, NodePool, Plan, SupervisionPolicy
+from azureml_elastic.config import ElasticResources, NodePool, Plan, ReplacementPolicy
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import JobRefused, PlanError, WorkspaceUnavailable
 from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.replacement.jobs import RunRecord
-from azureml_elastic.node.replacement.replacer import Supervisor
+from azureml_elastic.node.replacement.replacer import NodeReplacer
 from azureml_elastic.node.table.sqlite import SqliteTable
 
 POOLS = (NodePool("spot", max_instance_count=2), NodePool("sure", max_instance_count=2))
@@ -107,7 +107,7 @@ def plan(**fields):
         **{
             "resources": ElasticResources(max_instance_count=2),
             "pools": POOLS,
-            "supervision": SupervisionPolicy(retry_after=1, max_replacements=1000),
+            "replacement": ReplacementPolicy(retry_after=1, max_replacements=1000),
             **fields,
         }
     )
@@ -148,7 +148,7 @@ def test_what_brings_a_node_is_the_first_job_with_that_node_alone(table):
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
     jobs.set("run", "spot_0", "Running")
     lose(jobs, "run", "spot_1")
-    outlook = Supervisor(jobs, table, "run", "run").act()
+    outlook = NodeReplacer(jobs, table, "run", "run").act()
     assert outlook.done == ("submitted run-spot-2: a node was lost",)
     made = jobs.documents["run-spot-2"]
     assert made["displayName"] == "digits, spot_2"
@@ -168,14 +168,14 @@ def test_what_brings_a_node_is_the_first_job_with_that_node_alone(table):
     }
     assert step["services"] == {"ssh": {"job_service_type": "SSH"}}
     assert step["computeId"].endswith("/computes/spot")
-    assert Supervisor(jobs, table, "run", "run").act().done == ()
+    assert NodeReplacer(jobs, table, "run", "run").act().done == ()
 
 
 def test_a_node_of_a_pool_that_has_none_yet_is_put_onto_its_compute(table):
     sure = NodePool("serverless", max_instance_count=2, instance_type="Standard_NC6s_v3", job_tier="Spot")
     jobs = FakeJobs("run", pipeline(plan(pools=(POOLS[0], sure)), spot_0=None, spot_1=None))
-    policy = SupervisionPolicy(fallback_after=0)
-    assert len(Supervisor(jobs, table, "run", "run", policy).act().done) == 2
+    policy = ReplacementPolicy(fallback_after=0)
+    assert len(NodeReplacer(jobs, table, "run", "run", policy).act().done) == 2
     step = jobs.documents["run-serverless-standard-nc6s-v3-spot-0"]["jobs"]["serverless_standard_nc6s_v3_spot_0"]
     assert step["computeId"] == "serverless"
     assert step["resources"] == {"instance_count": 1, "instance_type": "Standard_NC6s_v3"}
@@ -196,7 +196,7 @@ def test_a_single_job_that_was_lost_is_submitted_again_as_it_is(table):
     jobs = FakeJobs("run", document)
     jobs.pass_(hours=1)
     jobs.set("run", None, "Failed")
-    assert Supervisor(jobs, table, "run", "run").act().done == ("submitted run-job-1: a node was lost",)
+    assert NodeReplacer(jobs, table, "run", "run").act().done == ("submitted run-job-1: a node was lost",)
     made = jobs.documents["run-job-1"]
     assert made["environmentVariables"][variables.RUN_ID] == "run"
     assert made["services"] == {"lab": {"jobServiceType": "JupyterLab"}}
@@ -206,13 +206,13 @@ def test_a_single_job_that_was_lost_is_submitted_again_as_it_is(table):
         "digits again 1",
     )
     jobs.set("run-job-1", None, "Running")
-    assert Supervisor(jobs, table, "run", "run").act().done == ()
+    assert NodeReplacer(jobs, table, "run", "run").act().done == ()
 
 
 def test_steps_that_azure_ml_has_not_made_yet_are_not_asked_for_again(table):
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
     jobs.steps.clear()
-    assert Supervisor(jobs, table, "run", "run").act().done == ()
+    assert NodeReplacer(jobs, table, "run", "run").act().done == ()
 
 
 @pytest.mark.parametrize("ended", [{"state": "succeeded"}, {"state": "failed", "message": "no", "exit_code": 3}])
@@ -220,7 +220,7 @@ def test_nothing_is_asked_for_when_the_run_has_ended_and_what_waits_is_let_go(ta
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
     jobs.set("run", "spot_0", "Completed")
     close(table, **ended)
-    outlook = Supervisor(jobs, table, "run", "run").act()
+    outlook = NodeReplacer(jobs, table, "run", "run").act()
     assert (outlook.over, outlook.succeeded) == ("ended", ended["state"] == "succeeded")
     assert jobs.nodes() == {"spot_0": "Completed", "spot_1": "Canceled"}
     assert jobs.submissions == []
@@ -230,20 +230,20 @@ def test_a_run_that_its_owner_has_cancelled_loses_all_its_nodes(table):
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
     jobs.set("run", "spot_1", "Running")
     lose(jobs, "run", "spot_0")
-    Supervisor(jobs, table, "run", "run").act()
+    NodeReplacer(jobs, table, "run", "run").act()
     jobs.set("run-spot-2", "spot_2", "Running")
     jobs.set("run", "spot_0", "Canceled")
     jobs.set("run", "spot_1", "Canceled")
-    assert Supervisor(jobs, table, "run", "run").act().over == "cancelled"
+    assert NodeReplacer(jobs, table, "run", "run").act().over == "cancelled"
     assert jobs.nodes()["spot_2"] == "Canceled"
 
 
 def test_a_job_that_is_not_ours_is_refused(table):
     jobs = FakeJobs("run", {"jobType": "Pipeline", "jobs": {"a": {"environment_variables": {}}}})
     with pytest.raises(PlanError, match="no elastic job"):
-        Supervisor(jobs, table, "run", "run").act()
+        NodeReplacer(jobs, table, "run", "run").act()
     with pytest.raises(PlanError, match="no job 'other'"):
-        Supervisor(jobs, table, "other", "other").act()
+        NodeReplacer(jobs, table, "other", "other").act()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -257,13 +257,13 @@ def test_supervisors_that_die_anywhere_leave_each_node_asked_for_once(table, see
             raise Broke(where) if draw.random() < 0.7 else WorkspaceUnavailable(where)
 
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None), trouble)
-    supervisors = [Supervisor(jobs, table, "run", "run") for _ in range(3)]
+    supervisors = [NodeReplacer(jobs, table, "run", "run") for _ in range(3)]
     for _ in range(60):
         number = draw.randrange(3)
         try:
             supervisors[number].act()
         except Broke:
-            supervisors[number] = Supervisor(jobs, table, "run", "run")
+            supervisors[number] = NodeReplacer(jobs, table, "run", "run")
         except WorkspaceUnavailable:
             pass
         jobs.nodes()
@@ -286,7 +286,7 @@ def test_supervisors_that_die_anywhere_leave_each_node_asked_for_once(table, see
 
 
 def supervise(jobs, table, **policy):
-    return Supervisor(jobs, table, "run", "run", SupervisionPolicy(**policy) if policy else None)
+    return NodeReplacer(jobs, table, "run", "run", ReplacementPolicy(**policy) if policy else None)
 
 
 def lose(jobs, job, step):

@@ -21,9 +21,16 @@ from azure.core.rest import HttpRequest
 from urllib3.exceptions import NewConnectionError
 
 from azureml_elastic import errors
-from azureml_elastic.node.table.azure_errors import VENDOR_ERRORS, Place, cause, error_code, may_have_arrived, translate
+from azureml_elastic.node.table.azure_errors import (
+    VENDOR_ERRORS,
+    TableContext,
+    cause,
+    error_code,
+    may_have_arrived,
+    translate,
+)
 
-PLACE = Place("https://acc.table.core.windows.net", "elastic", "the node's managed identity (client id 7)")
+PLACE = TableContext("https://acc.table.core.windows.net", "elastic", "the node's managed identity (client id 7)")
 DOCUMENTED = (
     errors.TableError,
     errors.TableForbidden,

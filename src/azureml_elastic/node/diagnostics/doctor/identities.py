@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.errors import ElasticError
-from azureml_elastic.node.azure.credentials import STORAGE_SCOPE, Login, choose_login
+from azureml_elastic.node.azure.credentials import STORAGE_SCOPE, TableCredential, choose_credential
 from azureml_elastic.node.diagnostics.health.findings import Finding
 
 __all__ = ["Identity", "check_identity", "claims_of"]
@@ -31,7 +31,7 @@ class Identity:
         object_id: by which roles are assigned, empty where a key asks.
     """
 
-    login: Login
+    login: TableCredential
     object_id: str = ""
 
     @property
@@ -52,7 +52,7 @@ def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> t
         who = "the emulator's published key" if "://" in rendezvous.endpoint else "none is needed"
         return None, Finding(name, "ok", who)
     try:
-        login = choose_login(rendezvous, environ)
+        login = choose_credential(rendezvous, environ)
         claims = claims_of(login.token.get_token(STORAGE_SCOPE).token) if login.token is not None else {}
     except ElasticError as error:
         return None, Finding(name, "fail", str(error), "", _ADVICE)

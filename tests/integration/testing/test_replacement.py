@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, SupervisionPolicy
+from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, ReplacementPolicy
 from azureml_elastic.ledger.events import RoundEntered
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Paths, audit_folder
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(600)
 MACHINES = {"spot": Pool(nodes=2, refill_s=math.inf), "dedicated": Pool(nodes=3, tier="dedicated")}
 
 
-def make(*pools, epochs, resources=THREE, program="digits.py --step-delay 0.1", **supervision):
+def make(*pools, epochs, resources=THREE, program="digits.py --step-delay 0.1", **replacement):
     assert Registered is ElasticCommandJob
     return ElasticCommandJob(
         code="src",
@@ -34,7 +34,7 @@ def make(*pools, epochs, resources=THREE, program="digits.py --step-delay 0.1", 
         environment="anything@latest",
         compute=pools,
         resources=resources,
-        supervision=SupervisionPolicy(**{"interval": 1, "fallback_after": 2, "retry_after": 1, **supervision}),
+        replacement=ReplacementPolicy(**{"interval": 1, "fallback_after": 2, "retry_after": 1, **replacement}),
         audit=True,
     )
 
