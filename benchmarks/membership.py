@@ -33,7 +33,7 @@ EVENTS: dict[Event, str] = {
     "lose_leader": "rank 0's node is killed → next step of the others",
     "freeze": "a node is frozen → next step of the others",
     "join": "a third node is started → first step with it",
-    "gap": "a third node joins: training stands still",
+    "gap": "a third node joins: training is paused",
     "complete": "one node waits, the last of the minimum is started → first step",
     "start": "both nodes of the minimum are started at once → first step",
 }
