@@ -1,9 +1,9 @@
-"""A storm of nodes: how long until 64 to 256 nodes that come at once are all in, and how much they write for it.
+"""Join storms: the time until 64 to 256 simultaneous nodes are in one round, and their writes.
 
-Each node is a thread with a handler, connections and credentials of its own, and all are in one process, which has the
-store's or the emulator's other end on the same machine. Every handler is made and connected before the clock starts;
-the clock runs from the common call of ``next_rendezvous()``, for ours of ``announce()`` before it, until the last one
-has returned. More nodes than threads can stand for, and what comes after joining, is in :mod:`scale`.
+Each node is a thread with its own handler, connections and credentials, all in one process; the store or the emulator
+runs on the same machine. Handlers are created and connected before the clock starts. It runs from the simultaneous call
+of ``next_rendezvous()`` (for this library, of ``announce()`` before it) until the last call has returned. :mod:`scale`
+simulates more nodes.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _STACK_BYTES = 1 << 20  # hundreds of threads, each with two more for its connec
 
 @dataclass(frozen=True)
 class Storm:
-    """What came of one storm.
+    """Result of one join storm.
 
     Args:
-        seconds: until the last node was in, ``None`` when the limit was exceeded.
-        joined: nodes that were in by then.
-        writes: that were tried, at the table or the store.
-        conflicts: of these, writes in vain because another node had been faster.
-        reads: of the table; 0 where they were not counted.
+        seconds: time until the last node was in the round, ``None`` if the limit was exceeded.
+        joined: number of nodes in the round by then.
+        writes: number of attempted writes to the table or the store.
+        conflicts: number of writes that failed because another node was faster.
+        reads: number of reads from the table; 0 if not counted.
     """
 
     seconds: float | None
@@ -66,7 +66,7 @@ class Storm:
 
 
 def measure_storm(system: str, nodes: int, limit_s: float) -> Storm:
-    """Let so many nodes join at once, in a process of their own.
+    """Run a join storm in a separate process.
 
     Raises:
         StormFailed: a node could not join, or the nodes did not agree.

@@ -103,15 +103,15 @@ class Summary:
 
     def text(self) -> str:
         """Return the median with the range, and what was written for it."""
-        said = f"**{_seconds(self.median, self.limit_s)}**"
+        text = f"**{_seconds(self.median, self.limit_s)}**"
         if self.count > 1 and math.isfinite(self.low):
-            said += f" ({_seconds(self.low, self.limit_s)} to {_seconds(self.high, self.limit_s)})"
+            text += f" ({_seconds(self.low, self.limit_s)} to {_seconds(self.high, self.limit_s)})"
         if self.writes is not None:
-            said += f"; {self.writes:,} writes, {self.conflicts:,} in vain"
+            text += f"; {self.writes:,} writes, {self.conflicts:,} in vain"
         if self.lost_steps is not None:
             # A worker that leaves within a step has not noted it: one less than none.
-            said += f"; {max(0, self.lost_steps)} steps lost"
-        return said
+            text += f"; {max(0, self.lost_steps)} steps lost"
+        return text
 
     def times(self, other: Summary) -> str:
         """Return how many times as long as the other this took."""

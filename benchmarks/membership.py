@@ -1,10 +1,9 @@
-"""Nodes and workers that die, freeze and come: how long until those that are there train again.
+"""Failures and arrivals of nodes and workers: the time until the remaining nodes train again.
 
-Two nodes start, once a while after each other and once together; a third one comes; a worker of it is killed; a node
-that is not rank 0's is killed, and replaced; one is frozen, and replaced; rank 0's is killed. A node is killed with
-everything that it has started, as a machine that loses its power, and frozen likewise. The clock runs from the signal,
-or from the start of the new node's process, until every node that was not hit has taken a step in a process group made
-since.
+Two nodes start, once one after the other and once together; a third one joins; its worker is killed; a node other than
+rank 0's is killed and replaced; one is frozen and replaced; rank 0's is killed. A node is killed or frozen with all of
+its processes. The clock runs from the signal, or from the start of the new node's process, until every unaffected node
+has taken a step in a new process group.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Cluster:
     """The nodes of one system.
 
     Args:
-        nodes: says how one is started.
+        nodes: command and environment of a node.
         processes: the context in which they are started.
         steps: folder in which they note their steps.
         variables: more of each node's environment.

@@ -3,10 +3,9 @@
 ``python benchmarks/peers.py <torchrun's options>`` is torchrun, with two differences. It knows the backend
 ``one-row``, and it does not load the plugin that this library registers, whose imports would slow the peers down.
 
-``one-row`` is how the contract of torch's dynamic rendezvous is met on a table in the straightforward way: all of the
-state is one value in one row, which every node replaces if nobody has changed it since. It is given the best of
-everything around it: torch's own state machine, conditional writes by ETag, the vendor's SDK without a layer in
-between, and for the keys that the agents exchange the same store outside the nodes that c10d has.
+``one-row`` is the straightforward implementation of torch's dynamic rendezvous on a table: the whole state is one value
+in one row, which every node replaces by compare-and-swap. It uses torch's own state machine, conditional writes by ETag,
+the vendor's SDK directly, and for the keys that the agents exchange the same external store as c10d.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def measure(megabytes: int, runs: int, ranks: int) -> Iterator[Save]:
             variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             words = [sys.executable, str(HERE), "--mb", str(megabytes), "--runs", str(runs), "--rank-in", str(folder)]
             environment = {**os.environ, **variables}
-            with (folder / f"{rank}.log").open("w") as errors:  # torch says much there
+            with (folder / f"{rank}.log").open("w") as errors:  # torch logs a lot
                 processes.append(
                     subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
                 )
@@ -261,8 +261,8 @@ def measure(megabytes: int, runs: int, ranks: int) -> Iterator[Save]:
                 yield Save(**json.loads(line))
         for rank, process in enumerate(processes):
             if process.wait() != 0:
-                said = (folder / f"{rank}.log").read_text("utf-8")[-3000:]
-                raise RuntimeError(f"rank {rank} ended with {process.returncode}: {said}")
+                output = (folder / f"{rank}.log").read_text("utf-8")[-3000:]
+                raise RuntimeError(f"rank {rank} ended with {process.returncode}: {output}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

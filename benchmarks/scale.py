@@ -1,4 +1,4 @@
-"""A thousand nodes that join in simulated time, and what a run asks of the table while it trains.
+"""A thousand nodes that join in simulated time, and table calls of a run during training.
 
 ``python benchmarks/scale.py simulation 1000`` and ``python benchmarks/scale.py steady 3 8`` print the two.
 """
@@ -127,7 +127,7 @@ def _simulate_here(scenario: str, nodes: int, seed: int) -> SimulatedStorm:
 
 @dataclass(frozen=True)
 class Steady:
-    """What a sealed round asks of the table, with default settings.
+    """Table calls of a sealed round with default settings.
 
     Args:
         nodes: members.

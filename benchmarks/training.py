@@ -1,9 +1,9 @@
-"""The script that every system runs: data-parallel training, which notes each step.
+"""The training script of every system: data-parallel training that records each step.
 
-Under torchrun it knows only torch. Under this library it opens a session (``BENCH_SESSION``), as its users' scripts do.
+Under torchrun it uses only torch, under this library a session (``BENCH_SESSION``).
 Each step is a line in the file ``<node>.<pid>`` of the folder ``BENCH_STEPS``: the time, the world size, the rank, the
-number of times that the process group has been made, and the steps of the run so far. It never ends by itself; whoever
-started the nodes ends them.
+number of times that the process group has been made, and the steps of the run so far. It does not end by
+itself.
 """
 
 from __future__ import annotations

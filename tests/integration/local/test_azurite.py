@@ -44,7 +44,7 @@ def test_it_serves_while_the_context_lasts():
     assert not process.is_running()
 
 
-def test_two_at_once_are_apart(azurite):
+def test_two_emulators_are_independent(azurite):
     with Azurite() as other:
         assert other.endpoint != azurite.endpoint
         open_table(TableRendezvous(endpoint=other.endpoint, table="apart"), "run", {}).close()
@@ -62,7 +62,7 @@ def test_it_dies_with_a_parent_that_is_killed():
         connection.connect()
 
 
-def test_a_service_that_does_not_start_is_told_with_its_words():
+def test_a_service_that_does_not_start_is_reported_with_its_output():
     code = "import sys; sys.exit('cannot listen on port ' + sys.argv[-1])"
     with (
         pytest.raises(TableUnavailable, match=r"exited with code 1 before it listened.*cannot listen on port 0"),
@@ -79,7 +79,7 @@ def test_a_service_that_never_listens_is_ended(monkeypatch):
     assert emulator.pid is None
 
 
-def test_the_port_is_the_one_that_the_service_has_told():
+def test_the_port_is_the_one_that_the_service_reports():
     code = """
 import http.server, sys
 assert sys.argv[sys.argv.index("--tablePort") + 1] == "0"
@@ -125,7 +125,7 @@ def test_it_is_installed_once_by_many_at_the_same_time(tmp_path):
     assert install_azurite(cache, archive) == script
 
 
-def test_what_npm_said_when_it_could_not_install(tmp_path):
+def test_a_failed_installation_reports_the_output_of_npm(tmp_path):
     with pytest.raises(UsageError, match=r"npm could not install .*missing\.tgz \(exit code \d+\): .*'sqlite'"):
         install_azurite(tmp_path / "cache", str(tmp_path / "missing.tgz"))
     empty = package(tmp_path / "empty.tgz", None)

@@ -101,20 +101,20 @@ def test_a_frozen_node_comes_back(tmp_path):
 
 
 def test_a_node_that_is_frozen_for_good_does_not_hold_up_the_end(tmp_path):
-    # The stand-in waits for nobody, but a frozen node may hold the lock of the shared state: then all stand still.
+    # The fake node never waits for others, but a frozen one may hold the lock of the shared state and block all.
     report = cluster(tmp_path, "freeze=node-0@0s,kill=node-1@0.1s,kill=node-2@0.1s").run(["hang"])
     assert report.outcome == "failed"
     assert "All nodes have ended (node-0 frozen, node-1 killed, node-2 killed)" in report.message
     assert survivors(tmp_path / "run") == []
 
 
-def test_all_nodes_gone_and_none_to_come(tmp_path):
+def test_a_run_without_nodes_ends_if_none_is_added(tmp_path):
     report = cluster(tmp_path, "kill=any@step:3,kill=any@step:3", nodes=(1, 2)).run(["steps", "1000"])
     assert (report.outcome, report.exit_code) == ("failed", 1)
     assert "All nodes have ended" in report.message
 
 
-def test_a_run_is_carried_on_by_a_node_that_comes_after_all_have_gone(tmp_path):
+def test_a_node_that_is_added_after_all_have_ended_continues_the_run(tmp_path):
     chaos = "kill=any@0.5s,kill=any@0.5s,add@1.5s"  # all by one clock, so in this order
     report = cluster(tmp_path, chaos, nodes=(1, 2), audit=True).run(["meet", "40", "node-2"])
     assert report.outcome == "succeeded"
@@ -199,21 +199,21 @@ def test_a_used_folder_is_refused(tmp_path):
         cluster(tmp_path, nodes=(1, 1)).run(["steps", "1"])
 
 
-def test_the_plain_view_tells_events_faults_and_output(tmp_path):
+def test_the_plain_view_prints_events_faults_and_output(tmp_path):
     stream = io.StringIO()
     view = PlainView(Console(file=stream, width=200))
     cluster(tmp_path, "kill=rank0@step:13", view=view, nodes=(1, 2)).run(["grow", "20", "1"])
-    told = stream.getvalue()
-    assert "node-0 | node-0 runs ['grow', '20', '1']" in told
-    assert "* fault kill=rank0@step:13: node-" in told
-    assert "the run succeeded" in told
+    output = stream.getvalue()
+    assert "node-0 | node-0 runs ['grow', '20', '1']" in output
+    assert "* fault kill=rank0@step:13: node-" in output
+    assert "the run succeeded" in output
 
 
 def test_the_live_view_shows_each_node_s_state(tmp_path):
     stream = io.StringIO()
     view = LiveView(Console(file=stream, width=160, force_terminal=True))
     cluster(tmp_path, "kill=rank0@step:13", view=view, nodes=(1, 2)).run(["grow", "40", "1"])
-    told = stream.getvalue()
-    assert "training" in told
-    assert "killed" in told
-    assert "world size" in told
+    output = stream.getvalue()
+    assert "training" in output
+    assert "killed" in output
+    assert "world size" in output

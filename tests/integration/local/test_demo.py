@@ -1,4 +1,4 @@
-"""What the demo accepts as proof. The demo itself is run with the real node elsewhere."""
+"""Expectations of the demo; the demo itself is run elsewhere."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_a_loss_a_newcomer_and_exactly_once_are_the_proof():
         ({}, None, "No accuracy"),
     ],
 )
-def test_anything_less_is_doubted(change, accuracy, doubt):
+def test_unmet_expectations_are_reported(change, accuracy, doubt):
     doubts = judge(GOOD.model_copy(update=change), accuracy).doubts
     assert len(doubts) == 1
     assert doubt in doubts[0]

@@ -1,4 +1,4 @@
-"""Whole process trees are frozen and ended, wherever their members have gone."""
+"""Process trees are frozen and killed completely, including orphans."""
 
 import contextlib
 import os
@@ -66,7 +66,7 @@ def test_the_tree_includes_workers_in_sessions_of_their_own(tmp_path):
         assert not any(psutil.pid_exists(pid) for pid in pids), "zombies were left"
 
 
-def test_a_frozen_tree_stands_still_goes_on_and_can_be_killed(tmp_path):
+def test_a_frozen_tree_stops_resumes_and_can_be_killed(tmp_path):
     folder = tmp_path / "a"
     with NodeProcesses(tmp_path / "logs") as processes:
         node, pids = start_tree(processes, folder)

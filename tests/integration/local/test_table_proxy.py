@@ -1,4 +1,4 @@
-"""The proxy that disturbs the calls to a table: what each kind of trouble does on the wire."""
+"""Effects of each kind of table fault on the wire."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What tests of the local workspace need: azure-ai-ml, and a folder to submit from."""
+"""Requirements of the local workspace: azure-ai-ml, and a folder to submit from."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command line against a workspace: what became of a run, its logs and outputs, its end."""
+"""The command line with a local workspace: status, logs, outputs and cancellation of a run."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The way into the workspace, and past it."""
+"""The gateway: requests to the workspace and tunnels to other hosts."""
 
 import contextlib
 import socket
@@ -44,11 +44,11 @@ def call(gateway, url, body=None):
 
 
 def test_a_known_host_is_answered_under_a_certificate_of_its_own(gateway):
-    said = call(gateway, f"https://{HOST}/a%20b?c=1", b"text")
-    assert said == b'{"host": "workspace.example", "target": "/a%20b?c=1", "body": "text"}'
+    output = call(gateway, f"https://{HOST}/a%20b?c=1", b"text")
+    assert output == b'{"host": "workspace.example", "target": "/a%20b?c=1", "body": "text"}'
 
 
-def test_whoever_does_not_trust_the_authority_is_not_served(gateway):
+def test_a_client_that_does_not_trust_the_authority_is_not_served(gateway):
     gateway.trust = ssl.create_default_context(cafile=None)
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
         call(gateway, f"https://{HOST}/")
@@ -94,7 +94,7 @@ def test_another_host_is_reached_byte_by_byte(gateway):
         thread.join()
 
 
-def test_another_host_that_is_not_there_is_told(gateway):
+def test_an_unreachable_host_is_reported(gateway):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with tunnel(gateway, port) as client:

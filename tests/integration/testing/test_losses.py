@@ -1,4 +1,4 @@
-"""Machines that are taken away, and what the service makes of it."""
+"""Evicted machines, and how the service responds."""
 
 import time
 from pathlib import Path
@@ -10,7 +10,7 @@ from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 
 SHARED = Output(type="uri_folder", mode="rw_mount", path="azureml://datastores/workspaceblobstore/paths/shared/")
 
-# The first on a place waits to be taken away; whoever comes after it finds its trace.
+# The first attempt waits for its eviction; later ones find its file.
 SECOND_TIME = """
 import os, sys, time
 from pathlib import Path
@@ -24,7 +24,7 @@ while not Path(sys.argv[1], "1.again").exists() or place.name != "0":
     time.sleep(0.02)
 """
 
-# Asks its machine's metadata service as Azure's documentation says, and leaves when it is told to.
+# Queries the metadata service of its machine as Azure documents it, and exits after a notice.
 LISTENS = """
 import json, os, sys, time, urllib.request
 def ask(path):
@@ -35,7 +35,7 @@ name = ask("/instance/compute/name?api-version=2021-02-01&format=text")
 while True:
     events = json.loads(ask("/scheduledevents?api-version=2020-07-01"))["Events"]
     if any(event["EventType"] == "Preempt" and name in event["Resources"] for event in events):
-        print("told")
+        print("notice")
         sys.exit(143)
     time.sleep(0.02)
 """
@@ -96,7 +96,7 @@ def test_the_service_replaces_a_lost_node_of_an_elastic_job_and_the_others_go_on
         assert [evicted.machine for evicted in workspace.evicted] == ["cluster-1"]
 
 
-def test_a_node_is_told_by_its_machine_and_the_other_machines_are_not_concerned(script):
+def test_a_scheduled_event_reaches_the_node_of_its_machine_alone(script):
     script(LISTENS)
     step = make()
 
@@ -116,12 +116,12 @@ def test_a_node_is_told_by_its_machine_and_the_other_machines_are_not_concerned(
             pass
         first, second = client.jobs.list(parent_job_name=job.name)
         assert (first.status, second.status) == ("Running", "Failed")
-        assert workspace.log(second.name) == "told\n"
+        assert workspace.log(second.name) == "notice\n"
         client.jobs.begin_cancel(job.name)
         assert workspace.wait(job.name, 60) == "Canceled"
 
 
-def test_a_node_that_does_not_listen_is_gone_when_its_notice_is_over(script):
+def test_a_node_that_ignores_the_notice_is_gone_when_its_notice_is_over(script):
     script("import time; time.sleep(1000)")
     with LocalWorkspace(evictions=[Eviction(node=0, after_s=0, notice_s=0.5)]) as workspace:
         job = workspace.ml_client.jobs.create_or_update(make())

@@ -1,4 +1,4 @@
-"""Runs that replace their lost nodes, fall back to another pool, and let go what nobody needs."""
+"""Replacement of lost nodes, fallback to another pool, and release of nodes that are no longer needed."""
 
 import math
 import shutil

@@ -1,4 +1,4 @@
-"""No secret stands where somebody who may not have it reads: bodies, logs, events, rows, reprs, errors."""
+"""No secret is revealed in bodies, logs, events, rows, reprs or errors."""
 
 import json
 from pathlib import Path
@@ -99,7 +99,7 @@ def without_the_users_own(body):
     return [without_the_users_own(value) for value in body] if isinstance(body, list) else body
 
 
-def test_a_run_that_loses_a_node_and_fails_tells_nobody_a_secret(project, script, tmp_path, capfd):
+def test_a_run_that_loses_a_node_and_fails_reveals_no_secret(project, script, tmp_path, capfd):
     script(FAILS)
     folder = tmp_path / "workspace"
     evictions = [Eviction(node=1, at_step=10)]

@@ -1,4 +1,4 @@
-"""Jobs that the real client submits, and that run here."""
+"""Jobs that the real client submits to the local workspace."""
 
 import json
 import os
@@ -18,9 +18,9 @@ SHARED = "azureml://datastores/workspaceblobstore/paths/shared/"
 TELL = """
 import json, os, sys
 from pathlib import Path
-told = {"argv": sys.argv[1:], "environment": dict(os.environ), "beside": Path("beside.txt").read_text()}
-told["data"] = Path(sys.argv[1], "a.txt").read_text()
-Path(sys.argv[2], "told.json").write_text(json.dumps(told))
+record = {"argv": sys.argv[1:], "environment": dict(os.environ), "beside": Path("beside.txt").read_text()}
+record["data"] = Path(sys.argv[1], "a.txt").read_text()
+Path(sys.argv[2], "record.json").write_text(json.dumps(record))
 Path("outputs").mkdir()
 Path("outputs/artifact.txt").write_text("kept")
 print("said")
@@ -69,21 +69,21 @@ def test_a_job_finds_its_code_its_inputs_and_its_environment_and_its_outputs_are
     assert client.jobs.get(job.name).status == "Completed"
     assert job.name in [known.name for known in client.jobs.list()]
     files = downloaded(client, job.name)
-    told = json.loads(files["named-outputs/model/told.json"].read_text())
-    assert told["data"] == "the data"
-    assert told["beside"] == "in the code"
-    assert told["argv"][2:] == ["--lr", "0.5"]
+    record = json.loads(files["named-outputs/model/record.json"].read_text())
+    assert record["data"] == "the data"
+    assert record["beside"] == "in the code"
+    assert record["argv"][2:] == ["--lr", "0.5"]
     assert files["artifacts/outputs/artifact.txt"].read_text() == "kept"
     assert files["artifacts/user_logs/std_log.txt"].read_text() == workspace.log(job.name) == "said\nafter\n"
-    environment = told["environment"]
+    environment = record["environment"]
     expected = {
         "AZUREML_RUN_ID": job.name,
         "AZUREML_ROOT_RUN_ID": job.name,
         "AZUREML_ARM_WORKSPACE_NAME": "local",
         "AZUREML_ARM_PROJECT_NAME": "exp",
         "AZURE_ML_INPUT_lr": "0.5",
-        "AZURE_ML_INPUT_data": told["argv"][0],
-        "AZURE_ML_OUTPUT_model": told["argv"][1],
+        "AZURE_ML_INPUT_data": record["argv"][0],
+        "AZURE_ML_OUTPUT_model": record["argv"][1],
         "MINE": "1",
     }
     assert {name: environment.get(name) for name in expected} == expected
@@ -146,14 +146,14 @@ def test_nodes_of_one_job_know_of_each_other(client, workspace, script):
     assert len({line[4] for line in lines}) == 1
 
 
-def test_a_job_that_fails_says_what_its_command_said_last(client):
+def test_a_failed_job_reports_the_last_output_of_its_command(client):
     job = client.jobs.create_or_update(make("echo before; echo 'the reason' >&2; exit 7"))
     with pytest.raises(JobException, match=r"exited with status code 7[^\"]*the reason"):
         client.jobs.stream(job.name)
     assert client.jobs.get(job.name).status == "Failed"
 
 
-def test_a_command_that_names_no_output_fails(client, workspace):
+def test_a_command_with_an_unknown_output_fails(client, workspace):
     job = client.jobs.create_or_update(make("echo ${{outputs.nothing}}"))
     assert workspace.wait(job.name, 60) == "Failed"
     with pytest.raises(JobException, match="refers to no value"):
@@ -229,6 +229,6 @@ def test_a_workspace_leaves_nothing_behind():
         workspace.ml_client  # noqa: B018
 
 
-def test_a_pool_that_is_not_there_cannot_be_refilled():
+def test_an_unknown_pool_cannot_be_refilled():
     with pytest.raises(UsageError, match="no pool 'spto'"):
         LocalWorkspace(pools={"spot": Pool()}).refill("spto")

@@ -1,4 +1,4 @@
-"""When a run is over, and how it ended."""
+"""The end of a local run and its outcome."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_phase(nodes, ended, more, expected):
 
 
 @pytest.mark.parametrize("nodes", [[DONE], [DONE, KILLED], [PREEMPTED, DONE], [FAILED, DONE]])
-def test_a_run_ended_well_when_a_node_says_so(nodes):
+def test_a_run_succeeds_when_a_node_reports_it(nodes):
     ending = outcome_of(nodes, None, None)
     assert (ending.outcome, ending.exit_code) == ("succeeded", 0)
 
@@ -62,7 +62,7 @@ def test_the_message_is_the_run_s_then_the_worker_s_then_names_the_log():
     assert "node-4 exited with 7" in outcome_of([FAILED], None, None).message
 
 
-def test_a_run_without_nodes_says_so():
+def test_a_run_without_nodes_fails_with_a_reason():
     ending = outcome_of([KILLED, PREEMPTED], None, None)
     assert (ending.outcome, ending.exit_code) == ("failed", 1)
     assert "All nodes have ended (node-2 killed, node-3 preempted)" in ending.message

@@ -91,7 +91,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         ("table=slow@step:3/soon", "'soon'"),
     ],
 )
-def test_what_is_not_understood_is_named_with_what_is_accepted(text, named):
+def test_invalid_entries_are_named_with_the_accepted_forms(text, named):
     with pytest.raises(ChaosError, match=re.escape(named)) as caught:
         parse_schedule(text)
     for verb in ("kill=", "preempt=", "freeze=", "add", "table=outage"):
@@ -188,7 +188,7 @@ def test_random_schedules_never_take_the_last_node(seed, nodes, faults):
         assert 1 <= living <= nodes
 
 
-def test_trouble_with_the_table_is_due_with_or_without_nodes():
+def test_table_faults_are_due_with_or_without_nodes():
     schedule = parse_schedule("table=slow:20%@10s/5s,table=outage@step:3,table=any@0s")
     assert str(schedule) == "table=slow:20%@10s/5s,table=outage@step:3,table=any@0s"
     assert schedule.disturbs_table

@@ -1,4 +1,4 @@
-"""What the nodes of a local cluster are told."""
+"""Plan, table and environment of the nodes of a local cluster."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_the_choices_of_a_table(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("table", ["sqlite", "https://acc.table.core.windows.net"])
-def test_trouble_with_a_table_that_no_proxy_can_disturb_is_refused(tmp_path, table):
+def test_faults_of_a_table_without_a_proxy_are_refused(tmp_path, table):
     schedule = parse_schedule("table=outage@step:3/5s")
     with pytest.raises(UsageError, match=r"table=outage@step:3/5s.*--table azurite"):
         check_table(table, schedule)

@@ -1,4 +1,4 @@
-"""What is read from the documents that reach Azure ML."""
+"""Parsing of the job documents that reach Azure ML."""
 
 import pytest
 
@@ -104,12 +104,12 @@ def test_a_pipeline_gives_its_steps_their_inputs_and_its_compute():
         ({"limits": {"timeout": "an hour"}}, "'an hour'"),
     ],
 )
-def test_what_cannot_be_run_is_told(change, words):
+def test_unsupported_jobs_are_refused(change, words):
     with pytest.raises(UsageError, match=words):
         read_job({**COMMAND, **change}, dict)
 
 
 @pytest.mark.parametrize("steps", [{}, {"a": {"type": "parallel"}}])
-def test_a_pipeline_of_something_else_is_told(steps):
+def test_a_pipeline_of_other_steps_is_refused(steps):
     with pytest.raises(UsageError):
         read_job({**PIPELINE, "jobs": steps}, dict)

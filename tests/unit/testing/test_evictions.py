@@ -1,4 +1,4 @@
-"""When a node is taken away, decided without one."""
+"""Which evictions are due."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_two_at_once_do_not_take_the_same_node():
 @pytest.mark.parametrize(
     "values", [{}, {"after_s": 1, "at_step": 1}, {"after_s": -1}, {"at_step": -1}, {"after_s": 1, "notice_s": -1}]
 )
-def test_an_eviction_that_makes_no_sense_is_told(values):
+def test_an_invalid_eviction_is_refused(values):
     with pytest.raises(UsageError, match="Eviction"):
         Eviction(node=0, **values)
 
@@ -54,7 +54,7 @@ def test_a_trace_is_a_list_of_evictions(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["12", "a,b", "1,2,3,4", "1,1.5"])
-def test_a_line_that_is_no_eviction_is_told_with_its_number(tmp_path, line):
+def test_an_invalid_line_is_refused_with_its_number(tmp_path, line):
     (tmp_path / "trace.csv").write_text(f"1,1\n{line}\n")
     with pytest.raises(UsageError, match="Line 2"):
         read_trace(tmp_path / "trace.csv")

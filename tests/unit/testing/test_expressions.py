@@ -28,7 +28,7 @@ def test_a_value_that_looks_like_an_expression_is_not_expanded_again():
 
 
 @pytest.mark.parametrize("text", ["${{inputs.seed}}", "${{outputs.data}}", "${{search_space.lr}}", "${{inputs}}"])
-def test_an_expression_without_a_value_is_told(text):
+def test_an_expression_without_a_value_is_refused(text):
     with pytest.raises(UsageError, match="expression"):
         expand(text, INPUTS, {})
 
@@ -41,6 +41,6 @@ def test_a_step_is_bound_to_its_pipeline():
 
 
 @pytest.mark.parametrize("text", ["${{parent.jobs.first.outputs.model}}", "a ${{parent.inputs.data}}"])
-def test_a_step_bound_to_another_step_is_told(text):
+def test_a_step_bound_to_another_step_is_refused(text):
     with pytest.raises(UsageError, match="run in parallel"):
         parent_reference(text)

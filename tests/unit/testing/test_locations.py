@@ -1,4 +1,4 @@
-"""Addresses of data, and the blobs behind them as files."""
+"""Addresses of data, and their blobs as files."""
 
 import pytest
 
@@ -21,7 +21,7 @@ PLACE = Location(BLOBS, "a/b")
         f"{WORKSPACE}/data/digits/versions/1",
     ],
 )
-def test_an_address_is_a_place_in_a_container(address):
+def test_an_address_is_a_location_in_a_container(address):
     assets = {f"{WORKSPACE}/data/digits/versions/1": "azureml://datastores/workspaceblobstore/paths/a/b"}
     assert locate(address, assets.get) == PLACE
 
@@ -29,7 +29,7 @@ def test_an_address_is_a_place_in_a_container(address):
 @pytest.mark.parametrize(
     "address", ["azureml://datastores/other/paths/a", "https://example.com/a", f"{WORKSPACE}/data/none/versions/1", "a"]
 )
-def test_an_address_elsewhere_is_told(address):
+def test_an_address_elsewhere_is_refused(address):
     with pytest.raises(UsageError, match="local workspace"):
         locate(address, {}.get)
 

@@ -1,4 +1,4 @@
-"""Pools, and who gets a machine."""
+"""Pools and their machines."""
 
 import math
 import threading
@@ -47,7 +47,7 @@ def test_machines_are_given_all_at_once_or_not_at_all():
     assert len(machines.take("spot", 2, lambda: False)) == 2
 
 
-def test_a_machine_that_was_taken_away_is_missed_until_the_pool_is_refilled():
+def test_an_evicted_machine_is_missing_until_the_pool_is_refilled():
     machines = Machines({"spot": Pool(nodes=1, refill_s=math.inf)})
     machines.give_back(machines.try_take("spot"), evicted=True)
     assert machines.try_take("spot") is None
@@ -57,6 +57,6 @@ def test_a_machine_that_was_taken_away_is_missed_until_the_pool_is_refilled():
 
 
 @pytest.mark.parametrize("fields", [{"nodes": 0}, {"provisioning_s": -1}])
-def test_a_pool_that_makes_no_sense_is_told(fields):
+def test_an_invalid_pool_is_refused(fields):
     with pytest.raises(UsageError):
         Pool(**fields)

@@ -1,4 +1,4 @@
-"""How jobs stand, by their nodes and steps."""
+"""States of jobs from their nodes and steps."""
 
 import itertools
 
