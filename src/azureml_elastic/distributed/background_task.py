@@ -1,7 +1,7 @@
-"""Work beside training, on a thread of its own that agrees with those of the other ranks.
+"""Work beside training, on a thread that agrees with the same thread of other ranks.
 
-The ranks agree on a process group of their own, so that training's collectives never meet these. A round may end in the
-middle of it: then :meth:`BackgroundTask.abandon` keeps this thread off the group before it is closed.
+The threads use a control group of their own, so that their collectives never mix with those of training. When the round
+ends in the middle of a task, :meth:`BackgroundTask.abandon` keeps the thread off the group before it is closed.
 """
 
 from __future__ import annotations
@@ -16,85 +16,85 @@ from typing import Literal, TypeVar
 
 from azureml_elastic.errors import RoundBroken
 
-__all__ = ["BackgroundTask", "Kind", "TaskOutcome"]
+__all__ = ["BackgroundTask", "TaskKind", "TaskOutcome"]
 
 T = TypeVar("T")
 
-Kind = Literal["committed", "kept", "unavailable", "fenced", "failed", "broken"]
+TaskKind = Literal["committed", "kept", "unavailable", "fenced", "failed", "broken"]
 
 _NICE = 5
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """What came of it: the same on every rank, unless the round broke.
+    """The outcome of a task: the same on every rank, unless the round ended meanwhile.
 
     Args:
-        kind: committed to storage; kept in memory; not committed because the table is away, a newer round has taken
-            over, or a rank could not do its part; or unknown, because the round ended meanwhile.
-        text: why.
+        kind: ``committed`` to storage; ``kept`` in memory; not committed because the table is ``unavailable``, a newer
+            round has ``fenced`` this one off or a rank ``failed``; or unknown, as the round has ``broken`` up.
+        text: reason of a failure.
     """
 
-    kind: Kind
+    kind: TaskKind
     text: str = ""
 
 
 class BackgroundTask(ABC):
-    """Some work under way. Made and waited for by the training thread; :meth:`start` begins it."""
+    """A task that the training thread starts and waits for."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._talking = self._abandoned = False
+        self._in_collective = self._abandoned = False
         self._outcome: TaskOutcome | None = None
         self._thread = threading.Thread(target=self._run, name=type(self).__name__.lower(), daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> TaskOutcome | None:
-        """Wait until it is over and return what came of it, ``None`` when it takes longer."""
+        """Wait for the end of the task and return its outcome, ``None`` after a timeout in seconds."""
         self._thread.join(timeout)
         return None if self._thread.is_alive() else self._outcome
 
     def abandon(self) -> None:
-        """Keep the thread off the process group, which has been aborted and is about to be closed."""
+        """Keep the thread off the control group, which was aborted and is about to be closed."""
         with self._changed:
             self._abandoned = True
-            self._changed.wait_for(lambda: not self._talking)
+            self._changed.wait_for(lambda: not self._in_collective)
 
     @property
     def abandoned(self) -> bool:
-        """Whether the round is over."""
+        """Whether the round has ended."""
         return self._abandoned
 
     @abstractmethod
     def work(self) -> TaskOutcome:
-        """Do it. What this raises means that the round has broken."""
+        """Run the task on its thread. An exception means that the round has broken up."""
 
-    def together(self, action: Callable[[], T]) -> T:
-        """Do something with the other ranks.
+    def collective(self, action: Callable[[], T]) -> T:
+        """Run a collective, unless the task was abandoned.
 
         Raises:
-            RoundBroken: the round is over.
+            RoundBroken: the round has ended.
         """
         with self._changed:
             if self._abandoned:
                 raise RoundBroken("the round has ended")
-            self._talking = True
+            self._in_collective = True
         try:
             return action()
         finally:
             with self._changed:
-                self._talking = False
+                self._in_collective = False
                 self._changed.notify_all()
 
     def _run(self) -> None:
         try:
-            with contextlib.suppress(OSError, AttributeError):  # training goes before
+            with contextlib.suppress(OSError, AttributeError):  # training has priority
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._outcome = self.work()
         except RoundBroken as error:
             self._outcome = TaskOutcome("broken", str(error))
-        except Exception as error:  # noqa: BLE001 - collectives fail in many ways when their round is over
+        except Exception as error:  # noqa: BLE001 - collectives fail in many ways when their round ends
             self._outcome = TaskOutcome("broken", f"{type(error).__name__}: {error}")

@@ -176,7 +176,7 @@ def test_a_save_whose_round_has_ended_commits_nothing_and_the_next_one_waits_for
     one.agent.may.clear()
     one.save(2)
     assert one.agent.asked.wait(60)
-    one.checkpoints.let_go()
+    one.checkpoints.abandon()
     one.checkpoints.enter()
     assert not one.checkpoints.under_way
     one.agent.may.set()
@@ -209,16 +209,16 @@ def test_the_chain_of_parents(one):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex128, torch.int8])
 def test_staging_takes_tensors_as_they_are(dtype):
-    area = StagingBuffer(torch.device("cpu"))
-    area.reserve(1000)
-    size = area.nbytes
+    buffer = StagingBuffer(torch.device("cpu"))
+    buffer.reserve(1000)
+    size = buffer.nbytes
     tensor = torch.arange(24).reshape(4, 6).to(dtype).t()[1:]
-    area.take(64, tensor)
-    area.settle()
-    content = bytes(area.view(64, 64 + tensor.numel() * tensor.element_size()))
+    buffer.take(64, tensor)
+    buffer.synchronize()
+    content = bytes(buffer.view(64, 64 + tensor.numel() * tensor.element_size()))
     assert torch.equal(torch.frombuffer(bytearray(content), dtype=dtype).reshape(tensor.shape), tensor)
-    area.reserve(10)
-    assert area.nbytes == size
-    area.reserve(10 * size)
-    assert area.nbytes >= 10 * size
-    area.release()
+    buffer.reserve(10)
+    assert buffer.nbytes == size
+    buffer.reserve(10 * size)
+    assert buffer.nbytes >= 10 * size
+    buffer.release()

@@ -1,4 +1,4 @@
-"""A process that saves until it is killed at any byte, and what may happen to its files afterwards."""
+"""A process that saves until it is killed at any byte, and damage to its files afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDENTITY = Identity(0, 0, 1, 0)
 
 
 class Alone:
-    """The agreement of one rank with itself."""
+    """The control group of a single rank."""
 
     rank, world_size = 0, 1
 
@@ -40,7 +40,7 @@ class Alone:
 
 
 def state_of(step):
-    """Return tensors that tell the step in every byte."""
+    """Return tensors that depend on the step in every byte."""
     generator = torch.Generator().manual_seed(step)
     return {
         "model/w": torch.randn(7, 5, generator=generator),
@@ -50,7 +50,7 @@ def state_of(step):
 
 
 class Mortal(LocalStorage):
-    """A storage whose process dies after so many ticks: one for each call, and for each few bytes written."""
+    """A storage whose process dies after a number of ticks: one for each call, and for each few bytes written."""
 
     def __init__(self, root, ticks, moments):
         super().__init__(root)
@@ -76,7 +76,7 @@ class Mortal(LocalStorage):
     def remove(self, folder, first):
         self.tick()
         if self.moments.random() < 0.3:
-            # As far as the manifest, and some of the rest.
+            # The process dies after the first of several removals.
             (self.root / folder / first).unlink(missing_ok=True)
             self.tick()
         super().remove(folder, first)
@@ -94,7 +94,7 @@ class Mortal(LocalStorage):
 
 
 class MortalAgent(StandaloneAgent):
-    """Keeps the pointer, and may die before or after it has moved."""
+    """An agent whose process may die before or after the commit."""
 
     def __init__(self, folder, storage):
         super().__init__(LocalStorage(folder), IDENTITY)
@@ -110,11 +110,11 @@ def save_until_killed(folder, number, step, parent, seed):
     """Save one step after another until the process dies.
 
     Args:
-        folder: of the checkpoints.
-        number: of the round.
-        step: that was restored.
-        parent: the reference of its checkpoint, as JSON.
-        seed: of the moment.
+        folder: folder of the checkpoints.
+        number: number of the round.
+        step: restored step.
+        parent: reference of the restored checkpoint as JSON.
+        seed: seed of the moment of death.
     """
     moments = random.Random(seed)
     storage = Mortal(Path(folder), moments.randint(1, 120), moments)
@@ -155,7 +155,7 @@ def save_until_killed(folder, number, step, parent, seed):
 
 
 def damage(folder, moments):
-    """Damage a file of a checkpoint, other than the mark of its commit; return the folder's name."""
+    """Damage a file of a checkpoint, other than its commit marker; return the name of the folder."""
     files = sorted(path for path in folder.glob("step-*/*") if path.name not in (COMMITTED, DAMAGED))
     if not files:
         return None

@@ -1,56 +1,42 @@
-"""The part of a save for which training does not wait: files, manifest, commit, on a thread of each rank.
+"""The part of a save that runs beside training, on a thread of each rank: files, manifest, commit.
 
-The order is what makes it safe:
+Its order leaves the last committed checkpoint intact at any time:
 
-1. every rank writes its file, with a checksum of what it writes, and makes it durable;
-2. once all have, rank 0 writes the manifest, which names all files with their checksums;
+1. every rank writes its file durably, with a checksum;
+2. rank 0 writes the manifest, which names all files with their checksums, once all ranks have written theirs;
 3. rank 0 asks the agent to commit: one compare-and-swap, refused when a newer round has taken over;
-4. only then older checkpoints are removed.
+4. only then are older checkpoints removed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeVar
 
-from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, Manifest
-from azureml_elastic.checkpoint.format.retention import retire
+from azureml_elastic.checkpoint.format.manifest import Manifest
+from azureml_elastic.checkpoint.save.commit import commit, discard
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
-from azureml_elastic.distributed.background_task import BackgroundTask, Kind, TaskOutcome
+from azureml_elastic.distributed.background_task import BackgroundTask, TaskOutcome
 from azureml_elastic.distributed.control_group import ControlGroup
-from azureml_elastic.errors import Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import Agent
 
-__all__ = ["LONG_RETRY_SECONDS", "RETRY_SECONDS", "SaveTask", "retry_while_unavailable"]
-
-_LOG = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0)
-
-LONG_RETRY_SECONDS = (*RETRY_SECONDS, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
-"""Without the committed checkpoint training cannot start; with a new one that has to wait, it goes on."""
+__all__ = ["SaveTask"]
 
 
 class SaveTask(BackgroundTask):
-    """One save under way. Made and waited for by the training thread.
+    """One save in progress.
 
     Args:
-        storage: of the checkpoints.
-        manifest: as far as it is known, without the files.
-        name: of this rank's file.
-        blocks: its content, ``None`` where this rank writes nothing.
-        error: why this rank cannot write, where that is known already.
-        control: the ranks' agreement, of this thread alone.
-        agent: that keeps the pointer.
-        stall_seconds: for which training has waited.
-        keep: committed checkpoints to keep.
-        pauses: between attempts to commit while the table is away, in seconds.
+        storage: storage of the checkpoints.
+        manifest: manifest without the files.
+        name: name of this rank's file.
+        blocks: content of the file, ``None`` where this rank writes nothing.
+        error: why this rank cannot write, ``None`` where it can.
+        control: control group of this thread.
+        agent: agent that commits.
+        stall_seconds: time that training waited for the copy.
+        keep: number of committed checkpoints to keep.
+        pauses: seconds between attempts to commit while the table is unavailable.
     """
 
     def __init__(
@@ -80,70 +66,40 @@ class SaveTask(BackgroundTask):
         self._pauses = pauses
 
     def work(self) -> TaskOutcome:
-        """Write, and commit."""
-        try:
-            return self._save()
-        finally:
-            self._blocks = None
-
-    def _save(self) -> TaskOutcome:
-        sums: dict[str, FileSum] = {}
-        if self._error is None and self._blocks is not None:
-            try:
-                self._storage.make(self.manifest.directory)
-                sums[self._name] = self._storage.write(self.manifest.directory, self._name, self._blocks)
-            except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
-                self._error = f"{type(error).__name__}: {error}"
-        parts = self.together(lambda: self._control.gather((self._error, sums)))
+        """Write this rank's file, and commit on rank 0."""
+        sums = self._write()
+        parts = self.collective(lambda: self._control.gather((self._error, sums)))
         failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(parts) if error is not None]
         files = {name: each for _, part in parts for name, each in part.items()}
         self.manifest = replace(self.manifest, files=files)
-        mine: TaskOutcome | None = None
+        outcome: TaskOutcome | None = None
         if self._control.rank == 0:
             try:
-                mine = self._give_up(failed) if failed else self._commit()
-            except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome, whatever it is
-                mine = TaskOutcome("failed", f"rank 0: {type(error).__name__}: {error}")
-        return self.together(lambda: self._control.from_main(mine))
+                outcome = self._finish(failed)
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
+                outcome = TaskOutcome("failed", f"rank 0: {type(error).__name__}: {error}")
+        return self.collective(lambda: self._control.from_main(outcome))
 
-    def _give_up(self, failed: list[str]) -> TaskOutcome:
-        with contextlib.suppress(OSError):
-            self._storage.remove(self.manifest.directory, MANIFEST)  # the space may be what is missing
-        return TaskOutcome("failed", f"writing failed on {len(failed)} ranks: {'; '.join(failed)}")
-
-    def _commit(self) -> TaskOutcome:
+    def _write(self) -> dict[str, FileSum]:
         try:
-            self._storage.publish(self.manifest.directory, MANIFEST, self.manifest.to_bytes())
-        except (OSError, ValueError) as error:  # a state that is no JSON
-            return self._give_up([f"the manifest: {error}"])
-        if self.abandoned:
-            return TaskOutcome("broken", "the round has ended")
-        _, (kind, text) = retry_while_unavailable(
-            lambda: self._agent.commit(self.manifest.reference, self._stall), self._pauses
+            if self._error is None and self._blocks is not None:
+                self._storage.make(self.manifest.directory)
+                return {self._name: self._storage.write(self.manifest.directory, self._name, self._blocks)}
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+            self._error = f"{type(error).__name__}: {error}"
+        finally:
+            self._blocks = None
+        return {}
+
+    def _finish(self, failed: list[str]) -> TaskOutcome:
+        if failed:
+            return discard(self._storage, self.manifest, f"writing failed on {len(failed)} ranks: {'; '.join(failed)}")
+        return commit(
+            self._storage,
+            self._agent,
+            self.manifest,
+            keep=self._keep,
+            stall_seconds=self._stall,
+            pauses=self._pauses,
+            abandoned=lambda: self.abandoned,
         )
-        if kind is not None:
-            return TaskOutcome(kind, text)
-        try:
-            self._storage.write(self.manifest.directory, COMMITTED, [])
-            retire(self._storage, self.manifest, self._keep)
-        except Exception as error:  # noqa: BLE001 - it is committed all the same
-            _LOG.warning("Old checkpoints in %s could not be removed: %s", self._storage, error)
-        return TaskOutcome("committed")
-
-
-def retry_while_unavailable(
-    action: Callable[[], T], pauses: tuple[float, ...], sleep: Callable[[float], None] = time.sleep
-) -> tuple[T | None, tuple[Kind | None, str]]:
-    """Call the agent, again while the table is away, and return its answer and how it failed, if it did."""
-    for pause in (*pauses, None):
-        try:
-            return action(), (None, "")
-        except Fenced as error:
-            return None, ("fenced", str(error))
-        except TableUnavailable as error:
-            if pause is None:
-                return None, ("unavailable", str(error))
-            sleep(pause)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome, whatever it is
-            return None, ("failed", f"{type(error).__name__}: {error}")
-    raise AssertionError

@@ -1,9 +1,9 @@
-"""SaveTask and restoring, so that a process killed at any line leaves the last committed checkpoint intact.
+"""Saving and restoring, so that a process killed at any line leaves the last committed checkpoint intact.
 
-Training waits for a copy in memory, and no longer: each rank copies the share of the state that it will write, a thread
-writes it (:mod:`azureml_elastic.checkpoint.save.background_save`). Restoring goes the other way: pointer, manifest, every file's checksum,
-and only when *all* ranks agree are bytes read into the model. Otherwise all ranks go back together to the manifest's
-parent.
+Training waits for a copy in memory only: each rank copies the shard that it will write, and a thread writes it
+(:mod:`~azureml_elastic.checkpoint.save.background_save`). Restoring reads the pointer, the manifest and every file's
+checksum; bytes are read into the model only once *all* ranks have verified theirs. Otherwise all ranks fall back to the
+manifest's parent.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Ref
 from azureml_elastic.checkpoint.format.retention import for_good
 from azureml_elastic.checkpoint.load.reading import load
 from azureml_elastic.checkpoint.load.selection import STALE_SECONDS, CheckpointSelector
-from azureml_elastic.checkpoint.save.background_save import (
-    LONG_RETRY_SECONDS,
-    RETRY_SECONDS,
-    SaveTask,
-    retry_while_unavailable,
-)
+from azureml_elastic.checkpoint.save.background_save import SaveTask
+from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, RETRY_SECONDS, retry_while_unavailable
 from azureml_elastic.checkpoint.save.local_shard import LocalShard, ShardCopy
 from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import recover_from_replicas
 from azureml_elastic.checkpoint.snapshots.replication import PeerBuffers, ReplicationTask
@@ -43,33 +39,36 @@ __all__ = ["Checkpoints", "RestoredCheckpoint"]
 _LOG = logging.getLogger(__name__)
 
 _FAILURES = 2
-"""So many checkpoints in a row that cannot be written are too many: a full disk does not get emptier by itself."""
+"""Failed checkpoints in a row that end the run: a full disk does not recover by itself."""
 
 
 @dataclass(frozen=True)
 class RestoredCheckpoint:
-    """What was restored: the reference, and the data's position."""
+    """A checkpoint that was restored, and its position in the data."""
 
     reference: Reference
     data: Mapping[str, Any] | None
 
 
 class Checkpoints:
-    """The checkpoints of a run, for one thread. Unless said otherwise, methods are collectives.
+    """The checkpoints of a run. For one thread; methods are collectives unless their docstring denies it.
 
     Args:
-        policy: of the checkpoints.
-        storage: of them.
-        world: the ranks.
-        agent: that keeps the pointer.
-        stale_seconds: for which a mount may be behind what was committed.
+        policy: when to save, and what to keep.
+        storage: storage of the checkpoints.
+        groups: process groups of the round.
+        agent: agent that commits, and holds snapshots.
+        stale_seconds: time limit for a mount to show what was committed.
+
+    Attributes:
+        snapshots: whether snapshots are taken.
     """
 
     def __init__(
         self,
         policy: CheckpointPolicy,
         storage: Storage,
-        world: ProcessGroups,
+        groups: ProcessGroups,
         agent: Agent,
         *,
         stale_seconds: float = STALE_SECONDS,
@@ -77,168 +76,188 @@ class Checkpoints:
         self._storage = storage
         self._policy = policy
         self._stale_seconds = stale_seconds
-        self._world = world
+        self._groups = groups
         self._agent = agent
         self.snapshots = agent.holds_snapshots and (policy.snapshot_every or policy.snapshot_every_steps) is not None
-        """Whether copies are kept in memory."""
-        self._share = LocalShard(world, spare=self.snapshots)
-        self._inbox = PeerBuffers()
+        self._shard = LocalShard(groups, spare=self.snapshots)
+        self._peer_buffers = PeerBuffers()
         self._committed: Reference | None = None
-        self._saving: SaveTask | ReplicationTask | None = None
-        self._left: SaveTask | ReplicationTask | None = None
+        self._task: SaveTask | ReplicationTask | None = None
+        self._abandoned: SaveTask | ReplicationTask | None = None
         self._fenced = ""
         self._failures: list[str] = []
 
     def enter(self) -> None:
-        """Save and restore with the ranks of another round from now on. Not a collective."""
-        self._left, self._saving = self._saving or self._left, None
-        self._share.enter()
+        """Continue with the ranks of another round. Not a collective."""
+        self._abandoned, self._task = self._task or self._abandoned, None
+        self._shard.enter()
         self._failures.clear()
-        self._fenced = ""  # that was the former round
+        self._fenced = ""
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def prepare(self, state: TrackedState) -> None:
-        """Get everything ready that the next save would otherwise wait for."""
-        self._share.collect(state)
-        if self._saving is None and self._left is None:
-            self._share.reserve()
+        """Plan and allocate what the first save would otherwise wait for."""
+        self._shard.collect(state)
+        if self._task is None and self._abandoned is None:
+            self._shard.reserve()
 
     def begin(
         self, step: int, state: TrackedState, data: Mapping[str, Any] | None, *, must_commit: bool = False
     ) -> None:
-        """Begin to take a checkpoint, and return when the state may change again. None may be under way.
+        """Start to save, and return when the state may change again. No other save may be in progress.
 
         Args:
             step: optimizer steps completed.
-            state: to be saved.
-            data: the position in the data.
-            must_commit: whether no later checkpoint will make up for a table that is away now: worth some retries.
+            state: state to save.
+            data: position in the data.
+            must_commit: whether to retry the commit, as no later checkpoint follows.
 
         Raises:
-            CheckpointError: a rank cannot say what its state is; raised on all.
+            CheckpointError: a rank cannot collect its state; raised on all ranks.
         """
         began = time.monotonic()
         plain, tensors = self._ready(state)
         before = None if self._committed is None else self._committed.step
         manifest = self._manifest(step, plain, data, for_good(step, before, self._policy.keep_every))
         copy, error = self._copy(tensors)
-        self._saving = SaveTask(
+        self._task = SaveTask(
             self._storage,
             manifest,
             self._file,
             None if copy is None or copy.empty else copy.blocks(),
             error,
-            control=self._world.background,
+            control=self._groups.background,
             agent=self._agent,
             stall_seconds=time.monotonic() - began,
             keep=self._policy.keep,
             pauses=RETRY_SECONDS if must_commit else (),
         )
-        self._saving.start()
+        self._task.start()
 
     def begin_snapshot(self, step: int, state: TrackedState, data: Mapping[str, Any] | None) -> None:
-        """Begin to take a copy that stays in memory, and return when the state may change again.
+        """Start to take a snapshot, and return when the state may change again.
 
         Args:
             step: optimizer steps completed.
-            state: to be copied.
-            data: the position in the data.
+            state: state to copy.
+            data: position in the data.
 
         Raises:
-            CheckpointError: a rank cannot say what its state is; raised on all.
+            CheckpointError: a rank cannot collect its state; raised on all ranks.
         """
         plain, tensors = self._ready(state)
         manifest = self._manifest(step, plain, data)
         tail, error = b"", None
-        if self._world.identity.rank == 0:
+        if self._groups.identity.rank == 0:
             try:
                 tail = manifest.to_bytes()
-            except ValueError as failure:  # a state that is no JSON
+            except ValueError as failure:  # the state is no JSON
                 error = f"the manifest: {failure}"
         copy, failed = self._copy(tensors, tail)
-        self._saving = ReplicationTask(
+        self._task = ReplicationTask(
             manifest,
             self._file,
             None if error else copy,
             error or failed,
-            identity=self._world.identity,
-            inbox=self._inbox,
-            control=self._world.background,
+            identity=self._groups.identity,
+            buffers=self._peer_buffers,
+            control=self._groups.background,
             agent=self._agent,
         )
-        self._saving.start()
+        self._task.start()
 
     @property
     def under_way(self) -> bool:
-        """Whether a save has begun and :meth:`settle` was not called since. Not a collective."""
-        return self._saving is not None
+        """Whether a save was begun that :meth:`settle` has not completed. Not a collective."""
+        return self._task is not None
 
     def settle(self, timeout: float | None = None) -> TaskOutcome | None:
-        """Wait for the save under way, if there is one. Not a collective.
+        """Wait for the save in progress, if there is one. Not a collective.
 
         Args:
-            timeout: in seconds; after that the save goes on and may be waited for again.
+            timeout: seconds after which the save is left to continue; ``None`` waits for its end.
 
         Returns:
-            What came of it, the same on all ranks; ``None`` where there is none, or it goes on.
+            Its outcome, the same on all ranks; ``None`` where no save is in progress, or it continues.
         """
-        outcome = self._saving.wait(timeout) if self._saving is not None else None
-        if self._saving is None or outcome is None:
+        outcome = self._task.wait(timeout) if self._task is not None else None
+        if self._task is None or outcome is None:
             return None
-        over, self._saving = self._saving, None
-        manifest = over.manifest
-        if isinstance(over, ReplicationTask):
-            self._kept(over, outcome)
+        task, self._task = self._task, None
+        step, is_main = task.manifest.step, self._groups.identity.rank == 0
+        if isinstance(task, ReplicationTask):
+            self._replicated(task, outcome)
+            if outcome.kind != "kept" and is_main:
+                _LOG.warning("The snapshot of step %d failed: %s Training goes on.", step, outcome.text)
             return outcome
         if outcome.kind == "committed":
-            self._committed = manifest.reference
+            self._committed = task.manifest.reference
             self._failures.clear()
         elif outcome.kind == "fenced":
-            self._fenced = f"The checkpoint of step {manifest.step} was not committed: {outcome.text}"
+            self._fenced = f"The checkpoint of step {step} was not committed: {outcome.text}"
         elif outcome.kind == "failed":
-            self._failures.append(f"step {manifest.step}: {outcome.text}")
-        if outcome.kind in ("failed", "unavailable") and self._world.identity.rank == 0:
+            self._failures.append(f"step {step}: {outcome.text}")
+        if outcome.kind in ("failed", "unavailable") and is_main:
             _LOG.warning(
                 "The checkpoint of step %d in %s was not committed: %s Training goes on; the last committed "
                 "checkpoint is %s.",
-                manifest.step,
+                step,
                 self._storage,
                 outcome.text,
                 "none" if self._committed is None else self._committed.directory,
             )
         return outcome
 
-    def _kept(self, over: ReplicationTask, outcome: TaskOutcome) -> None:
-        if outcome.kind == "kept":
-            assert over.copy is not None
-            self._share.hold(over.copy)
-        elif self._world.identity.rank == 0:
-            _LOG.warning("Step %d was not kept in memory: %s Training goes on.", over.manifest.step, outcome.text)
+    def require(self, *, at_once: bool = False) -> None:
+        """Check that checkpoints can be written. Not a collective, but the same on all ranks after the same saves.
+
+        Args:
+            at_once: whether a single failure is an error; otherwise the first of several is tolerated.
+
+        Raises:
+            CheckpointError: a rank could not write; the last committed checkpoint stays.
+            Fenced: a newer round has taken over.
+        """
+        if self._fenced:
+            raise Fenced(self._fenced)
+        if len(self._failures) >= (1 if at_once else _FAILURES):
+            raise CheckpointError(f"Checkpoints could not be written to {self._storage}: {'; '.join(self._failures)}")
+
+    def abandon(self) -> None:
+        """Stop using the process groups, which were aborted. Not a collective."""
+        if self._task is not None:
+            self._task.abandon()
 
     def _ready(self, state: TrackedState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Collect the state, and wait until nobody reads what is overwritten then. A collective."""
-        assert self._saving is None
-        plain, tensors = self._share.collect(state)
-        if self._left is not None:
-            outcome = self._left.wait()
-            if isinstance(self._left, ReplicationTask) and outcome is not None and outcome.kind == "kept":
-                self._kept(self._left, outcome)  # after all
-            self._left = None
+        """Collect the state, and wait until no task of an earlier round reads the memory that is to be overwritten."""
+        assert self._task is None
+        plain, tensors = self._shard.collect(state)
+        if self._abandoned is not None:
+            outcome = self._abandoned.wait()
+            if isinstance(self._abandoned, ReplicationTask) and outcome is not None:
+                self._replicated(self._abandoned, outcome)
+            self._abandoned = None
         return plain, tensors
+
+    def _replicated(self, task: ReplicationTask, outcome: TaskOutcome) -> None:
+        """Preserve the copy of a snapshot that the agents hold."""
+        if outcome.kind == "kept":
+            assert task.copy is not None
+            self._shard.hold(task.copy)
 
     def _copy(self, tensors: dict[str, torch.Tensor], tail: bytes = b"") -> tuple[ShardCopy | None, str | None]:
         try:
-            return self._share.copy(tensors, tail), None
+            return self._shard.copy(tensors, tail), None
         except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one
             return None, f"{type(failure).__name__}: {failure}"
 
     def _manifest(
         self, step: int, plain: Mapping[str, Any], data: Mapping[str, Any] | None, kept: bool = False
     ) -> Manifest:
-        identity = self._world.identity
+        identity = self._groups.identity
         return Manifest(
-            directory=str(FolderName(step, identity.round, self._share.nonce(), kept)),
+            directory=str(FolderName(step, identity.round, self._shard.nonce(), kept)),
             step=step,
             round=identity.round,
             world_size=identity.world_size,
@@ -251,27 +270,7 @@ class Checkpoints:
 
     @property
     def _file(self) -> str:
-        return f"rank-{self._world.identity.rank:05}.safetensors"
-
-    def require(self, *, at_once: bool = False) -> None:
-        """Check that checkpoints can be written. Not a collective, but the same on all ranks after the same saves.
-
-        Args:
-            at_once: also that the last one was; otherwise one may fail.
-
-        Raises:
-            CheckpointError: a rank could not write; the last committed checkpoint stays.
-            Fenced: a newer round has taken over.
-        """
-        if self._fenced:
-            raise Fenced(self._fenced)
-        if len(self._failures) >= (1 if at_once else _FAILURES):
-            raise CheckpointError(f"Checkpoints could not be written to {self._storage}: {'; '.join(self._failures)}")
-
-    def let_go(self) -> None:
-        """Have nothing to do with the process group any more: it was aborted. Not a collective."""
-        if self._saving is not None:
-            self._saving.abandon()
+        return f"rank-{self._groups.identity.rank:05}.safetensors"
 
     # --- restoring ---------------------------------------------------------------------------------------------------
 
@@ -279,33 +278,41 @@ class Checkpoints:
         """Return the run's newest committed checkpoint.
 
         Raises:
-            CheckpointError: it could not be learnt.
+            CheckpointError: the table is unavailable.
             Fenced: a newer round has taken over.
         """
-        self._committed = self._pointer()
+        found: Any = (None, (None, ""))
+        if self._groups.control.rank == 0:
+            found = retry_while_unavailable(self._agent.pointer, LONG_RETRY_SECONDS)
+        pointer, (kind, text) = self._groups.control.from_main(found)
+        if kind == "fenced":
+            raise Fenced(f"Training does not start: {text}")
+        if kind is not None:
+            raise CheckpointError(f"The committed checkpoint to start from could not be looked up: {text}")
+        self._committed = pointer
         return self._committed
 
     def restore(self, state: TrackedState) -> RestoredCheckpoint | None:
-        """Put the newest undamaged checkpoint into ``state``: from memory, from the committed one backwards.
+        """Restore the newest undamaged state: a snapshot that replicas hold, else the newest committed checkpoint.
 
         Returns:
-            What was restored, ``None`` where the run has no committed checkpoint yet.
+            The restored checkpoint, ``None`` where the run has none yet.
 
         Raises:
-            CheckpointDamaged: there is a pointer, but no checkpoint is whole.
-            CheckpointError: the pointer could not be learnt, or a rank could not read.
+            CheckpointDamaged: every committed checkpoint is damaged.
+            CheckpointError: the pointer could not be looked up, or a rank could not read.
             Fenced: a newer round has taken over.
             UsageError: the checkpoint does not fit what is tracked.
         """
         pointer = self._committed or self.committed()
-        control = self._world.control
+        control, agent = self._groups.control, self._agent
         if self.snapshots:
-            pointer = self._rescue(pointer) or pointer
+            identity = self._groups.identity
+            pointer = recover_from_replicas(self._storage, control, agent, identity, pointer, self._policy) or pointer
         if pointer is None:
             return None
-        manifest = CheckpointSelector(self._storage, control, self._stale_seconds, self._agent.damaged).newest_whole(
-            pointer
-        )
+        selector = CheckpointSelector(self._storage, control, self._stale_seconds, agent.damaged)
+        manifest = selector.newest_whole(pointer)
         present = state.targets(manifest.state)
         own = random_state.tensor_name(control.rank)
         tensors = load(
@@ -317,24 +324,8 @@ class Checkpoints:
         )
         state.restore(manifest.state, tensors)
         if own in tensors:
-            random_state.restore(tensors[own], self._world.device)
+            random_state.restore(tensors[own], self._groups.device)
         else:
             random_state.begin(manifest.digest, control.rank)
         self._committed = manifest.reference
         return RestoredCheckpoint(manifest.reference, manifest.data)
-
-    def _rescue(self, pointer: Reference | None) -> Reference | None:
-        world = self._world
-        return recover_from_replicas(self._storage, world.control, self._agent, world.identity, pointer, self._policy)
-
-    def _pointer(self) -> Reference | None:
-        asked: Any = (None, (None, ""))
-        if self._world.control.rank == 0:
-            asked = retry_while_unavailable(self._agent.pointer, LONG_RETRY_SECONDS)
-        pointer, (kind, text) = self._world.control.from_main(asked)
-        if kind == "fenced":
-            raise Fenced(f"Training does not start: {text}")
-        if kind is not None:
-            raise CheckpointError(f"Whether there is a checkpoint to start from could not be learnt: {text}")
-        found: Reference | None = pointer
-        return found

@@ -1,4 +1,4 @@
-"""This rank's share of the state: what it is, agreed by all ranks, and its copy in memory."""
+"""This rank's shard of a checkpoint: its plan, agreed by all ranks, and its copy in memory."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _FAILED, _CHANGED, _SAME = range(3)
 
 @dataclass(frozen=True)
 class _Plan:
-    """What this rank writes of a state of a certain form.
+    """Plan of what this rank writes of a state.
 
     Args:
-        form: of the state.
-        layout: of this rank's file.
-        pieces: where the entries of the layout are found, in their order.
-        token: random, the same on all ranks.
+        form: names, shapes, types and sharding of the tensors that the plan is for.
+        layout: layout of this rank's file.
+        pieces: local memory of the layout's entries, in their order.
+        token: random text, the same on all ranks.
     """
 
     form: tuple[Any, ...]
@@ -46,65 +46,65 @@ class _Plan:
 
 @dataclass(frozen=True)
 class ShardCopy:
-    """A copy of a rank's share: the content of its file, and maybe something after it.
+    """A copy of a rank's shard: the content of its file, followed by optional bytes.
 
     Args:
-        area: where it is.
-        nbytes: of the file.
-        tail: bytes behind it.
-        empty: whether the file would hold nothing.
+        buffer: memory of the copy.
+        nbytes: size of the file.
+        tail: number of bytes that follow the file.
+        empty: whether the file holds no tensors.
     """
 
-    area: StagingBuffer
+    buffer: StagingBuffer
     nbytes: int
     tail: int
     empty: bool
 
     def blocks(self) -> Iterator[bytes | memoryview]:
         """Yield the content of the file."""
-        yield self.area.view(0, self.nbytes)
+        yield self.buffer.view(0, self.nbytes)
 
 
 class LocalShard:
-    """What this rank writes of each checkpoint. For one thread.
+    """The part of each checkpoint that this rank writes. For one thread.
 
-    A plan is made once for states of the same form: names, shapes, types and shards of the tensors.
+    One plan serves all states of the same form: names, shapes, types and sharding of the tensors.
 
     Args:
-        world: the ranks.
+        groups: process groups of the round.
         spare: whether a copy may be held while the next one is made.
     """
 
-    def __init__(self, world: ProcessGroups, *, spare: bool = False) -> None:
-        self._world = world
-        self._areas = [StagingBuffer(world.device) for _ in range(2 if spare else 1)]
+    def __init__(self, groups: ProcessGroups, *, spare: bool = False) -> None:
+        self._groups = groups
+        self._buffers = [StagingBuffer(groups.device) for _ in range(2 if spare else 1)]
         self._held: StagingBuffer | None = None
         self._reserving: threading.Thread | None = None
         self._plan: _Plan | None = None
         self._attempts = 0
 
     def enter(self) -> None:
-        """LocalShard with the ranks of another round from now on."""
+        """Continue with the ranks of another round."""
         self._plan = None
         self._attempts = 0
 
     def collect(self, state: TrackedState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the state as JSON and as tensors, once all ranks have theirs and know their shares. A collective.
+        """Return the state as JSON and as tensors, and plan the shards where the form changed. A collective.
 
         Raises:
-            CheckpointError: a rank cannot say what its state is; raised on all.
+            CheckpointError: a rank cannot collect its state; raised on all ranks.
         """
-        control = self._world.control
+        control = self._groups.control
         failure: Exception | None = None
         plain: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         verdict = _SAME
         try:
             plain, tensors = state.collect(is_main=control.rank == 0)
-            tensors[random_state.tensor_name(control.rank)] = random_state.capture(self._world.device)
+            tensors[random_state.tensor_name(control.rank)] = random_state.capture(self._groups.device)
             if self._plan is None or self._plan.form != signature(tensors):
                 verdict = _CHANGED
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+        except Exception as error:  # noqa: BLE001 - the other ranks must not wait for this one
             failure, verdict = error, _FAILED
         lowest = control.lowest(verdict)
         if lowest == _FAILED:
@@ -117,7 +117,7 @@ class LocalShard:
         return plain, tensors
 
     def reserve(self) -> None:
-        """Have the memory for a copy made, on a thread; nobody may read the copy before."""
+        """Allocate the memory for a copy on a thread. No task may read a copy meanwhile."""
         if self._reserving is None:
             assert self._plan is not None
             arguments = (self._plan.layout.nbytes,)
@@ -125,16 +125,16 @@ class LocalShard:
             self._reserving.start()
 
     def hold(self, copy: ShardCopy) -> None:
-        """Leave a copy as it is until another one is held."""
-        assert len(self._areas) > 1
-        self._held = copy.area
+        """Preserve a copy until another one is held."""
+        assert len(self._buffers) > 1
+        self._held = copy.buffer
 
     def copy(self, tensors: dict[str, torch.Tensor], tail: bytes = b"") -> ShardCopy:
-        """ShardCopy the share to memory, over the copy before that is not held.
+        """Copy the shard to memory, over the previous copy that is not held.
 
         Args:
-            tensors: just collected.
-            tail: to be put behind it.
+            tensors: tensors that :meth:`collect` returned.
+            tail: bytes to append.
 
         Raises:
             OSError: there is not enough memory.
@@ -143,31 +143,28 @@ class LocalShard:
             self._reserving.join()
             self._reserving = None
         assert self._plan is not None
-        layout, area = self._plan.layout, self._free
-        area.reserve(layout.nbytes + len(tail))
-        area.put(0, layout.header)
+        layout = self._plan.layout
+        buffer = next(each for each in self._buffers if each is not self._held)
+        buffer.reserve(layout.nbytes + len(tail))
+        buffer.put(0, layout.header)
         for entry, piece in zip(layout.entries, self._plan.pieces, strict=True):
-            area.take(entry.begin, piece.of(tensors))
-        area.put(layout.nbytes, tail)
-        area.synchronize()
-        return ShardCopy(area, layout.nbytes, len(tail), not layout.entries)
+            buffer.take(entry.begin, piece.of(tensors))
+        buffer.put(layout.nbytes, tail)
+        buffer.synchronize()
+        return ShardCopy(buffer, layout.nbytes, len(tail), not layout.entries)
 
     def nonce(self) -> str:
-        """Return 8 hexadecimal digits, others at each call and the same on all ranks that have called as often."""
+        """Return 8 hexadecimal digits: new at each call, the same on all ranks after the same number of calls."""
         assert self._plan is not None
         self._attempts += 1
         return xxhash.xxh32_hexdigest(f"{self._plan.token}.{self._attempts}".encode())
 
-    @property
-    def _free(self) -> StagingBuffer:
-        return next(area for area in self._areas if area is not self._held)
-
     def _reserve(self, nbytes: int) -> None:
         try:
-            for area in self._areas:
-                area.reserve(nbytes)
+            for buffer in self._buffers:
+                buffer.reserve(nbytes)
         except OSError as error:
-            _LOG.warning("There is no memory of %d bytes for checkpoints: %s", nbytes, error)
+            _LOG.warning("Memory for checkpoints of %d bytes cannot be allocated: %s", nbytes, error)
 
 
 def _raise(failure: Exception | None) -> None:

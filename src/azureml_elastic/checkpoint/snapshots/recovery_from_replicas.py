@@ -1,9 +1,9 @@
-"""A copy of the state that is newer than the committed checkpoint, in the memory of the nodes that are left.
+"""Recovery of a snapshot that is newer than the committed checkpoint, from the memory of the remaining nodes.
 
-It is written to storage and committed before anything else happens, so that it cannot be lost a second time; then it is
-restored like any other checkpoint. Each share is written once, by a node that has it. What memory holds may be torn (a
-worker died while it copied): the checksum of what was written must be that of what was copied. Otherwise another node's
-copy is taken, or an older one.
+The snapshot is written to storage and committed first, so that it cannot be lost again, and then restored like any
+other checkpoint. Each shard is written once, by a node that holds it. Memory may be torn, where a worker died while it
+copied: what was written must have the checksum of the copy. Otherwise another node's replica or an older snapshot is
+taken.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, FolderName, Manifest, Reference
-from azureml_elastic.checkpoint.format.retention import for_good, retire
-from azureml_elastic.checkpoint.save.background_save import LONG_RETRY_SECONDS, retry_while_unavailable
+from azureml_elastic.checkpoint.format.manifest import MANIFEST, FolderName, Manifest, Reference
+from azureml_elastic.checkpoint.format.retention import for_good
+from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, commit
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.distributed.background_task import TaskOutcome
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent, Identity
 
-__all__ = ["ReplicaShard", "recover_from_replicas", "sources"]
+__all__ = ["ReplicaShard", "choose_replicas", "recover_from_replicas"]
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ReplicaShard:
-    """A share in a node's memory.
+    """A shard of a snapshot in the memory of a node.
 
     Args:
-        holder: the rank that can read it.
-        folder: names the copy of the state that it belongs to.
-        file: that it would be.
+        holder: rank that can read it.
+        folder: name of the snapshot.
+        file: file name of the shard in a checkpoint.
         step: optimizer steps completed.
-        world_size: of the round that has made the copy: so many shares there are.
-        rank: whose share it is.
-        size: of the file, in bytes.
-        tail: bytes behind it: the manifest, with rank 0's share.
+        world_size: world size of the round that took the snapshot, which is the number of its shards.
+        rank: rank whose shard it is.
+        size: size of the file in bytes.
+        tail: size in bytes of what follows the file: the manifest, in the shard of rank 0.
         xxh3: checksum of the file.
-        path: of the memory, on the holder's node.
+        path: path of the memory on the holder's node.
     """
 
     holder: int
@@ -62,34 +63,35 @@ class ReplicaShard:
 
     @classmethod
     def of(cls, holder: int, description: Mapping[str, Any]) -> ReplicaShard:
-        """Read what the agent tells."""
+        """Return the shard that an agent describes."""
         return cls(holder=holder, **description)
 
 
-def sources(held: Sequence[ReplicaShard], newer_than: int) -> list[ReplicaShard] | None:
-    """Choose the newest copy of which every share is there, and who writes which of them.
+def choose_replicas(held: Sequence[ReplicaShard], newer_than: int) -> list[ReplicaShard] | None:
+    """Choose the newest complete snapshot, and the holder that writes each of its shards.
 
     Args:
-        held: by all nodes.
-        newer_than: steps that the committed checkpoint has.
+        held: shards of all nodes.
+        newer_than: step of the committed checkpoint, -1 without one.
 
     Returns:
-        One holder for each share, by rank, those with little to write first; ``None`` where there is no such copy.
+        One replica of each shard, by rank, from the holders with the least to write; ``None`` where no newer snapshot
+        is complete.
     """
-    copies: dict[str, dict[int, list[ReplicaShard]]] = {}
+    snapshots: dict[str, dict[int, list[ReplicaShard]]] = {}
     for each in held:
         if each.step > newer_than:
-            copies.setdefault(each.folder, {}).setdefault(each.rank, []).append(each)
-    whole = [shares for shares in copies.values() if len(shares) == next(iter(shares.values()))[0].world_size]
-    if not whole:
+            snapshots.setdefault(each.folder, {}).setdefault(each.rank, []).append(each)
+    complete = [shards for shards in snapshots.values() if len(shards) == next(iter(shards.values()))[0].world_size]
+    if not complete:
         return None
-    newest = max(whole, key=lambda shares: (shares[0][0].step, shares[0][0].folder))
+    newest = max(complete, key=lambda shards: (shards[0][0].step, shards[0][0].folder))
     load: dict[int, int] = {}
     chosen = []
     for rank in sorted(newest):
-        share = min(newest[rank], key=lambda each: (load.get(each.holder, 0), each.holder))
-        load[share.holder] = load.get(share.holder, 0) + share.size
-        chosen.append(share)
+        shard = min(newest[rank], key=lambda each: (load.get(each.holder, 0), each.holder))
+        load[shard.holder] = load.get(shard.holder, 0) + shard.size
+        chosen.append(shard)
     return chosen
 
 
@@ -100,11 +102,22 @@ def recover_from_replicas(
     identity: Identity,
     committed: Reference | None,
     policy: CheckpointPolicy,
+    *,
+    pauses: tuple[float, ...] = LONG_RETRY_SECONDS,
 ) -> Reference | None:
-    """Commit the newest whole copy in memory, if it is newer than the committed checkpoint. A collective.
+    """Commit the newest complete snapshot in memory, if it is newer than the committed checkpoint. A collective.
+
+    Args:
+        storage: storage of the checkpoints.
+        control: control group of the ranks.
+        agent: agent that holds the shards of this node.
+        identity: rank of this process.
+        committed: committed checkpoint, ``None`` without one.
+        policy: retention settings.
+        pauses: seconds between attempts to commit while the table is unavailable.
 
     Returns:
-        What was committed, ``None`` where nothing newer is there, or where it cannot be written.
+        The new checkpoint, ``None`` where no snapshot is newer or it cannot be written.
 
     Raises:
         CheckpointError: it could not be committed.
@@ -112,48 +125,49 @@ def recover_from_replicas(
     """
     mine = [ReplicaShard.of(control.rank, each) for each in agent.held_shards()] if identity.local_rank == 0 else []
     held = [each for part in control.gather(mine) for each in part]
+    before = -1 if committed is None else committed.step
     while True:
-        chosen = sources(held, -1 if committed is None else committed.step)
+        chosen = choose_replicas(held, before)
         if chosen is None:
             return None
-        step, before = chosen[0].step, None if committed is None else committed.step
-        kept = for_good(step, before, policy.keep_every)
+        step = chosen[0].step
+        kept = for_good(step, max(before, 0), policy.keep_every)
         name = FolderName(step, identity.round, control.from_main(secrets.token_hex(4)), kept)
         write = functools.partial(_write, storage, str(name), chosen, control.rank)
         try:
-            parts = control.together("Writing what is in memory", write)
+            parts = control.together("Writing a snapshot to storage", write)
         except CheckpointError as error:
             if control.rank == 0:
-                _LOG.warning("Step %d is in memory, but not to be saved from there: %s", step, error)
+                _LOG.warning("The snapshot of step %d in memory cannot be saved: %s", step, error)
                 _remove(storage, str(name))
             return None
-        found = [part for part, _ in parts if part is not None]
+        manifests = [part for part, _ in parts if part is not None]
         bad = {each for _, damaged in parts for each in damaged}
         if not bad:
             break
         if control.rank == 0:
-            _LOG.warning("What memory holds of step %d is damaged in %d places.", step, len(bad))
+            _LOG.warning("%d shards of the snapshot of step %d are damaged.", len(bad), step)
             _remove(storage, str(name))
         held = [each for each in held if each not in bad]
     files = {each.file: FileSum(each.size, each.xxh3) for each in chosen}
-    manifest = replace(found[0], directory=str(name), round=identity.round, parent=committed, files=files)
-    outcome: tuple[Any, str] | None = None
+    manifest = replace(manifests[0], directory=str(name), round=identity.round, parent=committed, files=files)
+    outcome: TaskOutcome | None = None
     if control.rank == 0:
-        outcome = _commit(storage, agent, manifest, policy.keep)
-    kind, text = control.from_main(outcome)
-    if kind == "fenced":
-        raise Fenced(f"Training does not start: {text}")
-    if kind is not None:
-        raise CheckpointError(f"The state of step {manifest.step} in memory could not be committed: {text}")
+        outcome = commit(storage, agent, manifest, keep=policy.keep, stall_seconds=0.0, pauses=pauses)
+    outcome = control.from_main(outcome)
+    if outcome.kind == "fenced":
+        raise Fenced(f"Training does not start: {outcome.text}")
+    if outcome.kind != "committed":
+        raise CheckpointError(f"The snapshot of step {step} in memory could not be committed: {outcome.text}")
     if control.rank == 0:
-        _LOG.warning("Step %d was in memory alone; it is committed as %s.", manifest.step, manifest.directory)
+        _LOG.warning("The snapshot of step %d in memory is committed as %s.", step, manifest.directory)
     return manifest.reference
 
 
 def _write(
     storage: Storage, folder: str, chosen: Sequence[ReplicaShard], holder: int
 ) -> tuple[Manifest | None, list[ReplicaShard]]:
-    """Write this rank's part; return the manifest, where it is here, and what is damaged."""
+    """Write the shards of this holder; return the manifest, where it is here, and the damaged shards."""
     manifest, bad = None, []
     for each in chosen:
         if each.holder != holder:
@@ -182,22 +196,6 @@ def _write(
 
 
 def _remove(storage: Storage, folder: str) -> None:
-    """Leave nothing of an attempt: the space may be what is missing."""
+    """Remove a failed attempt; a full disk may be why it failed."""
     with contextlib.suppress(OSError):
         storage.remove(folder, MANIFEST)
-
-
-def _commit(storage: Storage, agent: Agent, manifest: Manifest, keep: int) -> tuple[Any, str]:
-    try:
-        storage.publish(manifest.directory, MANIFEST, manifest.to_bytes())
-        _, outcome = retry_while_unavailable(lambda: agent.commit(manifest.reference, 0.0), LONG_RETRY_SECONDS)
-    except OSError as error:
-        _remove(storage, manifest.directory)
-        return "failed", str(error)
-    if outcome[0] is None:
-        try:
-            storage.write(manifest.directory, COMMITTED, [])
-            retire(storage, manifest, keep)
-        except OSError as error:  # it is committed all the same
-            _LOG.warning("Old checkpoints in %s could not be removed: %s", storage, error)
-    return outcome

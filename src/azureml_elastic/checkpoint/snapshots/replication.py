@@ -1,9 +1,9 @@
-"""Copies of the state in memory, which outlive a worker, and a node.
+"""Replication of snapshots: each rank's shard is held by the agents of two nodes.
 
-Each rank's share is copied as for a checkpoint, but not written to storage. The node's agent holds on to the memory, so
-that it is there for the next worker. Another node's memory has it too, so that it is there when this node is lost. Only
-when every share of a copy is in both places is the copy before it let go of; where one of that is gone as well, the
-committed checkpoint counts.
+Each rank copies its shard as for a checkpoint, but does not write it to storage. The node's agent keeps the memory open
+for the next worker, and a rank on another node receives a replica, for the case that this node is lost. The previous
+snapshot is released once every shard has both copies. Where both copies of a shard are lost, the committed checkpoint
+counts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PIECE_BYTES = 1 << 26
 
 
 def partners(nodes: Sequence[int]) -> list[int | None]:
-    """Return for each rank the one on another node that has a copy of its share, ``None`` where there is one node.
+    """Return for each rank the rank on another node that holds its replica, ``None`` where there is one node.
 
     Args:
-        nodes: by rank, a number of its node.
+        nodes: number of the node, by rank.
     """
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -47,30 +47,30 @@ def partners(nodes: Sequence[int]) -> list[int | None]:
 
 
 class PeerBuffers:
-    """Memory for other ranks' shares. As with one's own, a copy is left as it is while the next one is made."""
+    """Memory for replicas of other ranks' shards: one set for the last complete snapshot, one for the next."""
 
     def __init__(self) -> None:
-        self._areas: dict[tuple[int, int], StagingBuffer] = {}
+        self._buffers: dict[tuple[int, int], StagingBuffer] = {}
         self._turn = 0
 
-    def area(self, number: int, nbytes: int) -> StagingBuffer:
-        """Return memory for the share of one of them.
+    def get(self, number: int, nbytes: int) -> StagingBuffer:
+        """Return the buffer for the next replica of the rank with this number.
 
         Raises:
-            OSError: there is not enough.
+            OSError: there is not enough memory.
         """
-        area = self._areas.setdefault((self._turn, number), StagingBuffer(torch.device("cpu")))
-        area.reserve(nbytes)
-        return area
+        buffer = self._buffers.setdefault((self._turn, number), StagingBuffer(torch.device("cpu")))
+        buffer.reserve(nbytes)
+        return buffer
 
     def hold(self) -> None:
-        """Leave what came last as it is until something else is held."""
+        """Preserve the replicas received last until others are held."""
         self._turn = 1 - self._turn
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """What a rank tells the others of its share."""
+class _Offer:
+    """What a rank reports about its shard: its node, an error or the size, and the agent's description of it."""
 
     node: int
     error: str | None
@@ -79,17 +79,17 @@ class _Sent:
 
 
 class ReplicationTask(BackgroundTask):
-    """One copy under way.
+    """The replication of one snapshot.
 
     Args:
-        manifest: of the state, without the files; behind rank 0's share.
-        name: of this rank's file, if it were written.
-        copy: of this rank's share, ``None`` where there is none.
-        error: why there is none.
-        identity: of this process.
-        inbox: for those of other ranks.
-        control: the ranks' agreement, of this thread alone.
-        agent: that holds on to it.
+        manifest: manifest of the snapshot, without the files; it is stored behind the shard of rank 0.
+        name: file name of this rank's shard in a checkpoint.
+        copy: copy of this rank's shard, ``None`` where copying failed.
+        error: why copying failed.
+        identity: rank of this process.
+        buffers: memory for replicas of other ranks' shards.
+        control: control group of this thread.
+        agent: agent that keeps the memory open.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ReplicationTask(BackgroundTask):
         error: str | None,
         *,
         identity: Identity,
-        inbox: PeerBuffers,
+        buffers: PeerBuffers,
         control: ControlGroup,
         agent: Agent,
     ) -> None:
@@ -110,44 +110,48 @@ class ReplicationTask(BackgroundTask):
         self._name = name
         self._error = error
         self._identity = identity
-        self._inbox = inbox
+        self._buffers = buffers
         self._control = control
         self._agent = agent
 
     def work(self) -> TaskOutcome:
-        """Have it kept here and there."""
-        every = self.together(lambda: self._control.gather(self._mine()))
-        failed = [f"rank {rank}: {each.error}" for rank, each in enumerate(every) if each.error is not None]
+        """Exchange the shards and pass them to the agents."""
+        offers = self.collective(lambda: self._control.gather(self._offer()))
+        failed = [f"rank {rank}: {each.error}" for rank, each in enumerate(offers) if each.error is not None]
         if failed:
             return TaskOutcome("failed", f"copying failed on {len(failed)} ranks: {'; '.join(failed)}")
         assert self.copy is not None
-        targets = partners([each.node for each in every])
+        rank = self._identity.rank
+        targets = partners([each.node for each in offers])
         incoming: list[tuple[int, StagingBuffer]] = []
         try:
-            sources = [rank for rank, target in enumerate(targets) if target == self._identity.rank]
-            incoming = [(rank, self._inbox.area(at, every[rank].nbytes)) for at, rank in enumerate(sources)]
+            sources = [source for source, target in enumerate(targets) if target == rank]
+            incoming = [(source, self._buffers.get(at, offers[source].nbytes)) for at, source in enumerate(sources)]
         except OSError as error:
-            self._error = f"there is no memory for other nodes' shares: {error}"
-        if not self.together(lambda: self._control.all_true(self._error is None)):
-            return TaskOutcome("failed", self._error or "another rank has no memory for other nodes' shares")
-        self.together(lambda: self._exchange(targets[self._identity.rank], every, incoming))
+            self._error = f"there is no memory for other nodes' shards: {error}"
+        if not self._succeeded():
+            return TaskOutcome("failed", self._error or "another rank has no memory for other nodes' shards")
+        self.collective(lambda: self._exchange(targets[rank], offers, incoming))
         try:
-            self._agent.hold_shard(self.copy.area.descriptor, every[self._identity.rank].description)
-            for rank, area in incoming:
-                self._agent.hold_shard(area.descriptor, every[rank].description)
+            self._agent.hold_shard(self.copy.buffer.descriptor, offers[rank].description)
+            for source, buffer in incoming:
+                self._agent.hold_shard(buffer.descriptor, offers[source].description)
         except ElasticError as error:
-            self._error = f"the agent does not keep it: {error}"
-        if not self.together(lambda: self._control.all_true(self._error is None)):
+            self._error = f"the agent does not hold the shards: {error}"
+        if not self._succeeded():
             self._agent.discard_snapshot(self.manifest.directory)
-            return TaskOutcome("failed", self._error or "another rank's agent does not keep it")
+            return TaskOutcome("failed", self._error or "another rank's agent does not hold the shards")
         self._agent.retain_snapshot(self.manifest.directory)
-        self._inbox.hold()
+        self._buffers.hold()
         return TaskOutcome("kept")
 
-    def _mine(self) -> _Sent:
+    def _succeeded(self) -> bool:
+        return self.collective(lambda: self._control.all_true(self._error is None))
+
+    def _offer(self) -> _Offer:
         rank, node = self._identity.rank, self._identity.rank - self._identity.local_rank
         if self.copy is None:
-            return _Sent(node, self._error or "there is no copy", 0, {})
+            return _Offer(node, self._error or "there is no copy", 0, {})
         description = {
             "folder": self.manifest.directory,
             "file": self._name,
@@ -156,27 +160,27 @@ class ReplicationTask(BackgroundTask):
             "rank": rank,
             "size": self.copy.nbytes,
             "tail": self.copy.tail,
-            "xxh3": xxhash.xxh3_128_hexdigest(self.copy.area.view(0, self.copy.nbytes)),
+            "xxh3": xxhash.xxh3_128_hexdigest(self.copy.buffer.view(0, self.copy.nbytes)),
         }
-        return _Sent(node, None, self.copy.nbytes + self.copy.tail, description)
+        return _Offer(node, None, self.copy.nbytes + self.copy.tail, description)
 
     def _exchange(
-        self, target: int | None, every: Sequence[_Sent], incoming: Sequence[tuple[int, StagingBuffer]]
+        self, target: int | None, offers: Sequence[_Offer], incoming: Sequence[tuple[int, StagingBuffer]]
     ) -> None:
-        """Send this rank's share, and receive others, piece by piece."""
+        """Send this rank's shard and receive those of others, piece by piece."""
         assert self.copy is not None
-        mine = every[self._identity.rank].nbytes if target is not None else 0
-        longest = max([mine, *(every[rank].nbytes for rank, _ in incoming)])
+        mine = offers[self._identity.rank].nbytes if target is not None else 0
+        longest = max([mine, *(offers[rank].nbytes for rank, _ in incoming)])
         group = self._control.group
         for begin in range(0, longest, _PIECE_BYTES):
-            under_way = []
+            transfers = []
             if begin < mine:
-                piece = self.copy.area.tensor(begin, min(begin + _PIECE_BYTES, mine))
-                under_way.append(dist.isend(piece, dst=target, group=group))
-            for rank, area in incoming:
-                if begin < every[rank].nbytes:
-                    piece = area.tensor(begin, min(begin + _PIECE_BYTES, every[rank].nbytes))
-                    under_way.append(dist.irecv(piece, src=rank, group=group))
-            for work in under_way:
-                if work is not None:
-                    work.wait()
+                piece = self.copy.buffer.tensor(begin, min(begin + _PIECE_BYTES, mine))
+                transfers.append(dist.isend(piece, dst=target, group=group))
+            for rank, buffer in incoming:
+                if begin < offers[rank].nbytes:
+                    piece = buffer.tensor(begin, min(begin + _PIECE_BYTES, offers[rank].nbytes))
+                    transfers.append(dist.irecv(piece, src=rank, group=group))
+            for transfer in transfers:
+                if transfer is not None:
+                    transfer.wait()

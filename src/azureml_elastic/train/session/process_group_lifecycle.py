@@ -172,7 +172,7 @@ class ProcessGroupLifecycle:
         return (
             self._agent.stays
             and training_state is not None
-            and training_state.movable
+            and training_state.holds_full_state
             and self.world.owns_group
             and self.device.type == "cpu"  # with NCCL nobody can tell which step's kernels have completed
             and not self._kept.scales_gradients
@@ -225,7 +225,7 @@ class ProcessGroupLifecycle:
         """Have the thread that writes a checkpoint let go of the group."""
         if self._state.saving:
             self.world.abort()
-            self._state.let_go()
+            self._state.abandon_save()
 
     def _enter(self) -> None:
         while True:

@@ -216,7 +216,7 @@ class Session(Training):
                 _LOG.warning("The optimizer has stepped after the last run.commit(); that step is not saved.")
             else:
                 with self._lifecycle.guard(stay=False):
-                    if self._training_state.has_news() and not self._training_state.save(must_commit=True):
+                    if self._training_state.has_unsaved_progress() and not self._training_state.save(must_commit=True):
                         raise CheckpointError(
                             f"The last checkpoint, of step {self.steps}, was written but could not be committed: the "
                             "run's table stayed away. Started again, the script resumes from the checkpoint before it."
@@ -260,7 +260,7 @@ class Session(Training):
         if self._training_state.due() or action == "save":
             self._training_state.save()
         else:
-            self._training_state.keep_in_memory()
+            self._training_state.take_snapshot()
 
     def _close_at_exit(self) -> None:
         self._close()

@@ -78,7 +78,7 @@ class TrainingState:
         return self._state
 
     @property
-    def movable(self) -> bool:
+    def holds_full_state(self) -> bool:
         """Whether this process alone holds the whole state, as it was after a completed step."""
         return self._state is not None and self._state.replicated and not self.half_step and not self._torn
 
@@ -99,7 +99,7 @@ class TrainingState:
             RoundBroken: this process cannot go on from there; a new one can.
         """
         offer = None
-        if self._state is not None and self.movable:
+        if self._state is not None and self.holds_full_state:
             position = position_key(self._data())
             offer = RecoverableState(
                 self.steps, self._identity.round, self._identity.rank, position, self._save_pending
@@ -116,7 +116,7 @@ class TrainingState:
         """Return whether a checkpoint is due now. A collective at decision steps."""
         return self._cadence.due(self.steps)
 
-    def has_news(self) -> bool:
+    def has_unsaved_progress(self) -> bool:
         """Return whether a checkpoint now would hold more than the last one, beyond the turn of an epoch."""
         return self.steps > 0 if self._saved_at is None else self._saved_at != (self.steps, self._position.here())
 
@@ -159,7 +159,7 @@ class TrainingState:
         self._agent.free()
         return self._saved_at == self._saving
 
-    def keep_in_memory(self) -> None:
+    def take_snapshot(self) -> None:
         """Take a copy that stays in memory, where one is due and nothing is being written. A collective when due."""
         if not self._checkpoints.snapshots or not self._snapshots.due(self.steps):
             return
@@ -192,14 +192,14 @@ class TrainingState:
         """Whether a checkpoint is being written."""
         return self._checkpoints.under_way
 
-    def let_go(self) -> None:
+    def abandon_save(self) -> None:
         """Leave the process group, which was aborted and is about to be closed, to whoever closes it."""
         self.settle(0)
-        self._checkpoints.let_go()
+        self._checkpoints.abandon()
 
     def hand_over(self) -> bool:
         """Give the state to the agent, for this node's next worker, and return whether that worked."""
-        if not self.movable:
+        if not self.holds_full_state:
             return False
         if self._identity.local_rank != 0:
             return True  # its neighbour holds the same

@@ -1,4 +1,4 @@
-"""Copies of the state in the memory of nodes: which one counts, and what is made of it."""
+"""Recovery of snapshots from the memory of the remaining nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 
 from azureml_elastic.checkpoint.format.catalogue import newest_whole
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest
-from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import ReplicaShard, recover_from_replicas, sources
+from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import (
+    ReplicaShard,
+    choose_replicas,
+    recover_from_replicas,
+)
 from azureml_elastic.checkpoint.snapshots.replication import partners
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
@@ -26,8 +30,8 @@ IDENTITY = Identity(0, 0, 1, 9)
 POLICY = CheckpointPolicy(keep=2, keep_every=1000)
 
 
-class Shelves(StandaloneAgent):
-    """An agent with shares in memory."""
+class HoldingAgent(StandaloneAgent):
+    """An agent that holds shards in memory."""
 
     def __init__(self, storage):
         super().__init__(storage, Identity(1, 0, 2, 0))
@@ -41,7 +45,7 @@ class Shelves(StandaloneAgent):
         content = content or random.Random(f"{step}.{rank}").randbytes(1000)
         manifest = Manifest(folder, step, 3, world_size, None, {}, {"model": step}, None, "2")
         tail = manifest.to_bytes() if rank == 0 else b""
-        descriptor = os.memfd_create("share")
+        descriptor = os.memfd_create("shard")
         self.stack.callback(os.close, descriptor)
         os.write(descriptor, (broken or content) + tail)
         self.held.append(
@@ -70,20 +74,21 @@ class Shelves(StandaloneAgent):
 
 @pytest.fixture
 def agent(tmp_path):
-    holds_snapshots = Shelves(LocalStorage(tmp_path / "c"))
-    with holds_snapshots.stack:
-        yield holds_snapshots
+    made = HoldingAgent(LocalStorage(tmp_path / "c"))
+    with made.stack:
+        yield made
 
 
 def run(agent, committed=None):
-    return recover_from_replicas(agent.storage, damages.Alone(), agent, IDENTITY, committed, POLICY)
+    control = damages.Alone()
+    return recover_from_replicas(agent.storage, control, agent, IDENTITY, committed, POLICY, pauses=(0.0,))
 
 
-def test_the_newest_whole_copy_is_committed(agent):
+def test_the_newest_complete_snapshot_is_committed(agent):
     agent.put(5, 0)
     agent.put(5, 1)
     first, second = agent.put(7, 0), agent.put(7, 1)
-    agent.put(9, 0)  # the node with the other share is lost
+    agent.put(9, 0)  # the node with the other shard is lost
     reference = run(agent)
     assert reference.step == 7
     assert agent.pointer() == reference
@@ -94,7 +99,7 @@ def test_the_newest_whole_copy_is_committed(agent):
     assert agent.storage.read(manifest.directory, "rank-00001.safetensors") == second
 
 
-def test_nothing_older_than_the_committed_checkpoint_counts(agent):
+def test_snapshots_older_than_the_committed_checkpoint_are_ignored(agent):
     for rank in range(2):
         agent.put(7, rank)
     committed = run(agent)
@@ -106,7 +111,7 @@ def test_nothing_older_than_the_committed_checkpoint_counts(agent):
     assert Manifest.read(agent.storage, newest.directory).parent == committed
 
 
-def test_a_torn_share_is_taken_from_the_other_node(agent):
+def test_a_torn_shard_is_replaced_by_its_replica(agent):
     agent.put(7, 0)
     content = agent.put(7, 1, broken=bytes(1000))
     agent.put(7, 1)
@@ -115,7 +120,7 @@ def test_a_torn_share_is_taken_from_the_other_node(agent):
     assert agent.storage.read(reference.directory, "rank-00001.safetensors") == content
 
 
-def test_without_another_the_copy_before_counts(agent):
+def test_without_an_intact_replica_the_previous_snapshot_is_committed(agent):
     for rank in range(2):
         agent.put(5, rank)
     agent.put(7, 0)
@@ -123,7 +128,7 @@ def test_without_another_the_copy_before_counts(agent):
     assert run(agent).step == 5
 
 
-def test_a_torn_manifest_is_noticed(agent):
+def test_a_snapshot_with_a_torn_manifest_is_skipped(agent):
     for rank in range(2):
         agent.put(5, rank)
         agent.put(7, rank)
@@ -133,7 +138,7 @@ def test_a_torn_manifest_is_noticed(agent):
     assert run(agent).step == 5
 
 
-def test_memory_that_is_gone_is_no_copy(agent):
+def test_a_snapshot_whose_memory_was_released_is_skipped(agent):
     for rank in range(2):
         agent.put(5, rank)
         agent.put(7, rank)
@@ -141,21 +146,20 @@ def test_memory_that_is_gone_is_no_copy(agent):
     assert run(agent).step == 5
 
 
-def test_a_commit_that_is_refused_ends_the_attempt(agent, monkeypatch):
+def test_a_refused_commit_raises(agent):
     for rank in range(2):
         agent.put(5, rank)
     agent.refusal = Fenced("a newer round has taken over")
     with pytest.raises(Fenced, match="newer round"):
         run(agent)
     agent.refusal = TableUnavailable("away")
-    monkeypatch.setattr("azureml_elastic.checkpoint.snapshots.recovery_from_replicas.LONG_RETRY_SECONDS", (0.0,))
     with pytest.raises(CheckpointError, match="could not be committed: away"):
         run(agent)
     agent.refusal = None
     assert run(agent).step == 5
 
 
-def test_old_checkpoints_go_and_some_stay_for_good(agent):
+def test_old_checkpoints_are_removed_and_some_kept_for_good(agent):
     committed = None
     for step in (990, 1003, 1010, 1020):
         agent.held.clear()
@@ -166,7 +170,7 @@ def test_old_checkpoints_go_and_some_stay_for_good(agent):
     assert steps == {1003: True, 1010: False, 1020: False}
 
 
-def test_where_it_cannot_be_written_the_committed_checkpoint_stays(agent, monkeypatch):
+def test_a_snapshot_that_cannot_be_written_leaves_the_committed_checkpoint(agent):
     for rank in range(2):
         agent.put(5, rank)
     committed = run(agent)
@@ -197,14 +201,14 @@ def held(holder, step, rank, world_size, folder="a"):
     ),
     st.integers(-1, 4),
 )
-def test_a_choice_has_every_share_once_and_nothing_newer_is_whole(every, newer_than):
+def test_the_chosen_snapshot_is_the_newest_complete_one(every, newer_than):
     every = [each for each in every if each.rank < each.world_size]
     whole = {
         step
         for step in range(1, 5)
         if {each.rank for each in every if each.step == step} == set(range(1 + step % 3)) and step > newer_than
     }
-    chosen = sources(every, newer_than)
+    chosen = choose_replicas(every, newer_than)
     if chosen is None:
         assert not whole
     else:
@@ -214,7 +218,7 @@ def test_a_choice_has_every_share_once_and_nothing_newer_is_whole(every, newer_t
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_a_partner_is_on_another_node(sizes):
+def test_a_replica_is_on_another_node(sizes):
     nodes = [first for first, size in zip(_firsts(sizes), sizes, strict=True) for _ in range(size)]
     found = partners(nodes)
     for rank, partner in enumerate(found):
@@ -223,7 +227,7 @@ def test_a_partner_is_on_another_node(sizes):
         else:
             assert nodes[partner] != nodes[rank]
     if len(sizes) > 1 and len(set(sizes)) == 1:
-        assert sorted(found) == list(range(len(nodes)))  # nobody has two of them
+        assert sorted(found) == list(range(len(nodes)))  # each rank holds one replica
 
 
 def _firsts(sizes):
