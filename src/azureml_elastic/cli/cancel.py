@@ -21,7 +21,7 @@ def cancel(
     with explained(GOES_ON):
         _, submitted = open_run(run, subscription, group, workspace)
 
-        from azureml_elastic.submit.client import said_plainly
+        from azureml_elastic.submit.client import readable_errors
 
         asked: list[str] = []
 
@@ -29,7 +29,7 @@ def cancel(
             asked.append(name)
             typer.echo(f"cancelling {name}")
 
-        with said_plainly(f"cancel the run {run!r}"):
+        with readable_errors(f"cancel the run {run!r}"):
             submitted.cancel(tell)
         if not asked:
             typer.echo(f"{run} has ended already.")

@@ -29,11 +29,11 @@ def download(
     with explained(GOES_ON):
         client, submitted = open_run(run, subscription, group, workspace)
 
-        from azureml_elastic.submit.client import said_plainly
+        from azureml_elastic.submit.client import readable_errors
 
-        with said_plainly(f"list the nodes of {run!r}"):
+        with readable_errors(f"list the nodes of {run!r}"):
             chosen = submitted.node(node)
-        with said_plainly(f"download what {chosen.node} has written"):
+        with readable_errors(f"download what {chosen.node} has written"):
             to.mkdir(parents=True, exist_ok=True)
             if output is None:
                 client.jobs.download(chosen.job, download_path=to, all=True)

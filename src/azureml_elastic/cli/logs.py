@@ -22,10 +22,10 @@ def logs(
     with explained(GOES_ON):
         client, submitted = open_run(run, subscription, group, workspace)
 
-        from azureml_elastic.submit.client import said_plainly
+        from azureml_elastic.submit.client import readable_errors
 
-        with said_plainly(f"list the nodes of {run!r}"):
+        with readable_errors(f"list the nodes of {run!r}"):
             chosen = submitted.node(node)
         typer.echo(f"azureml-elastic: {chosen.node}, {chosen.status} ({chosen.job})", err=True)
-        with said_plainly(f"stream the log of {chosen.node}"):
+        with readable_errors(f"stream the log of {chosen.node}"):
             client.jobs.stream(chosen.job)

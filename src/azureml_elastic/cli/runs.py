@@ -37,9 +37,9 @@ def open_run(run: str, subscription: str | None, group: str | None, workspace: s
     """
     place = find_workspace(subscription, group, workspace)
 
-    from azureml_elastic.submit.client import connect, said_plainly
+    from azureml_elastic.submit.client import connect, readable_errors
     from azureml_elastic.submit.submitted import SubmittedRun
 
     client = connect(place.subscription, place.group, place.name)
-    with said_plainly(f"give the run {run!r}"):
+    with readable_errors(f"give the run {run!r}"):
         return client, SubmittedRun(client, run)

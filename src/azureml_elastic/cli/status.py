@@ -22,9 +22,9 @@ def status(
         from rich.console import Console
         from rich.table import Table
 
-        from azureml_elastic.submit.client import said_plainly
+        from azureml_elastic.submit.client import readable_errors
 
-        with said_plainly(f"list the nodes of {run!r}"):
+        with readable_errors(f"list the nodes of {run!r}"):
             nodes = submitted.nodes()
         console = Console()
         console.print(f"{submitted.name}: {submitted.status}", highlight=False)

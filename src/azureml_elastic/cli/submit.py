@@ -30,9 +30,9 @@ def submit(
     azure-identity finds: az login, the variables of a service principal, a managed identity.
     """
     with explained(GOES_ON):
-        from azureml_elastic.submit.client import connect, quietly, said_plainly
+        from azureml_elastic.submit.client import connect, readable_errors, silence_sdk_logs
 
-        quietly()
+        silence_sdk_logs()
         if dry_run:
             from azureml_elastic.submit.yaml.compiled_file import compile_file
 
@@ -44,11 +44,11 @@ def submit(
 
         job = load_elastic_job(job_file, overrides or ())
         client = connect(place.subscription, place.group, place.name)
-        with said_plainly(f"submit {job_file}"):
+        with readable_errors(f"submit {job_file}"):
             submitted = client.jobs.create_or_update(job)
         typer.echo(submitted.name)
         if submitted.studio_url:
             typer.echo(submitted.studio_url, err=True)
         if stream:
-            with said_plainly(f"stream {submitted.name}"):
+            with readable_errors(f"stream {submitted.name}"):
                 client.jobs.stream(submitted.name)

@@ -1,4 +1,4 @@
-"""The client of azure-ai-ml for a workspace, with the user's own login."""
+"""Connection to a workspace with the user's credentials, and readable errors."""
 
 from __future__ import annotations
 
@@ -13,61 +13,59 @@ from azureml_elastic.errors import MissingExtra, SubmitError
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
-__all__ = ["connect", "quietly", "said_plainly"]
+__all__ = ["connect", "readable_errors", "silence_sdk_logs"]
 
 
 def connect(subscription: str, group: str, workspace: str) -> MLClient:
-    """Return a client; nothing is asked of the workspace yet.
+    """Return a client of a workspace, without sending a request.
 
     Args:
-        subscription: id.
-        group: the resource group.
-        workspace: its name.
+        subscription: id of the subscription.
+        group: name of the resource group.
+        workspace: name of the workspace.
 
     Raises:
         MissingExtra: azure-ai-ml is not installed.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what azure-ai-ml does with marshmallow while it is imported
+            warnings.simplefilter("ignore")  # importing azure-ai-ml uses deprecated features of marshmallow
             from azure.ai.ml import MLClient
             from azure.identity import DefaultAzureCredential
     except ModuleNotFoundError as error:
         raise MissingExtra("azure-ai-ml", "submit") from error
-    quietly()
+    silence_sdk_logs()
     return MLClient(DefaultAzureCredential(), subscription, group, workspace, enable_telemetry=False)
 
 
-def quietly() -> None:
-    """Silence what Azure's packages log about themselves: logins tried in vain, experimental classes, missing jobs."""
+def silence_sdk_logs() -> None:
+    """Suppress log messages of Azure's packages about failed logins, experimental classes and missing jobs."""
     logging.getLogger("azure.identity").setLevel(logging.ERROR)
     logging.getLogger("azure.ai.ml").setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager
-def said_plainly(what: str) -> Iterator[None]:
-    """Turn the errors of Azure's packages into one sentence.
+def readable_errors(action: str) -> Iterator[None]:
+    """Turn errors of Azure's packages into a ``SubmitError`` of one sentence.
 
     Args:
-        what: was tried, as in ``"submit the job"``.
+        action: description of the attempted action, such as ``"submit the job"``.
 
     Raises:
-        SubmitError: a package of Azure's has raised something.
+        SubmitError: one of Azure's packages has raised an error.
     """
     from azure.ai.ml.exceptions import MlException
-    from azure.core.exceptions import AzureError, ClientAuthenticationError, ResourceNotFoundError
+    from azure.core.exceptions import AzureError, ClientAuthenticationError
 
     try:
         yield
     except ClientAuthenticationError as error:
         raise SubmitError(
-            f"Azure could not {what}: nobody is logged in here. Run 'az login', or set the variables of a service "
-            f"principal. {_first_line(error)}"
+            f"Azure could not {action}: no credential was accepted. Run 'az login', or set the environment variables "
+            f"of a service principal. {_first_line(error)}"
         ) from error
-    except ResourceNotFoundError as error:
-        raise SubmitError(f"Azure could not {what}: {_first_line(error)}") from error
     except (AzureError, MlException) as error:
-        raise SubmitError(f"Azure could not {what}: {_first_line(error)}") from error
+        raise SubmitError(f"Azure could not {action}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""The elastic job as entities of azure-ai-ml, by its public names only.
+"""Compilation of an elastic job to entities of azure-ai-ml, through its public names only.
 
-Each compilation makes every entity anew: azure-ai-ml writes into what it submits (paths and names become ids),
-so nothing that the job holds may be handed on.
+Every compilation creates new entities: azure-ai-ml modifies the entities it submits (paths and names become ids), so
+objects that the job holds are copied.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import copy
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.config.resources import SERVERLESS, NodePool, first_nodes, step_names
 from azureml_elastic.errors import MissingExtra, SubmitError
 from azureml_elastic.submit import node_launch
+from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.runtime.staging import stage_runtime
 from azureml_elastic.submit.services import kind_of_service, services_of_node
 from azureml_elastic.submit.validation import check
@@ -37,9 +38,6 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtra("azure-ai-ml", "submit") from error
 
-if TYPE_CHECKING:
-    from azureml_elastic.submit.job import ElasticCommandJob
-
 __all__ = ["compile_job"]
 
 _LITERALS = {bool: "boolean", int: "integer", float: "number", str: "string"}
@@ -53,11 +51,11 @@ _LABELLED = re.compile(r"azureml:[\w.-]+@[\w.-]+", re.ASCII)
 _LITERAL_TYPES = frozenset(_LITERALS.values())
 
 
-def compile_job(job: ElasticCommandJob) -> Command | PipelineJob:
-    """Return a new entity of azure-ai-ml for the job.
+def compile_job(job: JobFields) -> Command | PipelineJob:
+    """Return the job as a new entity of azure-ai-ml.
 
     Args:
-        job: left as it is.
+        job: fields of the job.
 
     Raises:
         SubmitError: fields of the job contradict each other.
@@ -69,11 +67,11 @@ def compile_job(job: ElasticCommandJob) -> Command | PipelineJob:
     return _single(job, text)
 
 
-def _fan_out(job: ElasticCommandJob, text: str) -> PipelineJob:
-    """Return a pipeline of single-node jobs, each scheduled on its own.
+def _fan_out(job: JobFields, text: str) -> PipelineJob:
+    """Return a pipeline of single-node jobs, each scheduled independently.
 
-    The nodes take their compute from the pipeline, so that ``create_or_update(job, compute=...)`` moves them.
-    They are one component, called once for each; equal calls must not be answered from an earlier run.
+    The nodes inherit the pipeline's compute, so that ``create_or_update(job, compute=...)`` applies to them. All nodes
+    call one component; ``force_rerun`` keeps Azure ML from reusing the result of an equal call.
     """
     inputs = _inputs(job)
     node = _command(job, text, inputs={name: _declaration(value) for name, value in inputs.items()})
@@ -97,32 +95,27 @@ def _fan_out(job: ElasticCommandJob, text: str) -> PipelineJob:
     )
 
 
-def _first_nodes(job: ElasticCommandJob) -> Iterator[tuple[str, NodePool | None]]:
-    """Yield the nodes that are asked for at once: their names and their pools."""
+def _first_nodes(job: JobFields) -> Iterator[tuple[str, NodePool | None]]:
+    """Yield the name and pool of each node that is requested at submission."""
     stems = step_names(job.pools)
     counts = first_nodes(job.pools, job.resources.max_instance_count) or (job.resources.max_instance_count,)
     for stem, pool, count in zip(stems, job.pools or (None,), counts, strict=True):
         yield from ((f"{stem}_{number}", pool) for number in range(count))
 
 
-def _single(job: ElasticCommandJob, text: str) -> Command:
-    """Return one command job, whose nodes the service starts: all at once, or the minimum first."""
-    resources = job.resources
-    if resources.effective_placement == "service":
-        counts = {
-            "instance_count": resources.min_instance_count,
-            "max_instance_count": resources.max_instance_count,
-        }
-    else:
-        counts = {"instance_count": resources.max_instance_count}
-    # A distribution is what makes Azure ML start the command on every node: here once on each.
-    many = resources.max_instance_count > 1
+def _single(job: JobFields, text: str) -> Command:
+    """Return one command job whose nodes the service starts: all at once (gang), or the minimum first (service)."""
+    least, most = job.resources.min_instance_count, job.resources.max_instance_count
+    counts = {"instance_count": most}
+    if job.resources.effective_placement == "service":
+        counts = {"instance_count": least, "max_instance_count": most}
     entity = _command(
         job,
         text,
         inputs=_inputs(job),
         compute=job.compute,
-        distribution=PyTorchDistribution(process_count_per_instance=1) if many else None,
+        # Azure ML starts the command on every node only if there is a distribution.
+        distribution=PyTorchDistribution(process_count_per_instance=1) if most > 1 else None,
         services=_services(job.services),
         parent_job_name=job.parent_job_name,
         **_identification(job),
@@ -131,7 +124,7 @@ def _single(job: ElasticCommandJob, text: str) -> Command:
     return entity
 
 
-def _command(job: ElasticCommandJob, text: str, **fields: Any) -> Command:
+def _command(job: JobFields, text: str, **fields: Any) -> Command:
     return command(
         command=text,
         code=None if job.code is None else str(job.code),
@@ -149,7 +142,7 @@ def _command(job: ElasticCommandJob, text: str, **fields: Any) -> Command:
 
 def _environment(environment: Any) -> str | Environment:
     if isinstance(environment, str):
-        # The label of an asset is looked up by the name as it is, where a version is by the name without the scheme.
+        # azure-ai-ml resolves 'name:version' with or without the scheme, but a label only without it.
         return environment.removeprefix("azureml:") if _LABELLED.fullmatch(environment) else environment
     if type(environment) is dict:
         return Environment(**environment)
@@ -162,7 +155,7 @@ def _environment(environment: Any) -> str | Environment:
 
 
 def _services(services: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return new services; from fields the object of their kind, for azure-ai-ml drops the kind of a dictionary."""
+    """Return new service objects; dictionaries are converted because azure-ai-ml drops their type."""
     if not services:
         return None
     made: dict[str, Any] = {}
@@ -181,7 +174,7 @@ def _services(services: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return made
 
 
-def _identification(job: ElasticCommandJob) -> dict[str, Any]:
+def _identification(job: JobFields) -> dict[str, Any]:
     return {
         "name": job.name,
         "display_name": job.display_name,
@@ -192,7 +185,7 @@ def _identification(job: ElasticCommandJob) -> dict[str, Any]:
     }
 
 
-def _resources(job: ElasticCommandJob, pool: NodePool | None, **counts: int) -> JobResourceConfiguration:
+def _resources(job: JobFields, pool: NodePool | None, **counts: int) -> JobResourceConfiguration:
     resources = job.resources
     docker_args = resources.docker_args
     return JobResourceConfiguration(
@@ -205,7 +198,7 @@ def _resources(job: ElasticCommandJob, pool: NodePool | None, **counts: int) -> 
     )
 
 
-def _inputs(job: ElasticCommandJob) -> dict[str, Any]:
+def _inputs(job: JobFields) -> dict[str, Any]:
     inputs = {name: _with_mode(_value(name, value), job.presets) for name, value in job.inputs.items()}
     if job.delivery == "ship":
         inputs[node_launch.RUNTIME] = Input(type="uri_folder", path=str(stage_runtime()), mode="download")
@@ -213,7 +206,7 @@ def _inputs(job: ElasticCommandJob) -> dict[str, Any]:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return an input as a job has it: a literal, or a new ``Input`` with a path."""
+    """Return an input of the job: a literal, or a new ``Input`` with a path."""
     if type(value) in _LITERALS:
         return value
     if type(value) is dict:
@@ -233,20 +226,20 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _with_mode(value: Any, presets: Presets) -> Any:
-    """Return the same value, with the presets' mode where it is an input that names none."""
+    """Set the presets' mode on an ``Input`` that has none, and return the value."""
     if isinstance(value, Input) and value.mode is None:
         value.mode = mode_of_input(presets.data, str(value.type))
     return value
 
 
 def _declaration(value: Any) -> Input:
-    """Return the same input as a component declares it: its type, without a value."""
+    """Return the declaration of an input in the component: its type and mode, without a value."""
     if isinstance(value, Input):
         return Input(type=value.type, mode=value.mode)
     return Input(type=_LITERALS[type(value)])
 
 
-def _outputs(job: ElasticCommandJob) -> dict[str, Any]:
+def _outputs(job: JobFields) -> dict[str, Any]:
     outputs: dict[str, Any] = {}
     for name, output in job.outputs.items():
         if not (output is None or type(output) is dict or isinstance(output, Output)):

@@ -1,35 +1,31 @@
-"""What a job looks like in a terminal and in a notebook: short, and without secrets.
+"""Representations of a job for terminals and notebooks.
 
-Values of environment variables, arguments of the program, and what follows ``?`` in an address are not shown.
+To keep secrets out, values of environment variables, arguments of the program and queries of URLs are omitted.
 """
 
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from azureml_elastic.config.command.program import find_program, parse_program
 from azureml_elastic.config.presets import connection
 from azureml_elastic.config.resources import SERVERLESS, NodePool
 from azureml_elastic.errors import CommandError
-from azureml_elastic.submit.node_launch import nodes_of
+from azureml_elastic.submit.fields import JobFields
 
-if TYPE_CHECKING:
-    from azureml_elastic.submit.job import ElasticCommandJob
-
-__all__ = ["as_html", "as_text", "as_words", "rows"]
+__all__ = ["as_html", "as_line", "as_text", "rows"]
 
 
-def rows(job: ElasticCommandJob) -> list[tuple[str, str]]:
-    """Return what is worth knowing of a job, as names and texts; what was not given is left out.
+def rows(job: JobFields) -> list[tuple[str, str]]:
+    """Return the labels and values that describe a job; unset fields are omitted.
 
     Args:
-        job: any job, also one that could not be compiled.
+        job: fields of the job, which may fail to compile.
     """
     resources = job.resources
-    least, most = resources.min_instance_count, resources.max_instance_count
-    nodes = f"{least} to {most}" if least != most else str(most)
-    machine = "; ".join(_pool(pool) for pool in job.pools) or ", ".join(
+    nodes = _range(resources.min_instance_count, resources.max_instance_count)
+    compute = "; ".join(_pool(pool) for pool in job.pools) or ", ".join(
         part for part in (str(job.compute or SERVERLESS), resources.instance_type, job.job_tier) if part
     )
     each = job.distribution.process_count_per_instance
@@ -41,8 +37,8 @@ def rows(job: ElasticCommandJob) -> list[tuple[str, str]]:
         ("code", None if job.code is None else _address(str(job.code))),
         ("environment", _environment(job.environment)),
         ("nodes", f"{nodes}, placement {resources.effective_placement}"),
-        ("compute", machine),
-        ("workers a node", "one for each GPU" if each == "auto" else str(each)),
+        ("compute", compute),
+        ("workers per node", "one per GPU" if each == "auto" else str(each)),
         ("inputs", ", ".join(f"{name}: {_value(value)}" for name, value in job.inputs.items())),
         ("outputs", ", ".join(f"{name}: {_value(value)}" for name, value in job.outputs.items())),
         ("environment variables", ", ".join(sorted(job.environment_variables))),
@@ -56,33 +52,21 @@ def rows(job: ElasticCommandJob) -> list[tuple[str, str]]:
     return [(name, text) for name, text in found if text]
 
 
-def as_words(job: ElasticCommandJob) -> str:
-    """Return the job as one line.
-
-    Args:
-        job: any job.
-    """
+def as_line(job: JobFields) -> str:
+    """Return the job as one line, for ``repr``."""
     shown = ", ".join(f"{name.replace(' ', '_')}={text!r}" for name, text in rows(job))
     return f"ElasticCommandJob({shown})"
 
 
-def as_text(job: ElasticCommandJob) -> str:
-    """Return the job as lines for a terminal.
-
-    Args:
-        job: any job.
-    """
+def as_text(job: JobFields) -> str:
+    """Return the job as an aligned list for a terminal."""
     shown = rows(job)
     width = max(len(name) for name, _ in shown)
     return "\n".join(["ElasticCommandJob", *(f"  {name:<{width}}  {text}" for name, text in shown)])
 
 
-def as_html(job: ElasticCommandJob) -> str:
-    """Return the job as a table for a notebook.
-
-    Args:
-        job: any job.
-    """
+def as_html(job: JobFields) -> str:
+    """Return the job as an HTML table for a notebook."""
     cells = "".join(
         f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:left">{escape(text)}</td></tr>'
         for name, text in rows(job)
@@ -90,33 +74,29 @@ def as_html(job: ElasticCommandJob) -> str:
     return f"<table><caption>ElasticCommandJob</caption>{cells}</table>"
 
 
+def _range(least: int, most: int) -> str:
+    return f"{least} to {most}" if least != most else str(most)
+
+
 def _pool(pool: NodePool) -> str:
-    least, most = pool.min_instance_count, pool.max_instance_count
-    return " ".join(
-        part
-        for part in (
-            f"{pool.compute}: {least} to {most}" if least != most else f"{pool.compute}: {most}",
-            pool.instance_type,
-            pool.job_tier,
-            None if pool.price_per_hour is None else f"at {pool.price_per_hour:g} USD an hour",
-        )
-        if part
-    )
+    nodes = f"{pool.compute}: {_range(pool.min_instance_count, pool.max_instance_count)}"
+    price = None if pool.price_per_hour is None else f"at {pool.price_per_hour:g} USD an hour"
+    return " ".join(part for part in (nodes, pool.instance_type, pool.job_tier, price) if part)
 
 
 def _program(command: str) -> str:
     try:
         program = parse_program([find_program(command).program])
     except CommandError:
-        return "none that can be started, see compile()"
+        return "no program that can be started, see compile()"
     target = f"-m {program.target}" if program.kind == "module" else program.target
     return f"{program.interpreter or 'python'} {target}{' …' if program.arguments else ''}"
 
 
-def _presets(job: ElasticCommandJob) -> str:
-    """Return what the presets do here beyond their defaults, the network that was chosen included."""
+def _presets(job: JobFields) -> str:
+    """Return the presets that differ from their defaults, including the network selected for the nodes."""
     presets = job.presets
-    sizes, together = nodes_of(job)
+    sizes, together = job.network_location
     network = connection(presets.network, sizes, together=together)
     unset = [name for name in ("network", "mount") if getattr(presets, name) is None]
     parts = {
@@ -136,7 +116,7 @@ def _environment(environment: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return an input or output: of what type, and where; of a literal its type alone."""
+    """Return the type and address of an input or output; for a literal its type alone."""
     fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if not fields:
         return type(value).__name__ if value is not None else "uri_folder"
@@ -145,7 +125,7 @@ def _value(value: Any) -> str:
 
 
 def _address(path: str) -> str:
-    """Return an address without its query, which may be a signature, and without a user."""
+    """Return a URL without its query, which may be a signature, and without user information."""
     scheme, separator, rest = path.partition("://")
     if not separator:
         return path

@@ -1,22 +1,15 @@
-"""The job as its author writes it: a frozen model that compiles to entities of azure-ai-ml."""
+"""``ElasticCommandJob``: a frozen model that compiles to entities of azure-ai-ml."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import ConfigModel, PositiveDuration
-from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
-from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
-from azureml_elastic.config.plan import Plan
-from azureml_elastic.config.presets import Presets
-from azureml_elastic.config.replacement import ReplacementPolicy
-from azureml_elastic.config.resources import ElasticResources, NodePool
+from azureml_elastic.config.resources import ElasticResources
+from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.sdk_hooks import Submittable
 
 if TYPE_CHECKING:
@@ -25,143 +18,47 @@ if TYPE_CHECKING:
 __all__ = ["ElasticCommandJob"]
 
 
-_ELSEWHERE = {
-    "docker_args": "give resources=ElasticResources(docker_args=...)",
-    "instance_count": "give resources=ElasticResources(min_instance_count=..., max_instance_count=...)",
-    "instance_type": "give resources=ElasticResources(instance_type=...)",
-    "is_deterministic": "nothing is ever answered from an earlier run; leave it out",
-    "limits": "give timeout=...",
-    "locations": "give resources=ElasticResources(locations=...)",
-    "queue_settings": "give job_tier=... and priority=...",
-    "shm_size": "give resources=ElasticResources(shm_size=...)",
-}
-"""Fields of azure-ai-ml's command jobs that an elastic job has in another place."""
+class ElasticCommandJob(JobFields, Submittable):
+    """An Azure ML command job that starts with few nodes, grows, and survives the loss of any node.
 
-
-_OF_THE_SUBMISSION = ("docker_args", "instance_type", "locations", "properties", "shm_size")
-"""Resources that are nothing to the nodes."""
-
-_WITHOUT: Any = None
-"""What ``resources`` has where it was not given: pools say it, or it is refused."""
-
-
-class ElasticCommandJob(ConfigModel, Submittable):
-    """A command job of Azure ML that starts small, grows, and survives the loss of any node.
-
-    The fields are those of ``azure.ai.ml.command()``; objects of azure-ai-ml are held as they are and never
-    changed. The job itself is data: submit it as often as you like, each time is a run of its own.
+    The fields match those of ``azure.ai.ml.command()``; objects of azure-ai-ml are kept as given and never modified.
+    A job can be submitted repeatedly; each submission is a separate run.
 
     Args:
         command: shell commands of which exactly one starts a Python program, as in
             ``"pip install -r requirements.txt && python train.py --data ${{inputs.data}}"``.
-        environment: the name of a registered environment, or an ``Environment``.
-        resources: how many nodes, and of which kind. May be left out with pools: training then needs their floors, one
-            node at least, and takes all that they may give.
-        code: the local folder with the script, or a remote one that azure-ai-ml knows how to take.
-        compute: the cluster's name; ``None`` for serverless compute; or :class:`NodePool` objects in the order of
+        environment: name of a registered environment, or an ``Environment``.
+        resources: number and kind of the nodes. Optional with node pools, which then provide the limits: the sum of
+            their minimums, at least one, and the sum of their maximums.
+        code: local folder with the script, or a remote location that azure-ai-ml supports.
+        compute: name of a cluster; ``None`` for serverless compute; or :class:`NodePool` objects in the order of
             preference, as in ``[NodePool("spot", max_instance_count=6), NodePool("dedicated", max_instance_count=2)]``.
-        inputs: literals, ``Input`` objects or their fields as a dictionary.
-        outputs: ``Output`` objects or their fields. With ``fan_out`` an output without a path is a folder of
-            its own for each node.
-        environment_variables: for every process of the job.
-        distribution: the processes on the nodes.
-        checkpoint: the checkpoints; without a path they go to the workspace's default blob store.
-        replacement: how lost nodes are replaced; ``None`` for not at all.
-        batch: what becomes of batch and learning rate when the number of processes changes.
-        presets: what is set for network, mounts, data and profiler beside what the job itself says.
-        name: of the run; ``None`` lets azure-ai-ml make a new one for each submission.
-        display_name: of the run, in the studio.
-        experiment_name: the experiment; ``None`` takes the current folder's name, as azure-ai-ml does.
-        description: of the run.
-        tags: of the run.
-        properties: of the run.
-        identity: ``UserIdentityConfiguration`` or another, with which the nodes reach data and table.
-        timeout: after which Azure ML cancels a node's job.
-        services: interactive services, such as ``JupyterLabJobService``. With ``fan_out`` each node has its own;
-            TensorBoard is on node 0 unless it has ``nodes="all"``.
-        job_tier: of serverless compute: ``"Spot"``, ``"Basic"``, ``"Standard"``, ``"Premium"``.
-        priority: in the compute's queue.
-        parent_job_name: the job below which Azure ML shows this one; not with ``fan_out``.
-        delivery: ``"ship"`` sends this library along and adds what the environment lacks; ``"environment"``
-            takes the library that the environment has.
-        audit: whether workers write down the samples of each step.
+        inputs: literals, ``Input`` objects, or dictionaries of their fields.
+        outputs: ``Output`` objects or dictionaries of their fields. With the placement ``fan_out``, an output without
+            a path is a separate folder for each node.
+        environment_variables: environment variables of every process of the job.
+        distribution: configuration of the processes on the nodes.
+        checkpoint: checkpoint policy. Without a path, checkpoints are stored in the workspace's default blob store.
+        replacement: policy for replacing lost nodes; ``None`` disables replacement.
+        batch: policy for batch size and learning rate when the world size changes.
+        presets: network, mount, data and profiler settings, which the job's own settings override.
+        name: name of the run; ``None`` generates a new one for each submission.
+        display_name: display name of the run in the studio.
+        experiment_name: name of the experiment; ``None`` selects the name of the current folder, as azure-ai-ml does.
+        description: description of the run.
+        tags: tags of the run.
+        properties: properties of the run.
+        identity: identity with which the nodes access data and the table, such as ``UserIdentityConfiguration``.
+        timeout: running time after which Azure ML cancels a node's job.
+        services: interactive services by name, such as ``JupyterLabJobService``. With the placement ``fan_out`` every
+            node has its own; TensorBoard runs on node 0 unless it has ``nodes="all"``.
+        job_tier: tier of serverless compute: ``"Spot"``, ``"Basic"``, ``"Standard"`` or ``"Premium"``.
+        priority: priority in the queue of the compute.
+        parent_job_name: name of the job that Azure ML shows as the parent; not supported with ``fan_out``.
+        delivery: ``"ship"`` uploads this library with the job and installs missing dependencies on the nodes;
+            ``"environment"`` uses the library that the environment provides.
+        audit: whether workers record the samples of each step.
     """
-
-    model_config = ConfigDict(hide_input_in_errors=True)  # pydantic would show values of environment variables
-
-    type: Literal["elastic_command"] = "elastic_command"
-    command: str
-    environment: Any = Field(repr=False)
-    resources: ElasticResources = Field(default=_WITHOUT)
-    code: str | os.PathLike[str] | None = None
-    compute: str | tuple[NodePool, ...] | None = None
-    inputs: Mapping[str, Any] = {}
-    outputs: Mapping[str, Any] = {}
-    environment_variables: Mapping[str, str] = Field(default={}, repr=False)
-    distribution: ElasticDistribution = ElasticDistribution()
-    checkpoint: CheckpointPolicy = CheckpointPolicy()
-    replacement: ReplacementPolicy | None = ReplacementPolicy()
-    batch: BatchPolicy = FixedGlobalBatch()
-    presets: Presets = Presets()
-    name: str | None = None
-    display_name: str | None = None
-    experiment_name: str | None = None
-    description: str | None = None
-    tags: Mapping[str, str] = {}
-    properties: Mapping[str, str] = {}
-    identity: Any = None
-    timeout: PositiveDuration | None = None
-    services: Mapping[str, Any] | None = None
-    job_tier: Literal["Spot", "Basic", "Standard", "Premium"] | None = None
-    priority: Literal["low", "medium", "high"] | None = None
-    parent_job_name: str | None = None
-    delivery: Literal["ship", "environment"] = "ship"
-    audit: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _says_it_elsewhere(cls, fields: Any) -> Any:
-        said = sorted(_ELSEWHERE.keys() & fields.keys()) if isinstance(fields, dict) else []
-        if said:
-            raise ValueError(
-                f"{said[0]} is no field of an elastic job: {_ELSEWHERE[said[0]]} "
-                "(ElasticCommandJob.from_command() translates a job of azure-ai-ml)"
-            )
-        return fields
-
-    @model_validator(mode="before")
-    @classmethod
-    def _counts_of_pools(cls, fields: Any) -> Any:
-        """Take the node counts from the pools where nobody has given them; each node of a pool is a job of its own."""
-        compute = fields.get("compute") if isinstance(fields, dict) else None
-        if compute is None or isinstance(compute, str):
-            return fields
-        given = fields.get("resources")
-        try:
-            pools = TypeAdapter(tuple[NodePool, ...]).validate_python(compute)
-            resources = None if given is None else ElasticResources.model_validate(given)
-        except ValidationError:  # what is wrong is refused by its name
-            return fields if given is not None else {**fields, "resources": ElasticResources(max_instance_count=1)}
-        if not pools:
-            raise ValueError("compute=[] has no pool; give at least one NodePool, or the name of a cluster")
-        if resources is None:
-            least = max(1, sum(pool.min_instance_count for pool in pools))
-            most = sum(pool.max_instance_count for pool in pools)
-            resources = ElasticResources(min_instance_count=least, max_instance_count=most)
-        if resources.placement is None:
-            resources = resources.model_copy(update={"placement": "fan_out"})
-        return {**fields, "compute": pools, "resources": resources}
-
-    @field_validator("distribution", "resources", "checkpoint", mode="before")
-    @classmethod
-    def _is_ours(cls, value: Any, info: Any) -> Any:
-        ours = cls.model_fields[info.field_name].annotation
-        if isinstance(ours, type) and not (isinstance(value, ours) or type(value) is dict):
-            raise ValueError(
-                f"{info.field_name}={value!r} is a {type(value).__name__}; an elastic job takes an {ours.__name__}, "
-                f"from azureml_elastic import {ours.__name__}"
-            )
-        return value
 
     @classmethod
     def from_command(
@@ -172,21 +69,21 @@ class ElasticCommandJob(ConfigModel, Submittable):
         distribution: ElasticDistribution | Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> Self:
-        """Return the elastic job that does what a command job of azure-ai-ml does; the given one is not changed.
+        """Return the elastic equivalent of a command job of azure-ai-ml, which is not modified.
 
         A launcher in the command (``torchrun``, ``python -m torch.distributed.run``) and a ``PyTorchDistribution``
-        become the distribution. What an elastic job cannot carry is refused by name.
+        are translated to the distribution. Settings without an elastic equivalent are rejected by name.
 
         Args:
-            command_job: what ``command(...)`` or ``load_job("job.yml")`` returned.
-            resources: the nodes; what it leaves open (VM size, ``shm_size``, ...) is taken from the job. ``None``
-                makes a job of ``instance_count`` > 1 an elastic one of 1 to ``instance_count`` nodes.
-            distribution: the processes, in place of what the job says.
-            **changes: fields of the elastic job, before those of the given one.
+            command_job: result of ``command(...)`` or ``load_job("job.yml")``.
+            resources: number and kind of the nodes; fields that are not set (VM size, ``shm_size``, ...) are taken
+                from the job. ``None`` turns ``instance_count`` > 1 into 1 to ``instance_count`` nodes.
+            distribution: configuration of the processes, replacing that of the job.
+            **changes: fields of the elastic job, overriding those of the given job.
 
         Raises:
-            SubmitError: it is no command job, or has something that an elastic job cannot carry.
-            CommandError: its command has a launcher whose options cannot be translated.
+            SubmitError: the argument is not a command job, or has a setting without an elastic equivalent.
+            CommandError: the command's launcher has options that cannot be translated.
             MissingExtra: azure-ai-ml is not installed.
         """
         from azureml_elastic.submit.conversion import fields_of
@@ -194,9 +91,9 @@ class ElasticCommandJob(ConfigModel, Submittable):
         return cls(**fields_of(command_job, resources, distribution, changes))
 
     def __repr__(self) -> str:
-        from azureml_elastic.submit.display import as_words
+        from azureml_elastic.submit.display import as_line
 
-        return as_words(self)
+        return as_line(self)
 
     def __str__(self) -> str:
         from azureml_elastic.submit.display import as_text
@@ -208,30 +105,11 @@ class ElasticCommandJob(ConfigModel, Submittable):
 
         return as_html(self)
 
-    @property
-    def pools(self) -> tuple[NodePool, ...]:
-        """The node pools in the order of preference; none where ``compute`` names a single compute."""
-        return self.compute if isinstance(self.compute, tuple) else ()
-
-    @property
-    def plan(self) -> Plan:
-        """What the nodes will receive. It names no run: each submission gets its name from Azure ML."""
-        return Plan(
-            resources=self.resources.model_copy(update=dict.fromkeys(_OF_THE_SUBMISSION)),
-            distribution=self.distribution,
-            checkpoint=self.checkpoint,
-            batch=self.batch,
-            pools=self.pools,
-            replacement=self.replacement,
-            audit=self.audit,
-            profile=self.presets.profile,
-        )
-
     def compile(self) -> Command | PipelineJob:
-        """Return what is submitted, as a new entity of azure-ai-ml; nothing that the job holds is changed.
+        """Return the job as a new entity of azure-ai-ml.
 
-        ``MLClient`` does this by itself when it is given the job. Call it to look at the result, or to use the
-        nodes in a pipeline of your own.
+        ``MLClient`` calls this when the job is submitted. Call it to inspect the result, or to use the nodes in a
+        pipeline of your own.
 
         Raises:
             SubmitError: fields of the job contradict each other.

@@ -1,10 +1,9 @@
-"""Why the unmodified ``MLClient`` takes our job: the two names of azure-ai-ml that are not public.
+"""The two private names of azure-ai-ml that let the unmodified ``MLClient`` submit an elastic job.
 
-``create_or_update`` accepts any ``BaseNode`` and, for those that are neither ``Command`` nor ``Spark``, submits
-what ``_to_job()`` returns. ``BaseNode`` is an abstract base class, so a class that inherits nothing from it can
-be *registered* with it. The same ``_to_job()``, asked of azure-ai-ml's own ``Command``, reads an existing job.
-Nothing else in this library leans on what azure-ai-ml keeps to itself; where a release changed it,
-``ml_client.jobs.create_or_update(job.compile())`` still works, by public names only.
+``create_or_update`` accepts any ``BaseNode`` and, unless it is a ``Command`` or ``Spark``, submits the result of its
+``_to_job()``. ``BaseNode`` is an abstract base class, so an unrelated class can be *registered* with it. The
+``_to_job()`` of azure-ai-ml's own ``Command`` reads an existing job. The rest of this library uses public names only;
+should a release of azure-ai-ml change these two, ``ml_client.jobs.create_or_update(job.compile())`` still works.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ __all__ = ["Submittable", "fields_of_command", "plain_command_job", "register"]
 
 
 class Submittable(ABC):
-    """What ``MLClient`` submits by compiling it first."""
+    """Base class of jobs that ``MLClient`` compiles before it submits them."""
 
     @abstractmethod
     def compile(self) -> Command | PipelineJob:
-        """Return a new entity of azure-ai-ml."""
+        """Return the job as a new entity of azure-ai-ml."""
 
     def _to_job(self) -> Command | PipelineJob:
-        """Answer the question that ``create_or_update`` asks first."""
+        """Return the entity that ``create_or_update`` submits."""
         return self.compile()
 
 
 def register(model: type[Submittable]) -> None:
-    """Make ``isinstance(job, BaseNode)`` true for the model's instances; a second time changes nothing.
+    """Register a class with ``BaseNode``, so that ``MLClient`` accepts its instances; idempotent.
 
     Args:
-        model: the class whose instances ``MLClient`` is to take.
+        model: class of the jobs.
 
     Raises:
         MissingExtra: azure-ai-ml is not installed.
@@ -50,16 +49,16 @@ def register(model: type[Submittable]) -> None:
 
 
 def plain_command_job(job: Any) -> CommandJob:
-    """Return a command job of azure-ai-ml with plain values; the given one is not changed.
+    """Return a command job of azure-ai-ml with plain values, without modifying the given one.
 
-    ``command()`` returns a ``Command``, a node of a pipeline whose inputs know their owner; a ``CommandJob`` holds
-    the values themselves. The second of the two names turns the first into the second.
+    ``command()`` returns a ``Command``, a pipeline node with bound inputs; a ``CommandJob`` has plain values.
 
     Args:
         job: a ``Command`` or a ``CommandJob``.
 
     Raises:
-        SubmitError: it is something else, a run, or a call of a registered component, whose command is not at hand.
+        SubmitError: the argument is something else, a submitted job, or a call of a registered component, whose
+            command is not available.
         MissingExtra: azure-ai-ml is not installed.
     """
     try:
@@ -73,21 +72,21 @@ def plain_command_job(job: Any) -> CommandJob:
         )
     if job.id is not None:
         raise SubmitError(
-            f"The command job {job.name!r} was submitted already: it holds what the service has made of it. Give the "
-            "job that was submitted: what command(...) returned, or load_job('job.yml')."
+            f"The command job {job.name!r} was submitted already and has been rewritten by the service. Give the "
+            "original job: what command(...) returned, or load_job('job.yml')."
         )
     if isinstance(job, CommandJob):
         return job
     if not isinstance(job.component, CommandComponent):
         raise SubmitError(
-            f"The command job calls the registered component {job.component!r}, whose command is not at hand. Load it "
+            f"The command job calls the registered component {job.component!r}, whose command is unknown. Load it "
             "with ml_client.components.get(...) and call that, or give command() the command itself."
         )
-    return job._to_job()  # noqa: SLF001 - the public entity knows its values by its owner only
+    return job._to_job()  # noqa: SLF001 - no public conversion exists
 
 
 def fields_of_command() -> frozenset[str]:
-    """Return the names of the fields that the installed azure-ai-ml's ``command()`` takes.
+    """Return the names of the parameters of ``command()`` in the installed azure-ai-ml.
 
     Raises:
         MissingExtra: azure-ai-ml is not installed.

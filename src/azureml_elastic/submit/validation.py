@@ -1,48 +1,46 @@
-"""What is refused before anything is uploaded, with the next step."""
+"""Checks of a job as a whole, made before anything is uploaded."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program
 from azureml_elastic.errors import CommandError, SubmitError
+from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.launchers import refuse_launcher
-from azureml_elastic.submit.pools import check_pools
-
-if TYPE_CHECKING:
-    from azureml_elastic.submit.job import ElasticCommandJob
 
 __all__ = ["RESERVED_PREFIX", "check"]
 
 RESERVED_PREFIX = "azureml_elastic_"
-"""Inputs and outputs whose names begin with it are ours."""
+"""Prefix of the inputs and outputs that this library adds to the job."""
 
-_OUR_VARIABLES = frozenset(
-    getattr(variables, name) for name in variables.__all__ if getattr(variables, name) != variables.RUN_ID
-)
+_RESERVED_VARIABLES = {getattr(variables, name) for name in variables.__all__} - {variables.RUN_ID}
 _REMOTE = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)  # a scheme; one letter is a drive of Windows
 _CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
 
 
-def check(job: ElasticCommandJob) -> FoundProgram:
-    """Return where the job's program stands in its command.
+def check(job: JobFields) -> FoundProgram:
+    """Check the fields of a job against each other, and return the position of the program in its command.
 
     Args:
-        job: the job, whose fields are each valid.
+        job: fields of the job, each valid by itself.
 
     Raises:
         SubmitError: fields of the job contradict each other.
         CommandError: the command starts no Python program, or one that is not in ``code``.
     """
     _check_names(job)
-    _check_paths_on_compute(job)
-    _check_limits_of_inputs(job)
-    _check_placement(job)
+    _check_path_on_compute(job)
+    _check_literals(job)
+    _check_compute(job)
     _check_docker_args(job)
-    check_pools(job)
+    _check_budget(job)
+    if job.pools:
+        _check_pool_kinds(job)
+        _check_pool_counts(job)
     if job.resources.effective_placement == "fan_out":
         _check_fan_out(job)
     refuse_launcher(job.command)
@@ -51,39 +49,39 @@ def check(job: ElasticCommandJob) -> FoundProgram:
     return found
 
 
-def _check_names(job: ElasticCommandJob) -> None:
+def _check_names(job: JobFields) -> None:
     for kind, names in (("input", job.inputs), ("output", job.outputs)):
         taken = sorted(name for name in names if name.startswith(RESERVED_PREFIX))
         if taken:
             raise SubmitError(
-                f"The {kind} {taken[0]!r} begins with {RESERVED_PREFIX!r}, which is kept for the inputs and outputs "
-                f"that this library adds to the job. Rename the {kind}."
+                f"The {kind} {taken[0]!r} begins with {RESERVED_PREFIX!r}, which is reserved for the inputs and "
+                f"outputs that this library adds to the job. Rename the {kind}."
             )
-    taken = sorted(_OUR_VARIABLES & set(job.environment_variables))
+    taken = sorted(_RESERVED_VARIABLES & set(job.environment_variables))
     if taken:
         raise SubmitError(
             f"The environment variable {taken[0]} is set by this library on the nodes. Remove it from "
-            "environment_variables; what it tells the nodes is said by resources, distribution and checkpoint."
+            "environment_variables; use resources, distribution and checkpoint to configure the nodes."
         )
 
 
-def _check_paths_on_compute(job: ElasticCommandJob) -> None:
+def _check_path_on_compute(job: JobFields) -> None:
     for kind, values in (("input", job.inputs), ("output", job.outputs)):
         for name, value in values.items():
-            path = _said(value, "path_on_compute")
+            path = _field(value, "path_on_compute")
             if path is not None:
-                does = "drops it in silence" if kind == "output" else "cannot submit a job with it"
+                effect = "ignores it silently" if kind == "output" else "cannot submit a job with it"
                 raise SubmitError(
-                    f"The {kind} {name!r} has path_on_compute={path!r}, but azure-ai-ml {does}, with any placement. "
+                    f"The {kind} {name!r} has path_on_compute={path!r}, but azure-ai-ml {effect}, with any placement. "
                     f"Leave it out, and take the folder that ${{{{{kind}s.{name}}}}} names in the command."
                 )
 
 
-def _check_limits_of_inputs(job: ElasticCommandJob) -> None:
-    """Check literals against what their own declaration allows: azure-ai-ml sends the value alone."""
+def _check_literals(job: JobFields) -> None:
+    """Check literals against the limits of their ``Input``, of which azure-ai-ml submits the value alone."""
     for name, value in job.inputs.items():
-        given, choices = _said(value, "default"), _said(value, "enum")
-        least, most = _said(value, "min"), _said(value, "max")
+        given, choices = _field(value, "default"), _field(value, "enum")
+        least, most = _field(value, "min"), _field(value, "max")
         if given is None:
             continue
         if choices and given not in choices:
@@ -93,49 +91,100 @@ def _check_limits_of_inputs(job: ElasticCommandJob) -> None:
             raise SubmitError(f"The value of the input {name!r}, {given}, is beyond its {limits}. Correct one of them.")
 
 
-def _said(value: Any, name: str) -> Any:
-    """Return a field of an ``Input`` or ``Output``, or of their fields as a dictionary."""
+def _field(value: Any, name: str) -> Any:
+    """Return a field of an ``Input`` or ``Output``, or of a dictionary of their fields."""
     return value.get(name) if type(value) is dict else getattr(value, name, None)
 
 
-def _check_placement(job: ElasticCommandJob) -> None:
+def _check_compute(job: JobFields) -> None:
     resources = job.resources
     if job.compute is None and resources.instance_type is None and job.job_tier is None:
         raise SubmitError(
             f"The job names no compute for its {resources.max_instance_count} node(s). Give compute='<cluster>', or, "
             "for serverless compute, resources.instance_type='<VM size>' (with job_tier='Spot' for spot machines)."
         )
-    if job.compute == "local":  # a pool refuses that itself
+    if job.compute == "local":  # a pool rejects it itself
         raise SubmitError(
             "compute='local' would run a single node in a container of this machine. To try the job here, run "
             "'azureml-elastic local'; to submit it, give the name of a cluster."
         )
 
 
-def _check_docker_args(job: ElasticCommandJob) -> None:
+def _check_docker_args(job: JobFields) -> None:
     resources = job.resources
     if resources.docker_args is None or isinstance(resources.docker_args, str):
         return
-    said = "docker_args is a list, and with a list azure-ai-ml drops"
+    problem = "docker_args is a list, and with a list azure-ai-ml drops"
     if resources.effective_placement == "service":
         raise SubmitError(
-            f"{said} the max_instance_count that the placement 'service' rests on. Give one string, "
+            f"{problem} the max_instance_count that the placement 'service' requires. Give one string, "
             "docker_args=shlex.join([...]), or take the placement 'fan_out'."
         )
     if resources.locations is not None:
         raise SubmitError(
-            f"{said} locations={list(resources.locations)!r}. Give one string, docker_args=shlex.join([...])."
+            f"{problem} locations={list(resources.locations)!r}. Give one string, docker_args=shlex.join([...])."
         )
 
 
-def _check_fan_out(job: ElasticCommandJob) -> None:
+def _check_budget(job: JobFields) -> None:
+    budget = None if job.replacement is None else job.replacement.budget
+    if budget is None:
+        return
+    if not job.pools:
+        raise SubmitError(
+            f"replacement.budget={budget:g} USD needs a price. Name the compute as a pool that has one: "
+            f"compute=[NodePool({job.compute or 'serverless'!r}, max_instance_count=..., price_per_hour=...)]."
+        )
+    unpriced = [pool.compute for pool in job.pools if pool.price_per_hour is None]
+    if unpriced:
+        raise SubmitError(
+            f"replacement.budget={budget:g} USD needs the price of every pool, and {unpriced[0]!r} has none. Give "
+            "NodePool(..., price_per_hour=...)."
+        )
+
+
+def _check_pool_kinds(job: JobFields) -> None:
+    if job.resources.placement not in (None, "fan_out"):
+        raise SubmitError(
+            f"Node pools need the placement 'fan_out', whose nodes are separate jobs; placement="
+            f"{job.resources.placement!r} is one job on one compute. Leave placement out, or name one compute."
+        )
+    kinds = [(pool.compute, pool.instance_type, pool.job_tier) for pool in job.pools]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise SubmitError(f"The pool {kind[0]!r} is there {kinds.count(kind)} times. Combine them into one.")
+    for field, value in (("job_tier", job.job_tier), ("resources.instance_type", job.resources.instance_type)):
+        if value is not None:
+            raise SubmitError(
+                f"{field}={value!r} cannot be combined with node pools, each of which has its own. Give it to a "
+                f"pool: NodePool('serverless', {field.rpartition('.')[2]}={value!r}, ...)."
+            )
+
+
+def _check_pool_counts(job: JobFields) -> None:
+    most = job.resources.max_instance_count
+    least_of_pools = sum(pool.min_instance_count for pool in job.pools)
+    most_of_pools = sum(pool.max_instance_count for pool in job.pools)
+    if least_of_pools > most:
+        raise SubmitError(
+            f"The pools' min_instance_count add up to {least_of_pools} nodes, above max_instance_count={most} of the "
+            "resources. Lower the pools' min_instance_count or raise max_instance_count."
+        )
+    if most_of_pools < most:
+        raise SubmitError(
+            f"The pools give {most_of_pools} nodes at most, below max_instance_count={most} of the resources. Raise "
+            "the pools' max_instance_count or lower that of the resources."
+        )
+
+
+def _check_fan_out(job: JobFields) -> None:
     if job.parent_job_name is not None:
         raise SubmitError(
             f"parent_job_name={job.parent_job_name!r} cannot be carried by the placement 'fan_out', whose nodes have "
             "the pipeline as their parent. Leave it out, or take the placement 'gang' or 'service'."
         )
     for name, output in job.outputs.items():
-        version = output.get("version") if isinstance(output, dict) else getattr(output, "version", None)
+        version = _field(output, "version")
         if version is not None and job.resources.max_instance_count > 1:
             raise SubmitError(
                 f"The output {name!r} registers version={version!r}, but with the placement 'fan_out' each of "
@@ -144,7 +193,7 @@ def _check_fan_out(job: ElasticCommandJob) -> None:
             )
 
 
-def _check_script(job: ElasticCommandJob, found: FoundProgram) -> None:
+def _check_script(job: JobFields, found: FoundProgram) -> None:
     program = parse_program([found.program])
     if job.code is None or _REMOTE.match(str(job.code)):
         return

@@ -41,12 +41,12 @@ def full():
 def test_a_small_job_has_a_few_lines():
     assert str(ElasticCommandJob(**SMALL)).splitlines() == [
         "ElasticCommandJob",
-        "  program         python train.py",
-        "  environment     e:1",
-        "  nodes           1, placement gang",
-        "  compute         serverless",
-        "  workers a node  one for each GPU",
-        "  checkpoints     default blob store",
+        "  program           python train.py",
+        "  environment       e:1",
+        "  nodes             1, placement gang",
+        "  compute           serverless",
+        "  workers per node  one per GPU",
+        "  checkpoints       default blob store",
     ]
 
 
@@ -60,7 +60,7 @@ def test_what_was_given_is_shown():
         "  environment            azureml:env:1",
         "  nodes                  2 to 8, placement fan_out",
         "  compute                gpu, Standard_NC6",
-        "  workers a node         4",
+        "  workers per node       4",
         "  inputs                 data: uri_folder https://account.blob.core.windows.net/x, key: str, lr: float",
         "  outputs                model: custom_model, log: uri_folder",
         "  environment variables  A, WANDB_API_KEY",
@@ -88,4 +88,4 @@ def test_no_secret_is_shown():
 
 
 def test_a_job_that_cannot_run_can_be_looked_at():
-    assert "none that can be started" in str(ElasticCommandJob(**SMALL | {"command": "bash run.sh"}))
+    assert "no program that can be started" in str(ElasticCommandJob(**SMALL | {"command": "bash run.sh"}))

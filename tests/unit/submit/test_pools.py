@@ -62,10 +62,10 @@ def test_the_counts_are_those_of_the_pools_where_nobody_gives_others():
         (
             (NodePool("gpu", min_instance_count=3, max_instance_count=3),),
             {"resources": ElasticResources(max_instance_count=2)},
-            "floors of the pools are 3",
+            "min_instance_count add up to 3 nodes",
         ),
         ((SPOT,), {"resources": ElasticResources(max_instance_count=3, placement="gang")}, "placement='gang'"),
-        ((SPOT,), {"job_tier": "Spot"}, "job_tier='Spot' cannot go with node pools"),
+        ((SPOT,), {"job_tier": "Spot"}, "job_tier='Spot' cannot be combined with node pools"),
         (
             (SPOT,),
             {"resources": ElasticResources(max_instance_count=3, instance_type="S")},

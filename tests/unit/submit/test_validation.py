@@ -56,7 +56,7 @@ class Declared:
         ({"code": "nowhere"}, ["code='nowhere'", "does not exist"]),
         (
             {"outputs": {"o": {"type": "uri_folder", "path_on_compute": "/data"}}},
-            ["output 'o'", "path_on_compute='/data'", "drops it in silence", "${{outputs.o}}"],
+            ["output 'o'", "path_on_compute='/data'", "ignores it silently", "${{outputs.o}}"],
         ),
         (
             {"inputs": {"i": Declared(path_on_compute="/data")}},

@@ -1,0 +1,151 @@
+"""The fields of an elastic job and their validation, without any behaviour; azure-ai-ml is not imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from azureml_elastic.config.base import ConfigModel, PositiveDuration
+from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
+from azureml_elastic.config.checkpoint import CheckpointPolicy
+from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.config.plan import Plan
+from azureml_elastic.config.presets import Presets
+from azureml_elastic.config.replacement import ReplacementPolicy
+from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
+
+__all__ = ["JobFields"]
+
+_MOVED = {
+    "docker_args": "give resources=ElasticResources(docker_args=...)",
+    "instance_count": "give resources=ElasticResources(min_instance_count=..., max_instance_count=...)",
+    "instance_type": "give resources=ElasticResources(instance_type=...)",
+    "is_deterministic": "nothing is ever answered from an earlier run; leave it out",
+    "limits": "give timeout=...",
+    "locations": "give resources=ElasticResources(locations=...)",
+    "queue_settings": "give job_tier=... and priority=...",
+    "shm_size": "give resources=ElasticResources(shm_size=...)",
+}
+"""Fields of azure-ai-ml's command jobs that an elastic job has elsewhere."""
+
+_SUBMISSION_ONLY = ("docker_args", "instance_type", "locations", "properties", "shm_size")
+"""Fields of ``resources`` that the nodes do not use."""
+
+_NO_RESOURCES: Any = None
+"""Default of ``resources``, which passes validation only where the node pools determine the counts."""
+
+
+class JobFields(ConfigModel):
+    """Base model of :class:`~azureml_elastic.submit.job.ElasticCommandJob`, whose docstring describes the fields."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # pydantic would show values of environment variables
+
+    type: Literal["elastic_command"] = "elastic_command"
+    command: str
+    environment: Any = Field(repr=False)
+    resources: ElasticResources = Field(default=_NO_RESOURCES)
+    code: str | os.PathLike[str] | None = None
+    compute: str | tuple[NodePool, ...] | None = None
+    inputs: Mapping[str, Any] = {}
+    outputs: Mapping[str, Any] = {}
+    environment_variables: Mapping[str, str] = Field(default={}, repr=False)
+    distribution: ElasticDistribution = ElasticDistribution()
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
+    replacement: ReplacementPolicy | None = ReplacementPolicy()
+    batch: BatchPolicy = FixedGlobalBatch()
+    presets: Presets = Presets()
+    name: str | None = None
+    display_name: str | None = None
+    experiment_name: str | None = None
+    description: str | None = None
+    tags: Mapping[str, str] = {}
+    properties: Mapping[str, str] = {}
+    identity: Any = None
+    timeout: PositiveDuration | None = None
+    services: Mapping[str, Any] | None = None
+    job_tier: Literal["Spot", "Basic", "Standard", "Premium"] | None = None
+    priority: Literal["low", "medium", "high"] | None = None
+    parent_job_name: str | None = None
+    delivery: Literal["ship", "environment"] = "ship"
+    audit: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_moved_fields(cls, fields: Any) -> Any:
+        moved = sorted(_MOVED.keys() & fields.keys()) if isinstance(fields, dict) else []
+        if moved:
+            raise ValueError(
+                f"{moved[0]} is no field of an elastic job: {_MOVED[moved[0]]} "
+                "(ElasticCommandJob.from_command() translates a job of azure-ai-ml)"
+            )
+        return fields
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_counts_from_pools(cls, fields: Any) -> Any:
+        """Derive missing node counts from the pools, and default their placement to single-node jobs."""
+        compute = fields.get("compute") if isinstance(fields, dict) else None
+        if compute is None or isinstance(compute, str):
+            return fields
+        given = fields.get("resources")
+        try:
+            pools = TypeAdapter(tuple[NodePool, ...]).validate_python(compute)
+            resources = None if given is None else ElasticResources.model_validate(given)
+        except ValidationError:  # reported later under the name of its field
+            return fields if given is not None else {**fields, "resources": ElasticResources(max_instance_count=1)}
+        if not pools:
+            raise ValueError("compute=[] has no pool; give at least one NodePool, or the name of a cluster")
+        if resources is None:
+            least = max(1, sum(pool.min_instance_count for pool in pools))
+            most = sum(pool.max_instance_count for pool in pools)
+            resources = ElasticResources(min_instance_count=least, max_instance_count=most)
+        if resources.placement is None:
+            resources = resources.model_copy(update={"placement": "fan_out"})
+        return {**fields, "compute": pools, "resources": resources}
+
+    @field_validator("distribution", "resources", "checkpoint", mode="before")
+    @classmethod
+    def _is_elastic_type(cls, value: Any, info: Any) -> Any:
+        expected = cls.model_fields[info.field_name].annotation
+        if isinstance(expected, type) and not (isinstance(value, expected) or type(value) is dict):
+            raise ValueError(
+                f"{info.field_name}={value!r} is a {type(value).__name__}; an elastic job takes an "
+                f"{expected.__name__}, from azureml_elastic import {expected.__name__}"
+            )
+        return value
+
+    @property
+    def pools(self) -> tuple[NodePool, ...]:
+        """The node pools in the order of preference; empty if ``compute`` names a single compute."""
+        return self.compute if isinstance(self.compute, tuple) else ()
+
+    @property
+    def plan(self) -> Plan:
+        """The configuration that the nodes receive. It has no run id: Azure ML names each submission."""
+        return Plan(
+            resources=self.resources.model_copy(update=dict.fromkeys(_SUBMISSION_ONLY)),
+            distribution=self.distribution,
+            checkpoint=self.checkpoint,
+            batch=self.batch,
+            pools=self.pools,
+            replacement=self.replacement,
+            audit=self.audit,
+            profile=self.presets.profile,
+        )
+
+    @property
+    def network_location(self) -> tuple[tuple[str | None, ...], bool]:
+        """The nodes' VM sizes (``None`` if unknown), and whether all nodes are in one cluster or one job.
+
+        Nodes of one cluster are close to each other; each job on serverless compute gets unrelated machines.
+        """
+        if self.pools:
+            computes = {pool.compute for pool in self.pools}
+            sizes: tuple[str | None, ...] = tuple(pool.instance_type for pool in self.pools)
+        else:
+            computes, sizes = {str(self.compute or SERVERLESS)}, (self.resources.instance_type,)
+        one_job = self.resources.effective_placement != "fan_out" or self.resources.max_instance_count == 1
+        return sizes, one_job or (len(computes) == 1 and SERVERLESS not in computes)
