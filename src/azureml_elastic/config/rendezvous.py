@@ -1,4 +1,4 @@
-"""Where the nodes of a run find each other, and how patient they are."""
+"""How the nodes of a run find each other: the table, addresses, ports and timeouts."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
 __all__ = ["PORTS_OF_A_NODE", "Credential", "RendezvousTimings", "TableRendezvous"]
 
 PORTS_OF_A_NODE = 3
-"""On which a node listens at a time, at most: its hub, the store of its round, and the store of the next one."""
+"""Largest number of ports on which a node listens at a time: its hub, its round's store, and the next round's store."""
 
 _PORTS = (1024, 65535)
 
 Credential = Literal["auto", "managed_identity", "on_behalf_of", "connection_string", "developer"]
-"""Which identity opens the table.
+"""Identity with which the table is opened.
 
-``auto`` takes, in this order, what the node offers: its managed identity, the identity of the user who
-submitted (on-behalf-of), a connection string in the environment, the developer's own login.
+``auto`` takes the first that the node has: its managed identity, the identity of the user who submitted the job
+(on-behalf-of), a connection string in the environment, the developer's login.
 """
 
 
 class RendezvousTimings(ConfigModel):
-    """The patience of the rendezvous. Every interval is measured on one machine's monotonic clock.
+    """Heartbeat interval and timeouts of the rendezvous, measured on each machine's own monotonic clock.
 
     Args:
-        heartbeat_interval: between two beats on the connection to rank 0's node.
+        heartbeat_interval: time between two heartbeats on the connection to rank 0's node.
         heartbeat_timeout: silence on that connection after which the other side counts as lost.
-        join_timeout: for the members of a sealed round to reach rank 0's node.
-        settle_timeout: how long the first round, once it has its minimum, waits for nodes that announced
-            themselves but are still importing.
-        rejoin_timeout: how long a reopened round, once it has its minimum, waits for the survivors.
-        takeover_delay: after which the next node in line seals a round that nobody seals.
-        rescale_debounce: without another newcomer, after which the running round makes room for those that have come;
-            four times that at most.
-        table_heartbeat_interval: between two signs of life of rank 0's node in the table; a round whose rank 0
-            cannot be reached and gave no sign for twice as long is given up.
-        max_failed_rounds: how many rounds in a row may break because nodes cannot reach each other, before the
-            run is failed.
+        join_timeout: time for the members of a sealed round to connect to rank 0's node.
+        settle_timeout: time for which the first round, once it has its minimum, waits for nodes that have announced
+            themselves and still import.
+        rejoin_timeout: time for which a reopened round, once it has its minimum, waits for the survivors.
+        takeover_delay: time after which the next candidate seals a round that the one before it does not seal.
+        rescale_debounce: time without another newcomer after which the running round makes room for those that have
+            come; four times that at most.
+        table_heartbeat_interval: time between two heartbeats of rank 0's node in the table; a round whose rank 0 cannot
+            be reached and that has not written one for twice as long is given up.
+        max_failed_rounds: number of consecutive rounds that may end because their nodes cannot connect to each other,
+            before the run fails.
     """
 
     heartbeat_interval: PositiveDuration = timedelta(seconds=1)
@@ -60,7 +60,7 @@ class RendezvousTimings(ConfigModel):
         if self.heartbeat_timeout < 2 * self.heartbeat_interval:
             raise ValueError(
                 f"heartbeat_timeout={self.heartbeat_timeout.total_seconds():g} s is below twice "
-                f"heartbeat_interval={self.heartbeat_interval.total_seconds():g} s; one late beat would count "
+                f"heartbeat_interval={self.heartbeat_interval.total_seconds():g} s; one late heartbeat would count "
                 "as a lost node. Raise the first or lower the second"
             )
         return self
@@ -70,19 +70,18 @@ class TableRendezvous(ConfigModel):
     """A table that all nodes of a run can reach.
 
     Args:
-        endpoint: the account's table URL (``https://<account>.table.core.windows.net``), or the path of an
-            SQLite file for nodes that share one machine. ``None`` takes the storage account of the Azure ML
-            workspace that the node runs in.
-        table: the table's name, 3 to 63 letters and digits; made when it is missing.
-        credential: which identity opens the table.
-        client_id: of a user-assigned managed identity; ``None`` takes the compute's default.
-        connection_string_variable: the environment variable that holds a connection string. The string itself
-            never enters the plan.
-        port_range: the first and the last port on which nodes listen for each other, for firewalls; ``None`` takes any
-            that are free. ``docs/network.md`` tells what else needs to be open.
-        advertise: where the other nodes reach a node: the name of one of its network interfaces (``"eth0"``), a range
-            of addresses (``"10.0.0.0/16"``) or one address; ``None`` takes the address on the way to the table.
-        timings: patience of the rendezvous.
+        endpoint: table URL of the storage account (``https://<account>.table.core.windows.net``), or path of an SQLite
+            file for nodes that share one machine; ``None`` for the storage account of the node's Azure ML workspace.
+        table: name of the table, 3 to 63 letters and digits; the table is created when it is missing.
+        credential: identity with which the table is opened.
+        client_id: client ID of a user-assigned managed identity; ``None`` for the compute's default.
+        connection_string_variable: name of the environment variable that holds a connection string, which itself is
+            never part of the plan.
+        port_range: first and last port on which nodes listen for each other, for firewalls; ``None`` for any free
+            ports. ``docs/network.md`` lists what else needs to be open.
+        advertise: address under which the other nodes reach a node: the name of a network interface (``"eth0"``), a
+            range of addresses (``"10.0.0.0/16"``) or one address; ``None`` for the address on the route to the table.
+        timings: heartbeat interval and timeouts.
     """
 
     endpoint: str | None = None
@@ -114,13 +113,13 @@ class TableRendezvous(ConfigModel):
 
     @field_validator("advertise")
     @classmethod
-    def _range_is_one(cls, value: str | None) -> str | None:
+    def _range_is_valid(cls, value: str | None) -> str | None:
         if value is not None and "/" in value:
             try:
                 ipaddress.ip_network(value, strict=False)
             except ValueError as error:
                 raise ValueError(
-                    f"advertise={value!r} is no range of addresses: {error}. Give one such as 10.0.0.0/16, the name of "
+                    f"advertise={value!r} is not a range of addresses: {error}. Give one such as 10.0.0.0/16, the name of "
                     "a network interface, or an address"
                 ) from error
         return value

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Limits, Round
-from azureml_elastic.node.rendezvous.state.row_keys import node_of
+from azureml_elastic.node.rendezvous.state.round import Limits, Round
+from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, node_of
 from tests.support.rendezvous.simulated_runtime import Costs, End, SimulatedRuntime, SimulatedServer
 from tests.support.rendezvous.simulated_table import Fault, SimulatedStorage, SimulatedTable, Write
 from tests.support.rendezvous.simulated_time import Killed, Scheduler, Task
@@ -60,7 +60,7 @@ class Node:
         self.steps = 0
         self.dies_at: int | None = None
         self.joined: list[Round] = []
-        self.seated = False
+        self.in_round = False
         self._ends: dict[str, object] | None = None
         self._limits = limits
         self._imports_s = imports_s
@@ -86,7 +86,7 @@ class Node:
     def kill(self) -> None:
         """End the node as SIGKILL would: connections break, nothing is said."""
         self.dead = True
-        self.seated = False
+        self.in_round = False
         for server in list(self.servers.values()):
             for end in list(server.connections):
                 end.close()
@@ -97,7 +97,7 @@ class Node:
     def unplug(self) -> None:
         """Cut the node off: whoever waits for it hears nothing, not even that it is gone."""
         self.cut = True
-        self.seated = False
+        self.in_round = False
 
     def break_round(self, **how: object) -> None:
         """Have the node end its round when it looks at it next; see ``Rendezvous.reopen``."""
@@ -124,18 +124,18 @@ class Node:
         cluster = self.cluster
         self.rendezvous = Rendezvous(
             SimulatedTable(cluster.storage, self), self.name, self.host, 1, self._limits, cluster.timings,
-            machine=SimulatedRuntime(self),
+            runtime=SimulatedRuntime(self),
         )  # fmt: skip
         if self._imports_s >= 0:
             self.rendezvous.announce()
             cluster.scheduler.wait(cluster.scheduler.now + self._imports_s)
         while True:
             assignment = self.rendezvous.join()
-            self.seated = True
+            self.in_round = True
             self.joined.append(assignment.round)
             cluster.check()
             self._stay()
-            self.seated = False
+            self.in_round = False
 
     def _stay(self) -> None:
         """Be in a round until it is over, as an agent is."""
@@ -229,7 +229,7 @@ class Cluster:
             threading.stack_size(before)
             sys.setswitchinterval(interval)
         if not until():
-            outside = [node.name for node in self.nodes if not node.dead and not node.seated]
+            outside = [node.name for node in self.nodes if not node.dead and not node.in_round]
             raise Stalled(
                 f"not after {limit_s:g} s; without an assignment: {outside[:10]} ({len(outside)}); {self.failures}"
             )
@@ -239,7 +239,7 @@ class Cluster:
         """Run until all living nodes are in one sealed round, and return the moment."""
 
         def settled() -> bool:
-            if any(not (node.seated or node.dead or node.cut) for node in self._unseated_first()):
+            if any(not (node.in_round or node.dead or node.cut) for node in self._outside_first()):
                 return False
             alive = [node for node in self.nodes if not node.dead and not node.cut]
             if len(alive) < (size or 1):
@@ -251,7 +251,7 @@ class Cluster:
 
         return self.run(settled, limit_s)
 
-    def _unseated_first(self) -> Iterator[Node]:
+    def _outside_first(self) -> Iterator[Node]:
         """Yield all nodes, the one first that stood in the way when this was asked last."""
         if self._in_the_way is not None:
             yield self._in_the_way

@@ -81,7 +81,7 @@ def test_without_a_workspace_the_rest_is_looked_at(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     result = RUN.invoke(app, ["doctor", "--advertise", "10.0.0.0/99"])
     assert result.exit_code == 2
-    assert "is no range of addresses" in result.stderr
+    assert "is not a range of addresses" in result.stderr
 
 
 def test_a_job_examines_its_nodes_with_what_it_has_brought_along(workspace):

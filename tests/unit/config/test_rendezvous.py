@@ -36,7 +36,7 @@ def test_where_nodes_are_reached(where):
 
 @pytest.mark.parametrize(
     ("where", "said"),
-    [("", "advertise"), ("eth 0", "advertise"), ("10.0.0.0/40", "advertise='10.0.0.0/40' is no range of addresses")],
+    [("", "advertise"), ("eth 0", "advertise"), ("10.0.0.0/40", "advertise='10.0.0.0/40' is not a range of addresses")],
 )
 def test_what_is_no_address_is_refused(where, said):
     with pytest.raises(ValidationError, match=said):

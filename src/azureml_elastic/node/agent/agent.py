@@ -40,6 +40,7 @@ from azureml_elastic.node.hangs.stack_dump import Worker
 from azureml_elastic.node.hangs.stack_report import StackDumper
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watch import Preemption
+from azureml_elastic.node.rendezvous.hub.messages import Done
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
 from azureml_elastic.node.rendezvous.state.round import global_ranks
@@ -128,7 +129,7 @@ class NodeAgent:
             recorder,
             identity.node,
             broadcast=rendezvous.hub.broadcast,
-            send=lambda message: rendezvous.link.send(message),  # noqa: PLW0108 - another one in each round
+            send=lambda message: rendezvous.link.report(message),  # noqa: PLW0108 - another one in each round
         )
         self._conversation = Conversation(rendezvous, channel, hangs, opens_session=opens_session)
         self._store: Any = None
@@ -229,7 +230,7 @@ class NodeAgent:
                 if self._crew.all(self._channel.stopped):
                     continue
                 self._done = True
-                self._rdzv.link.send({"op": "done"})
+                self._rdzv.link.send(Done())
 
     def _some_failed(self) -> Ending | None:
         self._workers.wait_for_siblings()
@@ -272,7 +273,7 @@ class NodeAgent:
         else:
             self._channel.interrupt()
         if leaving:
-            self._rdzv.drop()  # the others hear of it before the table does
+            self._rdzv.disconnect()  # the others hear of it before the table does
         round_ = self._rdzv.assignment.round
         if self._rdzv.reopen(reason, lost=lost, round_failed=round_failed):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))

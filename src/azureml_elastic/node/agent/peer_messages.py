@@ -65,12 +65,12 @@ class Conversation:
         """Tell rank 0's agent, once, that this node has to go."""
         if not self._leaving:
             self._leaving = True
-            self._rdzv.link.send({"op": "report", "what": "leaving"})
+            self._rdzv.link.report({"what": "leaving"})
 
     def talk(self) -> None:
         """Carry proposals and decisions between rank 0's agent and the local workers."""
         link = self._rdzv.link
-        for message in link.take_messages():
+        for message in link.take_broadcasts():
             if message["op"] == "prepare":
                 self._channel.prepare(message)
             elif message["op"] == "placed":
@@ -83,9 +83,9 @@ class Conversation:
                     _LOG.info("All workers stop after the same step; not in the next round: %s.", _list(self.leavers))
                 self._channel.decide({**message, "stay": self._rdzv.node not in self.leavers})
         for report in self._channel.take_reports():
-            link.send(report)
+            link.report(report)
         if (placed := self._connecting.news(placed=self._channel.placed)) is not None:
-            link.send(placed)
+            link.report(placed)
 
     def gap(self) -> UnreachablePair | None:
         """Return the gap for which this agent has to end the round now, because workers will never connect over it."""
@@ -108,15 +108,15 @@ class Conversation:
         coordinator = self._coordinator
         if coordinator is None:
             return None
-        for report in self._rdzv.hub.take_reports():
+        for node, report in self._rdzv.hub.take_reports():
             if report.get("what") == "leaving":
-                self.leavers.add(report["node"])
+                self.leavers.add(node)
             elif report.get("what") == "placed":
-                self._connecting.reported(report["node"])
+                self._connecting.reported(node)
             elif report.get("what") == "dumped":
-                self._hangs.answered(report["node"])
+                self._hangs.answered(node)
             else:
-                coordinator.take(report, sorted(self.leavers))
+                coordinator.take({**report, "node": node}, sorted(self.leavers))
         ending = coordinator.finished or self._channel.finished or done
         if coordinator.busy or coordinator.leaving or ending or not (self.leavers or status.waiting):
             return None

@@ -1,7 +1,8 @@
-"""The rendezvous of one node: its rows in the table, its hub, its link to rank 0, and the moves between rounds.
+"""The rendezvous of one node: it joins a round, is a member of it, and ends it, again and again until the run ends.
 
-:class:`Rendezvous` owns the state and the I/O; what to do is decided by the pure functions of
-:mod:`~azureml_elastic.node.rendezvous.state.round`. One thread (the agent's) calls it; the hub and the link only wake it up.
+:class:`Rendezvous` drives objects that each own one piece of I/O: the table rows, this node's hub, the connection to
+another hub, the table heartbeat and the probes. Decisions are pure functions of
+:mod:`~azureml_elastic.node.rendezvous.state`. One thread, the agent's, calls it; other threads only wake that one.
 """
 
 from __future__ import annotations
@@ -13,50 +14,63 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.errors import RunFailed, RunSucceeded
+from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
 from azureml_elastic.node.failures.restart_policy import FailureRecord, aged
 from azureml_elastic.node.host.addresses import listening_address, place
 from azureml_elastic.node.host.ports import Ports
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.link import Link
-from azureml_elastic.node.rendezvous.join.entering import Entrance
-from azureml_elastic.node.rendezvous.join.waiting import Lobby
+from azureml_elastic.node.rendezvous.hub.messages import Unreachable
+from azureml_elastic.node.rendezvous.hub.state import HubView
+from azureml_elastic.node.rendezvous.hub.watch import HubWatch
+from azureml_elastic.node.rendezvous.join.entering import LeaderLostError, RoundEntry
+from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
+from azureml_elastic.node.rendezvous.join.waiting import JoinWaiter
 from azureml_elastic.node.rendezvous.membership import Membership
 from azureml_elastic.node.rendezvous.reachability.probing import DataPort, PeerProber
-from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
-from azureml_elastic.node.rendezvous.round_end import RoundEnding
+from azureml_elastic.node.rendezvous.reachability.reachability import (
+    Reachability,
+    UnreachablePair,
+    is_unreachable,
+)
+from azureml_elastic.node.rendezvous.round_end import RoundEnd
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
+from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
 from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 from azureml_elastic.node.table import Table
 
 __all__ = ["Rendezvous"]
 
-_LONGEST_PAUSE_SECONDS = 2.0
-"""The longest pause before another attempt of nodes that could not reach each other."""
-
-_LOOK_SECONDS = 5.0
-"""The longest sleep of a node that would like to reach another one."""
+_MAX_BACKOFF_SECONDS = 2.0
+"""Longest pause before a new attempt of nodes that could not connect to each other."""
 
 
 class Rendezvous:
     """One node's part in the run.
 
     Args:
-        table: opened for the run.
-        node: this node's name, unique in the run.
-        host: where the other nodes reach this one.
-        slots: workers of this node.
+        table: table of the run.
+        node: name of this node, unique in the run.
+        host: address under which the other nodes reach this one.
+        slots: number of workers of this node.
         limits: node counts.
-        timings: the patience.
-        cancelled: asked while waiting; true ends the wait with ``InterruptedError``.
-        host_id: names the machine that strikes are held against.
-        strikes: returns how many are live against it; is told whether others may have struck it meanwhile.
-        machine: that the node runs on; by default this one, with the ports.
-        ports: the first and the last port to listen on; ``None`` for any.
-        unreachable: called with each other node that this one cannot reach.
+        timings: heartbeat interval and timeouts.
+        cancelled: returns whether to end a wait with ``InterruptedError``.
+        host_id: identifier of the machine, against which strikes are counted.
+        strikes: returns the number of live strikes against the machine; the argument is whether other nodes may have
+            written new ones.
+        runtime: clock, threads and sockets; by default those of this machine.
+        ports: first and last port to listen on; ``None`` for any.
+        unreachable: called with each node that this one cannot reach.
+
+    Attributes:
+        node: name of this node.
+        incarnation: random identifier of this process.
+        wake: event that is set when the agent should look at :meth:`status`.
+        hub: this node's hub.
 
     Raises:
         UsageError: all these ports are taken.
@@ -73,78 +87,53 @@ class Rendezvous:
         cancelled: Callable[[], bool] = lambda: False,
         host_id: str = "",
         strikes: Callable[[bool], int] = lambda _: 0,
-        machine: Runtime | None = None,
+        runtime: Runtime | None = None,
         ports: tuple[int, int] | None = None,
         unreachable: Callable[[UnreachablePair], None] = lambda _: None,
     ) -> None:
+        # Each object gets only objects that were made before it.
         self.node = node
         self.incarnation = uuid.uuid4().hex[:12]
-        self._machine = machine or Runtime(Ports(ports))
-        self._clock = self._machine.clock
-        self.wake = self._machine.event()
-        self._rows = Rows(table, self._rest)
-        self._host = host
-        self._slots = slots
         self._limits = limits
         self._timings = timings
-        self._cancelled = cancelled
-        self._host_id = host_id
         self._strikes = strikes
-        self._interface = listening_address(host)
         self._unreachable = unreachable
-        self._reach = Reachability(node, host, self._clock, ports, self._cannot_reach)
-        self._hub = Hub(self._interface, timings, self.wake.set, self.incarnation, self._machine, limits.quarantine)
-        self._data_port = DataPort(self._machine, self._interface) if ports is not None else None
-        self._witness = TableHeartbeat(table, timings, self._hub.changed, self._machine)
-        self._lobby = Lobby(
-            self._rows,
-            self._hub,
-            self._witness,
-            limits,
-            timings,
-            self._sleep,
-            self.wake.set,
-            self._reach,
-            self._machine,
-        )
-        self._membership = Membership(
-            node,
-            self.incarnation,
-            limits.maximum,
-            timings,
-            rows=self._rows,
-            hub=self._hub,
-            witness=self._witness,
-            heard=self._lobby.heard,
-            wake=self.wake.set,
-            machine=self._machine,
-        )
-        self._entrance = Entrance(
-            node,
-            membership=self._membership,
-            rows=self._rows,
-            witness=self._witness,
-            reach=self._reach,
-            timings=timings,
-            rest=self._rest,
-            whoami=self._whoami,
-            machine=self._machine,
-        )
-        self._ending = RoundEnding(
-            membership=self._membership,
-            rows=self._rows,
-            hub=self._hub,
-            lobby=self._lobby,
-            reach=self._reach,
-            timings=timings,
-            whoami=self._whoami,
-            woken=self.wake,
-            machine=self._machine,
-        )
-        self._probing = PeerProber(
-            self._machine, self._reach, self._membership.is_on, self._membership.tell_leader, self.wake.set, node
-        )
-        self._known_strikes = 0
+        self._interface = interface = listening_address(host)
+        self._runtime = runtime = runtime or Runtime(Ports(ports))
+        self._latest = latest = LatestRound()
+        self.wake = runtime.event()
+        wake, clock = self.wake.set, runtime.clock
+        self._membership = Membership(node, self.incarnation, timings, wake, runtime, latest)
+        self._reachability = Reachability(node, host, clock, ports, self._report_unreachable)
+        self._prober = PeerProber(runtime, self._reachability, self._membership, wake, node)
+        self._sleeper = Sleeper(self.wake, clock, self._prober, self._reachability, cancelled)
+        self._rows = Rows(table, self._sleeper.sleep, latest)
+        self.hub = Hub(
+            interface, timings, wake, self.incarnation,
+            runtime=runtime, quarantine=limits.quarantine, latest=latest,
+            reached_leader=self._membership.reached_leader,
+        )  # fmt: skip
+        self._data_port = DataPort(runtime, interface) if ports is not None else None
+        self._heartbeat = TableHeartbeat(table, timings, self.hub.request_read, runtime)
+        self._watch = HubWatch(self._reachability, timings, wake, runtime, latest)
+        self._waiter = JoinWaiter(
+            rows=self._rows, hub=self.hub, watch=self._watch, heartbeat=self._heartbeat,
+            reachability=self._reachability, limits=limits, timings=timings, sleeper=self._sleeper, clock=clock,
+            latest=latest,
+        )  # fmt: skip
+        self._entry = RoundEntry(
+            membership=self._membership, rows=self._rows, heartbeat=self._heartbeat, reachability=self._reachability,
+            timings=timings, sleeper=self._sleeper, runtime=runtime, latest=latest,
+        )  # fmt: skip
+        self._end = RoundEnd(
+            membership=self._membership, rows=self._rows, hub=self.hub, watch=self._watch, wake=self.wake,
+            reachability=self._reachability, timings=timings, clock=clock, latest=latest,
+        )  # fmt: skip
+        data_port = self._data_port.number if self._data_port is not None else 0
+        self._me = Member(
+            node, self.incarnation,
+            host=host, hub_port=self.hub.port, slots=slots, host_id=host_id, data_port=data_port,
+        )  # fmt: skip
 
     @property
     def assignment(self) -> Assignment:
@@ -154,28 +143,23 @@ class Rendezvous:
 
     @property
     def last_round(self) -> int:
-        """The number of the round joined last, 0 before the first."""
+        """Number of the round joined last, 0 before the first."""
         return self.assignment.round.number if self._membership.assignment else 0
 
     @property
     def leads(self) -> bool:
         """Whether this node is rank 0 of its round."""
-        return self._membership.assignment is not None and self.assignment.rank == 0
+        return self._membership.leads
 
     @property
     def seconds_in_round(self) -> float:
-        """How long this node has had its place in the round, by its own monotonic clock."""
+        """Seconds since this node got its assignment, on its monotonic clock."""
         return self._membership.seconds
 
     @property
     def failures(self) -> tuple[FailureRecord, ...]:
-        """The run's worker failures that still count, as old as they would be if the round ended now."""
+        """The run's worker failures that still count, aged as if the round ended now."""
         return aged(self.assignment.round.failures, self.seconds_in_round)
-
-    @property
-    def hub(self) -> Hub:
-        """This node's hub."""
-        return self._hub
 
     @property
     def link(self) -> Link:
@@ -183,58 +167,60 @@ class Rendezvous:
         assert self._membership.link is not None, "no round was joined yet"
         return self._membership.link
 
+    # --- joining -----------------------------------------------------------------------------------------------------
+
     def announce(self) -> None:
         """Write this node's row before its slow imports, so that the first round can wait for it."""
-        self._rows.write_member(replace(self._whoami(), state="starting"))
+        self._rows.write_member(replace(self._me, state="starting"))
 
     def join(self) -> Assignment:
-        """Wait for the next round that has a place for this node, and take it.
+        """Wait for the next round in which this node is a member, and enter it.
 
         Returns:
-            The place. On rank 0 the caller must start serving the store on ``assignment.listener`` at once.
+            The assignment. On rank 0 the caller must start serving the store on its ``listener`` at once.
 
         Raises:
-            RunSucceeded: the run has ended well; there is nothing left to do.
-            RunFailed: the run has failed; the message is the failure's.
+            RunSucceeded: the run has succeeded; nothing is left to do.
+            RunFailed: the run has failed, with this message.
             InterruptedError: ``cancelled`` returned true.
             TableForbidden, TableNotFound: the table cannot be used.
         """
         self._membership.leave()
         listener: socket.socket | None = None
         try:
-            round_, known = self._first_look()
+            round_, known = self._first_read()
             while True:
                 if round_.closed:
                     raise _ended(round_)
                 if round_.state == "sealed":
                     known = round_.members
-                    assignment = self._take_seat(round_, listener)
+                    assignment = self._enter(round_, listener)
                     if assignment is not None:
                         listener = None if assignment.listener is not None else listener
                         return assignment
                     if self.last_round == round_.number:
-                        # This node has left its own round; whoever should end it may be dead.
+                        # This node has left its own round, and the node that should end it may be dead.
                         self.reopen(f"{self.node} has left the round")
-                        round_ = self._membership.newest(round_)
+                        round_ = self._latest.after(round_) or self._rows.read_round()
                     else:
-                        round_ = self._lobby.wait_beside(round_, self._whoami())
+                        round_ = self._waiter.wait_beside(round_, self._me)
                     continue
                 if listener is None:
-                    listener = self._machine.listen(self._interface, 2048)
+                    listener = self._runtime.listen(self._interface, 2048)
                 if round_.failed_rounds:
-                    self._rest(min(_LONGEST_PAUSE_SECONDS, 0.1 * 2**round_.failed_rounds))
-                round_ = self._lobby.wait_for_seal(round_, self._candidacy(round_, listener), known)
+                    self._sleeper.sleep(min(_MAX_BACKOFF_SECONDS, 0.1 * 2**round_.failed_rounds))
+                round_ = self._waiter.wait_for_seal(round_, self._candidacy(round_, listener), known)
         finally:
-            self._lobby.leave()
+            self._watch.close()
             if listener is not None:
                 listener.close()
 
     def running(self) -> bool:
-        """Read whether a round trains already, so that this node comes as a spare that nobody waits for."""
+        """Read whether a round is sealed, so that this node joins as a spare that no node waits for."""
         return self._rows.read_round().state == "sealed"
 
     def given_up(self) -> bool:
-        """Read whether the others have gone on without this node, so that it comes back as a new one.
+        """Read whether the others have gone on without this node, so that it returns as a new one.
 
         Raises:
             RunSucceeded, RunFailed: the run has ended.
@@ -244,31 +230,57 @@ class Rendezvous:
             raise _ended(round_)
         return round_.number > self.last_round > 0 and self.node not in round_.previous
 
+    # --- being a member ----------------------------------------------------------------------------------------------
+
     def status(self) -> Status:
-        """Return what is known about the current round; reads the table only after a hint that it has moved."""
-        self._probing.tick()
-        return self._membership.status()
+        """Return the state of the round; reads the table only where a hub has sent that the row has changed."""
+        self._prober.tick()
+        membership = self._membership
+        link, assignment = membership.link, membership.assignment
+        if link is None or assignment is None:
+            return Status()
+        view = self.hub.view() if membership.leads else HubView()
+        lost = link.lost | view.lost
+        membership.over = membership.over or link.broken or self._has_changed(assignment.round, link)
+        if link.broken and not link.was_paused:
+            lost |= {assignment.round.members[0].node} - {self.node}
+        is_full = len(assignment.round.members) >= self._limits.maximum
+        debounce = self._timings.rescale_debounce.total_seconds()
+        return Status(
+            lost=lost - {self.node},
+            over=membership.over or self.node in lost,
+            waiting=frozenset() if is_full else view.spares(self._runtime.clock(), debounce),
+            all_done=link.all_done,
+        )
 
     def take_unreachable_pair(self) -> UnreachablePair | None:
-        """Return a gap to another member of the round to which workers alone connect, if there is one.
+        """Return an unreachable member to which only workers connect, if there is one, because of which the round ends.
 
-        It is to end the round: until it has closed, the two are not put together again.
+        The two nodes are not members of one round again until they reach each other.
         """
-        return self._reach.prove({member.incarnation for member in self.assignment.round.members})
+        return self._reachability.confirm({member.incarnation for member in self.assignment.round.members})
 
     def store_failed(self, error: OSError, seconds: float) -> None:
-        """End the round because this node cannot reach the port of its store, and tell so.
+        """End the round because this node cannot reach the port of its store.
 
         Args:
-            error: that a connection ended with.
-            seconds: that it was given.
+            error: error of the connection.
+            seconds: timeout of the connection.
         """
         first, number = self.assignment.round.members[0], self.assignment.round.number
         reason = f"{self.node} cannot reach the store of {first.node} at {place(first.host, first.store_port)}: {error}"
         if is_unreachable(error):
             purpose = f"the store of round {number}"
-            reason = str(self._reach.failed(first, purpose, error, seconds, way="store", port=first.store_port))
+            reason = str(
+                self._reachability.failed(first, purpose, error, seconds, target="store", port=first.store_port)
+            )
         self.reopen(reason, round_failed=True)
+
+    def disconnect(self) -> None:
+        """End the connection to rank 0's hub, which reports this node as lost within milliseconds."""
+        self._membership.disconnect()
+
+    # --- ending a round ----------------------------------------------------------------------------------------------
 
     def reopen(
         self,
@@ -278,22 +290,18 @@ class Rendezvous:
         failures: tuple[FailureRecord, ...] = (),
         round_failed: bool = False,
     ) -> bool:
-        """End the current round so that another can form.
+        """End the current round so that another can form, or the run after too many failed rounds.
 
         Args:
             reason: why, for the ledger.
-            lost: members that will not be back.
+            lost: members that will not return.
             failures: the run's failures with the one that ends the round; none when no worker has failed.
-            round_failed: whether the round ends because its nodes could not reach each other.
+            round_failed: whether the round ends because its nodes could not connect to each other.
 
         Returns:
-            Whether it was this node that ended it; otherwise another one was first, and nothing was charged.
+            Whether this node has ended it; otherwise another one was first, and nothing is charged.
         """
-        return self._ending.reopen(reason, lost=lost, failures=failures, round_failed=round_failed)
-
-    def drop(self) -> None:
-        """Break the connection to rank 0, which tells everyone in milliseconds that this node is gone."""
-        self._membership.drop_link()
+        return self._end.reopen(self._me, reason, lost=lost, failures=failures, round_failed=round_failed)
 
     def close(
         self,
@@ -303,83 +311,77 @@ class Rendezvous:
         exit_code: int = 0,
         failures: tuple[FailureRecord, ...] = (),
     ) -> bool:
-        """End the run for all nodes, and return whether it was this node that ended it."""
-        return self._ending.close(succeeded=succeeded, message=message, exit_code=exit_code, failures=failures)
+        """End the run for all nodes, and return whether this node has ended it."""
+        return self._end.close(succeeded=succeeded, message=message, exit_code=exit_code, failures=failures)
 
     def leave(self, reason: str) -> None:
-        """Tell that this node is gone for good. Never raises: whoever leaves has no time for errors."""
+        """Write that this node will not return. Never raises, since a node that leaves cannot handle errors."""
         with contextlib.suppress(Exception):
-            self._rows.write_member(replace(self._whoami(), state="left", reason=reason))
+            self._rows.write_member(replace(self._me, state="left", reason=reason))
 
     def shutdown(self) -> None:
-        """Close the hub and the link."""
+        """Close the hub and the connections."""
         self._membership.leave()
-        self._witness.stop()
-        self._hub.close()
+        self._heartbeat.stop()
+        self.hub.close()
         if self._data_port is not None:
             self._data_port.close()
 
-    def _cannot_reach(self, gap: UnreachablePair) -> None:
-        """Tell rank 0's node, where it is another one and can be reached; from any thread."""
-        self._unreachable(gap)
-        if not self.leads:
-            self._membership.tell_leader({"op": "unreachable", "text": str(gap)})
-
-    def _first_look(self) -> tuple[Round, Iterable[Member] | Roster]:
-        """Return the round as it is, with the other nodes that this one knows of; without a read where it was told."""
+    def _first_read(self) -> tuple[Round, Iterable[Member] | Roster]:
+        """Return the current round and other nodes, without a read where the round was received."""
         if self._membership.assignment is None:
             return self._rows.read_some(self.node)
-        return self._membership.newest(self.assignment.round), self.assignment.round.members
-
-    def _whoami(self) -> Member:
-        return Member(
-            node=self.node,
-            incarnation=self.incarnation,
-            host=self._host,
-            hub_port=self._hub.port,
-            slots=self._slots,
-            host_id=self._host_id,
-            strikes=self._known_strikes,
-            data_port=self._data_port.number if self._data_port is not None else 0,
-        )
+        before = self.assignment.round
+        return self._latest.after(before) or self._rows.read_round(), before.members
 
     def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
-        # A node that was in the run and is no survivor was lost to the others, who may hold that against it.
-        self._known_strikes = self._strikes(
-            self._membership.assignment is not None and self.node not in round_.previous
-        )
-        before = self.assignment.round.failures if self._membership.assignment is not None else ()
-        self._reach.in_doubt = round_.failed_rounds > 0 or len(round_.failures) > len(before)
-        return replace(self._whoami(), round=round_.number, store_port=listener.getsockname()[1])
+        """Return the row with which this node wants to be in an open round."""
+        # A former member that is not a survivor was lost to the others, which may have written strikes against it.
+        was_member = self._membership.assignment is not None
+        self._me = replace(self._me, strikes=self._strikes(was_member and self.node not in round_.previous))
+        failures_before = self.assignment.round.failures if was_member else ()
+        self._reachability.suspect_workers = round_.failed_rounds > 0 or len(round_.failures) > len(failures_before)
+        return replace(self._me, round=round_.number, store_port=listener.getsockname()[1])
 
-    def _take_seat(self, round_: Round, listener: socket.socket | None) -> Assignment | None:
+    def _enter(self, round_: Round, listener: socket.socket | None) -> Assignment | None:
         """Enter the sealed round if this incarnation is in it and has not been in it before."""
-        rank = self._membership.place_in(round_)
+        rank = self._membership.rank_in(round_)
         if rank is None or listener is None:
             return None
-        assignment = self._entrance.enter(round_, rank, listener)
-        if isinstance(assignment, str):
-            self.reopen(assignment, lost=frozenset({round_.members[0].node}), round_failed=True)
+        if rank == 0:
+            self.hub.enter(round_)
+            self._heartbeat.start(round_.number)
+        else:
+            self._heartbeat.stop()
+        try:
+            assignment = self._entry.enter(round_, rank, listener, self._me)
+        except LeaderLostError as error:
+            self.reopen(str(error), lost=frozenset({round_.members[0].node}), round_failed=True)
             return None
         if assignment is not None:
-            self._lobby.leave()  # only now, so that what was said there last has arrived
-            self._probing.begin(round_, rank)
+            self._watch.close()  # only now, so that the messages sent there have arrived
+            self._prober.begin(assignment)
         return assignment
 
-    def _rest(self, seconds: float) -> None:
-        """Wait for so long, whatever wakes the node up meanwhile."""
-        until = self._clock() + seconds
-        while (left := until - self._clock()) > 0:
-            self._sleep(left)
+    def _has_changed(self, round_: Round, link: Link) -> bool:
+        """Return whether a newer version of the round is known; reads the row if rank 0's hub has sent to read it."""
+        if self._latest.after(round_) is not None:
+            return True
+        if not link.must_read:
+            return False
+        link.must_read = False
+        try:
+            current = self._rows.read_round(retry=False)
+        except TableUnavailable:
+            link.must_read = True
+            return False
+        return current.number != round_.number or current.state != "sealed"
 
-    def _sleep(self, seconds: float) -> bool:
-        """Wait until woken, or for a while; return whether it was before the time."""
-        self._probing.tick()
-        woken = self.wake.wait(min(seconds, _LOOK_SECONDS) if self._reach.gaps() else seconds)
-        self.wake.clear()
-        if self._cancelled():
-            raise InterruptedError("the node was told to leave")
-        return woken
+    def _report_unreachable(self, pair: UnreachablePair) -> None:
+        """Report a pair to the agent and to rank 0's node. Thread-safe."""
+        self._unreachable(pair)
+        if not self._membership.leads:
+            self._membership.send_to_leader(Unreachable(str(pair)))
 
 
 def _ended(round_: Round) -> RunSucceeded | RunFailed:

@@ -1,52 +1,53 @@
-"""How a round ends, and the run: who writes it, and what it says about nodes that could not reach each other."""
+"""How a node ends its round, or the run: whose turn it is, and what is written about members that never connected."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import TableError
 from azureml_elastic.node.failures.restart_policy import FailureRecord, aged
 from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.join.waiting import Lobby
+from azureml_elastic.node.rendezvous.hub.messages import RoundChanged
+from azureml_elastic.node.rendezvous.hub.watch import HubWatch
 from azureml_elastic.node.rendezvous.membership import Membership
-from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, why_absent
-from azureml_elastic.node.rendezvous.runtime import Runtime
-from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.round import Member, Round, RoundState, reopened
+from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, describe_absence
+from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.rows import Rows
+from azureml_elastic.node.rendezvous.state.sealing import reopened
 
-__all__ = ["RoundEnding"]
+__all__ = ["RoundEnd"]
 
 _LOG = logging.getLogger(__name__)
 
 _TURN_SECONDS = 0.05
-"""How long each survivor gives the one before it to end a broken round."""
+"""Time that each survivor gives the one before it to end a broken round."""
 
-_LONGEST_TURN_SECONDS = 1.0
-"""The longest that a survivor waits for all those before it."""
+_MAX_TURN_SECONDS = 1.0
+"""Longest time that a survivor waits for all those before it."""
 
-_MOST_READ = 3
-"""Of how many members that never came the rows are read for the reason."""
+_MAX_DESCRIBED = 3
+"""Largest number of members that never connected whose rows are read for the reason."""
 
 
-class RoundEnding:
-    """Ends this node's round. For one thread.
+class RoundEnd:
+    """The end of this node's rounds. For the agent's thread.
 
     Args:
-        membership: this node's.
-        rows: of the rendezvous.
-        hub: this node's own.
-        lobby: listens to whoever should end the round.
-        reach: tells what to do about nodes that cannot reach each other.
-        timings: the patience.
-        whoami: returns this node.
-        woken: set when something has happened.
-        machine: that the node runs on.
+        membership: the round joined last.
+        rows: table rows.
+        hub: this node's own hub.
+        watch: connection to the hub of the node that should end the round.
+        wake: event that is set when a hub has sent something.
+        reachability: source of the advice about nodes that could not connect.
+        timings: join timeout and largest number of failed rounds.
+        clock: clock in monotonic seconds.
+        latest: newest version of the round.
     """
 
     def __init__(
@@ -55,46 +56,55 @@ class RoundEnding:
         membership: Membership,
         rows: Rows,
         hub: Hub,
-        lobby: Lobby,
-        reach: Reachability,
+        watch: HubWatch,
+        wake: threading.Event,
+        reachability: Reachability,
         timings: RendezvousTimings,
-        whoami: Callable[[], Member],
-        woken: threading.Event,
-        machine: Runtime,
+        clock: Callable[[], float],
+        latest: LatestRound,
     ) -> None:
         self._membership = membership
         self._rows = rows
         self._hub = hub
-        self._lobby = lobby
-        self._reach = reach
+        self._watch = watch
+        self._wake = wake
+        self._reachability = reachability
         self._timings = timings
-        self._whoami = whoami
-        self._woken = woken
-        self._clock = machine.clock
+        self._clock = clock
+        self._latest = latest
 
     def reopen(
         self,
+        me: Member,
         reason: str,
         *,
         lost: frozenset[str] = frozenset(),
         failures: tuple[FailureRecord, ...] = (),
         round_failed: bool = False,
     ) -> bool:
-        """End the round so that another can form, or the run; see the rendezvous."""
-        assignment = self._seat
-        if self._membership.has_heard_of_the_next():
+        """End the current round so that another can form, or the run after too many failed rounds.
+
+        Args:
+            me: this node.
+            reason: why, for the ledger.
+            lost: members that will not return.
+            failures: the run's failures with the one that ends the round; none when no worker has failed.
+            round_failed: whether the round ends because its nodes could not connect to each other.
+
+        Returns:
+            Whether this node has ended it; otherwise another one was first, and nothing is charged.
+        """
+        round_ = self._round
+        if self._latest.after(round_) is not None:
             return False
-        me = self._whoami()
-        if not failures and me.node not in lost:
-            # Rank 0, or the first survivor after it, writes; the others make sure that someone does.
-            alive = [member for member in assignment.round.members if member.node not in lost]
-            if self._another_ends_round(alive, me):
-                return False
-        if (absent := self._membership.absent & lost) and not failures:
+        if not failures and me.node not in lost and self._another_node_ends(round_, lost, me):
+            return False
+        absent = self._absent() & lost
+        if absent and not failures:
             round_failed = round_failed or lost == absent
-            reason = f"{reason}: {self._why_absent(absent)}"
+            reason = f"{reason}: {self._describe_absent(round_, absent)}"
         next_ = reopened(
-            assignment.round,
+            round_,
             reason,
             lost,
             sorted(self._hub.view().waiting),
@@ -105,7 +115,7 @@ class RoundEnding:
         if next_.failed_rounds >= self._timings.max_failed_rounds:
             message = (
                 f"{next_.failed_rounds} rounds in a row broke because nodes could not reach each other, the last one "
-                f"because {reason}. {self._reach.advice}"
+                f"because {reason}. {self._reachability.advice}"
             )
             return self.close(succeeded=False, exit_code=1, message=message)
         return self._write(next_)
@@ -118,55 +128,63 @@ class RoundEnding:
         exit_code: int = 0,
         failures: tuple[FailureRecord, ...] = (),
     ) -> bool:
-        """End the run for all nodes, and return whether it was this node that ended it."""
-        state: RoundState = "succeeded" if succeeded else "failed"
-        round_ = self._seat.round
+        """End the run for all nodes, and return whether this node has ended it."""
         closed = replace(
-            round_,
-            state=state,
+            self._round,
+            state="succeeded" if succeeded else "failed",
             message=message[:30_000],
             exit_code=exit_code,
-            failures=failures or aged(round_.failures, self._membership.seconds),
+            failures=failures or aged(self._round.failures, self._membership.seconds),
         )
         return self._write(closed)
 
     @property
-    def _seat(self) -> Assignment:
+    def _round(self) -> Round:
         assert self._membership.assignment is not None, "no round was joined yet"
-        return self._membership.assignment
+        return self._membership.assignment.round
 
-    def _another_ends_round(self, alive: list[Member], me: Member) -> bool:
-        """Wait for this node's turn among those that are left; return whether another one was faster."""
+    def _another_node_ends(self, round_: Round, lost: frozenset[str], me: Member) -> bool:
+        """Wait for this node's turn among the survivors; return whether another one has ended the round.
+
+        Rank 0, or the first survivor after it, ends the round. The others make sure that it is ended.
+        """
+        alive = [member for member in round_.members if member.node not in lost]
         turn = next((turn for turn, member in enumerate(alive) if member.node == me.node), 0)
         if turn == 0:
             return False
-        patience = min(_LONGEST_TURN_SECONDS, _TURN_SECONDS * turn)
-        until = self._clock() + patience
-        if alive[0] != self._seat.round.members[0] or self._membership.link is None:
-            self._lobby.listen_to(alive[0], self._seat.round, me, patience)
-        while (left := until - self._clock()) > 0 and not self._membership.has_heard_of_the_next():
-            self._woken.wait(left)
-            self._woken.clear()
-        return self._membership.has_heard_of_the_next()
+        timeout = min(_MAX_TURN_SECONDS, _TURN_SECONDS * turn)
+        until = self._clock() + timeout
+        if alive[0] != round_.members[0] or self._membership.link is None:
+            self._watch.connect(alive[0], round_, me, "the next to end the round", timeout)
+        while (left := until - self._clock()) > 0 and self._latest.after(round_) is None:
+            self._wake.wait(left)
+            self._wake.clear()
+        return self._latest.after(round_) is not None
 
-    def _why_absent(self, absent: Collection[str]) -> str:
-        """Return why members of the round have never come to rank 0's node, as far as they have written it down."""
-        first = self._seat.round.members[0]
-        members = [member for member in self._seat.round.members if member.node in absent]
-        told = []
-        for member in members[:_MOST_READ]:
+    def _absent(self) -> frozenset[str]:
+        """Return the lost members that have never connected to rank 0's hub."""
+        absent = self._membership.link.absent if self._membership.link is not None else frozenset()
+        return absent | self._hub.view().absent if self._membership.leads else absent
+
+    def _describe_absent(self, round_: Round, absent: frozenset[str]) -> str:
+        """Return why members have never connected to rank 0's hub, as far as their rows say."""
+        members = [member for member in round_.members if member.node in absent]
+        texts = []
+        for member in members[:_MAX_DESCRIBED]:
             row = None
             with contextlib.suppress(TableError):
                 row = self._rows.read_member(member.node)
-            told.append(why_absent(member, row, first, self._timings.join_timeout.total_seconds()))
-        if len(members) > _MOST_READ:
-            told.append(f"and {len(members) - _MOST_READ} more")
-        why = "; ".join(told)
-        _LOG.warning("Members of round %d have not come: %s. %s", self._seat.round.number, why, self._reach.advice)
-        return why
+            texts.append(describe_absence(member, row, round_.members[0], self._timings.join_timeout.total_seconds()))
+        if len(members) > _MAX_DESCRIBED:
+            texts.append(f"and {len(members) - _MAX_DESCRIBED} more")
+        reason = "; ".join(texts)
+        _LOG.warning("Members of round %d have not connected: %s. %s", round_.number, reason, self._reachability.advice)
+        return reason
 
     def _write(self, to: Round) -> bool:
-        if not self._rows.end_round(self._seat.round.number, to):
+        """Write the next version of the round and send it to all connected nodes."""
+        if not self._rows.end_round(self._round.number, to):
             return False
-        self._membership.tell(to)
+        self._hub.publish(to)
+        self._membership.send_to_leader(RoundChanged(to))
         return True

@@ -1,7 +1,7 @@
-"""What the rendezvous uses of the machine that it runs on: time, threads and connections.
+"""What the rendezvous uses of its environment: time, threads and connections.
 
-Everything in which the rendezvous waits, or notices that time has passed, goes through one :class:`Runtime`, so that
-the same code also runs on a simulated machine, a thousand of which fit into one process and one second.
+All waiting and all reading of clocks goes through one :class:`Runtime`, so that the same code also runs in simulated
+time, with a thousand nodes in one process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["Runtime"]
 
 
 class Runtime:
-    """This machine.
+    """The clock, threads and sockets of this machine.
 
     Args:
-        ports: on which it may listen; any by default.
+        ports: ports on which to listen; any by default.
     """
 
     def __init__(self, ports: Ports | None = None) -> None:
@@ -37,27 +37,27 @@ class Runtime:
         return time.monotonic()
 
     def event(self) -> threading.Event:
-        """Return a new event, not set."""
+        """Return a new event that is not set."""
         return threading.Event()
 
     def thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Return a daemon thread, not started."""
+        """Return a daemon thread that is not started."""
         return threading.Thread(target=target, name=name, daemon=True)
 
     def listen(self, interface: str, backlog: int) -> socket.socket:
-        """Return a socket that listens on a free port.
+        """Return a socket that listens on a free port of the allowed ones.
 
         Raises:
-            UsageError: all ports on which this machine may listen are taken.
-            OSError: the interface is not ours.
+            UsageError: all allowed ports are taken.
+            OSError: the interface is not of this machine.
         """
         return self._ports.listen(interface, backlog)
 
-    def listen_as_workers_do(self, interface: str) -> socket.socket:
-        """Return a socket that listens on any free port, whatever ports this machine is told to take.
+    def listen_on_any_port(self, interface: str) -> socket.socket:
+        """Return a socket that listens on any free port, as workers do, whatever ports are allowed.
 
         Raises:
-            OSError: no port is free, or the interface is not ours.
+            OSError: no port is free, or the interface is not of this machine.
         """
         return Ports().listen(interface, 2048)
 
@@ -79,17 +79,16 @@ class Runtime:
         """Connect to a server; see :class:`~azureml_elastic.ipc.LineClient`.
 
         Raises:
-            OSError: nobody listens there, or not within ``timeout`` seconds.
+            OSError: the connection was refused, or not accepted within ``timeout`` seconds.
         """
         return LineClient(address, on_message, on_close, on_tick, tick=tick, timeout=timeout)
 
     def probe(self, addresses: Sequence[tuple[str, int]], timeout: float) -> list[OSError | None]:
-        """Connect to all of these at once, hang up, and return for each what was in the way, ``None`` for nothing.
+        """Try to connect to all addresses at once; return the error of each, ``None`` where it succeeded.
 
         Args:
             addresses: hosts and ports.
-            timeout: seconds for all together, from when their names are known; a connection that has not come about by
-                then has timed out.
+            timeout: seconds for all together, from when their names are resolved.
         """
         results: list[OSError | None] = [TimeoutError(errno.ETIMEDOUT, "timed out")] * len(addresses)
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
@@ -110,7 +109,7 @@ class Runtime:
             over = False
             while selector.get_map() and not over:
                 left = until - time.monotonic()
-                over = left <= 0  # what has come about by now counts, however late it is looked at
+                over = left <= 0  # a connection that was made by now counts, however late this thread runs
                 for key, _ in selector.select(left):
                     sock = key.fileobj  # type: ignore[assignment] # it was registered as a socket
                     selector.unregister(sock)

@@ -1,7 +1,7 @@
-"""The slow second witness: a row that rank 0's node touches while its round runs.
+"""The slow heartbeat in the table: a row that rank 0's node writes while its round runs.
 
-Whoever cannot reach rank 0's hub looks whether the row still changes, by its own clock, before it declares the round
-dead. Nobody's clock is compared with another's: only the row's version counts.
+A node that cannot reach rank 0's hub observes, on its own clock, whether the row still changes before it declares the
+round dead. Only the version of the row counts, so that no clocks are compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from azureml_elastic.errors import ElasticError, RowChanged, RowExists
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.table import Row, Table
 
-__all__ = ["TABLE_HEARTBEAT_KEY", "TableHeartbeat"]
+__all__ = ["TABLE_HEARTBEAT_KEY", "StaleHeartbeat", "TableHeartbeat"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,48 +24,44 @@ TABLE_HEARTBEAT_KEY = "heartbeat"
 
 
 class TableHeartbeat:
-    """Touches the row while this node leads, and looks at it while it does not.
+    """Writer of the row while this node is rank 0, and reader while it is not.
 
     Args:
-        table: opened for the run.
-        timings: ``table_heartbeat_interval`` between two touches.
-        superseded: called, from the witness's thread, when a newer round has its own witness: this node was given up.
-        machine: to run on.
+        table: table of the run.
+        timings: ``table_heartbeat_interval`` between two writes.
+        superseded: called from the heartbeat's thread when a newer round writes the row: this node was given up.
+        runtime: clock and threads.
     """
 
     def __init__(
-        self,
-        table: Table,
-        timings: RendezvousTimings,
-        superseded: Callable[[], None],
-        machine: Runtime | None = None,
+        self, table: Table, timings: RendezvousTimings, superseded: Callable[[], None], runtime: Runtime
     ) -> None:
-        self._machine = machine or Runtime()
+        self._runtime = runtime
         self._table = table
         self._interval = timings.table_heartbeat_interval.total_seconds()
         self._superseded = superseded
-        self._stopped = self._machine.event()
+        self._stopped = runtime.event()
         self._thread: threading.Thread | None = None
 
-    def look(self) -> str | None:
-        """Return the row's version, ``None`` when there is no row or the table is away."""
+    def version(self) -> str | None:
+        """Return the row's version, ``None`` when there is no row or the table is unavailable."""
         row = self._read()
         return row.etag if row else None
 
     def round(self) -> int:
-        """Return the number of the round that has given the newest sign of life, 0 for none or an absent table."""
+        """Return the number of the round that wrote the row last, 0 if there is none or the table is unavailable."""
         row = self._read()
         return int(row.value["round"]) if row else 0
 
     def start(self, number: int) -> None:
-        """Touch the row at each interval for as long as this round runs."""
+        """Write the row at each interval for as long as this round runs."""
         self.stop()
-        self._stopped = self._machine.event()  # a thread that is stuck in a call keeps its own, which stays set
-        self._thread = self._machine.thread(partial(self._run, number, self._stopped), "witness")
+        self._stopped = self._runtime.event()  # a thread that is stuck in a call keeps its own, which stays set
+        self._thread = self._runtime.thread(partial(self._run, number, self._stopped), "table heartbeat")
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop touching."""
+        """Stop writing."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(timeout=1)
@@ -93,7 +89,7 @@ class TableHeartbeat:
                 if etag is not None:
                     continue
             except ElasticError as error:
-                _LOG.debug("The sign of life could not be written: %s", error)
+                _LOG.debug("The table heartbeat could not be written: %s", error)
             stopped.wait(self._interval)
 
     def _read(self) -> Row | None:
@@ -101,3 +97,32 @@ class TableHeartbeat:
             return self._table.get(TABLE_HEARTBEAT_KEY)
         except ElasticError:
             return None
+
+
+class StaleHeartbeat:
+    """Detector of a table heartbeat that has stopped, by the time since its version changed last.
+
+    Args:
+        heartbeat: the row.
+        timings: ``table_heartbeat_interval``; the heartbeat is stale after two of them.
+        clock: clock in monotonic seconds.
+    """
+
+    def __init__(self, heartbeat: TableHeartbeat, timings: RendezvousTimings, clock: Callable[[], float]) -> None:
+        self._heartbeat = heartbeat
+        self._limit = 2 * timings.table_heartbeat_interval.total_seconds()
+        self._clock = clock
+        self._version: str | None = None
+        self._since: float | None = None
+
+    def reset(self) -> None:
+        """Start again with the next read."""
+        self._since = None
+
+    def check(self) -> bool:
+        """Read the row, and return whether it has not changed for too long."""
+        version = self._heartbeat.version()
+        if self._since is None or version != self._version:
+            self._version, self._since = version, self._clock()
+            return False
+        return self._clock() - self._since > self._limit

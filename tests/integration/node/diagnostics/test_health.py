@@ -46,7 +46,8 @@ from azureml_elastic.node.diagnostics.health.machine import (
 )
 from azureml_elastic.node.diagnostics.health.network import check_clock, check_hub, check_peers
 from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, Strikes
-from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Member, Round
+from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock

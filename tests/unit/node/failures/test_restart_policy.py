@@ -14,7 +14,8 @@ from azureml_elastic.config import ElasticDistribution, RendezvousTimings, Table
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED, of_failed_run
 from azureml_elastic.node.failures.messages import WORDS, closing_message
 from azureml_elastic.node.failures.restart_policy import MAX_RECORDS, FailureRecord, Verdict, aged, judge, read_records
-from azureml_elastic.node.rendezvous.state.round import Member, Round, reopened
+from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.rendezvous.state.sealing import reopened
 
 HOUR = 3600.0
 KINDS = sorted(WORDS)

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from azureml_elastic.node.rendezvous.hub.state import HubState, Line
+from azureml_elastic.node.rendezvous.hub.state import HubState, SealQueue
 from azureml_elastic.node.rendezvous.hub.watchers import Watcher, Watchers
-from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints, ReadSchedule, in_time
+from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints
+from azureml_elastic.node.rendezvous.join.read_schedule import ReadSchedule
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import is_landmark
+from azureml_elastic.node.rendezvous.state.sealing import drop_unresponsive
 
 
 class Clock:
@@ -21,7 +23,7 @@ class Clock:
 
 
 class Peer:
-    """As much of a connection as a reception looks at."""
+    """As much of a connection as a state looks at."""
 
     def __init__(self):
         self.state = {}
@@ -31,9 +33,9 @@ def candidate(node: str, number: int = 1, **fields) -> Member:
     return Member(node, f"i-{node}", round=number, host=node, hub_port=1, **fields)
 
 
-def watch(reception: HubState, member: Member) -> Peer:
+def watch(state: HubState, member: Member) -> Peer:
     peer = Peer()
-    reception.watch(member.node, Watcher(peer, 0.0, candidacy=member))
+    state.watch(member.node, Watcher(peer, 0.0, candidacy=member))
     return peer
 
 
@@ -41,73 +43,73 @@ def starting(node: str) -> Member:
     return replace(candidate(node), state="starting", round=0)
 
 
-# --- the line --------------------------------------------------------------------------------------------------------
+# --- the queue --------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_two_are_asked_and_the_first_two_without_strikes():
-    line = Line(Round(2, previous=("p",)))
-    line.add([candidate(node, 2) for node in "dcb"] + [candidate("a", 1)])
-    assert [member.node for member in line.first] == ["b", "c"]
-    line.add([candidate("p", 2, strikes=1), candidate("0", 2, strikes=3)])
-    assert [member.node for member in line.first] == ["p", "0", "b", "c"]
-    assert not line.remove("d")
-    assert line.remove("b")
+    queue = SealQueue(Round(2, previous=("p",)))
+    queue.add([candidate(node, 2) for node in "dcb"] + [candidate("a", 1)])
+    assert [member.node for member in queue.first] == ["b", "c"]
+    queue.add([candidate("p", 2, strikes=1), candidate("0", 2, strikes=3)])
+    assert [member.node for member in queue.first] == ["p", "0", "b", "c"]
+    assert not queue.remove("d")
+    assert queue.remove("b")
 
 
 def test_a_hub_calls_the_first_of_its_watchers_each_time_and_the_second_once():
-    reception = HubState(Clock())
-    reception.stand(Round(), candidate("m"))
-    assert reception.calls() == []  # its own node is not told, but asks
-    assert reception.should_seal()
-    z = watch(reception, candidate("z"))
-    assert reception.calls() == [(z, 1)]
-    b = watch(reception, candidate("b"))
-    assert reception.calls() == [(b, 0)]
-    watch(reception, candidate("y"))
-    assert reception.calls() == [(b, 0)]
-    watch(reception, candidate("a"))
-    assert not reception.should_seal()
-    assert reception.leave("a", reception.watchers.get("a").connection)
-    assert reception.should_seal()
-    assert reception.leave("b", b)
-    assert reception.calls() == [(reception.watchers.get("y").connection, 1)]
-    assert not reception.leave("z", z)
+    state = HubState(Clock())
+    state.add_own(Round(), candidate("m"))
+    assert state.take_positions() == []  # its own node is not told, but asks
+    assert state.should_seal()
+    z = watch(state, candidate("z"))
+    assert state.take_positions() == [(z, 1)]
+    b = watch(state, candidate("b"))
+    assert state.take_positions() == [(b, 0)]
+    watch(state, candidate("y"))
+    assert state.take_positions() == [(b, 0)]
+    watch(state, candidate("a"))
+    assert not state.should_seal()
+    assert state.leave("a", state.watchers.get("a").connection)
+    assert state.should_seal()
+    assert state.leave("b", b)
+    assert state.take_positions() == [(state.watchers.get("y").connection, 1)]
+    assert not state.leave("z", z)
 
 
 def test_a_node_that_still_imports_lets_others_meet_at_its_hub():
-    reception = HubState(Clock())
-    c, b = watch(reception, candidate("c")), watch(reception, candidate("b"))
-    assert reception.calls() == [(b, 0), (c, 1)]
+    state = HubState(Clock())
+    c, b = watch(state, candidate("c")), watch(state, candidate("b"))
+    assert state.take_positions() == [(b, 0), (c, 1)]
 
 
 def test_a_hub_follows_the_row_and_knows_who_is_behind():
-    reception = HubState(Clock())
-    assert reception.missed(Round()) is None
+    state = HubState(Clock())
+    assert state.newer_than(Round()) is None
     sealed, reopened = Round(1, "sealed"), Round(2, previous=("z",))
-    assert reception.learn(sealed)
-    assert not reception.learn(Round())
-    assert reception.missed(Round()) == sealed
+    assert state.publish(sealed)
+    assert not state.publish(Round())
+    assert state.newer_than(Round()) == sealed
     # A candidate may have heard of the next round before this hub has.
-    a, z = watch(reception, candidate("a", 2)), watch(reception, candidate("z", 2))
-    assert reception.calls() == [(a, 0), (z, 1)]
-    assert reception.learn(reopened)
-    assert reception.calls() == [(z, 0), (a, 1)]
-    assert not reception.hint(sealed)
-    assert reception.hint(replace(reopened, state="sealed"))
-    assert not reception.hint(replace(reopened, state="sealed"))
+    a, z = watch(state, candidate("a", 2)), watch(state, candidate("z", 2))
+    assert state.take_positions() == [(a, 0), (z, 1)]
+    assert state.publish(reopened)
+    assert state.take_positions() == [(z, 0), (a, 1)]
+    assert not state.is_first_sign_of(sealed)
+    assert state.is_first_sign_of(replace(reopened, state="sealed"))
+    assert not state.is_first_sign_of(replace(reopened, state="sealed"))
 
 
-# --- desks -----------------------------------------------------------------------------------------------------------
+# --- points -----------------------------------------------------------------------------------------------------------
 
 
 def test_everybody_meets_at_the_first_by_name_in_the_first_round():
     rows = [starting("a"), candidate("c"), candidate("d"), Member("0", "i-0", state="left", hub_port=1)]
     for me in "bcd":
-        desks = MeetingPoints(Round(), candidate(me), {row.node: row.to_value() for row in rows})
-        assert desks.choose().node == "a"
-        assert not desks.first
+        points = MeetingPoints(Round(), candidate(me), {row.node: row.to_value() for row in rows})
+        assert points.choose().node == "a"
+        assert not points.is_first
     first = MeetingPoints(Round(), candidate("a"), rows)
-    assert first.first
+    assert first.is_first
     assert first.choose().node == "c"  # those that met before it came must learn of it
     assert MeetingPoints(Round(), candidate("c"), [candidate("c")]).choose() is None
 
@@ -117,106 +119,106 @@ def test_everybody_meets_at_a_landmark_if_there_is_one():
     rows = [candidate(node) for node in "acfg"]
     for me in "bz":
         assert MeetingPoints(Round(), candidate(me), rows).choose().node == "f"
-    desk = MeetingPoints(Round(), candidate("f"), rows)
-    assert desk.first
-    assert desk.choose().node == "a"
+    point = MeetingPoints(Round(), candidate("f"), rows)
+    assert point.is_first
+    assert point.choose().node == "a"
 
 
 def test_everybody_meets_at_the_first_survivor_later():
     round_ = Round(2, previous=("c", "b"))
     old = [candidate(node) for node in "abcd"]
     for me in "abd":
-        desks = MeetingPoints(round_, candidate(me, 2), old)
-        assert desks.choose().node == "c"
-        assert not desks.first
+        points = MeetingPoints(round_, candidate(me, 2), old)
+        assert points.choose().node == "c"
+        assert not points.is_first
     first = MeetingPoints(round_, candidate("c", 2), old)
-    assert first.first
+    assert first.is_first
     assert first.choose() is None
 
 
 def test_a_desk_that_is_gone_is_passed_over():
-    desks = MeetingPoints(Round(), candidate("d"), [candidate(node) for node in "abc"])
-    desks.unreachable(desks.choose(), refused=True)
-    assert desks.choose().node == "b"
-    assert desks.gone(candidate("a"))
+    points = MeetingPoints(Round(), candidate("d"), [candidate(node) for node in "abc"])
+    points.connect_failed(points.choose(), refused=True)
+    assert points.choose().node == "b"
+    assert points.is_gone(candidate("a"))
     for given_up in (False, False, True):
-        assert desks.choose().node == "b"
-        assert desks.broke(desks.choose(), heard=True) == given_up
-    assert desks.choose().node == "c"
-    assert not desks.gone(candidate("b"))
-    desks.broke(desks.choose(), heard=False)  # somebody else's port by now
-    assert desks.gone(candidate("c"))
-    assert desks.choose() is None
-    assert desks.first
+        assert points.choose().node == "b"
+        assert points.connection_broke(points.choose(), answered=True) == given_up
+    assert points.choose().node == "c"
+    assert not points.is_gone(candidate("b"))
+    points.connection_broke(points.choose(), answered=False)  # somebody else's port by now
+    assert points.is_gone(candidate("c"))
+    assert points.choose() is None
+    assert points.is_first
 
 
 def test_machines_that_do_not_answer_are_not_all_dialled():
-    desks = MeetingPoints(Round(), candidate("x"), [candidate(node) for node in "abcdyz"])
+    points = MeetingPoints(Round(), candidate("x"), [candidate(node) for node in "abcdyz"])
     for node in "ab":
-        assert desks.choose().node == node
-        desks.unreachable(desks.choose(), refused=False)
-    assert desks.choose() is None
+        assert points.choose().node == node
+        points.connect_failed(points.choose(), refused=False)
+    assert points.choose() is None
     first = MeetingPoints(Round(), candidate("a"), [candidate(node) for node in "yz"])
-    first.unreachable(first.choose(), refused=False)
+    first.connect_failed(first.choose(), refused=False)
     assert first.choose() is None
 
 
 def test_a_node_that_cannot_be_reached_is_waited_for_only_if_it_is_there():
-    desks = MeetingPoints(Round(2, previous=("a", "b")), candidate("b", 2), [candidate("a")])
-    desks.unreachable(desks.choose(), refused=False)
-    assert desks.gone(candidate("a", 1))
-    assert not desks.gone(candidate("a", 2))
+    points = MeetingPoints(Round(2, previous=("a", "b")), candidate("b", 2), [candidate("a")])
+    points.connect_failed(points.choose(), refused=False)
+    assert points.is_gone(candidate("a", 1))
+    assert not points.is_gone(candidate("a", 2))
 
 
 @pytest.mark.parametrize(("me", "minimum", "left"), [("a", 1, "abc"), ("b", 2, "bc"), ("b", 3, "abc"), ("c", 1, "c")])
 def test_those_that_let_their_turn_pass_are_left_out_if_the_minimum_allows(me, minimum, left):
     rows = [candidate(node) for node in "abc"]
-    kept = in_time(Round(), rows, me, Limits(minimum, 5))
+    kept = drop_unresponsive(Round(), rows, me, Limits(minimum, 5))
     assert "".join(member.node for member in kept) == left
 
 
-# --- the pace --------------------------------------------------------------------------------------------------------
+# --- the schedule --------------------------------------------------------------------------------------------------------
 
 
 def test_one_that_leads_looks_at_once_and_then_less_and_less():
-    pace = ReadSchedule(0.0)
-    assert not pace.time_to_look(5.0)
-    pace.lead(True, 5.0)
-    assert pace.time_to_look(5.0)
+    schedule = ReadSchedule(0.0)
+    assert not schedule.should_read(5.0)
+    schedule.set_active(True, 5.0)
+    assert schedule.should_read(5.0)
     pauses = []
     now = 5.0
     for _ in range(12):
-        pace.looked(now, float("inf"))
-        pauses.append(pace._look_at - now)
-        now = pace._look_at
+        schedule.has_read(now, float("inf"))
+        pauses.append(schedule._read_at - now)
+        now = schedule._read_at
     assert pauses[0] == pytest.approx(0.1)
     assert pauses == sorted(pauses)
     assert pauses[-1] == pytest.approx(2.0)
-    pace.called()
-    assert pace._look_at <= now
+    schedule.candidate_came()
+    assert schedule._read_at <= now
 
 
 def test_one_that_is_told_looks_seldom_but_in_time_for_its_turn():
-    pace = ReadSchedule(0.0)
-    pace.lead(False, 0.0)
-    assert pace.rest(0.0) == pytest.approx(10.0)
-    pace.looked(10.0, float("inf"))
-    assert pace.rest(10.0) == pytest.approx(10.0)
-    pace.looked(20.0, 3.0)
-    assert pace.rest(20.0) == pytest.approx(3.0)
+    schedule = ReadSchedule(0.0)
+    schedule.set_active(False, 0.0)
+    assert schedule.seconds_left(0.0) == pytest.approx(10.0)
+    schedule.has_read(10.0, float("inf"))
+    assert schedule.seconds_left(10.0) == pytest.approx(10.0)
+    schedule.has_read(20.0, 3.0)
+    assert schedule.seconds_left(20.0) == pytest.approx(3.0)
 
 
 def test_many_that_come_at_once_are_decided_about_together():
-    pace = ReadSchedule(0.0)
-    pace.lead(True, 0.0)
-    pace.looked(0.0, float("inf"))
-    assert pace.time_to_weigh(0.0)
+    schedule = ReadSchedule(0.0)
+    schedule.set_active(True, 0.0)
+    schedule.has_read(0.0, float("inf"))
+    assert schedule.take_decision(0.0)
     for now in (0.001, 0.01):
-        pace.woken()
-        assert not pace.time_to_weigh(now)
-        assert 0 < pace.rest(now) <= 0.02
-    assert pace.time_to_weigh(0.021)
-    assert not pace.time_to_weigh(0.05)
+        schedule.hub_received()
+        assert not schedule.take_decision(now)
+        assert 0 < schedule.seconds_left(now) <= 0.02
+    assert schedule.take_decision(0.021)
+    assert not schedule.take_decision(0.05)
 
 
 # --- room ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import LineClient, LineServer, listen
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.hub.messages import CODEC, Hello
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from tests.support.waiting import until
@@ -36,7 +37,7 @@ def test_a_machine_that_stood_still_blames_nobody_else(stands_still):
     woken = threading.Event()
     machine = Later()
     machine.clock = lambda: machine.offset  # no pause of this process counts
-    link = Link(("127.0.0.1", port), {"op": "hello"}, RendezvousTimings(), woken.set, machine)
+    link = Link(("127.0.0.1", port), Hello("node", 1), RendezvousTimings(), woken.set, runtime=machine)
     try:
         until(lambda: server.connections)
         if stands_still:
@@ -44,23 +45,23 @@ def test_a_machine_that_stood_still_blames_nobody_else(stands_still):
         server.close()
         assert woken.wait(60)
         assert link.broken
-        assert link.stood_still == stands_still
+        assert link.was_paused == stands_still
     finally:
         link.close()
 
 
 def test_a_hub_that_stood_still_gives_up_only_who_stays_silent():
     machine, timings = Later(), RendezvousTimings(join_timeout=timedelta(seconds=50))
-    hub = Hub("127.0.0.1", timings, lambda: None, machine=machine)
+    hub = Hub("127.0.0.1", timings, lambda: None, runtime=machine)
     hub.enter(Round(1, "sealed", members=tuple(Member(name, name) for name in ("beating", "silent", "late"))))
     here = ("127.0.0.1", hub.port)
-    greetings = {name: {"op": "hello", "node": name, "round": 1} for name in ("beating", "silent")}
+    greetings = {name: Hello(name, 1) for name in ("beating", "silent")}
     heard = threading.Event()
     beating = Link(here, greetings["beating"], timings, lambda: None)
     silent = LineClient(here, lambda *_: heard.set())
     try:
-        silent.send(greetings["silent"])
-        until(lambda: hub.broadcast({"op": "anything"}) or (heard.is_set() and beating.take_messages()))
+        silent.send(CODEC.encode(greetings["silent"]))
+        until(lambda: hub.broadcast({"any": "thing"}) or (heard.is_set() and beating.take_broadcasts()))
         machine.offset = 60.0  # longer than either is waited for, and than a member has to come
         until(lambda: hub.view().lost)
         assert hub.view().lost == {"silent"}

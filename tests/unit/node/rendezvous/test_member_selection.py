@@ -9,8 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.rendezvous.state.member_selection import chosen, quarantined
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round, SealTimer, candidates, complete, seal
+from azureml_elastic.node.rendezvous.state.member_selection import candidates, is_quarantined, select_members
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
+from azureml_elastic.node.rendezvous.state.sealing import SealTimer, is_complete, seal
 
 TIMINGS = RendezvousTimings(settle_timeout=10, rejoin_timeout=5, takeover_delay=1)
 
@@ -63,7 +64,7 @@ def test_nobody_is_chosen_twice_and_nobody_from_elsewhere(case):
 @given(case=rounds())
 def test_the_minimum_is_reached_whenever_there_are_enough_nodes_of_any_standing(case):
     round_, rows, limit = case
-    fit = [member for member in rows if not quarantined(member, limit)]
+    fit = [member for member in rows if not is_quarantined(member, limit)]
     count = len(seal(round_, rows, limit).members)
     assert count == max(min(len(fit), limit.maximum), min(len(rows), limit.minimum))
 
@@ -72,8 +73,8 @@ def test_the_minimum_is_reached_whenever_there_are_enough_nodes_of_any_standing(
 def test_a_quarantined_node_trains_only_where_it_must(case):
     round_, rows, limit = case
     members = seal(round_, rows, limit).members
-    barred = [member for member in members if quarantined(member, limit)]
-    fit = [member for member in rows if not quarantined(member, limit)]
+    barred = [member for member in members if is_quarantined(member, limit)]
+    fit = [member for member in rows if not is_quarantined(member, limit)]
     if barred:
         assert len(members) == min(limit.minimum, len(rows))
         assert set(fit) <= set(members)
@@ -85,7 +86,7 @@ def test_a_quarantined_node_trains_only_where_it_must(case):
 @given(case=rounds())
 def test_the_chosen_keep_the_order_of_the_ranks(case):
     round_, rows, limit = case
-    fit = [member for member in seal(round_, rows, limit).members if not quarantined(member, limit)]
+    fit = [member for member in seal(round_, rows, limit).members if not is_quarantined(member, limit)]
     assert fit == [member for member in candidates(round_, rows) if member in fit]
     survivors = [node for node in round_.previous if node in names(fit)]
     assert names(fit)[: len(survivors)] == survivors
@@ -94,8 +95,8 @@ def test_the_chosen_keep_the_order_of_the_ranks(case):
 @given(case=rounds())
 def test_fewer_strikes_are_preferred_but_for_one_survivor(case):
     round_, rows, limit = case
-    members = [member for member in seal(round_, rows, limit).members if not quarantined(member, limit)]
-    left = [member for member in rows if member not in members and not quarantined(member, limit)]
+    members = [member for member in seal(round_, rows, limit).members if not is_quarantined(member, limit)]
+    left = [member for member in rows if member not in members and not is_quarantined(member, limit)]
     worse = [member for member in members if any(member.strikes > other.strikes for other in left)]
     assert len(worse) <= 1
     if worse:
@@ -108,7 +109,7 @@ def test_fewer_strikes_are_preferred_but_for_one_survivor(case):
 def test_a_survivor_is_kept_where_there_is_one_that_is_not_quarantined(case):
     round_, rows, limit = case
     assume(limit.maximum > 1)
-    fit = {member.node for member in rows if not quarantined(member, limit)}
+    fit = {member.node for member in rows if not is_quarantined(member, limit)}
     if fit & set(round_.previous):
         assert set(names(seal(round_, rows, limit).members)) & set(round_.previous)
 
@@ -124,10 +125,10 @@ def test_without_strikes_the_first_in_rank_order_get_the_places(case):
 def test_with_too_few_nodes_nobody_seals_and_with_enough_somebody_does_in_the_end(case):
     round_, rows, limit = case
     clock = Clock()
-    patience = {member.node: SealTimer(round_, limit, TIMINGS, clock) for member in rows}
+    timers = {member.node: SealTimer(round_, limit, TIMINGS, clock) for member in rows}
     sealers = []
     for _ in range(40):
-        sealers += [node for node, one in patience.items() if one.time_to_seal(rows, node)]
+        sealers += [node for node, one in timers.items() if one.is_due(rows, node)]
         clock.now += 1
     assert bool(sealers) == (len(rows) >= limit.minimum)
     if sealers:
@@ -164,19 +165,19 @@ def test_a_run_of_quarantined_hosts_alone_goes_on_with_its_minimum():
 
 def test_a_quarantined_node_is_not_waited_for():
     round_ = Round(number=3, previous=("a", "b"), expected=("a", "b"))
-    assert complete(round_, [waiting("a"), waiting("b", 2, number=2)], Limits(1, 3, 2))
-    assert not complete(round_, [waiting("a"), waiting("b", 1, number=2)], Limits(1, 3, 2))
+    assert is_complete(round_, [waiting("a"), waiting("b", 2, number=2)], Limits(1, 3, 2))
+    assert not is_complete(round_, [waiting("a"), waiting("b", 1, number=2)], Limits(1, 3, 2))
 
 
 def test_a_quarantined_node_does_not_make_up_for_one_that_is_about_to_come():
     clock = Clock()
     round_ = Round(number=3, previous=("a", "b"), expected=("a", "b"))
-    patience = SealTimer(round_, Limits(2, 2, 2), TIMINGS, clock)
+    timer = SealTimer(round_, Limits(2, 2, 2), TIMINGS, clock)
     rows = [waiting("a"), waiting("b", 0, number=2), waiting("q", 2)]
-    assert not patience.time_to_seal(rows, "a")
-    assert patience.next_look == pytest.approx(5)
+    assert not timer.is_due(rows, "a")
+    assert timer.next_change == pytest.approx(5)
     clock.now += 5
-    assert patience.time_to_seal(rows, "a"), "but the run does not die of the quarantine"
+    assert timer.is_due(rows, "a"), "but the run does not die of the quarantine"
 
 
 def test_the_standing_crosses_in_the_rows():
@@ -189,4 +190,4 @@ def test_the_standing_crosses_in_the_rows():
 
 
 def test_chosen_of_nobody_is_nobody():
-    assert chosen([], (), Limits(1, 4, 2)) == []
+    assert select_members([], (), Limits(1, 4, 2)) == []

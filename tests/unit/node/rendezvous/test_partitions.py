@@ -48,15 +48,15 @@ def pass_time(nodes: Cluster, seconds: float) -> None:
     nodes.run(lambda: nodes.scheduler.now >= until, seconds + 1.0)
 
 
-def seated(nodes: Cluster) -> set[str]:
-    return {node.name for node in nodes.nodes if node.seated}
+def in_round(nodes: Cluster) -> set[str]:
+    return {node.name for node in nodes.nodes if node.in_round}
 
 
 def run_to(nodes: Cluster, members: set[str], limit_s: float) -> float:
     """Run until exactly these have assignments in one and the same round, and return the moment."""
 
     def there() -> bool:
-        inside = [node for node in nodes.nodes if node.seated]
+        inside = [node for node in nodes.nodes if node.in_round]
         return (
             {node.name for node in inside} == members
             and len({node.joined[-1].number for node in inside}) == 1
@@ -75,7 +75,7 @@ def test_a_node_that_is_cut_off_is_left_out_and_disturbs_nobody(cluster, victim)
     rounds = len(nodes.rounds())
     writes = nodes.most_writes()
     pass_time(nodes, 300.0)
-    assert seated(nodes) == others
+    assert in_round(nodes) == others
     assert len(nodes.rounds()) == rounds, "the round that works goes on"
     assert nodes.most_writes() == writes
     nodes.verify()
@@ -119,7 +119,7 @@ def test_one_that_gets_through_in_time_stays_a_member_and_is_waited_for_again(cl
     leader = next(node for node in nodes.nodes if node.rendezvous.leads)
     leader.break_round()
     pass_time(nodes, 5.0)
-    assert seated(nodes) == {name(0), name(1), name(2)}
+    assert in_round(nodes) == {name(0), name(1), name(2)}
     assert [round_.number for round_ in nodes.rounds() if round_.state == "sealed"] == [1, 2]
     nodes.verify()
 
@@ -187,7 +187,7 @@ def test_a_pair_whose_workers_have_met_the_gap_stays_apart_until_it_has_closed(c
     run_to(nodes, three, 60.0)
     nodes.nodes[0].break_round()
     pass_time(nodes, 8.0)
-    assert seated(nodes) == three, "whatever ended the round"
+    assert in_round(nodes) == three, "whatever ended the round"
     nodes.blocked.clear()
     mended = nodes.scheduler.now
     assert nodes.settle(PATIENCE_S, 4) - mended <= 70.0
@@ -227,6 +227,6 @@ def test_however_the_network_is_divided_the_round_that_stays_is_one_whose_member
     assert len(nodes.rounds()) == rounds, "it is stable"
     last = nodes.rounds()[-1]
     assert last.state == "sealed"
-    assert seated(nodes) >= {member.node for member in last.members}
+    assert in_round(nodes) >= {member.node for member in last.members}
     assert all((member.node, last.members[0].node) not in nodes.blocked for member in last.members)
     nodes.verify()

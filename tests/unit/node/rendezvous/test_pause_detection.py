@@ -24,25 +24,25 @@ class Clock:
 @given(st.lists(st.floats(0.0, 5.0), max_size=40), st.floats(0.0, 1.0))
 def test_only_time_away_is_taken_off(gaps, part):
     clock = Clock()
-    attention = PauseDetector(clock, TICK)
+    detector = PauseDetector(clock, TICK)
     moments = [clock.now]
     for gap in gaps:
         clock.now += gap
-        assert attention.look() == pytest.approx(gap, abs=1e-6)
+        assert detector.tick() == pytest.approx(gap, abs=1e-6)
         moments.append(clock.now)
     since = moments[0] + part * (moments[-1] - moments[0])
     late = [after - before for before, after in itertools.pairwise(moments) if after > since]
     away = sum(gap - TICK for gap in late if gap > 2 * TICK)
-    assert attention.silence(since) == pytest.approx(clock.now - since - away, abs=1e-6)
+    assert detector.silence(since) == pytest.approx(clock.now - since - away, abs=1e-6)
 
 
 def test_somebody_silent_is_noticed_on_a_machine_that_is_always_late():
     clock = Clock()
-    attention = PauseDetector(clock, TICK)
+    detector = PauseDetector(clock, TICK)
     since = clock.now
     for _ in range(10_000):
         clock.now += 4 * TICK
-        attention.look()
-        assert attention.silence(clock.now) == 0
-    assert attention.silence(clock.now - 100 * TICK) == pytest.approx(25 * TICK)
-    assert attention.silence(since) >= 10_000 * TICK
+        detector.tick()
+        assert detector.silence(clock.now) == 0
+    assert detector.silence(clock.now - 100 * TICK) == pytest.approx(25 * TICK)
+    assert detector.silence(since) >= 10_000 * TICK

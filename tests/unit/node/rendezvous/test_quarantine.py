@@ -95,7 +95,7 @@ def test_a_quarantined_node_stays_outside_while_the_minimum_is_there_and_hears_o
     assignment = cluster.join(well).result(PATIENCE)
     assert names(assignment) == ["well"]
     assert not barred.done()
-    until(lambda: well.hub._reception.watchers.get("a-barred") is not None)
+    until(lambda: well.hub._state.watchers.get("a-barred") is not None)
     assert well.status().waiting == frozenset(), "no room is made for it"
     assert well.close(succeeded=True)
     with pytest.raises(RunSucceeded):

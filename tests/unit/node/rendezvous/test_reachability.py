@@ -22,18 +22,23 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.node.host.ports import Ports
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.hub.messages import Watch
 from azureml_elastic.node.rendezvous.reachability.probing import peers_to_probe
-from azureml_elastic.node.rendezvous.reachability.quorum_check import QuorumCheck, rank_0_is_cut_off
+from azureml_elastic.node.rendezvous.reachability.quorum_check import QuorumCheck, is_leader_unreachable
 from azureml_elastic.node.rendezvous.reachability.reachability import (
     Reachability,
+    describe_absence,
     describe_error,
     is_unreachable,
-    why_absent,
 )
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.member_selection import apart, chosen, in_the_way
+from azureml_elastic.node.rendezvous.state.member_selection import (
+    describe_partitions,
+    partitioned_nodes,
+    select_members,
+)
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.store import open_store
 from azureml_elastic.node.table import open_table
@@ -248,7 +253,7 @@ def test_a_gap_is_told_once_with_both_names_and_what_to_do(caplog):
         now[0] += seconds
         reach.failed(peer, "rank 0 of round 4", TimeoutError(), 5.0)
         assert len(reports) == count
-    assert reach.knows("y")
+    assert reach.is_hub_unreachable("y")
     assert reach.unreached() == ("y",)
     assert reach.unreached(connected_to="y") == ()
     assert reach.reached("y", "hub")
@@ -261,12 +266,12 @@ def test_a_gap_is_told_once_with_both_names_and_what_to_do(caplog):
 def test_a_gap_between_members_counts_only_when_the_round_has_failed():
     reach = Reachability("node-x", "10.0.0.4", time.monotonic)
     me = member("x")
-    reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="mesh")
+    reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="peer_hub")
     assert reach.marked(me) is me
-    reach.in_doubt = True
+    reach.suspect_workers = True
     assert reach.marked(me).unreached == ("i-y",)
     assert reach.marked(me).reason.startswith("node-x (10.0.0.4) cannot reach y (10.0.0.y:29400), a member")
-    reach.failed(member("z"), "the store", TimeoutError(), 3.0, way="store", port=29402)
+    reach.failed(member("z"), "the store", TimeoutError(), 3.0, target="store", port=29402)
     assert reach.unreached(connected_to="i-z") == ("i-y", "i-z"), "its hub says nothing about its store"
 
 
@@ -275,29 +280,29 @@ def test_a_gap_that_workers_have_met_counts_until_it_has_closed():
     reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
     reach.reached("i-a", "hub")
     reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
-    assert reach.prove({"i-a", "i-y"}) is None, "the agents themselves see to that"
-    gap = reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
-    assert reach.prove({"i-a"}) is None, "the other one is not in the round"
+    assert reach.confirm({"i-a", "i-y"}) is None, "the agents themselves see to that"
+    gap = reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="worker_port", port=40000)
+    assert reach.confirm({"i-a"}) is None, "the other one is not in the round"
     assert reach.unreached() == ("i-a",)
-    assert reach.prove({"i-a", "i-y"}) == gap
+    assert reach.confirm({"i-a", "i-y"}) == gap
     assert reach.unreached() == ("i-a", "i-y")
-    reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
+    reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="worker_port", port=40000)
     assert reach.unreached() == ("i-a", "i-y"), "whatever ends the next round"
-    reach.reached("i-y", "data")
-    assert reach.prove({"i-a", "i-y"}) is None
-    reach.failed(member("y"), "a member", TimeoutError(), 2.0, way="data", port=40000)
+    reach.reached("i-y", "worker_port")
+    assert reach.confirm({"i-a", "i-y"}) is None
+    reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="worker_port", port=40000)
     assert reach.unreached() == ("i-a",), "a new gap has to be met anew"
 
 
 def test_a_node_that_was_quicker_than_the_hub_is_told_all_the_same_who_cannot_reach_it():
     timings = RendezvousTimings()
     hub = Hub(HERE, timings, lambda: None)
-    greeting = {"op": "watch", "node": "quick", "incarnation": "i-quick", "round": 2}
+    greeting = Watch("quick", "i-quick", 2)
     link = Link((HERE, hub.port), greeting, timings, lambda: None)
     try:
         until(lambda: hub.view().waiting == {"quick"})
         hub.enter(Round(2, "sealed", members=(Member("a", "i-a", unreached=("i-quick",)), Member("b", "i-b"))))
-        until(lambda: link.apart == ("a",))
+        until(lambda: link.unreachable_from == ("a",))
         assert hub.view().waiting == frozenset()
     finally:
         link.close()
@@ -314,12 +319,12 @@ def test_addresses_of_version_6_are_put_into_brackets(caplog):
 def test_why_a_member_has_never_come():
     me, other = member("1"), member("2")
     silent = "2 (10.0.0.2) did not reach 1 (10.0.0.1:29400) within 5 s"
-    assert why_absent(other, None, me, 5.0) == silent
-    assert why_absent(other, other, me, 5.0) == silent
+    assert describe_absence(other, None, me, 5.0) == silent
+    assert describe_absence(other, other, me, 5.0) == silent
     reason = "2 (10.0.0.2) cannot reach 1 (10.0.0.1:29400), rank 0: x"
     row = member("2", reason=f"{reason}; 2 (10.0.0.2) cannot reach 7 (10.0.0.7:1), rank 0: y")
-    assert why_absent(other, row, me, 5.0) == reason
-    assert why_absent(Member("2", "another", host="10.0.0.2"), row, me, 5.0) == silent
+    assert describe_absence(other, row, me, 5.0) == reason
+    assert describe_absence(Member("2", "another", host="10.0.0.2"), row, me, 5.0) == silent
 
 
 @pytest.mark.parametrize(
@@ -336,21 +341,21 @@ def test_why_a_member_has_never_come():
     ],
 )
 def test_most_of_the_members_decide_who_is_cut_off(answers, verdict):
-    assert rank_0_is_cut_off(answers) is verdict
+    assert is_leader_unreachable(answers) is verdict
 
 
 def test_the_others_say_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.rendezvous.reachability.quorum_check._PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr("azureml_elastic.node.rendezvous.reachability.quorum_check._TIMEOUT_SECONDS", 30.0)
     table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
     nodes = [Rendezvous(table, f"node-{k}", HERE, 1, Limits(4, 4), RendezvousTimings()) for k in range(4)]
     with ThreadPoolExecutor(4) as pool:
         assignment, *_ = pool.map(Rendezvous.join, nodes)
-    inquiry = QuorumCheck(Runtime(), "node-1")
-    assert inquiry.ask(assignment.round) == [True, True]
+    check = QuorumCheck(Runtime(), "node-1")
+    assert check.query(assignment.round) == [True, True]
     nodes[3].shutdown()
     nodes[0].hub.close()
     limit = time.monotonic() + 60
-    while inquiry.ask(assignment.round) != [False, None]:
+    while check.query(assignment.round) != [False, None]:
         assert time.monotonic() < limit
     for node in nodes:
         node.shutdown()
@@ -368,26 +373,28 @@ def names(members) -> list[str]:
 
 def test_a_node_that_is_cut_off_from_all_goes_and_not_the_others():
     ranked = [member("a", ("i-b", "i-c")), member("b"), member("c", ("i-a",)), member("d")]
-    assert apart(ranked) == {"a": 2}
-    assert names(chosen(ranked, (), LIMITS)) == ["b", "c", "d"]
+    assert partitioned_nodes(ranked) == {"a": 2}
+    assert names(select_members(ranked, (), LIMITS)) == ["b", "c", "d"]
 
 
 def test_of_two_the_one_with_the_lower_rank_stays():
     ranked = [member("a"), member("b", ("i-a",)), member("c")]
-    assert names(chosen(ranked, (), LIMITS)) == ["a", "c"]
+    assert names(select_members(ranked, (), LIMITS)) == ["a", "c"]
 
 
 def test_the_minimum_comes_before_gaps():
     ranked = [member("a"), member("b", ("i-a",)), member("c")]
-    assert names(chosen(ranked, (), Limits(3, 8))) == ["a", "c", "b"]
-    assert in_the_way(ranked, {"a", "c"})[0].startswith("without b: ")
-    assert in_the_way([*ranked[:1], member("b", ("i-a",), reason="why"), ranked[2]], {"a", "b", "c"}) == ["with b: why"]
+    assert names(select_members(ranked, (), Limits(3, 8))) == ["a", "c", "b"]
+    assert describe_partitions(ranked, {"a", "c"})[0].startswith("without b: ")
+    assert describe_partitions([*ranked[:1], member("b", ("i-a",), reason="why"), ranked[2]], {"a", "b", "c"}) == [
+        "with b: why"
+    ]
 
 
 def test_a_node_that_cannot_reach_nodes_which_are_not_there_is_as_good_as_any():
     ranked = [member("a", ("i-gone",)), member("b")]
-    assert apart(ranked) == {}
-    assert names(chosen(ranked, (), LIMITS)) == ["a", "b"]
+    assert partitioned_nodes(ranked) == {}
+    assert names(select_members(ranked, (), LIMITS)) == ["a", "b"]
 
 
 nodes = [f"node-{k}" for k in range(7)]
@@ -401,7 +408,7 @@ def test_those_that_are_chosen_reach_each_other_unless_the_minimum_asks_for_more
         for index, node in enumerate(nodes)
     ]
     limits = Limits(minimum, 7, 2)
-    taken = chosen(ranked, (), limits)
+    taken = select_members(ranked, (), limits)
     assert len(taken) >= minimum
     assert len(set(names(taken))) == len(taken)
     bad = {frozenset(gap) for gap in gaps if gap[0] != gap[1]}
@@ -439,7 +446,7 @@ def test_no_thread_stays_behind(tmp_path, caplog):
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(Rendezvous.join, nodes))
     limit = time.monotonic() + 10
-    while any(len(node._probing._reached) < 2 + node.leads for node in nodes):
+    while any(len(node._prober._reached) < 2 + node.leads for node in nodes):
         assert time.monotonic() < limit
         for node in nodes:
             assert not node.status().broken

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -14,10 +15,12 @@ from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import RunFailed, RunSucceeded
 from azureml_elastic.node.failures.restart_policy import FailureRecord
 from azureml_elastic.node.rendezvous.hub.link import Link
+from azureml_elastic.node.rendezvous.hub.messages import Watch
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Limits, Member, Round, reopened
-from azureml_elastic.node.rendezvous.state.row_keys import member_key
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
+from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, member_key
+from azureml_elastic.node.rendezvous.state.sealing import reopened
 from azureml_elastic.node.table import open_table
 from tests.support.waiting import until
 
@@ -97,8 +100,8 @@ class Nodes:
 
     @staticmethod
     def kill(node: Rendezvous) -> None:
-        node._hub.close()
-        node._witness.stop()
+        node.hub.close()
+        node._heartbeat.stop()
         if node._membership.link is not None:
             node._membership.link._client.connection.close()
 
@@ -312,7 +315,7 @@ def test_a_node_that_ends_without_a_word_is_lost_however_it_ends(nodes):
 def test_nodes_that_cannot_reach_each_other_fail_the_run_with_the_address(nodes):
     pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
     for node in pair:
-        node._host = "127.0.0.99"  # where neither of them listens
+        node._me = replace(node._me, host="127.0.0.99")  # where neither of them listens
     for pending in nodes.start(*pair):
         with pytest.raises(RunFailed, match=r"cannot reach node-\d at 127\.0\.0\.99"):
             pending.result(PATIENCE)
@@ -322,15 +325,15 @@ def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_says_that_it_w
     nodes.hasten(rejoin_timeout=1)
     first = nodes.make("node-0", 1, 2)
     nodes.join(first)
-    greeting = {"op": "watch", "node": "node-1", "incarnation": "slow", "round": 1}
+    greeting = Watch("node-1", "slow", 1)
     slow = Link(("127.0.0.1", first.hub.port), greeting, TIMINGS, lambda: None)
     until(lambda: first.status().waiting)
     first.reopen("joining")
     (assignment,) = nodes.rejoin(first)
     assert [member.node for member in assignment.round.members] == ["node-0"]
-    until(lambda: slow.news is not None and slow.news.state == "sealed")
+    until(lambda: slow.received is not None and slow.received.state == "sealed")
     assert first.hub.view().waiting == frozenset()  # its connection alone shows nothing
-    slow.send({**greeting, "round": 2})
+    slow.send(replace(greeting, round=2))
     until(lambda: first.status().waiting == {"node-1"}, patience=14)  # the next time it would be let wait for 15
     slow.close()
 

@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.failures.restart_policy import FailureRecord
-from azureml_elastic.node.rendezvous.state.round import (
-    Limits,
-    Member,
-    Round,
-    SealTimer,
-    candidates,
-    complete,
-    global_ranks,
-    reopened,
-    seal,
-)
+from azureml_elastic.node.rendezvous.state.member_selection import candidates
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round, global_ranks
+from azureml_elastic.node.rendezvous.state.sealing import SealTimer, is_complete, reopened, seal
 
 FAILURE = FailureRecord("1234abcd ValueError: no (train.py:3 f)", "user", 5, "node-1", 1, 7, 2.5)
 TIMINGS = RendezvousTimings(settle_timeout=10, rejoin_timeout=5, takeover_delay=1)
@@ -95,60 +87,56 @@ def test_fields_of_later_releases_are_ignored():
     assert Member.from_value({**waiting("a").to_value(), "colour": "red"}) == waiting("a")
 
 
-def decide(patience: SealTimer, rows: list[Member], me: str) -> bool:
-    return patience.time_to_seal(rows, me)
-
-
 def test_the_minimum_starts_at_once():
-    patience = SealTimer(Round(), Limits(2, 8), TIMINGS, Clock())
-    assert not decide(patience, [waiting("a")], "a")
-    assert decide(patience, [waiting("a"), waiting("b")], "a")
+    timer = SealTimer(Round(), Limits(2, 8), TIMINGS, Clock())
+    assert not timer.is_due([waiting("a")], "a")
+    assert timer.is_due([waiting("a"), waiting("b")], "a")
 
 
 def test_the_first_round_waits_for_nodes_that_still_import_but_not_for_ever():
     clock = Clock()
-    patience = SealTimer(Round(), Limits(1, 8), TIMINGS, clock)
+    timer = SealTimer(Round(), Limits(1, 8), TIMINGS, clock)
     rows = [waiting("a"), Member("b", "i", state="starting")]
-    assert not decide(patience, rows, "a")
-    assert patience.next_look == pytest.approx(10)
+    assert not timer.is_due(rows, "a")
+    assert timer.next_change == pytest.approx(10)
     clock.now += 9.9
-    assert not decide(patience, rows, "a")
+    assert not timer.is_due(rows, "a")
     clock.now += 0.2
-    assert decide(patience, rows, "a")
+    assert timer.is_due(rows, "a")
 
 
 def test_the_maximum_waits_for_nobody():
-    patience = SealTimer(Round(), Limits(1, 1), TIMINGS, Clock())
-    assert decide(patience, [waiting("a"), Member("b", "i", state="starting")], "a")
+    timer = SealTimer(Round(), Limits(1, 1), TIMINGS, Clock())
+    assert timer.is_due([waiting("a"), Member("b", "i", state="starting")], "a")
 
 
 def test_a_reopened_round_waits_for_the_survivors():
     clock = Clock()
     round_ = Round(number=2, previous=("a", "b"), expected=("a", "b"))
-    patience = SealTimer(round_, Limits(1, 3), TIMINGS, clock)
-    assert not decide(patience, [waiting("a", 2), waiting("b", 1)], "a")
+    timer = SealTimer(round_, Limits(1, 3), TIMINGS, clock)
+    assert not timer.is_due([waiting("a", 2), waiting("b", 1)], "a")
     clock.now += 5
-    assert decide(patience, [waiting("a", 2), waiting("b", 1)], "a")
+    assert timer.is_due([waiting("a", 2), waiting("b", 1)], "a")
 
 
 def test_a_survivor_that_has_left_is_not_waited_for():
     round_ = Round(number=2, previous=("a", "b"), expected=("a", "b"))
     rows = [waiting("a", 2), Member("b", "i", state="left", round=1)]
-    assert complete(round_, rows, Limits(1, 3))
+    assert is_complete(round_, rows, Limits(1, 3))
 
 
 def test_the_next_in_line_seals_when_the_first_does_not():
     clock = Clock()
     rows = [waiting("a"), waiting("b"), waiting("c")]
     second, third = (SealTimer(Round(), Limits(1, 3), TIMINGS, clock) for _ in range(2))
-    assert not decide(second, rows, "b")
-    assert not decide(third, rows, "c")
+    assert not second.is_due(rows, "b")
+    assert not third.is_due(rows, "c")
     clock.now += 1
-    assert decide(second, rows, "b")
-    assert not decide(third, rows, "c")
+    assert second.is_due(rows, "b")
+    assert not third.is_due(rows, "c")
     clock.now += 1
-    assert decide(third, rows, "c")
+    assert third.is_due(rows, "c")
 
 
 def test_who_is_not_in_the_round_does_not_seal_it():
-    assert not decide(SealTimer(Round(), Limits(1, 3), TIMINGS, Clock()), [waiting("a")], "b")
+    assert not SealTimer(Round(), Limits(1, 3), TIMINGS, Clock()).is_due([waiting("a")], "b")

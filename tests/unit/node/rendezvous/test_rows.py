@@ -12,11 +12,13 @@ import pytest
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, TableUnavailable, ValueTooLarge
 from azureml_elastic.ipc.line_codec import MAX_LINE, encode
+from azureml_elastic.node.rendezvous.hub.messages import CODEC, RoundChanged
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Limits, Member, Round, reopened
-from azureml_elastic.node.rendezvous.state.round_codec import newer, pack, unpack
-from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, is_landmark, member_key, node_of
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
+from azureml_elastic.node.rendezvous.state.round_codec import LatestRound, unpack
+from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, ROUND_KEY, is_landmark, member_key, node_of
 from azureml_elastic.node.rendezvous.state.rows import Rows
+from azureml_elastic.node.rendezvous.state.sealing import reopened
 from azureml_elastic.node.table.sqlite import SqliteTable
 from azureml_elastic.node.table.values import write_value
 
@@ -63,7 +65,7 @@ def pauses():
 
 @pytest.fixture
 def rows(table, pauses):
-    return Rows(table, pauses.append)
+    return Rows(table, pauses.append, LatestRound())
 
 
 WAYS = (["never sent"], ["lost"], ["never sent", "lost"], ["never sent", "never sent", "lost"])
@@ -91,11 +93,12 @@ def test_a_seal_whose_answer_was_lost_is_ones_own(table, rows, plan):
     assert rows.replace_round(Round(state="sealed"))
     table.plan = list(plan)
     assert rows.end_round(1, Round(2))
-    assert Round.from_value(table.get(ROUND_KEY).value) == rows.newest == Round(2)
+    assert Round.from_value(table.get(ROUND_KEY).value) == Round(2)
+    assert rows._latest.after(Round()) == Round(2)
 
 
 def test_somebody_elses_write_is_not_taken_for_ones_own_even_if_it_is_the_same(table, rows):
-    other = Rows(table, lambda _: None)
+    other = Rows(table, lambda _: None, LatestRound())
     rows.read_round()
     other.read_round()
     assert other.replace_round(Round(state="sealed"))
@@ -107,7 +110,7 @@ def test_a_write_that_was_overtaken_counts_as_lost(table, rows):
     """It was carried out, but the row has moved on since: what follows from it is somebody else's business."""
     rows.read_round()
     rows.replace_round(Round(state="sealed"))
-    other = Rows(table, lambda _: None)
+    other = Rows(table, lambda _: None, LatestRound())
 
     def seal(_):
         other.read_round()
@@ -147,7 +150,7 @@ def test_one_query_reads_the_round_and_all_nodes_and_a_shorter_one_some(table, r
     table.insert(member_key(LANDMARK), Member(LANDMARK, "i").to_value())
     assert list(rows.read_some(others[0])[1]) == [LANDMARK]
     assert len(rows.read_some(LANDMARK)[1]) == 41  # it sees no other one
-    assert len(rows.read_all_now()[1]) == 41
+    assert len(rows.read_all()[1]) == 41
     assert rows.replace_round(Round(3, "sealed"))  # its version was read, too
     assert list(rows.read_some(others[0])[1]) == [LANDMARK]
 
@@ -155,10 +158,10 @@ def test_one_query_reads_the_round_and_all_nodes_and_a_shorter_one_some(table, r
 def test_the_order_of_a_rows_versions():
     moves = [Round(), Round(1, "sealed"), Round(2), Round(2, "sealed"), Round(2, "failed")]
     for earlier, later in itertools.pairwise(moves):
-        assert newer(later, earlier)
-        assert not newer(earlier, later)
-        assert not newer(later, later)
-    assert newer(Round(), None)
+        assert later.is_newer_than(earlier)
+        assert not earlier.is_newer_than(later)
+        assert not later.is_newer_than(later)
+    assert Round().is_newer_than(None)
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -195,9 +198,9 @@ def test_how_many_nodes_fit_into_one_row(name, most):
 def test_a_thousand_nodes_fit_into_one_row_and_one_message():
     round_ = large(1000, 60)
     assert Round.from_value(json.loads(write_value(ROUND_KEY, round_.to_value()))) == round_
-    line = encode({"op": "changed", "row": pack(round_)})
+    line = encode(CODEC.encode(RoundChanged(round_)))
     assert len(line) < MAX_LINE / 10
-    assert unpack(json.loads(line)["row"]) == round_
+    assert CODEC.decode(json.loads(line)) == RoundChanged(round_)
 
 
 @pytest.mark.parametrize("text", ["", "no base64!", "bm8gemxpYg==", "eJwDAAAAAAE="])

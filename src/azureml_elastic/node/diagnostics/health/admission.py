@@ -10,7 +10,8 @@ from azureml_elastic.config import HealthPolicy
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.diagnostics.health.findings import HealthCheck, HealthReport
 from azureml_elastic.node.failures.host_strikes import Strikes
-from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Round
+from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.table import Table
 
 __all__ = ["Admission"]

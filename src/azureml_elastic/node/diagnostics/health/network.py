@@ -9,7 +9,8 @@ from datetime import timedelta
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.config.environment import LOCAL_ADDRESS
 from azureml_elastic.node.diagnostics.health.findings import Finding, HealthCheck, Probe, Status
-from azureml_elastic.node.rendezvous.state.round import ROUND_KEY, Member, Round
+from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.server_time import ServerClock

@@ -1,1 +1,1 @@
-"""The hub of a round on rank 0's node, and the connections of other nodes to it."""
+"""Each node's hub, which serves heartbeats and round changes, and the connections of other nodes to it."""

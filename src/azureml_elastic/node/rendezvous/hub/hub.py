@@ -1,27 +1,9 @@
-"""The hub: where the members of a round beat, and where nodes outside learn what becomes of it.
+"""The hub of a node, to which the members of its round and waiting nodes connect.
 
-Every node listens on one port for as long as it lives. During a round all members (rank 0 included, through loopback)
-hold a connection to the hub of rank 0's node and beat once a second in both directions. A broken connection is a lost
-node at once, silence after ``heartbeat_timeout``. Nodes that are not members hold a connection too, as *watchers*:
-those that wait beside the round are made room for, those that wait for an open round are told who of them should seal
-it, and all of them are told of every move of the round. Messages are JSON lines::
-
-    member -> hub   {"op": "hello", "to", "node", "incarnation", "round"}   {"op": "beat"}   {"op": "done"}
-                    {"op": "changed", "row"}   {"op": "report", ...}       (reports go to the agent of rank 0)
-                    {"op": "unreachable", "text"}   {"op": "reaches", "incarnation"}             (gaps: new and closed)
-    watcher -> hub  {"op": "watch", "to", "node", "incarnation", "strikes", "unreached", "round", "open", "candidacy"}
-                    {"op": "beat"}
-    anyone -> hub   {"op": "ask", "to", "round"}     (has this hub's node reached rank 0's?)
-    hub -> both     {"op": "beat"}   {"op": "changed", "row"}              (without a row: read it in the table)
-    hub -> watcher  {"op": "line", "place", "apart"}  (place 0: it should seal; 1 and more: it should be ready to; null:
-                    neither. apart: members that cannot reach it, for which no room is made)
-    hub -> anyone   {"op": "answer", "linked"}       (null: it does not know yet)
-    hub -> member   {"op": "lost", "nodes", "absent"}   {"op": "all_done"}   and what rank 0's agent broadcasts
-                    (absent: those of them that have never come)
-
-``to`` is the incarnation that the sender means: the port of a node that has died may serve another run by now.
-``round`` and ``open`` say which version of the row a watcher has seen, and ``row`` is a packed one, see
-:mod:`~azureml_elastic.node.rendezvous.state.round_codec`.
+Every node listens on one port for as long as it lives. During a round all members, rank 0 included, are connected to
+the hub of rank 0's node, with heartbeats in both directions. A member whose connection breaks is lost at once, a silent
+one after ``heartbeat_timeout``. Nodes that are not members connect too: rank 0 makes room for those that wait beside
+the round, those that wait for an open round are sent which of them should seal it, and all receive each change.
 """
 
 from __future__ import annotations
@@ -33,31 +15,51 @@ from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Connection
+from azureml_elastic.node.rendezvous.hub.messages import (
+    CODEC,
+    AllDone,
+    Beat,
+    Broadcast,
+    Done,
+    Hello,
+    LeaderAnswer,
+    LeaderQuery,
+    Lost,
+    Message,
+    Reached,
+    Report,
+    RoundChanged,
+    SealPosition,
+    Unreachable,
+    Watch,
+)
 from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
-from azureml_elastic.node.rendezvous.hub.state import HubState
-from azureml_elastic.node.rendezvous.hub.watchers import HubView, Watcher
+from azureml_elastic.node.rendezvous.hub.state import HubState, HubView
+from azureml_elastic.node.rendezvous.hub.watchers import Watcher
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
-from azureml_elastic.node.rendezvous.state.round_codec import pack, unpack
+from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 
-__all__ = ["Hub", "HubView"]
+__all__ = ["Hub"]
 
 _LOG = logging.getLogger(__name__)
 
-_WATCHERS_PATIENCE = 3
-"""How many times longer than a member a watcher may be silent: nobody waits for its answers."""
+_WATCHER_TIMEOUT_FACTOR = 3
+"""Heartbeat timeouts after which a silent waiting node is dropped: nothing depends on its answers."""
 
 
 class Hub:
-    """The server side of the heartbeats.
+    """The server of one node.
 
     Args:
-        host: the interface to listen on.
-        timings: beats and patience.
-        wake: called, from the hub's thread, when the view or the reports have changed.
-        incarnation: of this node; greetings that are meant for another one are refused. Empty to take all.
-        machine: to listen on.
-        bar: the number of strikes from which on no room is made for a node; ``None`` for never.
+        host: address of the interface to listen on.
+        timings: heartbeat interval and timeouts.
+        wake: called from the hub's thread when the view or the reports have changed.
+        incarnation: incarnation of this node; greetings for another one are refused.
+        runtime: clock and sockets.
+        quarantine: number of strikes from which no room is made for a node; ``None`` for never.
+        latest: receives each version of the round.
+        reached_leader: returns whether this node has reached rank 0's hub of a round, ``None`` if it does not know yet.
     """
 
     def __init__(
@@ -66,103 +68,97 @@ class Hub:
         timings: RendezvousTimings,
         wake: Callable[[], None],
         incarnation: str = "",
-        machine: Runtime | None = None,
-        bar: int | None = None,
+        *,
+        runtime: Runtime | None = None,
+        quarantine: int | None = None,
+        latest: LatestRound | None = None,
+        reached_leader: Callable[[int], bool | None] = lambda _: None,
     ) -> None:
-        machine = machine or Runtime()
+        runtime = runtime or Runtime()
         self._timings = timings
         self._wake = wake
         self._incarnation = incarnation
-        self._bar = bar
-        self._clock = machine.clock
+        self._quarantine = quarantine
+        self._latest = latest or LatestRound()
+        self._reached_leader = reached_leader
+        self._clock = runtime.clock
         self._lock = threading.Lock()
-        self._reception = HubState(machine.clock)
-        self._hint = False
+        self._state = HubState(runtime.clock)
+        self._must_read = False
         self._round: Round | None = None
         self._entered = 0.0
         self._members: dict[str, Connection] = {}
         self._lost: set[str] = set()
         self._absent: set[str] = set()
-        self.linked: Callable[[int], bool | None] = lambda _: None
-        """Returns whether this node has reached rank 0's of a round; for whoever made the hub to set."""
         self._done: set[str] = set()
-        self._reports: list[Mapping[str, Any]] = []
-        listener = machine.listen(host, 4096)
+        self._reports: list[tuple[int, str, Mapping[str, Any]]] = []
+        listener = runtime.listen(host, 4096)
         self.port: int = listener.getsockname()[1]
         tick = timings.heartbeat_interval.total_seconds() / 2
-        self._attention = PauseDetector(machine.clock, tick)
-        with self._lock:  # on a busy machine it may tick before it is known here
-            self._server = machine.serve(listener, self._on_message, self._on_close, self._on_tick, tick)
+        self._pauses = PauseDetector(runtime.clock, tick)
+        with self._lock:  # the first tick may come before this constructor has returned
+            self._server = runtime.serve(listener, self._on_message, self._on_close, self._on_tick, tick)
 
     def enter(self, round_: Round) -> None:
-        """Serve a sealed round in which this node is rank 0; forgets the one before."""
+        """Serve a sealed round in which this node is rank 0, instead of the one before."""
         with self._lock:
             self._round = round_
             self._entered = self._clock()
             self._lost, self._absent, self._done = set(), set(), set()
-            apart = self._reception.watchers.enter(round_)
+            unreachable = self._state.watchers.enter(round_)
             self._members = {
                 name: connection
                 for name, connection in self._members.items()
                 if connection.state.get("round") == round_.number
             }
-        self.changed(round_)
-        for connection, names in apart:
-            connection.send({"op": "line", "place": None, "apart": names})
+        self.publish(round_)
+        for connection, names in unreachable:
+            _send(connection, SealPosition(unreachable_from=names))
 
-    def stand(self, round_: Round, me: Member) -> None:
-        """Take note that this node is itself a candidate of an open round."""
+    def add_own_candidacy(self, round_: Round, me: Member) -> None:
+        """Add this node itself as a candidate of an open round."""
         with self._lock:
-            self._reception.stand(round_, me)
-        self._call()
-
-    @property
-    def newest(self) -> Round | None:
-        """The newest version of the round's row that this hub has told or was told, ``None`` before the first."""
-        return self._reception.newest
+            self._state.add_own(round_, me)
+        self._send_positions()
 
     def should_seal(self) -> bool:
-        """Return whether this node is one of those that should look after the open round, as far as this hub knows."""
+        """Return whether this node is among those that should look after the open round, as far as this hub knows."""
         with self._lock:
-            return self._reception.should_seal()
+            return self._state.should_seal()
 
-    def take_hint(self) -> bool:
-        """Return, once, whether a member knows of a sealed round that this hub was never told: read the row."""
+    def take_read_request(self) -> bool:
+        """Return, once, whether a member is in a sealed round that this hub does not know, so that the row be read."""
         with self._lock:
-            hint, self._hint = self._hint, False
-            return hint
+            request, self._must_read = self._must_read, False
+            return request
 
     def candidates(self) -> list[Member]:
-        """Return what watchers have said that they are, each of which had written its row before."""
+        """Return the rows with which waiting nodes want to be in an open round."""
         with self._lock:
-            return self._reception.watchers.candidates()
+            return self._state.watchers.candidates()
 
-    def changed(self, round_: Round | None = None) -> None:
-        """Tell everyone that the round has moved.
-
-        Args:
-            round_: to what; ``None`` where everyone must read that in the table.
-        """
-        if round_ is not None:
-            with self._lock:
-                if not self._reception.learn(round_):
-                    return
-        if self._server.connections:
-            self._server.broadcast(_changed(round_))
-
-    def broadcast(self, message: Mapping[str, Any]) -> None:
-        """Send to every member of the round."""
+    def publish(self, round_: Round) -> None:
+        """Send a version of the row to all connected nodes, unless an equal or newer one was sent."""
+        self._latest.observe(round_)
         with self._lock:
-            number = self._round.number if self._round else 0
-            connections = [link for link in self._members.values() if link.state["round"] == number]
-        for connection in connections:
-            connection.send(message)
+            is_new = self._state.publish(round_)
+        if is_new:
+            self._broadcast_change(round_)
+
+    def request_read(self) -> None:
+        """Have all connected nodes read the round's row."""
+        self._broadcast_change(None)
+
+    def broadcast(self, body: Mapping[str, Any]) -> None:
+        """Send a message of this node's agent to the agents of all members."""
+        self._send_members(Broadcast(body))
 
     def view(self) -> HubView:
-        """Return what is known now."""
+        """Return what is known about the round now."""
         with self._lock:
-            # Members may have waited here while the round was open; they are about to say hello.
-            waiting = self._reception.watchers.waiting(self._members.keys() | self._member_names(), self._bar)
+            # Members may have waited here while the round was open, and be about to send their greeting.
+            members = self._members.keys() | self._member_names()
+            waiting = self._state.watchers.waiting(members, self._quarantine)
             since = waiting.values()
             return HubView(
                 lost=frozenset(self._lost),
@@ -173,110 +169,101 @@ class Hub:
                 waiting_latest=max(since, default=None),
             )
 
-    def take_reports(self) -> list[Mapping[str, Any]]:
-        """Return and forget the members' reports of this round, oldest first."""
+    def take_reports(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return and forget the reports of members of this round, oldest first, each as the node's name and body."""
         with self._lock:
-            number = self._round.number if self._round else 0
-            reports = [report for report in self._reports if report["round"] == number]
-            self._reports = [report for report in self._reports if report["round"] > number]
+            current = self._round.number if self._round else 0
+            reports = [(node, body) for number, node, body in self._reports if number == current]
+            self._reports = [report for report in self._reports if report[0] > current]
             return reports
 
     def close(self) -> None:
-        """Stop listening and drop all connections."""
+        """Stop listening and end all connections."""
         self._server.close()
 
-    def _on_message(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        op = message.get("op")
-        if op == "beat":
+    def _on_message(self, connection: Connection, fields: Mapping[str, Any]) -> None:
+        message = CODEC.receive(connection, fields)
+        if message is None or isinstance(message, Beat):
             return
-        if op in ("hello", "watch", "ask") and message.get("to", self._incarnation) != self._incarnation:
-            connection.close("it is meant for another process, whose port this was")
+        if isinstance(message, Hello | Watch | LeaderQuery) and message.to not in ("", self._incarnation):
+            connection.close("the message is meant for another process, which had this port before")
             return
-        if op == "hello":
-            self._hello(connection, message)
-        elif op == "watch":
-            self._watch(connection, message)
-        elif op == "ask":
-            connection.send({"op": "answer", "linked": self.linked(message["round"])})
-            return
-        elif op == "changed":
-            self.changed(unpack(message["row"]) if "row" in message else None)
-        elif connection.state.get("role") == "member":
-            self._member_says(connection.state["node"], connection.state["round"], op, message)
+        member, number = connection.state.get("member"), connection.state.get("round", 0)
+        match message:
+            case LeaderQuery():
+                _send(connection, LeaderAnswer(self._reached_leader(message.round)))
+                return
+            case Hello():
+                self._on_hello(connection, message)
+            case Watch():
+                self._on_watch(connection, message)
+            case RoundChanged(round=None):
+                self.request_read()
+            case RoundChanged(round=Round() as round_):
+                self.publish(round_)
+            case Unreachable() if member is not None:
+                _LOG.warning("%s.", message.text)
+            case Reached() if member is not None:
+                with self._lock:
+                    self._state.watchers.reached(message.incarnation, member)
+            case Report() if member is not None:
+                with self._lock:
+                    self._reports.append((number, member, message.body))
+            case Done() if member is not None:
+                self._on_done(member, number)
         self._wake()
 
-    def _hello(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        node, number = message["node"], message["round"]
-        connection.state.update(role="member", node=node, round=number)
+    def _on_hello(self, connection: Connection, hello: Hello) -> None:
+        connection.state.update(member=hello.node, node=hello.node, round=hello.round)
         with self._lock:
-            if self._round is None or number >= self._round.number:
-                self._members[node] = connection
-                self._reception.watchers.remove(node)
-            seen = Round(number, "sealed")
-            missed, unheard = self._reception.missed(seen), self._reception.hint(seen)
-            self._hint = self._hint or unheard
-        # From here on the member is told of every change; this is what it may have missed.
+            if self._round is None or hello.round >= self._round.number:
+                self._members[hello.node] = connection
+                self._state.watchers.remove(hello.node)
+            seen = Round(hello.round, "sealed")
+            missed, unknown = self._state.newer_than(seen), self._state.is_first_sign_of(seen)
+            self._must_read = self._must_read or unknown
+        # From here on the member receives every change; this is what it may have missed.
         if missed is not None:
-            connection.send(_changed(missed))
-        if unheard:
-            self.changed()  # whoever has sealed that round has not told this hub, or its word was lost
+            _send(connection, RoundChanged(missed))
+        if unknown:
+            self.request_read()  # the node that has sealed the round has not sent it here, or its message was lost
 
-    def _watch(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        node = message["node"]
-        candidacy = Member.from_value(message["candidacy"]) if message.get("candidacy") else None
-        number, is_open = message.get("round", 0), message.get("open", False)
-        connection.state.update(role="watcher", node=node, place=None)
+    def _on_watch(self, connection: Connection, watch: Watch) -> None:
+        connection.state.update(member=None, node=watch.node, position=None)
         watcher = Watcher(
             connection,
             self._clock(),
-            beside=0 if is_open else number,
-            candidacy=candidacy,
-            strikes=message.get("strikes", 0),
-            incarnation=message.get("incarnation", ""),
-            unreached=frozenset(message.get("unreached", ())),
+            beside=0 if watch.is_open else watch.round,
+            candidacy=watch.candidacy,
+            strikes=watch.strikes,
+            incarnation=watch.incarnation,
+            unreached=frozenset(watch.unreached),
         )
         with self._lock:
-            self._reception.watch(node, watcher)
-            missed = self._reception.missed(Round(number, "open" if is_open else "sealed"))
-            apart = sorted(self._reception.watchers.unreached_by(watcher))
+            self._state.watch(watch.node, watcher)
+            missed = self._state.newer_than(Round(watch.round, "open" if watch.is_open else "sealed"))
+            unreachable_from = self._state.watchers.unreached_by(watcher)
         if missed is not None:
-            connection.send(_changed(missed))
-        # Whatever it is answered, it knows that it was heard.
-        connection.send({"op": "line", "place": None, **({"apart": apart} if apart else {})})
-        self._call()
+            _send(connection, RoundChanged(missed))
+        # Any answer shows the node that this hub serves it.
+        _send(connection, SealPosition(unreachable_from=unreachable_from))
+        self._send_positions()
 
-    def _call(self) -> None:
-        """Tell those that should look after the open round that they should."""
+    def _on_done(self, member: str, number: int) -> None:
         with self._lock:
-            calls = self._reception.calls()
-        for connection, place in calls:
-            connection.send({"op": "line", "place": place})
-
-    def _member_says(self, node: str, number: int, op: object, message: Mapping[str, Any]) -> None:
-        if op == "unreachable":
-            _LOG.warning("%s.", message["text"])
-            return
-        with self._lock:
-            current = self._round
-            if op == "reaches":
-                self._reception.watchers.reached(message["incarnation"], node)
-                return
-            if op != "done":
-                self._reports.append({**message, "node": node, "round": number})
-                return
-            if current is None or number != current.number:
-                return  # an older round's word must not count for this one
-            self._done.add(node)
-            everyone = self._member_names() <= self._done
-        if everyone:
-            self.broadcast({"op": "all_done"})
+            if self._round is None or number != self._round.number:
+                return  # a message of an older round
+            self._done.add(member)
+            all_done = self._member_names() <= self._done
+        if all_done:
+            self._send_members(AllDone())
 
     def _on_close(self, connection: Connection) -> None:
         node = connection.state.get("node", "")
         with self._lock:
-            first_left = self._reception.leave(node, connection)
-        if first_left:
-            self._call()
+            queue_changed = self._state.leave(node, connection)
+        if queue_changed:
+            self._send_positions()
             self._wake()
         with self._lock:
             if self._members.get(node) is not connection:
@@ -286,42 +273,59 @@ class Hub:
                 return
         self._lose([node])
 
-    def _lose(self, nodes: Iterable[str], absent: Collection[str] = ()) -> None:
-        with self._lock:
-            fresh = [node for node in nodes if node not in self._lost | self._done]
-            never_came = [node for node in fresh if node in absent]
-            self._lost.update(fresh)
-            self._absent.update(never_came)
-        if fresh:
-            self.broadcast({"op": "lost", "nodes": fresh, "absent": never_came})
-            self._wake()
-
-    def _member_names(self) -> set[str]:
-        return {member.node for member in self._round.members} if self._round else set()
-
     def _on_tick(self) -> None:
-        self._attention.look()
-        silence = self._attention.silence
+        self._pauses.tick()
+        silence = self._pauses.silence
         timeout = self._timings.heartbeat_timeout.total_seconds()
-        patience = self._timings.join_timeout.total_seconds()
+        join_timeout = self._timings.join_timeout.total_seconds()
         with self._lock:
-            server, watchers = self._server, self._reception.watchers.connections()
-            gone = [link for link in watchers if silence(link.last_heard) > _WATCHERS_PATIENCE * timeout]
-        server.broadcast({"op": "beat"})
+            server, watchers = self._server, self._state.watchers.connections()
+            gone = [link for link in watchers if silence(link.last_heard) > _WATCHER_TIMEOUT_FACTOR * timeout]
+        server.broadcast(CODEC.encode(Beat()))
         for connection in gone:
             connection.close("silent")
         with self._lock:
             if self._round is None:
                 return
             silent = [name for name, link in self._members.items() if silence(link.last_heard) > timeout]
-            # Whoever still watches is alive and only slow to read the table.
-            here = self._members.keys() | self._reception.watchers.names()
-            absent = sorted(self._member_names() - here) if silence(self._entered) > patience else []
+            # A member that still waits here is alive, and only slow to learn of the seal.
+            here = self._members.keys() | self._state.watchers.names()
+            absent = sorted(self._member_names() - here) if silence(self._entered) > join_timeout else []
             broken = [self._members[name] for name in silent]
         self._lose(silent + absent, absent)
         for connection in broken:
             connection.close()
 
+    def _lose(self, nodes: Iterable[str], absent: Collection[str] = ()) -> None:
+        with self._lock:
+            lost = tuple(node for node in nodes if node not in self._lost | self._done)
+            never_connected = tuple(node for node in lost if node in absent)
+            self._lost.update(lost)
+            self._absent.update(never_connected)
+        if lost:
+            self._send_members(Lost(lost, never_connected))
+            self._wake()
 
-def _changed(round_: Round | None) -> dict[str, Any]:
-    return {"op": "changed"} if round_ is None else {"op": "changed", "row": pack(round_)}
+    def _send_positions(self) -> None:
+        with self._lock:
+            positions = self._state.take_positions()
+        for connection, position in positions:
+            _send(connection, SealPosition(position))
+
+    def _send_members(self, message: Message) -> None:
+        with self._lock:
+            number = self._round.number if self._round else 0
+            connections = [link for link in self._members.values() if link.state["round"] == number]
+        for connection in connections:
+            _send(connection, message)
+
+    def _broadcast_change(self, round_: Round | None) -> None:
+        if self._server.connections:
+            self._server.broadcast(CODEC.encode(RoundChanged(round_)))
+
+    def _member_names(self) -> set[str]:
+        return {member.node for member in self._round.members} if self._round else set()
+
+
+def _send(connection: Connection, message: Message) -> None:
+    connection.send(CODEC.encode(message))

@@ -1,4 +1,4 @@
-"""A node's connection to the hub of another node (or its own)."""
+"""A node's connection to a hub."""
 
 from __future__ import annotations
 
@@ -8,34 +8,48 @@ from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Connection, LineClient
+from azureml_elastic.node.rendezvous.hub.messages import (
+    CODEC,
+    AllDone,
+    Beat,
+    Broadcast,
+    Lost,
+    Message,
+    Report,
+    RoundChanged,
+    SealPosition,
+)
 from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Round
-from azureml_elastic.node.rendezvous.state.round_codec import newer, unpack
+from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 
 __all__ = ["Link"]
 
 
 class Link:
-    """One connection to a hub, with beats in both directions.
+    """A connection to a hub, with heartbeats in both directions.
 
     Args:
         address: host and port of the hub.
-        greeting: the first message, ``hello`` or ``watch``.
-        timings: beats and patience.
-        wake: called, from the link's thread, when something has changed.
-        machine: to dial from.
-        patience: seconds to connect in; ``None`` for as long as silence is borne.
+        greeting: first message, :class:`~.messages.Hello` or :class:`~.messages.Watch`.
+        timings: heartbeat interval and timeout.
+        wake: called from the link's thread when something has changed.
+        runtime: clock and sockets.
+        timeout: seconds to connect in; ``None`` for the heartbeat timeout.
+        latest: receives each version of the round that the hub sends.
 
     Attributes:
-        heard: whether the hub has said anything yet.
-        broken: whether the connection has ended, but not by :meth:`close`.
-        changed: whether the round has moved and the hub did not say to what; for the owner to reset.
-        news: the newest version of the round's row that the hub has told, ``None`` before the first.
-        place: in the line of those that should look after an open round; see the hub's messages.
-        called: whether the hub has told the place once more; for the owner to reset.
-        apart: members of the hub's round that cannot reach this node, for which it makes no room.
-        all_done: whether all members' workers have ended well.
+        answered: whether the hub has sent anything yet.
+        broken: whether the connection has ended other than by :meth:`close`.
+        was_paused: whether this process itself did not run for longer than the heartbeat timeout, so that it was given
+            up by the others, and not the hub by it.
+        must_read: whether the round has changed and the hub did not send to what; reset by the owner.
+        received: newest version of the round's row that the hub has sent, ``None`` before the first.
+        position: position among the candidates that should seal; see :class:`~.messages.SealPosition`.
+        called: whether the hub has sent a position again; reset by the owner.
+        unreachable_from: members of the hub's round that cannot reach this node.
+        all_done: whether the workers of all members have succeeded.
 
     Raises:
         OSError: the hub cannot be reached.
@@ -44,116 +58,118 @@ class Link:
     def __init__(
         self,
         address: tuple[str, int],
-        greeting: Mapping[str, Any],
+        greeting: Message,
         timings: RendezvousTimings,
         wake: Callable[[], None],
-        machine: Runtime | None = None,
-        patience: float | None = None,
+        *,
+        runtime: Runtime | None = None,
+        timeout: float | None = None,
+        latest: LatestRound | None = None,
     ) -> None:
-        machine = machine or Runtime()
-        self.address = address
+        runtime = runtime or Runtime()
         self._wake = wake
-        self._clock = machine.clock
+        self._clock = runtime.clock
+        self._latest = latest or LatestRound()
         self._lock = threading.Lock()
-        tick, timeout = (span.total_seconds() for span in (timings.heartbeat_interval / 2, timings.heartbeat_timeout))
-        self._timeout = timeout
-        self._attention = PauseDetector(self._clock, tick)
-        self._last_heard = self._clock()
-        self._lost_nodes: set[str] = set()
+        tick = timings.heartbeat_interval.total_seconds() / 2
+        self._timeout = timings.heartbeat_timeout.total_seconds()
+        self._pauses = PauseDetector(self._clock, tick)
+        self._last_received = self._clock()
+        self._lost: set[str] = set()
         self._absent: set[str] = set()
-        self._messages: list[Mapping[str, Any]] = []
-        self.heard = False
+        self._broadcasts: list[Mapping[str, Any]] = []
+        self.answered = False
         self.broken = False
-        self.stood_still = False
-        """Whether this machine itself did not run for so long that the others have given it up, not it the hub."""
-        self.changed = False
-        self.news: Round | None = None
-        self.place: int | None = None
+        self.was_paused = False
+        self.must_read = False
+        self.received: Round | None = None
+        self.position: int | None = None
         self.called = False
-        self.apart: tuple[str, ...] = ()
+        self.unreachable_from: tuple[str, ...] = ()
         self.all_done = False
-        self._client: LineClient | None = None
-        self._client = machine.dial(
+        self._client: LineClient | None = None  # the first tick may come before it is set
+        self._client = runtime.dial(
             address,
             self._on_message,
             self._on_close,
             self._on_tick,
             tick,
-            timeout if patience is None else patience,
+            self._timeout if timeout is None else timeout,
         )
         self.send(greeting)
 
     @property
-    def lost_nodes(self) -> frozenset[str]:
-        """Members that the hub has called lost."""
+    def lost(self) -> frozenset[str]:
+        """Members that the hub has reported as lost."""
         with self._lock:
-            return frozenset(self._lost_nodes)
+            return frozenset(self._lost)
 
     @property
     def absent(self) -> frozenset[str]:
-        """Those of them that have never come to the hub."""
+        """Those of the lost members that have never connected to the hub."""
         with self._lock:
             return frozenset(self._absent)
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send to the hub; silently nothing when the connection is broken, which ``broken`` tells."""
+    def send(self, message: Message) -> None:
+        """Send to the hub; does nothing when the connection is broken."""
         if self._client is not None:
-            self._client.send(message)
+            self._client.send(CODEC.encode(message))
 
-    def take_messages(self) -> list[Mapping[str, Any]]:
-        """Return and forget what rank 0's agent has broadcast, oldest first."""
+    def report(self, body: Mapping[str, Any]) -> None:
+        """Send a message to the agent of the hub's node."""
+        self.send(Report(body))
+
+    def take_broadcasts(self) -> list[Mapping[str, Any]]:
+        """Return and forget the messages that rank 0's agent has broadcast, oldest first."""
         with self._lock:
-            messages, self._messages = self._messages, []
-            return messages
+            broadcasts, self._broadcasts = self._broadcasts, []
+            return broadcasts
 
     def close(self) -> None:
-        """Drop the connection: a member whose workers are not done is lost to the round."""
+        """End the connection: a member whose workers are not done is lost to the round."""
         if self._client is not None:
             self._client.close()
 
-    def _on_message(self, _: Connection, message: Mapping[str, Any]) -> None:
-        self._last_heard = self._clock()
-        self.heard = True
-        op = message.get("op")
-        if op == "beat":
+    def _on_message(self, connection: Connection, fields: Mapping[str, Any]) -> None:
+        self._last_received = self._clock()
+        self.answered = True
+        message = CODEC.receive(connection, fields)
+        if message is None or isinstance(message, Beat):
             return
         with self._lock:
-            if op == "lost":
-                self._lost_nodes.update(message["nodes"])
-                self._absent.update(message.get("absent", ()))
-            elif op == "changed":
-                self._take_news(message)
-            elif op == "line":
-                self.place = message["place"]
-                self.called = self.place is not None
-                self.apart = tuple(message.get("apart", ()))
-            elif op == "all_done":
-                self.all_done = True
-            else:
-                self._messages.append(message)
+            match message:
+                case RoundChanged(round=None):
+                    self.must_read = True
+                case RoundChanged(round=Round() as round_):
+                    self._latest.observe(round_)
+                    if round_.is_newer_than(self.received):
+                        self.received = round_
+                case SealPosition():
+                    self.position = message.position
+                    self.called = message.position is not None
+                    self.unreachable_from = message.unreachable_from
+                case Lost():
+                    self._lost.update(message.nodes)
+                    self._absent.update(message.absent)
+                case AllDone():
+                    self.all_done = True
+                case Broadcast():
+                    self._broadcasts.append(message.body)
         self._wake()
 
-    def _take_news(self, message: Mapping[str, Any]) -> None:
-        if "row" not in message:
-            self.changed = True
-            return
-        round_ = unpack(message["row"])
-        if newer(round_, self.news):
-            self.news = round_
-
     def _on_close(self, _: Connection) -> None:
-        self._look_at_own_clock()
+        self._check_pause()
         self.broken = True
         self._wake()
 
     def _on_tick(self) -> None:
         if self._client is None:
-            return  # on a busy machine it may tick before it is known here
-        self._look_at_own_clock()
-        self._client.send({"op": "beat"})
-        if self._attention.silence(self._last_heard) > self._timeout:
+            return
+        self._check_pause()
+        self.send(Beat())
+        if self._pauses.silence(self._last_received) > self._timeout:
             self._client.connection.close("the hub is silent")
 
-    def _look_at_own_clock(self) -> None:
-        if self._attention.look() > self._timeout:
-            self.stood_still = True
+    def _check_pause(self) -> None:
+        if self._pauses.tick() > self._timeout:
+            self.was_paused = True

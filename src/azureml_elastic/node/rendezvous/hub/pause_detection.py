@@ -1,4 +1,4 @@
-"""How long somebody has been silent, less the time in which this process could not have heard them."""
+"""Durations of silence, without the time in which this process did not run and could receive nothing."""
 
 from __future__ import annotations
 
@@ -7,48 +7,40 @@ from collections.abc import Callable
 
 __all__ = ["PauseDetector"]
 
-_PAUSES = 1000
-"""Remembered at least; one a second would be a machine that cannot train anyhow."""
+_MIN_PAUSES = 1000
+"""Smallest number of pauses that are remembered; with one a second, a machine cannot train anyway."""
 
 
 class PauseDetector:
-    """The times in which this process did not run: paused, swapped out, or one of too many on its machine.
+    """Detector of the times in which this process did not run: stopped, swapped out, or on an overloaded machine.
 
-    What arrives in such a time may be read only after the clock has been looked at. Whoever judges silence by the clock
-    alone then gives up everybody at once, because of a pause of its own.
+    Messages that arrive during a pause may be read only after the clock. A timeout by the clock alone would then take
+    all peers for lost because of a pause of this process.
 
     Args:
-        clock: seconds.
-        tick: seconds after which the process means to look again. One that looks a whole tick late was away.
+        clock: clock in seconds.
+        tick: planned seconds between two calls of :meth:`tick`; a call that is more than one tick late ends a pause.
     """
 
     def __init__(self, clock: Callable[[], float], tick: float) -> None:
         self._clock = clock
-        self._tick = tick
-        self._looked = clock()
+        self._interval = tick
+        self._last = clock()
         self._ends: list[float] = []
-        self._away = [0.0]
-        """Seconds away in all: before the first of the ends, and up to each of them."""
+        self._paused = [0.0]
+        """Total seconds of pauses, before the first of the ends and up to each of them."""
 
-    def look(self) -> float:
-        """Take note that the process runs.
-
-        Returns:
-            Seconds since it did so last.
-        """
+    def tick(self) -> float:
+        """Record that the process runs, and return the seconds since the last call."""
         now = self._clock()
-        gap, self._looked = now - self._looked, now
-        if gap > 2 * self._tick:
+        elapsed, self._last = now - self._last, now
+        if elapsed > 2 * self._interval:
             self._ends.append(now)
-            self._away.append(self._away[-1] + gap - self._tick)
-            if len(self._ends) > 2 * _PAUSES:
-                del self._ends[:_PAUSES], self._away[:_PAUSES]
-        return gap
+            self._paused.append(self._paused[-1] + elapsed - self._interval)
+            if len(self._ends) > 2 * _MIN_PAUSES:
+                del self._ends[:_MIN_PAUSES], self._paused[:_MIN_PAUSES]
+        return elapsed
 
     def silence(self, since: float) -> float:
-        """Return for how many seconds somebody has said nothing to a process that listened.
-
-        Args:
-            since: when they were heard last, by the clock.
-        """
-        return self._clock() - since - (self._away[-1] - self._away[bisect_right(self._ends, since)])
+        """Return the seconds since a moment of the clock, without those of pauses."""
+        return self._clock() - since - (self._paused[-1] - self._paused[bisect_right(self._ends, since)])

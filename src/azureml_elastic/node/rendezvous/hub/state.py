@@ -1,28 +1,66 @@
-"""What one hub knows of the round's row and of its watchers, and whom of these it asks to look after an open round."""
+"""State of a hub without its I/O: the round's row, the waiting nodes, and the candidates that should seal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from azureml_elastic.ipc import Connection
 from azureml_elastic.node.rendezvous.hub.watchers import Watcher, Watchers
-from azureml_elastic.node.rendezvous.state.round import Member, Round, candidates
-from azureml_elastic.node.rendezvous.state.round_codec import newer
+from azureml_elastic.node.rendezvous.state.member_selection import candidates
+from azureml_elastic.node.rendezvous.state.round import Member, Round
 
-__all__ = ["HubState", "Line"]
+__all__ = ["HubState", "HubView", "SealQueue"]
 
 _AHEAD = 2
-"""How many of a hub's candidates look after the round: the one that should seal it, and the one that takes over."""
+"""Number of candidates that look after the round: the one that should seal it, and the one that takes over."""
 
 
-class Line:
-    """The first few candidates of an open round.
+_MAX_DEBOUNCES = 4
+"""Largest number of debounces for which a spare waits while further ones come."""
 
-    The rows of the table decide who seals. A hub only says who should look at them, so that not everybody does: the
-    first two in the order of ranks and, because strikes and gaps may cost these their places, the first two without.
+
+@dataclass(frozen=True)
+class HubView:
+    """What a hub knows about its round.
 
     Args:
-        round_: the open round.
+        lost: members that are gone.
+        absent: those of them that have never connected.
+        done: members whose workers have all succeeded.
+        waiting: connected spares that can be expected to join.
+        waiting_since: monotonic seconds since which the first of them waits.
+        waiting_latest: monotonic seconds since which the last of them waits.
+    """
+
+    lost: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
+    done: frozenset[str] = frozenset()
+    waiting: frozenset[str] = frozenset()
+    waiting_since: float | None = None
+    waiting_latest: float | None = None
+
+    def spares(self, now: float, debounce: float) -> frozenset[str]:
+        """Return the spares to make room for, once none has come for the debounce, or the first has waited for four.
+
+        Args:
+            now: current monotonic time in seconds.
+            debounce: seconds.
+        """
+        if self.waiting_since is None or self.waiting_latest is None:
+            return frozenset()
+        due = now - self.waiting_latest >= debounce or now - self.waiting_since >= _MAX_DEBOUNCES * debounce
+        return self.waiting if due else frozenset()
+
+
+class SealQueue:
+    """The first few candidates of an open round.
+
+    Rows of the table decide which node seals. A hub only selects the nodes that read them, so that not all do: the
+    first two in the order of ranks and, because strikes and unreachable pairs may exclude these, the first two without.
+
+    Args:
+        round_: open round.
     """
 
     def __init__(self, round_: Round) -> None:
@@ -30,14 +68,14 @@ class Line:
         self.first: list[Member] = []
 
     def add(self, members: Iterable[Member]) -> None:
-        """Take in candidates; those of other rounds do not count."""
+        """Add candidates; those of other rounds are ignored."""
         ranked = candidates(self.round, {member.node: member for member in (*self.first, *members)}.values())
-        spotless = [member for member in ranked if not member.strikes and not member.unreached]
-        ahead = {member.node for member in (*ranked[:_AHEAD], *spotless[:_AHEAD])}
+        flawless = [member for member in ranked if not member.strikes and not member.unreached]
+        ahead = {member.node for member in (*ranked[:_AHEAD], *flawless[:_AHEAD])}
         self.first = [member for member in ranked if member.node in ahead]
 
     def remove(self, node: str) -> bool:
-        """Take out a candidate; return whether it was one of the first, so that the others must be added again."""
+        """Remove a candidate; return whether it was one of the first, so that the others must be added again."""
         kept = [member for member in self.first if member.node != node]
         was_first = len(kept) < len(self.first)
         self.first = kept
@@ -45,80 +83,81 @@ class Line:
 
 
 class HubState:
-    """What one hub knows about the row and about those that watch it. Not thread-safe: the hub has the lock.
+    """The round's row and the waiting nodes, as one hub knows them. Not thread-safe: the hub holds its lock.
 
     Args:
-        clock: returns monotonic seconds.
+        clock: clock in monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.watchers = Watchers(clock)
-        self.newest: Round | None = None
+        self._published: Round | None = None
         self._own: Member | None = None
-        self._line: Line | None = Line(Round())  # nodes meet at this hub while this node still imports
-        self._hinted = 0
+        self._queue: SealQueue | None = SealQueue(Round())  # nodes meet at this hub while its own node still imports
+        self._requested = 0
 
-    def learn(self, round_: Round) -> bool:
-        """Take note of a version of the row; return whether it is a newer one."""
-        if not newer(round_, self.newest):
+    def publish(self, round_: Round) -> bool:
+        """Record a version of the row; return whether it is newer than the one before."""
+        if not round_.is_newer_than(self._published):
             return False
-        self.newest = round_
-        self._line = Line(round_) if round_.state == "open" else None
-        self._line_up_all()
+        self._published = round_
+        self._queue = SealQueue(round_) if round_.state == "open" else None
+        self._requeue()
         return True
 
-    def missed(self, seen: Round) -> Round | None:
-        """Return the newest version of the row if it is newer than what somebody says that it has seen."""
-        return self.newest if self.newest is not None and newer(self.newest, seen) else None
+    def newer_than(self, seen: Round) -> Round | None:
+        """Return the newest version of the row if a node that has seen this one has missed it."""
+        published = self._published
+        return published if published is not None and published.is_newer_than(seen) else None
 
-    def hint(self, sealed: Round) -> bool:
-        """Return, once for each round, whether a member is in a sealed round that this hub was never told."""
-        unheard = newer(sealed, self.newest) and sealed.number > self._hinted
-        self._hinted = max(sealed.number, self._hinted)
-        return unheard
+    def is_first_sign_of(self, sealed: Round) -> bool:
+        """Return, once for each round, whether a member is in a sealed round that this hub does not know of."""
+        unknown = sealed.is_newer_than(self._published) and sealed.number > self._requested
+        self._requested = max(sealed.number, self._requested)
+        return unknown
 
-    def stand(self, round_: Round, me: Member) -> None:
-        """Take note that this hub's own node is a candidate of an open round."""
+    def add_own(self, round_: Round, me: Member) -> None:
+        """Add the hub's own node as a candidate of an open round."""
         self._own = me
-        self.learn(round_)
-        if self._line is not None:
-            self._line.add([me])
+        self.publish(round_)
+        if self._queue is not None:
+            self._queue.add([me])
 
     def watch(self, node: str, watcher: Watcher) -> None:
-        """Take in a watcher, or its newer word."""
+        """Add a waiting node, or its new state."""
         self.watchers.add(node, watcher)
         candidate = watcher.candidacy
         if candidate is None:
             return
-        number = self._line.round.number if self._line is not None else 0
-        if candidate.round > number and newer(Round(candidate.round), self.newest):
-            # This node has not heard of that round yet, nor of its survivors: whoever is first by name looks at it.
-            self._line = Line(Round(candidate.round))
-        if self._line is not None:
-            self._line.add([candidate])
+        number = self._queue.round.number if self._queue is not None else 0
+        if candidate.round > number and Round(candidate.round).is_newer_than(self._published):
+            # The hub's own node does not have that round yet, nor its survivors: the order is by name until then.
+            self._queue = SealQueue(Round(candidate.round))
+        if self._queue is not None:
+            self._queue.add([candidate])
 
     def leave(self, node: str, connection: Connection) -> bool:
-        """Take out a watcher whose connection has ended; return whether that has changed the line."""
-        if not self.watchers.remove(node, connection) or self._line is None or not self._line.remove(node):
+        """Remove a waiting node whose connection has ended; return whether the queue has changed."""
+        if not self.watchers.remove(node, connection) or self._queue is None or not self._queue.remove(node):
             return False
-        self._line_up_all()
+        self._requeue()
         return True
 
     def should_seal(self) -> bool:
-        """Return whether this hub's own node is among the first in line."""
+        """Return whether the hub's own node is among the first in the queue."""
         own = self._own.node if self._own is not None else None
-        return self._line is not None and any(member.node == own for member in self._line.first)
+        return self._queue is not None and any(member.node == own for member in self._queue.first)
 
-    def calls(self) -> list[tuple[Connection, int]]:
-        """Return whom to tell its place: the first in line always, others when it is a new one."""
-        calls = []
-        for place, member in enumerate(self._line.first if self._line is not None else ()):
+    def take_positions(self) -> list[tuple[Connection, int]]:
+        """Return the positions to send: always the first one, others where they are new."""
+        positions = []
+        for position, member in enumerate(self._queue.first if self._queue is not None else ()):
             watcher = self.watchers.get(member.node)
-            if watcher is not None and (place == 0 or watcher.connection.state.get("place") != place):
-                watcher.connection.state["place"] = place
-                calls.append((watcher.connection, place))
-        return calls
+            if watcher is not None and (position == 0 or watcher.connection.state.get("position") != position):
+                watcher.connection.state["position"] = position
+                positions.append((watcher.connection, position))
+        return positions
 
-    def _line_up_all(self) -> None:
-        if self._line is not None:
-            self._line.add([*self.watchers.candidates(), *([self._own] if self._own else [])])
+    def _requeue(self) -> None:
+        if self._queue is not None:
+            self._queue.add([*self.watchers.candidates(), *([self._own] if self._own else [])])

@@ -1,4 +1,4 @@
-"""The watchers of a hub, and which of them the running round should make room for."""
+"""The waiting nodes that are connected to a hub, and those of them for which the running round should make room."""
 
 from __future__ import annotations
 
@@ -8,45 +8,24 @@ from dataclasses import dataclass, replace
 from azureml_elastic.ipc import Connection
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
-__all__ = ["HubView", "Watcher", "Watchers"]
+__all__ = ["Watcher", "Watchers"]
 
-_MISSED_SECONDS = (15.0, 240.0)
-"""How long a node that has twice not come is let wait, and the longest: it doubles with each time."""
-
-
-@dataclass(frozen=True)
-class HubView:
-    """What the hub knows about its round.
-
-    Args:
-        lost: members that are gone.
-        absent: those of them that have never come.
-        done: members whose workers have all ended well.
-        waiting: nodes outside that want in, have a live connection, and can be expected to come.
-        waiting_since: since when the first of them waits (monotonic seconds).
-        waiting_latest: since when the last of them waits.
-    """
-
-    lost: frozenset[str] = frozenset()
-    absent: frozenset[str] = frozenset()
-    done: frozenset[str] = frozenset()
-    waiting: frozenset[str] = frozenset()
-    waiting_since: float | None = None
-    waiting_latest: float | None = None
+_BACKOFF_SECONDS = (15.0, 240.0)
+"""First and longest wait of a node that has missed two or more seals; it doubles each time."""
 
 
 @dataclass(frozen=True)
 class Watcher:
-    """A node that watches this hub.
+    """A waiting node.
 
     Args:
-        connection: to it.
-        since: when it said so last (monotonic seconds).
-        beside: the sealed round beside which it waits, 0 for none.
-        candidacy: what it wants to be in an open round.
-        strikes: against its machine, as far as it knows.
-        incarnation: of it.
-        unreached: incarnations of nodes that it cannot reach.
+        connection: connection to the node.
+        since: monotonic seconds at which it has sent its state.
+        beside: number of the sealed round beside which it waits, 0 for none.
+        candidacy: the row with which it wants to be in an open round.
+        strikes: number of strikes against its machine.
+        incarnation: incarnation of the node.
+        unreached: incarnations of the nodes that it cannot reach.
     """
 
     connection: Connection
@@ -59,63 +38,62 @@ class Watcher:
 
 
 class Watchers:
-    """All of them, by node. Not thread-safe: the hub has the lock.
+    """The waiting nodes of one hub, by name. Not thread-safe: the hub holds its lock.
 
-    A round that makes room breaks off its workers, which must not happen again and again for a node that then does not
-    come. A live connection alone shows little: it is kept by a thread, whatever the node itself hangs in. So a node for
-    which a round was reopened and that missed the seal is made room for as soon as it says that it waits beside the
-    round that was sealed without it, which only its own main thread can say, after it has heard of that seal. When it
-    misses that chance too, it is let wait longer each time.
+    To make room, a round interrupts its workers, which must not happen repeatedly for a node that then does not join.
+    An open connection proves little, since a thread keeps it alive even if the node's main thread hangs. So a node
+    that was expected in a round and missed the seal counts again as soon as it sends that it waits beside that round,
+    which only its main thread does. If it misses that chance too, it waits longer each time.
 
     Args:
-        clock: returns monotonic seconds.
+        clock: clock in monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._watchers: dict[str, Watcher] = {}
-        self._missed: dict[str, int] = {}
+        self._missed_seals: dict[str, int] = {}
         self._number = 0
         self._members: frozenset[str] = frozenset()
-        self._gaps: dict[str, set[str]] = {}
+        self._unreached_by: dict[str, set[str]] = {}
 
-    def enter(self, round_: Round) -> list[tuple[Connection, list[str]]]:
-        """Count who was expected in this sealed round and is not in it, and note whom its members cannot reach.
+    def enter(self, round_: Round) -> list[tuple[Connection, tuple[str, ...]]]:
+        """Count the nodes that were expected in this sealed round and are not in it; record whom members cannot reach.
 
         Returns:
-            The connections of those watchers that members cannot reach, each with the names of these members. They may
-            have come before anybody here knew it.
+            The connections of waiting nodes that members cannot reach, each with the names of these members. The nodes
+            may have connected before this hub's node had the round.
         """
         members = {member.node for member in round_.members}
-        missed = {node: self._missed.get(node, 0) + 1 for node in round_.expected if node not in members}
-        kept = {node: count for node, count in self._missed.items() if node not in members}
-        self._missed = {**kept, **missed}
+        missed = {node: self._missed_seals.get(node, 0) + 1 for node in round_.expected if node not in members}
+        kept = {node: count for node, count in self._missed_seals.items() if node not in members}
+        self._missed_seals = {**kept, **missed}
         self._number = round_.number
         self._members = frozenset(member.incarnation for member in round_.members)
-        self._gaps = {}
+        self._unreached_by = {}
         for member in round_.members:
             for incarnation in member.unreached:
-                self._gaps.setdefault(incarnation, set()).add(member.node)
-        apart = ((watcher.connection, sorted(self.unreached_by(watcher))) for watcher in self._watchers.values())
-        return [(connection, names) for connection, names in apart if names]
+                self._unreached_by.setdefault(incarnation, set()).add(member.node)
+        found = ((watcher.connection, self.unreached_by(watcher)) for watcher in self._watchers.values())
+        return [(connection, names) for connection, names in found if names]
 
     def reached(self, incarnation: str, member: str) -> None:
-        """Take note that a member can reach this incarnation by now."""
-        self._gaps.get(incarnation, set()).discard(member)
+        """Record that a member can reach this incarnation again."""
+        self._unreached_by.get(incarnation, set()).discard(member)
 
-    def unreached_by(self, watcher: Watcher) -> set[str]:
-        """Return the members that cannot reach a watcher."""
-        return self._gaps.get(watcher.incarnation, set())
+    def unreached_by(self, watcher: Watcher) -> tuple[str, ...]:
+        """Return the names of the members that cannot reach a waiting node."""
+        return tuple(sorted(self._unreached_by.get(watcher.incarnation, ())))
 
     def add(self, node: str, watcher: Watcher) -> None:
-        """Take in a watcher, or its newer word; it keeps its place among those that wait."""
+        """Add a waiting node or its new state; its waiting time goes on unless it waits beside a round it missed."""
         before = self._watchers.get(node)
-        if before is not None and (before.beside == watcher.beside or not self._missed.get(node)):
+        if before is not None and (before.beside == watcher.beside or not self._missed_seals.get(node)):
             watcher = replace(watcher, since=before.since)
         self._watchers[node] = watcher
 
     def remove(self, node: str, connection: Connection | None = None) -> bool:
-        """Forget a watcher, or only if this is its connection; return whether it was one."""
+        """Remove a waiting node, if it has this connection or none is given; return whether it was removed."""
         watcher = self._watchers.get(node)
         if watcher is None or (connection is not None and watcher.connection is not connection):
             return False
@@ -123,44 +101,44 @@ class Watchers:
         return True
 
     def get(self, node: str) -> Watcher | None:
-        """Return the watcher of this name."""
+        """Return the waiting node of this name."""
         return self._watchers.get(node)
 
     def names(self) -> Collection[str]:
-        """Return the names of all."""
+        """Return the names of all waiting nodes."""
         return self._watchers.keys()
 
     def connections(self) -> list[Connection]:
-        """Return the connections of all."""
+        """Return the connections of all waiting nodes."""
         return [watcher.connection for watcher in self._watchers.values()]
 
     def candidates(self) -> list[Member]:
-        """Return what they have said that they are."""
+        """Return the rows with which waiting nodes want to be in an open round."""
         return [watcher.candidacy for watcher in self._watchers.values() if watcher.candidacy is not None]
 
-    def waiting(self, members: Collection[str], bar: int | None = None) -> dict[str, float]:
-        """Return the nodes to make room for, each with the moment since when it waits.
+    def waiting(self, members: Collection[str], quarantine: int | None = None) -> dict[str, float]:
+        """Return the nodes to make room for, each with the moment since which it waits.
 
-        A node and a member that cannot reach each other have no place in one round that has its minimum.
+        Nodes and members that cannot reach each other are never in one round that has its minimum.
 
         Args:
-            members: of the round; they may still watch.
-            bar: strikes from which on a node would get no place in a round that has its minimum, as a sealed one has.
+            members: names of the members, which may still be connected as waiting nodes.
+            quarantine: number of strikes from which a node is not in a round that has its minimum.
         """
         now = self._clock()
         return {
             node: watcher.since
             for node, watcher in self._watchers.items()
             if node not in members
-            and (bar is None or watcher.strikes < bar)
+            and (quarantine is None or watcher.strikes < quarantine)
             and not self.unreached_by(watcher)
             and not watcher.unreached & self._members
-            and self._will_come(self._missed.get(node, 0), watcher, now)
+            and self._will_join(self._missed_seals.get(node, 0), watcher, now)
         }
 
-    def _will_come(self, missed: int, watcher: Watcher, now: float) -> bool:
+    def _will_join(self, missed: int, watcher: Watcher, now: float) -> bool:
         if missed == 0:
             return True
-        first, longest = _MISSED_SECONDS
-        penalty = 0.0 if missed == 1 else min(longest, first * 2 ** (missed - 2))
-        return watcher.beside >= self._number and now - watcher.since >= penalty
+        first, longest = _BACKOFF_SECONDS
+        backoff = 0.0 if missed == 1 else min(longest, first * 2 ** (missed - 2))
+        return watcher.beside >= self._number and now - watcher.since >= backoff

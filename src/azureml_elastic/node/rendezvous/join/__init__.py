@@ -1,1 +1,1 @@
-"""How a node joins: waiting for a round, and entering a sealed one."""
+"""How a node joins a round: waiting for its seal, waiting as a spare, and entering it."""

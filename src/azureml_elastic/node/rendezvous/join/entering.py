@@ -1,89 +1,93 @@
-"""How a node gets into a sealed round, and what it does when rank 0's node does not answer.
+"""Entering a sealed round, also where rank 0's node does not answer.
 
-A machine that refuses has lost its process: the round is over. One that says nothing may be gone, or cut off, or it is
-this node that is cut off. Most of the members decide: where most have reached rank 0's node, the round goes on without
-this one, which says so in its row and keeps trying until the round has moved.
+A machine that refuses the connection has lost its agent: the round is over. One that does not answer may be gone or cut
+off, or this node is cut off. The majority of members decides: where most have reached rank 0's node, the round goes on
+without this one, which writes so into its row and keeps trying until the round has changed.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.host.addresses import place
+from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.membership import Membership
-from azureml_elastic.node.rendezvous.reachability.quorum_check import QuorumCheck, rank_0_is_cut_off
+from azureml_elastic.node.rendezvous.reachability.quorum_check import QuorumCheck, is_leader_unreachable
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import Member, Round
-from azureml_elastic.node.rendezvous.state.round_codec import newer
+from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.rows import Rows
-from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
+from azureml_elastic.node.rendezvous.table_heartbeat import StaleHeartbeat, TableHeartbeat
 
-__all__ = ["Entrance"]
+__all__ = ["LeaderLostError", "RoundEntry"]
 
 _LOG = logging.getLogger(__name__)
 
-_AGAIN_SECONDS = (0.5, 2.0)
-"""The first and the longest pause of a node that tries to get into a round that may go on without it."""
+_RETRY_SECONDS = (0.5, 2.0)
+"""First and longest pause between attempts to enter a round that may go on without this node."""
 
-_BRIEF_SECONDS = 1.2
-"""To connect in, for one that has failed before: long enough for the second attempt of TCP."""
+_RETRY_TIMEOUT_SECONDS = 1.2
+"""Time to connect in a further attempt: enough for TCP's second one."""
 
 
-class Entrance:
-    """One node's way in. For one thread.
+class LeaderLostError(Exception):
+    """The round must be reopened without rank 0's node; the message is the reason."""
+
+
+class RoundEntry:
+    """Entry of this node into sealed rounds. Not thread-safe.
 
     Args:
-        node: its name.
-        membership: this node's.
-        rows: of the rendezvous.
-        witness: tells whether a round runs.
-        reach: takes note of gaps.
-        timings: the patience.
-        rest: waits for some seconds; may raise to end the wait.
-        whoami: returns this node.
-        machine: that the node runs on.
+        membership: connects to rank 0's hub.
+        rows: table rows.
+        heartbeat: table heartbeat, which shows whether the round runs.
+        reachability: receives unreachable pairs.
+        timings: heartbeat timeout and table heartbeat interval.
+        sleeper: pauses between attempts.
+        runtime: clock, threads and sockets.
+        latest: newest version of the round.
     """
 
     def __init__(
         self,
-        node: str,
         *,
         membership: Membership,
         rows: Rows,
-        witness: TableHeartbeat,
-        reach: Reachability,
+        heartbeat: TableHeartbeat,
+        reachability: Reachability,
         timings: RendezvousTimings,
-        rest: Callable[[float], None],
-        whoami: Callable[[], Member],
-        machine: Runtime,
+        sleeper: Sleeper,
+        runtime: Runtime,
+        latest: LatestRound,
     ) -> None:
-        self._node = node
         self._membership = membership
         self._rows = rows
-        self._witness = witness
-        self._reach = reach
+        self._heartbeat = heartbeat
+        self._reachability = reachability
         self._timings = timings
-        self._rest = rest
-        self._whoami = whoami
-        self._clock = machine.clock
-        self._inquiry = QuorumCheck(machine, node)
+        self._sleeper = sleeper
+        self._runtime = runtime
+        self._latest = latest
 
-    def enter(self, round_: Round, rank: int, listener: socket.socket) -> Assignment | str | None:
-        """Take an assignment.
+    def enter(self, round_: Round, rank: int, listener: socket.socket, me: Member) -> Assignment | None:
+        """Enter a round.
 
         Args:
-            round_: sealed.
-            rank: of this node.
-            listener: for the round's store.
+            round_: sealed round.
+            rank: rank of this node in it.
+            listener: listening socket for the round's store.
+            me: this node.
 
         Returns:
-            The assignment; or why the round must go on without rank 0's node; or ``None`` where it has moved meanwhile.
+            The assignment, or ``None`` where the round has changed meanwhile.
+
+        Raises:
+            LeaderLostError: the round must be reopened without rank 0's node.
         """
         first = round_.members[0]
         try:
@@ -91,42 +95,43 @@ class Entrance:
         except OSError as error:
             if not is_unreachable(error):
                 _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
-                return f"{self._node} cannot reach {first.node} at {place(first.host, first.hub_port)}: {error}"
+                raise LeaderLostError(_refusal(me, first, error)) from error
             seconds = self._timings.heartbeat_timeout.total_seconds()
-            gap = self._reach.failed(first, f"rank 0 of round {round_.number}", error, seconds)
-        verdict = rank_0_is_cut_off(self._inquiry.ask(round_))
-        if verdict or (verdict is None and self._witness.round() != round_.number):
-            return str(gap)
-        return self._keep_trying(round_, rank, listener, gap)
+            pair = self._reachability.failed(first, f"rank 0 of round {round_.number}", error, seconds)
+        verdict = is_leader_unreachable(QuorumCheck(self._runtime, me.node).query(round_))
+        if verdict or (verdict is None and self._heartbeat.round() != round_.number):
+            raise LeaderLostError(str(pair))
+        return self._keep_trying(round_, rank, listener, me, pair)
 
     def _keep_trying(
-        self, round_: Round, rank: int, listener: socket.socket, gap: UnreachablePair
-    ) -> Assignment | str | None:
+        self, round_: Round, rank: int, listener: socket.socket, me: Member, pair: UnreachablePair
+    ) -> Assignment | None:
         first = round_.members[0]
-        _LOG.warning("Round %d may go on without this node, which keeps trying to get in.", round_.number)
+        _LOG.warning("Round %d may go on without this node, which keeps trying to enter it.", round_.number)
         self._rows.write_member(
-            replace(self._whoami(), state="left", reason=str(gap)),
-            self._membership.has_heard_of_the_next,
+            replace(me, state="left", reason=str(pair)), lambda: self._latest.after(round_) is not None
         )
-        pause, longest = _AGAIN_SECONDS
-        sign, since = self._witness.look(), self._clock()
+        pause, longest = _RETRY_SECONDS
+        stale = StaleHeartbeat(self._heartbeat, self._timings, self._runtime.clock)
+        stale.check()
         while True:
-            self._rest(pause)
+            self._sleeper.sleep(pause)
             pause = min(longest, 1.5 * pause)
-            if self._membership.has_heard_of_the_next() or newer(self._rows.read_round(), round_):
+            if self._latest.after(round_) is not None or self._rows.read_round().is_newer_than(round_):
                 return None
             try:
-                assignment = self._membership.enter(round_, rank, listener, _BRIEF_SECONDS)
+                assignment = self._membership.enter(round_, rank, listener, _RETRY_TIMEOUT_SECONDS)
             except OSError as error:
                 if not is_unreachable(error):
-                    return f"{self._node} cannot reach {first.node} at {place(first.host, first.hub_port)}: {error}"
+                    raise LeaderLostError(_refusal(me, first, error)) from error
             else:
-                self._reach.reached(first.incarnation, "hub")
-                # Nobody waits for a node that has left; this one has come after all.
-                self._rows.write_member(replace(self._whoami(), round=round_.number))
+                self._reachability.reached(first.incarnation, "hub")
+                # The row said that this node has left, for which the next round would not wait.
+                self._rows.write_member(replace(me, round=round_.number))
                 return assignment
-            seen = self._witness.look()
-            if seen != sign:
-                sign, since = seen, self._clock()
-            elif self._clock() - since > 2 * self._timings.table_heartbeat_interval.total_seconds():
-                return str(gap)
+            if stale.check():
+                raise LeaderLostError(str(pair))
+
+
+def _refusal(me: Member, leader: Member, error: OSError) -> str:
+    return f"{me.node} cannot reach {leader.node} at {place(leader.host, leader.hub_port)}: {error}"

@@ -1,10 +1,10 @@
-"""Where a node waits for a place: for the seal of an open round, or as a spare beside a running one.
+"""Waiting for a round: for the seal of an open one, or as a spare beside a running one.
 
-Nodes that wait for an open round meet at one hub, the *desk*, and say there what they are. The desk tells the first of
-them that it should seal; that one, and one more in case it dies, look at the rows of the table. All others are told the
-sealed round by the desk and read nothing. Which hub is the desk needs no agreement: each node takes the first one that
-it knows of and can reach, one that learns of an earlier one moves there, and whoever is told something tells it to
-those at its own hub.
+Nodes that wait for an open round meet at one hub, the *meeting point*, and send it their rows. The hub sends the first
+of them that it should seal; that node, and one more in case it dies, read the rows of the table. All others receive the
+sealed round from the hub and read nothing. Which hub is the meeting point needs no agreement: each node takes the first
+one that it knows and can reach, moves when it learns of an earlier one, and forwards what it receives to the nodes at
+its own hub.
 """
 
 from __future__ import annotations
@@ -17,220 +17,206 @@ from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import TableUnavailable, ValueTooLarge
 from azureml_elastic.node.host.addresses import place
 from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.hub.watch import Watch
-from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints, ReadSchedule, in_time
+from azureml_elastic.node.rendezvous.hub.watch import HubWatch
+from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints
+from azureml_elastic.node.rendezvous.join.read_schedule import ReadSchedule
+from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability
-from azureml_elastic.node.rendezvous.runtime import Runtime
-from azureml_elastic.node.rendezvous.state.member_selection import in_the_way
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round, SealTimer, candidates, reopened, seal
-from azureml_elastic.node.rendezvous.state.round_codec import newer, pack
+from azureml_elastic.node.rendezvous.state.member_selection import candidates, describe_partitions
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
+from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
-from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
+from azureml_elastic.node.rendezvous.state.sealing import SealTimer, drop_unresponsive, reopened, seal
+from azureml_elastic.node.rendezvous.table_heartbeat import StaleHeartbeat, TableHeartbeat
 
-__all__ = ["Lobby"]
+__all__ = ["JoinWaiter"]
 
 _LOG = logging.getLogger(__name__)
 
 _ALONE_SECONDS = (0.1, 2.0)
-"""The first and the longest pause of a spare that nobody tells."""
+"""First and longest pause between two reads of a spare that is not connected to rank 0's hub."""
 
-_WORD_SECONDS = 1.0
-"""How long a node that knows the others only says that it wants a place, before it writes so, too."""
+_WRITE_SECONDS = 1.0
+"""Time after which a node that has sent its row to a hub also writes it into the table."""
 
-_TOLD_SECONDS = 20.0
-"""Between two reads of a spare that rank 0's hub will tell, in case it is mistaken."""
+_CHECK_SECONDS = 20.0
+"""Time between two reads of a spare that is connected to rank 0's hub, in case the hub fails to send a change."""
 
 
-class Lobby:
-    """One node's waits. It watches the hub of a node that will be told, and reads the table only where it must.
+class JoinWaiter:
+    """One node's waits, connected to a hub that sends changes, with reads of the table only where they are needed.
 
     Args:
-        rows: of the rendezvous.
-        hub: this node's own, whose watchers are told what this node sees.
-        witness: looked at where rank 0's hub cannot be reached.
+        rows: table rows.
+        hub: this node's own hub, which forwards changes.
+        watch: connection to another node's hub.
+        heartbeat: table heartbeat, read where rank 0's hub cannot be reached.
+        reachability: nodes that this node cannot reach.
         limits: node counts.
-        timings: the patience.
-        sleep: waits for some seconds or until woken, and returns whether it was woken; may raise to end the wait.
-        wake: wakes the sleeper, from any thread.
-        reach: takes note of hubs that cannot be reached.
-        machine: that this node runs on.
+        timings: timeouts of the rendezvous.
+        sleeper: pauses that other threads can end.
+        clock: clock in monotonic seconds.
+        latest: newest version of the round.
     """
 
     def __init__(
         self,
+        *,
         rows: Rows,
         hub: Hub,
-        witness: TableHeartbeat,
+        watch: HubWatch,
+        heartbeat: TableHeartbeat,
+        reachability: Reachability,
         limits: Limits,
         timings: RendezvousTimings,
-        sleep: Callable[[float], bool],
-        wake: Callable[[], None],
-        reach: Reachability,
-        machine: Runtime | None = None,
+        sleeper: Sleeper,
+        clock: Callable[[], float],
+        latest: LatestRound,
     ) -> None:
-        self._machine = machine or Runtime()
-        self._reach = reach
         self._rows = rows
         self._hub = hub
-        self._witness = witness
+        self._watch = watch
+        self._heartbeat = heartbeat
+        self._reachability = reachability
         self._limits = limits
         self._timings = timings
-        self._sleep = sleep
-        self._clock = self._machine.clock
-        self._watch = Watch(reach, timings, wake, self._machine)
+        self._sleeper = sleeper
+        self._clock = clock
+        self._latest = latest
 
     def wait_for_seal(self, round_: Round, me: Member, known: Iterable[Member] | Roster) -> Round:
-        """Ask for a place in an open round, wait until someone, perhaps this node, has moved it, and return it.
+        """Become a candidate of an open round, wait until a node, perhaps this one, has changed it, and return it.
 
         Args:
-            round_: the open one.
-            me: with the round's number.
+            round_: open round.
+            me: this node, with the round's number.
             known: other nodes: the members of the round before, or the rows as they were read last.
         """
-        # In the first round nodes find each other by their rows; later they know each other, and a word will do.
-        me = self._reach.marked(me)
-        written = (round_.number == 1 or self._rows.said_left) and self._ask(round_, me)
-        write_at = self._clock() + _WORD_SECONDS
-        self._hub.stand(round_, me)
-        desks = MeetingPoints(round_, me, known)
-        patience = SealTimer(round_, self._limits, self._timings, self._clock)
-        pace = ReadSchedule(self._clock())
+        # In the first round nodes find each other by their rows. Later they know each other, and a message suffices.
+        me = self._reachability.marked(me)
+        written = (round_.number == 1 or self._rows.has_left) and self._write(round_, me)
+        write_at = self._clock() + _WRITE_SECONDS
+        self._hub.add_own_candidacy(round_, me)
+        points = MeetingPoints(round_, me, known)
+        timer = SealTimer(round_, self._limits, self._timings, self._clock)
+        schedule = ReadSchedule(self._clock())
         rows: dict[str, Member] = {}
-        while (news := self._news(round_)) is None:
-            pace.lead(self._meet(desks, round_, me, pace), self._clock())
-            if (marked := self._reach.marked(me)) != me:
+        while (newer := self._latest.after(round_)) is None:
+            schedule.set_active(self._meet(points, round_, me, schedule), self._clock())
+            if (marked := self._reachability.marked(me)) != me:
                 me = marked
-                self._hub.stand(round_, me)
+                self._hub.add_own_candidacy(round_, me)
                 written, write_at = False, self._clock()
-            lonely = self._watch.link is None and not desks.first
-            if not written and (lonely or self._clock() >= write_at):
-                written = self._ask(round_, me)
+            alone = self._watch.link is None and not points.is_first
+            if not written and (alone or self._clock() >= write_at):
+                written = self._write(round_, me)
                 continue
-            if pace.time_to_weigh(self._clock()):
-                if patience.time_to_seal(self._present(rows, desks, me), me.node):
-                    pace.hurry(self._clock())
-                pace.weighed(self._clock(), patience.next_look)
-            if pace.time_to_look(self._clock()):
-                look = self._look()
-                if look is not None:
-                    current, roster = look
-                    if newer(current, round_):
-                        return self._pass_on(current)
-                    desks.take(roster)
+            if schedule.take_decision(self._clock()):
+                if timer.is_due(self._present(rows, points, me), me.node):
+                    schedule.read_now(self._clock())
+                schedule.has_decided(self._clock(), timer.next_change)
+            if schedule.should_read(self._clock()):
+                read = self._read_all()
+                if read is not None:
+                    current, roster = read
+                    if current.is_newer_than(round_):
+                        return self._forward(current)
+                    points.update(roster)
                     rows = {node: Member.from_value(value) for node, value in roster.items()}
-                    here = self._present(rows, desks, me)
-                    if patience.time_to_seal(here, me.node):
-                        return self._pass_on(self._seal(round_, in_time(round_, here, me.node, self._limits)))
-                pace.looked(self._clock(), patience.next_look)
+                    present = self._present(rows, points, me)
+                    if timer.is_due(present, me.node):
+                        return self._forward(
+                            self._seal(round_, drop_unresponsive(round_, present, me.node, self._limits))
+                        )
+                schedule.has_read(self._clock(), timer.next_change)
                 continue
-            rest = pace.rest(self._clock())
-            if self._sleep(rest if written else max(0.0, min(rest, write_at - self._clock()))):
-                pace.woken()
-        return self._pass_on(news)
+            left = schedule.seconds_left(self._clock())
+            if self._sleeper.wait(left if written else max(0.0, min(left, write_at - self._clock()))):
+                schedule.hub_received()
+        return self._forward(newer)
 
     def wait_beside(self, round_: Round, me: Member) -> Round:
-        """Wait as a spare beside a running round until its row has moved, and return what it says then."""
+        """Wait as a spare beside a running round until its row has changed, and return the new version."""
         first = round_.members[0]
         purpose = f"rank 0 of round {round_.number}"
-        makes_no_room: tuple[str, ...] = ()
+        logged: tuple[str, ...] = ()
+        stale = StaleHeartbeat(self._heartbeat, self._timings, self._clock)
         pause, longest = _ALONE_SECONDS
-        sign: str | None = None
-        since: float | None = None
         dial_at = self._clock()
-        look_at = dial_at + _TOLD_SECONDS
-        while (news := self._news(round_)) is None:
+        read_at = dial_at + _CHECK_SECONDS
+        while (newer := self._latest.after(round_)) is None:
             now = self._clock()
             if self._watch.link is not None and self._watch.link.broken:
-                self.leave()
-                dial_at, look_at = now + pause, now
-            if now >= dial_at and self._watch.begin(first, round_, me, purpose) is not None:
-                dial_at, look_at = now + pause, now
-            if self._watch.link is not None and self._watch.link.apart not in ((), makes_no_room):
-                makes_no_room = self._watch.link.apart
-                names = ", ".join(makes_no_room)
+                self._watch.close()
+                dial_at, read_at = now + pause, now
+            if now >= dial_at and self._watch.connect(first, round_, me, purpose) is not None:
+                dial_at, read_at = now + pause, now
+            link = self._watch.link
+            if link is not None and link.unreachable_from not in ((), logged):
+                logged = link.unreachable_from
                 _LOG.warning(
                     "Round %d makes no room for %s (%s), which %s cannot reach. %s",
-                    round_.number, me.node, place(me.host, me.hub_port), names, self._reach.advice,
+                    round_.number, me.node, place(me.host, me.hub_port), ", ".join(logged), self._reachability.advice,
                 )  # fmt: skip
-            told = self._watch.link is not None and self._watch.member == first
-            since = None if told else since
-            if self._must_read() or self._clock() >= look_at:
+            connected = link is not None and self._watch.member == first
+            if connected:
+                stale.reset()
+            if self._must_read() or self._clock() >= read_at:
                 current = self._rows.read_round()
-                if newer(current, round_):
-                    return self._pass_on(current)
-                if not told:
-                    seen = self._witness.look()
-                    if since is None or seen != sign:
-                        sign, since = seen, self._clock()
-                    elif self._clock() - since > 2 * self._timings.table_heartbeat_interval.total_seconds():
+                if current.is_newer_than(round_):
+                    return self._forward(current)
+                if not connected:
+                    if stale.check():
                         return self._give_up(round_, me)
                     pause = min(longest, pause * 1.5)
-                look_at = self._clock() + (_TOLD_SECONDS if told else pause)
+                read_at = self._clock() + (_CHECK_SECONDS if connected else pause)
             else:
-                self._sleep(max(0.0, (look_at if told else min(look_at, dial_at)) - self._clock()))
-        return self._pass_on(news)
+                self._sleeper.wait(max(0.0, (read_at if connected else min(read_at, dial_at)) - self._clock()))
+        return self._forward(newer)
 
-    def listen_to(self, member: Member, round_: Round, me: Member, patience: float) -> None:
-        """Watch the hub of the member that should end a broken round; :meth:`heard` tells what it says.
+    def _write(self, round_: Round, me: Member) -> bool:
+        """Write this node's row, unless the round changes meanwhile."""
+        return self._rows.write_member(me, lambda: self._latest.after(round_) is not None)
 
-        Args:
-            member: that should.
-            round_: the broken one.
-            me: this node.
-            patience: seconds to connect in.
-        """
-        self._watch.begin(member, round_, me, "the next to end the round", patience)
-
-    def heard(self, round_: Round) -> bool:
-        """Return whether the round is known to have moved."""
-        return self._news(round_) is not None
-
-    def leave(self) -> None:
-        """Stop watching."""
-        self._watch.end()
-
-    def _ask(self, round_: Round, me: Member) -> bool:
-        """Write that this node wants a place, unless it hears meanwhile that the round has moved."""
-        return self._rows.write_member(me, lambda: self._news(round_) is not None)
-
-    def _present(self, rows: Mapping[str, Member], desks: MeetingPoints, me: Member) -> list[Member]:
-        """Return all nodes: as their rows say or, newer than those, as they say at this node's hub."""
+    def _present(self, rows: Mapping[str, Member], points: MeetingPoints, me: Member) -> list[Member]:
+        """Return all nodes, by their rows or by what they have sent to this node's hub, which is newer."""
         left = {row.incarnation for row in rows.values() if row.state == "left"}
-        known = {node: replace(row, state="left") if desks.gone(row) else row for node, row in rows.items()}
+        known = {node: replace(row, state="left") if points.is_gone(row) else row for node, row in rows.items()}
         here = {member.node: member for member in (*self._hub.candidates(), me) if member.incarnation not in left}
         return [*{**known, **here}.values()]
 
-    def _meet(self, desks: MeetingPoints, round_: Round, me: Member, pace: ReadSchedule) -> bool:
-        """Watch the desk that this node would take now; return whether this node looks after the round."""
-        if self._watch.link is not None and self._watch.member is not None and self._watch.link.broken:
-            if desks.broke(self._watch.member, heard=self._watch.link.heard):
-                pace.hurry(self._clock())
-            self.leave()
+    def _meet(self, points: MeetingPoints, round_: Round, me: Member, schedule: ReadSchedule) -> bool:
+        """Connect to the current meeting point; return whether this node should look after the round."""
+        watch = self._watch
+        if watch.link is not None and watch.member is not None and watch.link.broken:
+            if points.connection_broke(watch.member, answered=watch.link.answered):
+                schedule.read_now(self._clock())
+            watch.close()
         purpose = f"where the nodes of round {round_.number} meet"
-        desk = desks.choose()
-        while desk is not None and (refused := self._watch.begin(desk, round_, me, purpose)) is not None:
-            known = desks.unreachable(desk, refused=refused)
-            if known or not refused:
-                pace.hurry(self._clock())
+        point = points.choose()
+        while point is not None and (refused := watch.connect(point, round_, me, purpose)) is not None:
+            was_known = points.connect_failed(point, refused=refused)
+            if was_known or not refused:
+                schedule.read_now(self._clock())
             if not refused:
-                break  # that took seconds: first say so, then go on
-            desk = desks.choose()
-        if desk is None:
-            self.leave()
+                break  # the attempt took seconds: write this node's row before the next one
+            point = points.choose()
+        if point is None:
+            watch.close()
         if self._must_read():
-            pace.hurry(self._clock())
-        link = self._watch.link
+            schedule.read_now(self._clock())
+        link = watch.link
         if link is not None and link.called:
             link.called = False
-            pace.called()
-        return link is None or link.place is not None or (desks.first and self._hub.should_seal())
+            schedule.candidate_came()
+        return link is None or link.position is not None or (points.is_first and self._hub.should_seal())
 
-    def _look(self) -> tuple[Round, Roster] | None:
-        """Read all rows; ``None`` while the table is away, because the hubs may tell what it does not."""
+    def _read_all(self) -> tuple[Round, Roster] | None:
+        """Read all rows; ``None`` while the table is unavailable, since hubs may send what it does not."""
         try:
-            return self._rows.read_all_now()
+            return self._rows.read_all()
         except TableUnavailable as error:
-            _LOG.warning("The table is away (%s); looking again.", error)
+            _LOG.warning("The table is unavailable (%s); reading again later.", error)
             return None
 
     def _seal(self, round_: Round, members: Sequence[Member]) -> Round:
@@ -246,41 +232,26 @@ class Lobby:
             sealed = replace(round_, state="failed", message=message, exit_code=1)
             written = self._rows.replace_round(sealed)
         if written:
-            for told in in_the_way(candidates(round_, members), {member.node for member in sealed.members}):
-                _LOG.warning("Round %d is sealed %s", round_.number, told)
+            names = {member.node for member in sealed.members}
+            for text in describe_partitions(candidates(round_, members), names):
+                _LOG.warning("Round %d is sealed %s", round_.number, text)
             return sealed
-        _LOG.info("Another node was first to move round %d.", round_.number)
+        _LOG.info("Another node has changed round %d first.", round_.number)
         return self._rows.read_round()
 
     def _give_up(self, round_: Round, me: Member) -> Round:
-        _LOG.warning("Round %d gives no sign of life; it is given up.", round_.number)
+        _LOG.warning("Round %d has stopped writing its heartbeat; it is reopened without its members.", round_.number)
         everyone = [member.node for member in round_.members]
         reason = f"no sign of life from {round_.members[0].node}"
         next_ = reopened(round_, reason, lost=everyone, waiting=[me.node])
-        if self._rows.end_round(round_.number, next_):
-            return self._pass_on(next_)
-        return self._pass_on(self._rows.read_round())
+        return self._forward(next_ if self._rows.end_round(round_.number, next_) else self._rows.read_round())
 
-    def _news(self, round_: Round) -> Round | None:
-        """Return the newest version of the row that this node has been told, if it is newer than this one."""
-        for told in (self._watch.link.news if self._watch.link is not None else None, self._hub.newest):
-            if told is not None:
-                self._rows.heard(told)
-        newest = self._rows.newest
-        return newest if newest is not None and newer(newest, round_) else None
-
-    def _pass_on(self, round_: Round) -> Round:
-        """Tell those at this node's hub, and the desk if it was not the desk that told it."""
-        self._hub.changed(round_)
-        link = self._watch.link
-        if link is not None and newer(round_, link.news):
-            link.send({"op": "changed", "row": pack(round_)})
+    def _forward(self, round_: Round) -> Round:
+        """Send a version of the round to the nodes at this node's hub, and to the hub that it is connected to."""
+        self._hub.publish(round_)
+        self._watch.forward(round_)
         return round_
 
     def _must_read(self) -> bool:
-        """Return, once for each time, whether a hub knows that the row has moved, but not to what."""
-        link, hinted = self._watch.link, self._hub.take_hint()
-        if link is None or not link.changed:
-            return hinted
-        link.changed = False
-        return True
+        """Return, once, whether a hub has learned that the row has changed, but not to what."""
+        return self._watch.take_read_request() | self._hub.take_read_request()

@@ -1,41 +1,49 @@
-"""Looks, beside a running round, which of its members reach each other, and whether gaps have closed meanwhile.
+"""Probes of which members of a running round reach each other, and whether unreachable pairs have recovered.
 
-Agents only need to reach rank 0's node, but workers connect to each other as they like. Where two of their nodes
-cannot, the workers hang, and none of them can say why. So each node connects once to the hub of each other member, a
-second after the round began and on a thread of its own: in a large round to the next one in the order of the ranks and
-to some others at random. Nothing waits for it. Whoever was reached once is not asked again.
+Agents need to reach rank 0's node only, but workers connect to all other workers. Where two of their nodes cannot reach
+each other the workers hang without an error. So a second after a round has begun each node connects once to the hub of
+each other member, on a separate thread: in a large round to the next one in the order of ranks and to some others at
+random. Nothing waits for the result. A node that was reached once is not probed again.
 
-Where hubs keep to a range of ports, they show nothing about the ports that workers take: NCCL and gloo have any that is
-free. Then each node also listens on such a port, for nothing but that somebody can connect.
+With a port range for hubs, hubs prove nothing about the ports of workers, since NCCL and gloo use any free port. Each
+node then also listens on such a port.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
 
 from azureml_elastic.ipc import Connection
-from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, Way, is_unreachable
+from azureml_elastic.node.rendezvous.hub.messages import Reached
+from azureml_elastic.node.rendezvous.membership import Membership
+from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, Target, is_unreachable
 from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 __all__ = ["DataPort", "PeerProber", "peers_to_probe"]
 
-_AFTER_SECONDS = 1.0
-"""Since the round began: workers are being started then."""
+_DELAY_SECONDS = 1.0
+"""Time after the start of the round, at which workers are being started."""
 
 _PROBE_SECONDS = 2.0
 _TRIES = 2
 
-_AGAIN_SECONDS = (5.0, 60.0)
-"""The first and the longest pause between two attempts at a gap."""
+_RETRY_SECONDS = (5.0, 60.0)
+"""First and longest pause between two attempts at an unreachable pair."""
 
 _ALL = 32
-"""Members of a round up to which everybody tries everybody."""
+"""Largest round in which every member probes every other one."""
 
 _SAMPLE = 8
+_IDLE_SECONDS = 3600.0
+
+_PURPOSES: dict[Target, str] = {
+    "peer_hub": "a member of round {}, to which the workers here connect",
+    "worker_port": "a member of round {}, on a port such as its workers take",
+}
 
 
 def peers_to_probe(
@@ -44,10 +52,10 @@ def peers_to_probe(
     """Return the members that the one of this rank should try to reach.
 
     Args:
-        members: of the round.
-        rank: of this node.
-        reached: incarnations that need not be tried.
-        choose: picks some of many.
+        members: members of the round.
+        rank: rank of this node.
+        reached: incarnations that were reached before.
+        choose: source of randomness for the sample.
     """
     others = [member for index, member in enumerate(members) if index != rank]
     if len(members) > _ALL:
@@ -56,26 +64,18 @@ def peers_to_probe(
     return [member for member in others if member.incarnation not in reached]
 
 
-_IDLE_SECONDS = 3600.0
-
-_PURPOSES: dict[Way, str] = {
-    "mesh": "a member of round {}, to which the workers here connect",
-    "data": "a member of round {}, on a port such as its workers take",
-}
-
-
 class DataPort:
-    """A port such as workers take, on which nothing is served.
+    """A listening port such as workers use, for probes only.
 
     Args:
-        machine: to listen on.
-        interface: the address to listen on.
+        runtime: sockets.
+        interface: address to listen on.
     """
 
-    def __init__(self, machine: Runtime, interface: str) -> None:
-        listener = machine.listen_as_workers_do(interface)
+    def __init__(self, runtime: Runtime, interface: str) -> None:
+        listener = runtime.listen_on_any_port(interface)
         self.number: int = listener.getsockname()[1]
-        self._server = machine.serve(listener, _hang_up, _nothing, _nothing, _IDLE_SECONDS)
+        self._server = runtime.serve(listener, _reject, lambda _: None, lambda: None, _IDLE_SECONDS)
 
     def close(self) -> None:
         """Stop listening."""
@@ -83,126 +83,118 @@ class DataPort:
 
 
 class PeerProber:
-    """This node's probes. :meth:`tick` is for one thread; what it starts runs on another.
+    """This node's probes. :meth:`tick` is for one thread, and starts probes on another.
 
     Args:
-        machine: to connect from.
-        reach: takes note of gaps.
-        is_on: whether this node is still in the round of this number with this member, which nobody has lost.
-        tell: sends a message to rank 0's hub.
-        wake: called when a gap has closed.
-        name: of this node, for its choice.
+        runtime: clock, threads and sockets.
+        reachability: receives the results.
+        membership: this node's round, and its connection to rank 0's hub, which receives recoveries.
+        wake: called when an unreachable peer is reached again.
+        node: name of this node, seed of the sample.
     """
 
     def __init__(
         self,
-        machine: Runtime,
-        reach: Reachability,
-        is_on: Callable[[int, str], bool],
-        tell: Callable[[Mapping[str, Any]], None],
+        runtime: Runtime,
+        reachability: Reachability,
+        membership: Membership,
         wake: Callable[[], None],
-        name: str,
+        node: str,
     ) -> None:
-        self._machine = machine
-        self._reach = reach
-        self._is_on = is_on
-        self._tell = tell
+        self._runtime = runtime
+        self._reachability = reachability
+        self._membership = membership
         self._wake = wake
-        self._choose = random.Random(name)
-        self._clock = machine.clock
+        self._choose = random.Random(node)
+        self._clock = runtime.clock
         self._reached: set[str] = set()
-        self._new: tuple[Round, int] | None = None
-        self._new_at = 0.0
-        self._again_at: dict[tuple[str, str], tuple[float, float]] = {}
+        self._next: Assignment | None = None
+        self._next_at = 0.0
+        self._retry_at: dict[tuple[str, Target], tuple[float, float]] = {}
         self._busy = False
 
-    def begin(self, round_: Round, rank: int) -> None:
-        """Take note that this node is in a round, and has reached rank 0's node."""
-        if not round_.members[0].data_port:
-            self._reached.add(round_.members[0].incarnation)
-        self._new, self._new_at = (round_, rank), self._clock() + _AFTER_SECONDS
+    def begin(self, assignment: Assignment) -> None:
+        """Plan the probes of a round whose rank 0 this node has reached."""
+        first = assignment.round.members[0]
+        if not first.data_port:
+            self._reached.add(first.incarnation)
+        self._next, self._next_at = assignment, self._clock() + _DELAY_SECONDS
 
     def tick(self) -> None:
-        """Start what is due, unless something still runs."""
+        """Start the probes that are due, unless others still run."""
         if self._busy:
             return
         now = self._clock()
-        if self._new is not None and now >= self._new_at:
-            (round_, rank), self._new = self._new, None
-            peers = peers_to_probe(round_.members, rank, self._reached, self._choose)
+        if self._next is not None and now >= self._next_at:
+            assignment, self._next = self._next, None
+            peers = peers_to_probe(assignment.round.members, assignment.rank, self._reached, self._choose)
             if peers:
-                self._start(partial(self._look_around, round_, peers))
+                self._start(partial(self._probe_members, assignment.round, peers))
                 return
-        gaps = self._reach.gaps()
-        if not gaps:
-            self._again_at.clear()
+        pairs = self._reachability.pairs()
+        if not pairs:
+            self._retry_at.clear()
             return
         due = []
-        for key, gap in gaps.items():
-            at, pause = self._again_at.setdefault(key, (now + _AGAIN_SECONDS[0], _AGAIN_SECONDS[0]))
+        for key, pair in pairs.items():
+            at, pause = self._retry_at.setdefault(key, (now + _RETRY_SECONDS[0], _RETRY_SECONDS[0]))
             if now >= at:
-                pause = min(2 * pause, _AGAIN_SECONDS[1])
-                self._again_at[key] = (now + pause, pause)
-                due.append((key, (gap.peer_host, gap.port)))
+                pause = min(2 * pause, _RETRY_SECONDS[1])
+                self._retry_at[key] = (now + pause, pause)
+                due.append((key, (pair.peer_host, pair.port)))
         if due:
-            self._start(partial(self._look_again, due))
+            self._start(partial(self._probe_again, due))
 
-    def _start(self, look: Callable[[], None]) -> None:
+    def _start(self, probe: Callable[[], None]) -> None:
         self._busy = True
 
         def run() -> None:
             try:
-                look()
+                probe()
             finally:
                 self._busy = False
 
-        self._machine.thread(run, "probing").start()
+        self._runtime.thread(run, "probing").start()
 
-    def _look_around(self, round_: Round, peers: list[Member]) -> None:
-        """Try to reach the members that were not reached before, twice."""
-        left: list[tuple[Member, Way, int]] = [(peer, "mesh", peer.hub_port) for peer in peers]
-        left += [(peer, "data", peer.data_port) for peer in peers if peer.data_port]
-        errors: dict[tuple[str, Way], OSError] = {}
+    def _probe_members(self, round_: Round, peers: list[Member]) -> None:
+        """Probe members that were not reached before, twice."""
+        left: list[tuple[Member, Target, int]] = [(peer, "peer_hub", peer.hub_port) for peer in peers]
+        left += [(peer, "worker_port", peer.data_port) for peer in peers if peer.data_port]
+        errors: dict[tuple[str, Target], OSError] = {}
         for _ in range(_TRIES):
-            found = self._machine.probe([(peer.host, port) for peer, _, port in left], _PROBE_SECONDS)
-            closed = [(each, error) for each, error in zip(left, found, strict=True) if error is not None]
-            errors = {(peer.incarnation, way): error for (peer, way, _), error in closed if is_unreachable(error)}
-            left = [each for each, error in closed if is_unreachable(error)]
+            results = self._runtime.probe([(peer.host, port) for peer, _, port in left], _PROBE_SECONDS)
+            failed = [(each, error) for each, error in zip(left, results, strict=True) if error is not None]
+            errors = {(peer.incarnation, target): error for (peer, target, _), error in failed if is_unreachable(error)}
+            left = [each for each, error in failed if is_unreachable(error)]
             if not left:
                 break
-        self._reached.update(peer.incarnation for peer in peers if not errors.keys() & _ways(peer))
+        self._reached.update(peer.incarnation for peer in peers if not errors.keys() & _targets(peer))
         for peer in peers:
-            for closed_way in _ways(peer) - errors.keys():
-                self._closed(*closed_way)
-        for peer, way, port in left:
-            if way == "data" and (peer.incarnation, "mesh") in errors:
-                continue  # nothing of that machine is reached
-            if self._is_on(round_.number, peer.node):
-                purpose = _PURPOSES[way].format(round_.number)
-                error = errors[peer.incarnation, way]
-                self._reach.failed(peer, purpose, error, _PROBE_SECONDS, way=way, port=port)
+            for incarnation, target in _targets(peer) - errors.keys():
+                self._recovered(incarnation, target)
+        for peer, target, port in left:
+            if target == "worker_port" and (peer.incarnation, "peer_hub") in errors:
+                continue  # nothing of that machine can be reached
+            if self._membership.is_in(round_.number, peer.node):
+                purpose = _PURPOSES[target].format(round_.number)
+                error = errors[peer.incarnation, target]
+                self._reachability.failed(peer, purpose, error, _PROBE_SECONDS, target=target, port=port)
 
-    def _look_again(self, due: list[tuple[tuple[str, Any], tuple[str, int]]]) -> None:
-        """Try once more to close gaps."""
-        errors = self._machine.probe([address for _, address in due], _PROBE_SECONDS)
-        for ((incarnation, way), _), error in zip(due, errors, strict=True):
+    def _probe_again(self, due: list[tuple[tuple[str, Target], tuple[str, int]]]) -> None:
+        errors = self._runtime.probe([address for _, address in due], _PROBE_SECONDS)
+        for ((incarnation, target), _), error in zip(due, errors, strict=True):
             if error is None or not is_unreachable(error):
-                self._closed(incarnation, way)
+                self._recovered(incarnation, target)
 
-    def _closed(self, incarnation: str, way: Way) -> None:
-        """Take note that a way is free."""
-        if self._reach.reached(incarnation, way):
-            self._tell({"op": "reaches", "incarnation": incarnation})
+    def _recovered(self, incarnation: str, target: Target) -> None:
+        if self._reachability.reached(incarnation, target):
+            self._membership.send_to_leader(Reached(incarnation))
             self._wake()
 
 
-def _ways(peer: Member) -> set[tuple[str, Way]]:
-    return {(peer.incarnation, "mesh"), (peer.incarnation, "data")}
+def _targets(peer: Member) -> set[tuple[str, Target]]:
+    return {(peer.incarnation, "peer_hub"), (peer.incarnation, "worker_port")}
 
 
-def _hang_up(connection: Connection, _: object) -> None:
+def _reject(connection: Connection, _: object) -> None:
     connection.close("nothing is served here")
-
-
-def _nothing(*_: object) -> None:
-    """Let it pass."""

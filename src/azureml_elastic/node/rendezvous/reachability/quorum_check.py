@@ -1,7 +1,7 @@
-"""Whom to believe when rank 0's node does not answer: the others are asked whether they have reached it.
+"""The majority's view of whether rank 0's node can be reached.
 
-Either rank 0's node is gone, or cut off, and the round must go on without it; or it is this node that is cut off, and
-the round must go on without *this* one. A node that decided that alone would break a round that is well.
+Where rank 0's node does not answer, either it is gone or cut off, and the round must go on without it; or this node is
+cut off, and the round must go on without this one. A node that decided that alone could end a round that works.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from azureml_elastic.ipc import Connection
+from azureml_elastic.node.rendezvous.hub.messages import CODEC, LeaderAnswer, LeaderQuery
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
-__all__ = ["QuorumCheck", "rank_0_is_cut_off"]
+__all__ = ["QuorumCheck", "is_leader_unreachable"]
 
-_MOST = 8
-"""How many others are asked."""
+_MAX_QUERIES = 8
+"""Largest number of members that are queried."""
 
-_PATIENCE_SECONDS = 1.2
-"""Long enough for the second attempt of TCP, which follows the first after a second."""
+_TIMEOUT_SECONDS = 1.2
+"""Long enough for TCP's second attempt, which follows the first after a second."""
 
 
-def rank_0_is_cut_off(answers: Sequence[bool | None]) -> bool | None:
-    """Return whether most nodes cannot reach rank 0's; ``None`` where the answers do not tell.
+def is_leader_unreachable(answers: Sequence[bool | None]) -> bool | None:
+    """Return whether most nodes cannot reach rank 0's node, ``None`` if the answers do not show it.
 
     Args:
-        answers: of other members: whether they have reached it, ``None`` where there was no answer. The node that asks
-            has not.
+        answers: for other members, whether they have reached rank 0's node; ``None`` for no answer. The node that
+            queries them has not reached it.
     """
     if 2 * answers.count(False) > len(answers):
         return True
@@ -35,50 +37,47 @@ def rank_0_is_cut_off(answers: Sequence[bool | None]) -> bool | None:
 
 
 class QuorumCheck:
-    """Asks the hubs of other members.
+    """Sender of queries to the hubs of other members.
 
     Args:
-        machine: to connect from.
-        node: this node's name.
+        runtime: clock, threads and sockets.
+        node: name of this node.
     """
 
-    def __init__(self, machine: Runtime, node: str) -> None:
-        self._machine = machine
+    def __init__(self, runtime: Runtime, node: str) -> None:
+        self._runtime = runtime
         self._node = node
 
-    def ask(self, round_: Round) -> list[bool | None]:
+    def query(self, round_: Round) -> list[bool | None]:
         """Return whether other members of the sealed round have reached rank 0's node, ``None`` for no answer."""
-        others = [member for member in round_.members[1:] if member.node != self._node][:_MOST]
+        others = [member for member in round_.members[1:] if member.node != self._node][:_MAX_QUERIES]
         answers: list[bool | None] = [None] * len(others)
         threads = [
-            self._machine.thread(partial(self._ask_one, other, round_.number, answers, index), "inquiry")
+            self._runtime.thread(partial(self._query_one, other, round_.number, answers, index), "quorum check")
             for index, other in enumerate(others)
         ]
         for thread in threads:
             thread.start()
-        until = self._machine.clock() + _PATIENCE_SECONDS
+        until = self._runtime.clock() + _TIMEOUT_SECONDS
         for thread in threads:
-            thread.join(max(0.0, until - self._machine.clock()))
+            thread.join(max(0.0, until - self._runtime.clock()))
         return list(answers)
 
-    def _ask_one(self, member: Member, number: int, answers: list[bool | None], index: int) -> None:
-        answered = self._machine.event()
+    def _query_one(self, member: Member, number: int, answers: list[bool | None], index: int) -> None:
+        answered = self._runtime.event()
 
-        def on_message(_: Any, message: Mapping[str, Any]) -> None:
-            if message.get("op") == "answer":
-                answers[index] = message["linked"]
+        def on_message(connection: Connection, fields: Mapping[str, Any]) -> None:
+            message = CODEC.receive(connection, fields)
+            if isinstance(message, LeaderAnswer):
+                answers[index] = message.reached
                 answered.set()
 
-        on_close: Callable[[Any], None] = lambda _: answered.set()  # noqa: E731
+        on_close: Callable[[Connection], None] = lambda _: answered.set()  # noqa: E731
         address = (member.host, member.hub_port)
         try:
-            client = self._machine.dial(address, on_message, on_close, _nothing, _PATIENCE_SECONDS, _PATIENCE_SECONDS)
+            client = self._runtime.dial(address, on_message, on_close, lambda: None, _TIMEOUT_SECONDS, _TIMEOUT_SECONDS)
         except OSError:
             return
-        client.send({"op": "ask", "to": member.incarnation, "round": number})
-        answered.wait(_PATIENCE_SECONDS)
+        client.send(CODEC.encode(LeaderQuery(number, member.incarnation)))
+        answered.wait(_TIMEOUT_SECONDS)
         client.close()
-
-
-def _nothing() -> None:
-    """Let a tick pass."""

@@ -1,9 +1,9 @@
-"""Which other nodes this one cannot reach, told by name.
+"""The nodes that this node cannot reach.
 
-A node of a run must reach the others by TCP. Where a firewall or another network is in between, a connection times out,
-and whoever waits for it would seem to hang. Here each such *gap* is noted: it is logged, once, with both names; it goes
-into the ledger; and the node says in its row, and to those that it can reach, whom it cannot. Those that form a round
-then leave out whoever could not take part; see :mod:`~azureml_elastic.node.rendezvous.state.member_selection`.
+The nodes of a run must reach each other by TCP. Where a firewall or a missing route prevents that, connections time out
+and the run would seem to hang. Each such :class:`UnreachablePair` is therefore logged once with both names, written to
+the ledger, and sent to the other nodes, in this node's row and over connections that work. The nodes that form a round
+leave out those that could not take part; see :mod:`~azureml_elastic.node.rendezvous.state.member_selection`.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from typing import Literal
 from azureml_elastic.node.host.addresses import place
 from azureml_elastic.node.rendezvous.state.round import Member
 
-__all__ = ["Reachability", "UnreachablePair", "Way", "describe_error", "is_unreachable", "why_absent"]
+__all__ = ["Reachability", "Target", "UnreachablePair", "describe_absence", "describe_error", "is_unreachable"]
 
 _LOG = logging.getLogger(__name__)
 
-Way = Literal["hub", "store", "mesh", "data"]
-"""What could not be reached: the hub where it is needed, the store of a round; the hub of a member to which workers
-alone connect, or a port of it such as they take."""
+Target = Literal["hub", "store", "peer_hub", "worker_port"]
+"""What could not be reached: a hub that this node needs, the store of a round; or, of a member to which only workers
+connect, its hub or a port such as its workers use."""
 
-_OF_WORKERS = ("mesh", "data")
+_OF_WORKERS = ("peer_hub", "worker_port")
 
-_SILENCE_SECONDS = 300.0
-"""Before the same gap is told once more."""
+_LOG_INTERVAL_SECONDS = 300.0
+"""Time after which the same pair is reported again."""
 
-_MOST = 16
-"""How many gaps a node keeps in mind; of more the newest."""
+_MAX_PAIRS = 16
+"""Largest number of pairs that are kept, the newest ones."""
 
-_MOST_TOLD = 2
-"""How many of them stand in its row."""
+_MAX_REASONS = 2
+"""Largest number of pairs that are described in this node's row."""
 
-_NOT_IN_THE_WAY = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
-"""The machine itself has answered."""
+_ANSWERS = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
+"""Errors that prove that the machine itself has answered."""
 
 
 @dataclass(frozen=True)
 class UnreachablePair:
-    """A node that cannot be reached from another one.
+    """A node and another one that it cannot reach.
 
     Args:
-        node: that cannot reach the other.
-        host: its address.
-        peer: that cannot be reached.
-        peer_host: its address.
-        port: that was tried.
-        purpose: what the peer is to the node.
-        error: what happened.
+        node: name of the node.
+        host: address of the node.
+        peer: name of the node that it cannot reach.
+        peer_host: address of that node.
+        port: port of that node.
+        purpose: description of what the port is needed for.
+        error: description of what happened.
     """
 
     node: str
@@ -65,7 +65,7 @@ class UnreachablePair:
 
     @property
     def address(self) -> str:
-        """The host and the port that were tried."""
+        """Host and port that cannot be reached."""
         return place(self.peer_host, self.port)
 
     def __str__(self) -> str:
@@ -73,16 +73,16 @@ class UnreachablePair:
 
 
 def is_unreachable(error: OSError) -> bool:
-    """Return whether an error says that a machine cannot be reached, and not that it refuses."""
-    return not isinstance(error, _NOT_IN_THE_WAY)
+    """Return whether an error shows that a machine cannot be reached, rather than that it refuses."""
+    return not isinstance(error, _ANSWERS)
 
 
 def describe_error(error: OSError, seconds: float) -> str:
-    """Return what happened to a connection, in words.
+    """Return a description of why a connection failed.
 
     Args:
-        error: that it ended with.
-        seconds: that it was given.
+        error: error of the connection.
+        seconds: timeout of the connection.
     """
     if isinstance(error, TimeoutError):
         return f"connection timed out after {seconds:g} s"
@@ -91,15 +91,36 @@ def describe_error(error: OSError, seconds: float) -> str:
     return error.strerror or str(error)
 
 
-class Reachability:
-    """The gaps between this node and others. Thread-safe.
+def describe_absence(member: Member, row: Member | None, leader: Member, seconds: float) -> str:
+    """Return a description of why a member has never connected to the node of rank 0.
 
     Args:
-        node: this node's name.
-        host: where the others reach it.
-        clock: returns monotonic seconds.
-        ports: the first and the last port of the run, ``None`` for any.
-        report: called once with each gap that is told.
+        member: the member as it was sealed.
+        row: its current row, ``None`` if that is not known.
+        leader: the member of rank 0.
+        seconds: time that the member had to connect.
+    """
+    if row is None or row.incarnation != member.incarnation or not row.reason:
+        hub = place(leader.host, leader.hub_port)
+        return f"{member.node} ({member.host}) did not reach {leader.node} ({hub}) within {seconds:g} s"
+    reasons = row.reason.split("; ")
+    return next((reason for reason in reasons if f" cannot reach {leader.node} (" in reason), reasons[-1])
+
+
+class Reachability:
+    """The pairs of this node and others that it cannot reach. Thread-safe.
+
+    Args:
+        node: name of this node.
+        host: address under which the others reach it.
+        clock: clock in monotonic seconds.
+        ports: first and last port of the run, ``None`` for any.
+        report: called with each pair that is reported.
+
+    Attributes:
+        suspect_workers: whether the last round ended in a way that an unreachable pair of members explains, so that
+            pairs to which only workers connect count, too.
+        advice: text that says what to do about an unreachable pair.
     """
 
     def __init__(
@@ -115,126 +136,114 @@ class Reachability:
         self._clock = clock
         self._report = report
         self._lock = threading.Lock()
-        self._gaps: dict[tuple[str, Way], UnreachablePair] = {}
-        self._told: dict[tuple[str, Way], float] = {}
-        self._proven: set[tuple[str, Way]] = set()
-        self.in_doubt = False
-        """Whether the round before ended in a way that a gap between two members explains; then these count, too."""
+        self._pairs: dict[tuple[str, Target], UnreachablePair] = {}
+        self._reported: dict[tuple[str, Target], float] = {}
+        self._confirmed: set[tuple[str, Target]] = set()
+        self.suspect_workers = False
         wanted = f"TCP ports {ports[0]}-{ports[1]}" if ports else "all TCP ports"
         self.advice = (
             f"Nodes in different clusters need one virtual network; open {wanted} between them, or set advertise= or "
             "port_range= of TableRendezvous (docs/network.md)."
         )
-        """What to do about a gap."""
-        self._advice_on_data = (
+        self._advice_on_workers = (
             "NCCL and gloo take any port of net.ipv4.ip_local_port_range, whatever port_range= says: open these ports "
             "between the nodes, too, or narrow them on the nodes (docs/network.md)."
         )
 
     def failed(
-        self, peer: Member, purpose: str, error: OSError, seconds: float, *, way: Way = "hub", port: int | None = None
+        self,
+        peer: Member,
+        purpose: str,
+        error: OSError,
+        seconds: float,
+        *,
+        target: Target = "hub",
+        port: int | None = None,
     ) -> UnreachablePair:
-        """Take note of a gap, and tell it unless that was done a while ago.
+        """Record a peer that cannot be reached, and report it unless that was done recently.
 
         Args:
-            peer: that cannot be reached.
-            purpose: what it is to this node, in words.
-            error: for which :func:`is_unreachable` is true.
-            seconds: that the connection was given.
-            way: what could not be reached.
-            port: of it; that of the hub by default.
+            peer: node that cannot be reached.
+            purpose: description of what the port is needed for.
+            error: error for which :func:`is_unreachable` is true.
+            seconds: timeout of the connection.
+            target: what could not be reached.
+            port: its port; that of the hub by default.
         """
         port = peer.hub_port if port is None else port
-        gap = UnreachablePair(
-            self._node, self._host, peer.node, peer.host, port, purpose, describe_error(error, seconds)
-        )
-        key, now = (peer.incarnation, way), self._clock()
+        error_text = describe_error(error, seconds)
+        pair = UnreachablePair(self._node, self._host, peer.node, peer.host, port, purpose, error_text)
+        key, now = (peer.incarnation, target), self._clock()
         with self._lock:
-            self._gaps.pop(key, None)
-            self._gaps[key] = gap
-            while len(self._gaps) > _MOST:
-                del self._gaps[next(iter(self._gaps))]
-            tell = now - self._told.get(key, -_SILENCE_SECONDS) >= _SILENCE_SECONDS
-            if tell:
-                self._told[key] = now
-        if tell:
-            _LOG.warning("%s. %s", gap, self._advice_on_data if way == "data" else self.advice)
-            self._report(gap)
-        return gap
+            self._pairs.pop(key, None)
+            self._pairs[key] = pair
+            while len(self._pairs) > _MAX_PAIRS:
+                del self._pairs[next(iter(self._pairs))]
+            is_due = now - self._reported.get(key, -_LOG_INTERVAL_SECONDS) >= _LOG_INTERVAL_SECONDS
+            if is_due:
+                self._reported[key] = now
+        if is_due:
+            _LOG.warning("%s. %s", pair, self._advice_on_workers if target == "worker_port" else self.advice)
+            self._report(pair)
+        return pair
 
-    def reached(self, incarnation: str, way: Way) -> bool:
-        """Take note that a connection has come about; return whether there was a gap before."""
+    def reached(self, incarnation: str, target: Target) -> bool:
+        """Record a successful connection; return whether the peer was recorded as unreachable before."""
         with self._lock:
-            gap = self._gaps.pop((incarnation, way), None)
-            self._proven.discard((incarnation, way))
-            if gap is not None:
-                self._told.pop((incarnation, way), None)
-        if gap is not None:
-            _LOG.info("%s can be reached from here again (%s).", gap.peer, gap.address)
-        return gap is not None
+            pair = self._pairs.pop((incarnation, target), None)
+            self._confirmed.discard((incarnation, target))
+            if pair is not None:
+                self._reported.pop((incarnation, target), None)
+        if pair is not None:
+            _LOG.info("%s can be reached from here again (%s).", pair.peer, pair.address)
+        return pair is not None
 
-    def knows(self, incarnation: str) -> bool:
-        """Return whether this node's hub could not be reached when it was tried last."""
+    def is_hub_unreachable(self, incarnation: str) -> bool:
+        """Return whether the last attempt to reach this node's hub failed."""
         with self._lock:
-            return (incarnation, "hub") in self._gaps
+            return (incarnation, "hub") in self._pairs
 
-    def gaps(self) -> dict[tuple[str, Way], UnreachablePair]:
-        """Return all of them, by the peer's incarnation and what of it could not be reached."""
+    def pairs(self) -> dict[tuple[str, Target], UnreachablePair]:
+        """Return all pairs, by the peer's incarnation and what of it cannot be reached."""
         with self._lock:
-            return dict(self._gaps)
+            return dict(self._pairs)
 
-    def prove(self, incarnations: Collection[str]) -> UnreachablePair | None:
-        """Return a gap to one of these to which workers alone connect, if there is one; it counts until it has closed.
+    def confirm(self, incarnations: Collection[str]) -> UnreachablePair | None:
+        """Return a pair with one of these nodes to which only workers connect; it counts until it is reached again.
 
         Args:
-            incarnations: of which the workers have not found each other.
+            incarnations: members whose workers have not connected to each other.
         """
         with self._lock:
-            found = [key for key in self._gaps if key[1] in _OF_WORKERS and key[0] in incarnations]
-            self._proven.update(found)
-            return self._gaps[found[0]] if found else None
+            found = [key for key in self._pairs if key[1] in _OF_WORKERS and key[0] in incarnations]
+            self._confirmed.update(found)
+            return self._pairs[found[0]] if found else None
 
     def unreached(self, connected_to: str = "") -> tuple[str, ...]:
-        """Return the incarnations of those with which this node cannot be in a round.
+        """Return the incarnations of the nodes with which this node cannot be in a round.
 
         Args:
-            connected_to: the one whose hub is told so, and is reached therefore.
+            connected_to: incarnation of the node that receives the answer, whose hub is therefore reached.
         """
         with self._lock:
             counting = {
                 peer
-                for peer, way in self._gaps
-                if (way not in _OF_WORKERS or self.in_doubt or (peer, way) in self._proven)
-                and not (way == "hub" and peer == connected_to)
+                for peer, target in self._pairs
+                if (target not in _OF_WORKERS or self.suspect_workers or (peer, target) in self._confirmed)
+                and not (target == "hub" and peer == connected_to)
             }
         return tuple(sorted(counting))
 
     def marked(self, me: Member, connected_to: str = "") -> Member:
-        """Return this node with what it cannot reach, and the newest gaps in words.
+        """Return this node's row with the nodes that it cannot reach, and a description of the newest ones.
 
         Args:
-            me: this node.
+            me: this node's row.
             connected_to: see :meth:`unreached`.
         """
         unreached = self.unreached(connected_to)
         if unreached == me.unreached:
             return me
         with self._lock:
-            told = [str(gap) for (peer, _), gap in self._gaps.items() if peer in unreached]
-        return replace(me, unreached=unreached, reason="; ".join(told[-_MOST_TOLD:]))
-
-
-def why_absent(member: Member, row: Member | None, me: Member, seconds: float) -> str:
-    """Return, in words, why a member of the round has never come to the node of rank 0.
-
-    Args:
-        member: as it was sealed.
-        row: as it is now, ``None`` where that is not known.
-        me: the node of rank 0.
-        seconds: that the member was given.
-    """
-    if row is None or row.incarnation != member.incarnation or not row.reason:
-        here = place(me.host, me.hub_port)
-        return f"{member.node} ({member.host}) did not reach {me.node} ({here}) within {seconds:g} s"
-    gaps = row.reason.split("; ")
-    return next((gap for gap in gaps if f" cannot reach {me.node} (" in gap), gaps[-1])
+            reasons = [str(pair) for (peer, _), pair in self._pairs.items() if peer in unreached]
+        return replace(me, unreached=unreached, reason="; ".join(reasons[-_MAX_REASONS:]))

@@ -1,4 +1,4 @@
-"""A node's place in a round, and what it knows about that round."""
+"""A node's place in a round, and the state of that round."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Assignment:
     """A node's place in a sealed round.
 
     Args:
-        round: the sealed round.
-        rank: of this node within it.
-        listener: rank 0 only: the listening socket on which it must serve the round's store.
+        round: sealed round.
+        rank: rank of the node in it.
+        listener: listening socket on which rank 0 must serve the round's store; ``None`` on other ranks.
     """
 
     round: Round
@@ -33,13 +33,13 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Status:
-    """What this node knows about the round that it is in.
+    """What a node knows about its round.
 
     Args:
-        lost: members known to be gone.
-        over: the round has ended in the table, or its hub is gone: whoever sees this must join the next one.
-        waiting: on rank 0's node, nodes outside that want in, once they have waited for the debounce.
-        all_done: all members' workers have ended well.
+        lost: names of members that are gone.
+        over: whether the round has ended in the table or its hub is gone, so that the node must join the next one.
+        waiting: on rank 0's node, spares to make room for, once no further one has come for the debounce.
+        all_done: whether the workers of all members have succeeded.
     """
 
     lost: frozenset[str] = frozenset()

@@ -1,14 +1,14 @@
-"""The keys of the rendezvous' rows: chosen so that one query reads all of them, and a shorter one enough to begin with.
+"""Keys of the rendezvous' rows, chosen so that one query reads all rows and a shorter one enough to begin with.
 
 ::
 
     round.0           the round
-    round.0.<node>    a node that is a landmark: about one in thirty, by a hash of its name
+    round.0.<node>    a landmark: about one node in thirty, by a hash of its name
     round.1.<node>    any other node
 
-A node that comes needs to know the round and any one other node, at whose hub it is told the rest. If everyone read all
-rows for that, a thousand nodes would read a million. They read the round and its landmarks, some thirty rows, and meet
-at a landmark; only where there is none, which takes few nodes, they read all.
+A node that joins needs the round and any one other node, whose hub sends it the rest. If every node read all rows, a
+thousand nodes would read a million. Instead they read the round and the landmarks, about thirty rows, and meet at a
+landmark's hub. Where there is no landmark there are few nodes, and they read all rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["ALL_PREFIX", "LANDMARK_PREFIX", "MEMBER_PREFIX", "ROUND_KEY", "is_la
 ROUND_KEY = "round.0"
 
 ALL_PREFIX = "round."
-"""Of the round and all nodes."""
+"""Prefix of the round and of all nodes."""
 
 LANDMARK_PREFIX = ROUND_KEY
-"""Of the round and the landmarks."""
+"""Prefix of the round and of the landmarks."""
 
 MEMBER_PREFIX = "round.1."
-"""Of the nodes that are no landmarks."""
+"""Prefix of the nodes that are not landmarks."""
 
 _ONE_IN = 32
 
 
 def is_landmark(node: str) -> bool:
-    """Return whether nodes should rather meet at this one's hub than at another's."""
+    """Return whether nodes prefer to meet at this node's hub."""
     return zlib.crc32(node.encode("utf-8", "surrogatepass")) % _ONE_IN == 0
 
 
@@ -42,7 +42,7 @@ def member_key(node: str) -> str:
 
 
 def node_of(key: str) -> str | None:
-    """Return the node whose row has this key, ``None`` for a key that is no node's."""
+    """Return the node whose row has this key, ``None`` for a key of another kind."""
     for kind in "01":
         prefix = f"{ALL_PREFIX}{kind}."
         if key.startswith(prefix):

@@ -1,7 +1,4 @@
-"""The rows of the rendezvous, as one node reads and writes them.
-
-A table that is away is waited for: a node without a table can only wait. What the wait ends is the caller's ``check``.
-"""
+"""The rendezvous' rows, as one node reads and writes them. While the table is unavailable, calls are repeated."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, TypeVar
 
 from azureml_elastic.errors import RowChanged, RowExists, TableUnavailable
 from azureml_elastic.node.rendezvous.state.round import Member, Round
-from azureml_elastic.node.rendezvous.state.round_codec import newer
+from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.row_keys import ALL_PREFIX, LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
 from azureml_elastic.node.table import Table
 
@@ -22,72 +19,68 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _RETRY_SECONDS = (0.2, 5.0)
-"""The first and the longest pause while the table is away."""
+"""First and longest pause while the table is unavailable."""
 
 _NONCE = "written_by"
-"""A field that every write has for itself alone, so that a node knows its own again."""
+"""Field with a random value for each write, by which a node recognises its own."""
 
 Roster = Mapping[str, Mapping[str, Any]]
-"""The members' rows by node, not yet read: of a thousand, most nodes need to look at one or two."""
+"""Values of the members' rows by node. They are not parsed, since most nodes need one or two of a thousand."""
 
 
 class Rows:
-    """The newest version of the round's row that this node has seen, and of its own row.
+    """The round's row and this node's own row, with the versions that were read last.
 
     Args:
-        table: opened for the run.
-        pause: sleeps for some seconds while the table is away; may raise to end the wait.
+        table: table of the run.
+        pause: called with seconds to sleep while the table is unavailable; an exception from it ends the call.
+        latest: receives each version of the round that is read or written.
+
+    Attributes:
+        has_left: whether this node's row says that it has left.
     """
 
-    def __init__(self, table: Table, pause: Callable[[float], object]) -> None:
+    def __init__(self, table: Table, pause: Callable[[float], object], latest: LatestRound) -> None:
         self._table = table
         self._pause = pause
+        self._latest = latest
         self._round_etag: str | None = None
         self._member_etag: str | None = None
-        self.newest: Round | None = None
-        """Read, written or heard of; ``None`` before the first."""
-        self.said_left = False
-        """Whether this node's row says that it has left, so that no word of another node's hub counts before it."""
+        self.has_left = False
 
-    def heard(self, round_: Round) -> None:
-        """Take note of a version that another node has told."""
-        if newer(round_, self.newest):
-            self.newest = round_
+    def read_round(self, *, retry: bool = True) -> Round:
+        """Return the current round; without a row it is round 1, open.
 
-    def read_round(self) -> Round:
-        """Return the newest round; no row is round 1, open."""
-        return self._patiently(self.read_round_now)
-
-    def read_round_now(self) -> Round:
-        """Return the newest round.
+        Args:
+            retry: whether to wait for a table that is unavailable.
 
         Raises:
-            TableUnavailable: the table is away.
+            TableUnavailable: the table is unavailable, and ``retry`` is false.
         """
-        row = self._table.get(ROUND_KEY)
+        row = self._retry(self._table.get, ROUND_KEY) if retry else self._table.get(ROUND_KEY)
         return self._read(row.value if row else None, row.etag if row else None)
 
     def read_some(self, me: str) -> tuple[Round, Roster]:
-        """Return the newest round and the rows of a few other nodes; of all others where there are few.
+        """Return the round and some other nodes' rows, all of them where there are few.
 
         Args:
-            me: this node.
+            me: name of this node.
         """
-        round_, roster = self._patiently(self._read_now, LANDMARK_PREFIX)
+        round_, roster = self._retry(self._query, LANDMARK_PREFIX)
         if round_.state == "open" and not roster.keys() - {me}:
-            return self._patiently(self.read_all_now)
+            return self._retry(self.read_all)
         return round_, roster
 
-    def read_all_now(self) -> tuple[Round, Roster]:
-        """Return the newest round and every node's row.
+    def read_all(self) -> tuple[Round, Roster]:
+        """Return the round and all nodes' rows.
 
         Raises:
-            TableUnavailable: the table is away.
+            TableUnavailable: the table is unavailable.
         """
-        return self._read_now(ALL_PREFIX)
+        return self._query(ALL_PREFIX)
 
     def replace_round(self, to: Round) -> bool:
-        """Write the round's row unless it has changed since this node read it last; return whether it was written.
+        """Write the round's row if it has not changed since it was read last; return whether it was written.
 
         Raises:
             ValueTooLarge: the round has too many members for one row.
@@ -96,11 +89,11 @@ class Rows:
         if etag is None:
             return False
         self._round_etag = etag
-        self.heard(to)
+        self._latest.observe(to)
         return True
 
     def end_round(self, number: int, to: Round) -> bool:
-        """Write the round's row if it still says that this round is sealed; return whether it was written."""
+        """Write the round's row if it still holds this sealed round; return whether it was written."""
         while True:
             current = self.read_round()
             if current.state != "sealed" or current.number != number:
@@ -109,35 +102,35 @@ class Rows:
                 return True
 
     def write_member(self, member: Member, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Write this node's row: one call, unless an earlier incarnation left one behind.
+        """Write this node's row, in one call unless an earlier incarnation has left a row.
 
         Args:
             member: this node.
-            unless: asked while the table is away; true gives the write up, which may have happened all the same.
+            unless: called while the table is unavailable; true abandons the write, which may still have happened.
 
         Returns:
             Whether it was written.
         """
         try:
             while (etag := self._write(member.key, member.to_value(), self._member_etag, unless)) is None:
-                row = self._patiently(self._table.get, member.key, unless=unless)
+                row = self._retry(self._table.get, member.key, unless=unless)
                 self._member_etag = row.etag if row else None
         except TableUnavailable:
             return False
         self._member_etag = etag
-        self.said_left = member.state == "left"
+        self.has_left = member.state == "left"
         return True
 
     def read_member(self, node: str) -> Member | None:
         """Return another node's row, ``None`` where there is none.
 
         Raises:
-            TableUnavailable: the table is away.
+            TableUnavailable: the table is unavailable.
         """
         row = self._table.get(member_key(node))
         return Member.from_value(row.value) if row is not None else None
 
-    def _read_now(self, prefix: str) -> tuple[Round, Roster]:
+    def _query(self, prefix: str) -> tuple[Round, Roster]:
         round_row, roster = None, {}
         for row in self._table.query(prefix):
             if row.key == ROUND_KEY:
@@ -149,19 +142,19 @@ class Rows:
     def _read(self, value: Mapping[str, Any] | None, etag: str | None) -> Round:
         self._round_etag = etag
         round_ = Round.from_value(value) if value is not None else Round()
-        self.heard(round_)
+        self._latest.observe(round_)
         return round_
 
     def _write(
         self, key: str, value: Mapping[str, Any], etag: str | None, unless: Callable[[], bool] = lambda: False
     ) -> str | None:
-        """Write a row that has this version, or that does not exist where ``etag`` is ``None``.
+        """Replace the row of this version, or insert it where ``etag`` is ``None``.
 
-        A call whose answer was lost is repeated. The first of the two to arrive then stands in the way of the second,
-        which must not pass for somebody else's write.
+        A call whose answer was lost is repeated. If the first one was carried out, the second one finds the row
+        changed; the nonce shows that it was this node's own write.
 
         Returns:
-            The new version, ``None`` if the row is not as expected and somebody else has made it so.
+            The new version, ``None`` if another node has written the row.
         """
         stamped = {**value, _NONCE: secrets.token_hex(8)}
         lost_answers = 0
@@ -177,20 +170,20 @@ class Rows:
                 lost_answers += 1
                 raise
 
-        return self._patiently(write, unless=unless)
+        return self._retry(write, unless=unless)
 
-    def _patiently(self, call: Callable[..., _T], *arguments: Any, unless: Callable[[], bool] = lambda: False) -> _T:
-        """Call until the table answers.
+    def _retry(self, call: Callable[..., _T], *arguments: Any, unless: Callable[[], bool] = lambda: False) -> _T:
+        """Repeat the call until the table answers.
 
         Raises:
-            TableUnavailable: it has not, and ``unless`` has become true.
+            TableUnavailable: the table is unavailable, and ``unless`` returned true.
         """
         pause, longest = _RETRY_SECONDS
         while True:
             try:
                 return call(*arguments)
             except TableUnavailable as error:
-                _LOG.warning("The table is away (%s); trying again in %.1f s.", error, pause)
+                _LOG.warning("The table is unavailable (%s); trying again in %.1f s.", error, pause)
                 for _ in range(round(pause / _RETRY_SECONDS[0])):
                     if unless():
                         raise
