@@ -1,4 +1,4 @@
-"""Tensors out of a checkpoint's files, into whatever world size and sharding this round has."""
+"""Reading the tensors of a checkpoint, at any world size and sharding."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def load(
     control: ControlGroup,
     wanted: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, torch.Tensor]:
-    """Read all tensors of a checkpoint. A collective; a failure of one rank is raised on all.
+    """Read the tensors of a checkpoint. A collective; a failure of one rank is raised on all.
 
     Args:
-        storage: of the checkpoints.
-        manifest: of this one.
-        present: tensors to read into, by name; a checkpoint's tensor that is not among them, or has another shape
-            or type there, is read into new CPU memory.
-        control: the ranks' agreement.
-        wanted: tells by its name whether this rank needs a tensor.
+        storage: storage of the checkpoints.
+        manifest: manifest of the checkpoint.
+        present: tensors to read into, by name; one that is missing or has another shape or type is read into new CPU
+            memory.
+        control: control group of the ranks.
+        wanted: predicate of the names of the tensors that this rank needs.
 
     Raises:
         CheckpointError: a rank could not read.
@@ -45,7 +45,7 @@ def load(
     where = f"{storage}/{manifest.directory}"
     mine = sorted(manifest.files)[control.rank :: control.world_size]
     parts = control.together(
-        f"Reading what {where} holds",
+        f"Reading the headers of {where}",
         lambda: [(name, entry) for name in mine for entry in entries(storage, manifest, name)],
     )
     stored = [each for part in parts for each in part]
@@ -85,7 +85,7 @@ def _read(
 
 
 def _copy(fill: Callable[[int, memoryview], None], entry: Entry, read: Read) -> None:
-    """Bring a part of a chunk into memory; only where it is scattered in the file, or in memory, by way of a copy."""
+    """Read a part of a chunk; through a copy only where it is scattered in the file or in memory."""
     chunk, target = entry.chunk, read.target
     if target.numel() == 0:
         return
@@ -105,6 +105,6 @@ def _copy(fill: Callable[[int, memoryview], None], entry: Entry, read: Read) -> 
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, for writing."""
+    """Return the memory of a contiguous CPU tensor, for writing."""
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

@@ -1,9 +1,9 @@
-"""Which checkpoint to start from: the newest that is whole, the same on all ranks.
+"""Selection of the checkpoint to restore: the newest undamaged one, the same on all ranks.
 
-From the committed pointer backwards: a manifest whose digest is the committed one, then the checksums of all its
-files, each rank reading its part of them. One bad file on one rank sends all ranks back to the manifest's parent.
-Where the manifest itself is damaged, and with it the link to its parent, the newest earlier folder counts that its
-writer has marked as committed.
+Candidates are the committed checkpoint and its ancestors. A candidate needs a manifest of the committed digest, and
+files of the manifest's checksums; each rank verifies a part of them. One bad file on one rank sends all ranks to the
+manifest's parent. Where the manifest itself is damaged, and with it the link to its parent, the newest earlier folder
+with a commit marker is the next candidate.
 """
 
 from __future__ import annotations
@@ -26,39 +26,42 @@ _LOG = logging.getLogger(__name__)
 _THREADS = 4
 
 STALE_SECONDS = 5.0
-"""How long a mount has to show what the committed manifest promises: its caches may be behind."""
+"""Time limit for a mount to show the files of a committed manifest: its caches may be stale."""
 
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 
 
 class CheckpointSelector:
-    """Looks for a whole checkpoint.
+    """Search for an undamaged checkpoint.
 
     Args:
-        storage: of the checkpoints.
-        control: the ranks' agreement.
-        patience: seconds for a mount to show what was written, once for each search.
-        report: is told on rank 0 which checkpoint is damaged, and how.
+        storage: storage of the checkpoints.
+        control: control group of the ranks.
+        stale_seconds: time limit for a mount to show what was written, once for each search.
+        report: called on rank 0 with the folder of a damaged checkpoint and a description of the damage.
     """
 
     def __init__(
         self,
         storage: Storage,
         control: ControlGroup,
-        patience: float = STALE_SECONDS,
+        stale_seconds: float = STALE_SECONDS,
         report: Callable[[str, str], None] = lambda _, __: None,
     ) -> None:
         self._storage = storage
         self._control = control
         self._is_main = control.rank == 0
         self._report = report
-        self._until = time.monotonic() + patience
+        self._until = time.monotonic() + stale_seconds
 
     def newest_whole(self, pointer: Reference) -> Manifest:
-        """Return the manifest of the first whole checkpoint from the pointer backwards. A collective.
+        """Return the manifest of the newest undamaged checkpoint. A collective.
+
+        Args:
+            pointer: committed checkpoint.
 
         Raises:
-            CheckpointDamaged: none is whole; raised on all ranks.
+            CheckpointDamaged: all are damaged; raised on all ranks.
         """
         candidates = self._candidates(pointer) if self._is_main else iter(())
         damages: list[str] = []
@@ -83,17 +86,16 @@ class CheckpointSelector:
                 self._quarantine(directory, "; ".join(problems))
 
     def _candidates(self, pointer: Reference) -> Iterator[tuple[str, Manifest | None, str]]:
-        """Yield folders with their manifests from the pointer backwards, or what is wrong with one. For rank 0.
+        """Yield folder, manifest and damage of each candidate, the newest first. For rank 0.
 
-        With a manifest the link to its parent is lost, and with it the line. Then every other checkpoint counts that
-        was committed earlier, whichever line it is on: the one with the most steps first.
+        After a damaged manifest, whose parent is unknown, every checkpoint that was committed earlier is a candidate.
         """
         tried: set[str] = set()
         reference: Reference | None = pointer
         while reference is not None:
             tried.add(reference.directory)
             try:
-                manifest = self._patiently(reference)
+                manifest = self._read(reference)
                 if manifest.digest != reference.digest:
                     raise CheckpointDamaged(f"{reference.directory} has another digest than was committed")  # noqa: TRY301
             except CheckpointDamaged as error:
@@ -108,30 +110,30 @@ class CheckpointSelector:
                 yield manifest.directory, manifest, ""
 
     def _accept(self, manifest: Manifest) -> None:
-        """Make up for a mark that its writer did not live to make."""
+        """Add the commit marker, where the writer died before."""
         if self._storage.size(manifest.directory, COMMITTED) is None:
             with contextlib.suppress(OSError):
                 self._storage.write(manifest.directory, COMMITTED, [])
 
     def _quarantine(self, directory: str, problems: str) -> None:
-        """Report a damaged checkpoint and mark its folder, which stays to be examined."""
-        _LOG.warning("The checkpoint %s is damaged, an older one is used: %s", directory, problems)
+        """Report a damaged checkpoint and mark its folder, which is kept for examination."""
+        _LOG.warning("The checkpoint %s is damaged, an older one is restored: %s", directory, problems)
         self._report(directory, problems)
         if self._storage.size(directory, DAMAGED) is None:
             with contextlib.suppress(OSError):
                 self._storage.write(directory, DAMAGED, [problems.encode() + b"\n"])
 
-    def _patiently(self, reference: Reference) -> Manifest:
+    def _read(self, reference: Reference) -> Manifest:
         while True:
             try:
                 return Manifest.read(self._storage, reference.directory)
             except CheckpointDamaged:
                 if time.monotonic() >= self._until:
                     raise
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def _committed_before(self, reference: Reference) -> list[Manifest]:
-        """Return the manifests that can be read of the checkpoints that were committed earlier, the newest first."""
+        """Return the readable manifests of checkpoints that were committed earlier, the newest first."""
         found = []
         for folder in self._storage.folders():
             if COMMITTED in self._storage.files(folder):
@@ -141,15 +143,15 @@ class CheckpointSelector:
         return sorted(earlier, key=lambda each: (each.step, each.directory), reverse=True)
 
     def _checker(self, manifest: Manifest) -> Callable[[], list[str]]:
-        """Return a function that checks this rank's part of the files: every world_size-th by size."""
+        """Return a function that checks this rank's part of the files: every world_size-th in order of size."""
         ordered: list[tuple[str, FileSum]] = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
         mine = ordered[self._control.rank :: self._control.world_size]
 
         def problem(item: tuple[str, FileSum]) -> str | None:
             name, sums = item
-            # What is missing or too short may be on its way; what has another checksum is not.
+            # A stale cache may miss a file or its end; a wrong checksum is final.
             while self._storage.size(manifest.directory, name) != sums.size and time.monotonic() < self._until:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
             return self._storage.problem(manifest.directory, name, sums)
 
         def check() -> list[str]:

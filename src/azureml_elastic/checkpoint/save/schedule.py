@@ -1,8 +1,8 @@
-"""When the next checkpoint is due, agreed without a collective at every step.
+"""The checkpoint schedule, on which all ranks agree without a collective at every step.
 
-By steps it is simple: all ranks count the same. By wall time the ranks' clocks differ, so rank 0 decides for all, but
-only at *decision steps*: each decision names the step of the next one, estimated from the pace so far. Right after the
-start, when the pace is unknown, decisions come at 1, 2, 4, 8, ... steps; later about two for each checkpoint.
+A schedule by steps is the same on all ranks. By wall time the ranks' clocks differ, so rank 0 decides for all, but only
+at *decision steps*: each decision names the step of the next one, estimated from the pace so far. After the start, when
+the pace is unknown, decisions come after 1, 2, 4, 8, ... steps; later there are about two for each checkpoint.
 """
 
 from __future__ import annotations
@@ -20,27 +20,23 @@ __all__ = ["CheckpointSchedule", "Costs", "Decision", "decide", "optimal_interva
 
 _FIRST_COST_SECONDS = 1.0
 _EXPECTED_SECONDS = 7200.0
-"""As if there had been two hours without a loss before the run, which begins without any experience."""
+"""Prior of the mean time between losses: two hours without a loss before the run."""
 
 _SHORTEST_SECONDS = 10.0
 _LONGEST_SECONDS = 3600.0
 _WRITES = 3
-"""A checkpoint is under way for a third of the time at most."""
+"""A checkpoint is written for a third of the time at most."""
 
 
 def optimal_interval(cost: float, between_losses: float) -> float:
-    """Return the time to train between two checkpoints.
+    """Return the Young/Daly interval: the seconds of training between checkpoints that minimize the total loss.
 
-    Seldom checkpoints are lost work when a loss comes, frequent ones are work that is not done. From J. T. Daly, "A
-    higher order estimate of the optimum checkpoint interval for restart dumps" (2006), equation 37, whose first term is
-    J. W. Young's (1974).
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), equation
+    37, whose first term is J. W. Young's (1974).
 
     Args:
-        cost: of a checkpoint, in seconds of training.
-        between_losses: mean seconds from one loss to the next.
-
-    Returns:
-        Seconds.
+        cost: cost of a checkpoint in seconds of training.
+        between_losses: mean time between losses in seconds.
     """
     ratio = cost / (2 * between_losses)
     if ratio >= 1:
@@ -50,7 +46,7 @@ def optimal_interval(cost: float, between_losses: float) -> float:
 
 @dataclass(frozen=True)
 class Decision:
-    """What rank 0 has decided at a decision step.
+    """Decision of rank 0 at a decision step.
 
     Args:
         save: whether a checkpoint is due now.
@@ -69,17 +65,14 @@ def decide(
     *,
     tolerance: float = 0.02,
 ) -> Decision:
-    """Decide whether a checkpoint is due, and when to ask again.
+    """Decide whether a checkpoint is due, and at which step to decide again.
 
     Args:
-        every_seconds: wanted between two checkpoints.
-        since_save_seconds: since the last one, or since the start.
+        every_seconds: interval between two checkpoints.
+        since_save_seconds: time since the last checkpoint, or since the start.
         steps_seen: steps since the start of this process.
-        seconds_per_step: the mean pace over those steps.
-        tolerance: part of ``every_seconds`` by which a checkpoint may come early.
-
-    Returns:
-        The decision.
+        seconds_per_step: mean duration of those steps.
+        tolerance: fraction of ``every_seconds`` by which a checkpoint may be early.
     """
     remaining = every_seconds - since_save_seconds
     save = remaining <= tolerance * every_seconds
@@ -89,16 +82,18 @@ def decide(
 
 
 class Costs:
-    """What checkpoints cost training: the time that it stands still, and that by which steps beside a write are slower.
+    """Cost of checkpoints: the time that training waits for copies, and the slowdown of steps while one is written.
 
-    Measured from the steps alone: their pace while nothing is written is what it is compared to.
+    Measured from the pace of the steps, compared to that while nothing is written.
+
+    Attributes:
+        checkpoint: seconds of training that a checkpoint costs, as an exponential mean; a guess before the first.
+        write_seconds: duration of the last write.
     """
 
     def __init__(self) -> None:
         self.checkpoint = _FIRST_COST_SECONDS
-        """Seconds of training that one costs, the newest ones counting most; a guess before the first."""
         self.write_seconds = 0.0
-        """For how long one is written beside training."""
         self._quiet: tuple[int, float] | None = None
         self._pace: float | None = None
         self._stopped: tuple[int, float] | None = None
@@ -106,11 +101,11 @@ class Costs:
         self._measured = False
 
     def begin(self, step: int, now: float) -> None:
-        """Training begins after this step, and nothing is written."""
+        """Start to measure after this step, while nothing is written."""
         self._quiet, self._stopped = (step, now), None
 
     def written(self, step: int, now: float) -> None:
-        """What was written has been by this step."""
+        """Record that the write was complete by this step."""
         if self._stopped is not None:
             saved_at, stopped = self._stopped
             self.write_seconds = now - self._went_on
@@ -121,23 +116,23 @@ class Costs:
         self.begin(step, now)
 
     def stop(self, step: int, now: float) -> None:
-        """Training stands still after this step."""
+        """Record that training waits for a copy after this step."""
         if self._quiet is not None and step > self._quiet[0]:
             self._pace = (now - self._quiet[1]) / (step - self._quiet[0])
         self._stopped = step, now
 
     def go_on(self, now: float) -> None:
-        """Training goes on, while a checkpoint is written."""
+        """Record that training continues while the checkpoint is written."""
         self._went_on = now
 
 
 class CheckpointSchedule:
-    """Knows at each step whether a checkpoint is due; the same answer on every rank.
+    """Schedule of checkpoints, the same on every rank.
 
     Args:
-        policy: of the checkpoints.
-        control: the ranks' agreement, used at decision steps only.
-        clock: monotonic, in seconds; only rank 0's counts.
+        policy: checkpoint policy.
+        control: control group, used at decision steps only.
+        clock: monotonic clock in seconds; only that of rank 0 is used.
     """
 
     def __init__(self, policy: CheckpointPolicy, control: ControlGroup, *, clock: Callable[[], float]) -> None:
@@ -153,11 +148,11 @@ class CheckpointSchedule:
         self._began = self._saved_time = clock()
 
     def begin(self, step: int, unsaved_seconds: float = 0.0) -> None:
-        """Count from here: training starts after this step.
+        """Start the schedule after this step.
 
         Args:
-            step: completed so far.
-            unsaved_seconds: since the last checkpoint, where it is older than this.
+            step: optimizer steps completed.
+            unsaved_seconds: age of the last checkpoint in seconds.
         """
         self._first_step = step
         self._next_decision = step + 1
@@ -167,7 +162,7 @@ class CheckpointSchedule:
         self._costs.begin(step, self._began)
 
     def enter(self, control: ControlGroup) -> None:
-        """Agree with other ranks from now on."""
+        """Continue with the ranks of another round."""
         self._control = control
 
     @property
@@ -176,21 +171,21 @@ class CheckpointSchedule:
         return self._clock() - self._saved_time
 
     def saving(self, step: int) -> None:
-        """A checkpoint is taken now: training waits."""
+        """Record that a checkpoint is taken, and training waits."""
         self._costs.stop(step, self._clock())
 
     def saved(self) -> None:
-        """A checkpoint has just been taken: training goes on while it is written."""
+        """Record that a checkpoint was copied, and training continues while it is written."""
         self._saved_time = self._clock()
         self._costs.go_on(self._saved_time)
 
     def written(self, step: int) -> None:
-        """The checkpoint taken last has been written by this step."""
+        """Record that the last checkpoint was written by this step."""
         self._costs.written(step, self._clock())
 
     @property
     def every(self) -> float:
-        """The seconds wanted between two checkpoints."""
+        """The interval between two checkpoints in seconds."""
         if self._every is not None:
             return self._every
         trained = self._seconds + self._clock() - self._began

@@ -1,6 +1,6 @@
-"""A folder of checkpoints on a local disk or a mount: files are written once, durably, and read with care.
+"""Checkpoints in a folder of a local disk or a mount.
 
-Nothing here depends on renaming, locking or the times of files, which a blob mount does not do as a disk does.
+Checkpoints do not depend on renaming, locking or file times, in which a blob mount differs from a disk.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _BLOCK = 1 << 23
 
 
 class LocalStorage(Storage):
-    """A folder of a file system that knows files, flushes and lists.
+    """A folder of a file system.
 
     Args:
-        root: of them; need not exist yet.
+        root: path of the folder; need not exist.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def __str__(self) -> str:
-        """Return where it is."""
+        """Return the path."""
         return str(self.root)
 
     def make(self, folder: str) -> None:
@@ -163,7 +163,7 @@ def _write_all(descriptor: int, block: memoryview) -> int:
 
 
 def _fsync_directory(path: Path) -> None:
-    """Make the names in a folder durable, where the file system knows how to."""
+    """Make the names in a folder durable, where the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

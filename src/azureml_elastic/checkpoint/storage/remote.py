@@ -1,8 +1,8 @@
-"""Checkpoints in an object store, reached without a mount: anything that fsspec knows, Azure's blobs above all.
+"""Checkpoints in an object store without a mount, through fsspec.
 
-``abfs://container@account.dfs.core.windows.net/path`` and ``az://`` are served by adlfs, with the node's identity, a
-connection string in ``AZURE_STORAGE_CONNECTION_STRING`` or a key in ``AZURE_STORAGE_ACCOUNT_KEY``. An object appears
-whole or not at all, and every read after its upload sees it, so there is neither a stale cache nor a torn file.
+For Azure, ``abfs://container@account.dfs.core.windows.net/path`` and ``az://`` are served by adlfs, with the node's
+identity, a connection string in ``AZURE_STORAGE_CONNECTION_STRING`` or a key in ``AZURE_STORAGE_ACCOUNT_KEY``. Uploads
+are atomic, and visible to every later read.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class RemoteStorage(Storage):
     """A prefix in an object store.
 
     Args:
-        url: of the prefix.
-        options: for fsspec; ``None`` takes what the environment says.
+        url: URL of the prefix.
+        options: options of the fsspec file system; ``None`` takes credentials from the environment.
 
     Raises:
-        MissingExtra: fsspec, or what it needs for such a URL, is not installed.
+        MissingExtra: fsspec, or its package for this kind of URL, is not installed.
     """
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
@@ -48,7 +48,7 @@ class RemoteStorage(Storage):
         return self._url
 
     def make(self, folder: str) -> None:
-        """Nothing: folders are a part of names here."""
+        """Do nothing: a folder is a part of its files' names."""
 
     def write(self, folder: str, name: str, blocks: Iterable[bytes | memoryview]) -> FileSum:
         """See :class:`~azureml_elastic.checkpoint.storage.storage.Storage`."""
@@ -72,7 +72,7 @@ class RemoteStorage(Storage):
         except BaseException:
             with contextlib.suppress(Exception):
                 stream.discard()
-            stream.closed = True  # or its end would upload what there is; blocks that are not committed are no file
+            stream.closed = True  # its finalizer would upload the partial content otherwise
             raise
         return FileSum(size, digest.hexdigest())
 
@@ -163,7 +163,7 @@ class RemoteStorage(Storage):
 
 @contextlib.contextmanager
 def _as_os_errors(path: str) -> Iterator[None]:
-    """Give the errors of a store's client, of which each has its own, a common type."""
+    """Map the errors of a store's client to ``OSError``."""
     try:
         yield
     except OSError:
@@ -173,9 +173,9 @@ def _as_os_errors(path: str) -> Iterator[None]:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """Return how to log in to Azure where neither a key nor a connection string is set: with the node's identity."""
+    """Return the options that select the node's identity, where neither a key nor a connection string is set."""
     if url.partition("://")[0] not in _AZURE or any(
         os.environ.get(f"AZURE_STORAGE_{name}") for name in ("CONNECTION_STRING", "ACCOUNT_KEY", "SAS_TOKEN")
     ):
         return {}
-    return {"anon": False}  # adlfs takes DefaultAzureCredential then
+    return {"anon": False}  # selects DefaultAzureCredential in adlfs

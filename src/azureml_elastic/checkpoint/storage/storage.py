@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: what is asked of a place, and which one a path names."""
+"""The interface of a storage of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ __all__ = ["FileSum", "Storage"]
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size in bytes and xxh3_128 checksum of one file.
+    """Size in bytes and xxh3_128 checksum of a file.
 
-    xxh3 runs at the speed of memory on any processor with vector instructions; it guards against what storage and
-    networks do, not against forgers.
+    xxh3 runs at the speed of memory on processors with vector instructions. It detects damage, not forgery.
     """
 
     size: int
@@ -23,81 +22,81 @@ class FileSum:
 
 
 class Storage(ABC):
-    """A run's checkpoints, one folder each. Thread-safe. Every method may raise ``OSError``."""
+    """Storage of a run's checkpoints, one folder each. Thread-safe. Every method may raise ``OSError``."""
 
     @abstractmethod
     def __str__(self) -> str:
-        """Return where it is."""
+        """Return the path or URL."""
 
     @abstractmethod
     def make(self, folder: str) -> None:
-        """Make a checkpoint's folder, unless it is there."""
+        """Create a checkpoint's folder, unless it exists."""
 
     @abstractmethod
     def write(self, folder: str, name: str, blocks: Iterable[bytes | memoryview]) -> FileSum:
-        """Write a file that is not there yet, durably. Readers must check it: a crash may leave a part of it.
+        """Write a new file durably. A crash may leave a part of it, so readers must verify it.
 
         Args:
-            folder: that is there.
-            name: of the file.
-            blocks: its content.
+            folder: name of an existing folder.
+            name: name of the file.
+            blocks: content.
 
         Raises:
-            OSError: it could not be written; nothing of it is left, if the storage lets it be removed.
+            OSError: it could not be written, or exists; a part of it is removed as far as the storage allows.
         """
 
     @abstractmethod
     def publish(self, folder: str, name: str, content: bytes) -> None:
-        """Write the file that makes a folder a checkpoint: the name of the folder is durable as well."""
+        """Write the file that makes a folder a checkpoint; the name of the folder becomes durable as well."""
 
     @abstractmethod
     def replace(self, name: str, content: bytes) -> None:
-        """Replace a file beside the folders, by one writer: readers see the old or the new content."""
+        """Replace a file beside the folders atomically. For a single writer."""
 
     @abstractmethod
     def read(self, folder: str, name: str) -> bytes:
         """Return a file's content.
 
         Args:
-            folder: ``""`` for a file beside the folders.
-            name: of the file.
+            folder: name of the folder, ``""`` for a file beside the folders.
+            name: name of the file.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: the file does not exist.
         """
 
     @abstractmethod
     def reading(self, folder: str, name: str) -> AbstractContextManager[Callable[[int, memoryview], None]]:
-        """Give a function that fills memory from a byte of the file on.
+        """Open a file, and return a function that fills memory with its content from an offset on.
 
         Raises:
-            OSError: it cannot be read, or ends too early.
+            OSError: the file cannot be read, or ends too early.
         """
 
     @abstractmethod
     def size(self, folder: str, name: str) -> int | None:
-        """Return the size of a file in bytes, ``None`` where there is none."""
+        """Return the size of a file in bytes, ``None`` where it does not exist."""
 
     @abstractmethod
     def problem(self, folder: str, name: str, expected: FileSum) -> str | None:
-        """Return what is wrong with a file, every byte of it read; ``None`` where nothing is."""
+        """Return how a file differs from what is expected, ``None`` where it does not. Reads every byte."""
 
     @abstractmethod
     def folders(self) -> list[str]:
-        """Return the names of the folders that are there, sorted."""
+        """Return the sorted names of the folders."""
 
     @abstractmethod
     def files(self, folder: str) -> dict[str, int]:
-        """Return the size of each file of a folder, in bytes; nothing where there is no such folder."""
+        """Return the size of each file of a folder in bytes; empty where there is no such folder."""
 
     @abstractmethod
     def remove(self, folder: str, first: str) -> None:
-        """Remove a folder as far as the storage lets it.
+        """Remove a folder as far as the storage allows.
 
         Args:
-            folder: its name.
-            first: the file that makes it a checkpoint; goes before all others.
+            folder: name of the folder.
+            first: name of the file that makes it a checkpoint; removed before all others.
 
         Raises:
-            OSError: that file cannot be removed, so nothing was.
+            OSError: this file cannot be removed; the others were left.
         """
