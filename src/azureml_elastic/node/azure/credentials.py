@@ -1,8 +1,8 @@
-"""The identity that opens the table, on a node of Azure ML and elsewhere.
+"""Credentials for the table, on a node of Azure ML and elsewhere.
 
-Azure ML serves tokens to its jobs on an address of the node: those of the compute's managed identity and, when the job
-was submitted so, those of the user (*on behalf of*). azure-identity takes that address for an Azure Cloud Shell when no
-secret comes with it and then refuses a client id, so the requests are made here.
+Azure ML serves tokens to jobs at an address on the node: for the compute's managed identity and, if the job was
+submitted with the user's identity, for that user (*on behalf of*). azure-identity mistakes that address for an Azure
+Cloud Shell if no secret is set, and then rejects a client id; therefore the requests are made here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
-from urllib.request import Request
 
 from azureml_elastic.config.rendezvous import TableRendezvous
 from azureml_elastic.errors import MissingExtra, TableForbidden, TableUnavailable, UsageError
-from azureml_elastic.node.azure.http import fetch
+from azureml_elastic.node.azure.http import HttpRequest, fetch
 
 try:
     from azure.core.credentials import AccessToken, TokenCredential
@@ -31,7 +30,7 @@ except ImportError as missing:
 __all__ = ["STORAGE_SCOPE", "NodeTokenCredential", "TableCredential", "choose_credential"]
 
 STORAGE_SCOPE = "https://storage.azure.com/.default"
-"""Of the tokens that Azure Tables takes."""
+"""Token scope of Azure Tables."""
 
 _LOG = logging.getLogger(__name__)
 _RENEW_BEFORE_S = 300.0
@@ -40,34 +39,35 @@ _TRY_NEXT_METHOD = frozenset({404, 405, 501})
 
 @dataclass(frozen=True)
 class TableCredential:
-    """One way to be let in; either a source of tokens or a connection string.
+    """Credential for a table account: either a token credential or a connection string.
 
     Args:
-        who: in words, for the messages; never a secret.
-        token: makes tokens.
-        connection_string: with an account key or a signature.
+        name: description for messages, without secrets.
+        token: credential that issues tokens.
+        connection_string: connection string with an account key or a shared access signature.
     """
 
-    who: str
+    name: str
     token: TokenCredential | None = field(default=None, repr=False)
     connection_string: str | None = field(default=None, repr=False)
 
 
 class NodeTokenCredential:
-    """Tokens from the address that Azure ML serves on the node; implements azure-core's ``TokenCredential``.
+    """Token credential that uses the address served by Azure ML on the node; implements ``TokenCredential``.
 
-    Each token is kept until five minutes before it expires. Thread-safe.
+    Tokens are cached until five minutes before they expire. Thread-safe.
 
     Args:
-        who: the identity in words, for the messages.
-        requests: makes the requests for one resource; the second is tried where the address does not know the first.
-        clock: seconds since the epoch, in which tokens expire.
+        name: description of the identity, for messages.
+        requests: function from a resource to the requests for its token; later ones are tried if the service does not
+            support the earlier ones.
+        clock: function that returns seconds since the epoch.
     """
 
     def __init__(
-        self, who: str, requests: Callable[[str], list[Request]], clock: Callable[[], float] = time.time
+        self, name: str, requests: Callable[[str], list[HttpRequest]], clock: Callable[[], float] = time.time
     ) -> None:
-        self._who = who
+        self.name = name
         self._requests = requests
         self._clock = clock
         self._tokens: dict[str, AccessToken] = {}
@@ -75,24 +75,24 @@ class NodeTokenCredential:
 
     @classmethod
     def managed(cls, environ: Mapping[str, str], client_id: str | None) -> NodeTokenCredential:
-        """Return the managed identity of the node.
+        """Return the credential of the node's managed identity.
 
         Args:
-            environ: has ``MSI_ENDPOINT`` and, on some computes, ``MSI_SECRET``.
-            client_id: of a user-assigned identity; ``None`` takes ``DEFAULT_IDENTITY_CLIENT_ID``.
+            environ: environment with ``MSI_ENDPOINT`` and, on some computes, ``MSI_SECRET``.
+            client_id: client id of a user-assigned identity; ``None`` means ``DEFAULT_IDENTITY_CLIENT_ID``.
         """
         address, secret = environ["MSI_ENDPOINT"], environ.get("MSI_SECRET")
         client_id = client_id or environ.get("DEFAULT_IDENTITY_CLIENT_ID") or None
 
-        def requests(resource: str) -> list[Request]:
+        def requests(resource: str) -> list[HttpRequest]:
             if secret:
                 query = {"api-version": "2017-09-01", "resource": resource, **_present(clientid=client_id)}
-                return [Request(_with_query(address, query), headers={"secret": secret})]  # noqa: S310 - fetch checks
+                return [HttpRequest("GET", _with_query(address, query), headers={"secret": secret})]
             form = {"resource": resource, **_present(client_id=client_id)}
             headers = {"Metadata": "true"}
             return [
-                Request(address, data=urlencode(form).encode(), headers=headers, method="POST"),  # noqa: S310
-                Request(_with_query(address, form), headers=headers),  # noqa: S310
+                HttpRequest("POST", address, data=form, headers=headers),
+                HttpRequest("GET", _with_query(address, form), headers=headers),
             ]
 
         name = f"user-assigned, client id {client_id}" if client_id else "system-assigned"
@@ -100,30 +100,21 @@ class NodeTokenCredential:
 
     @classmethod
     def on_behalf_of(cls, environ: Mapping[str, str]) -> NodeTokenCredential:
-        """Return the identity of the user who submitted the job.
-
-        Args:
-            environ: has ``OBO_ENDPOINT``.
-        """
+        """Return the credential of the user who submitted the job, from ``OBO_ENDPOINT``."""
         address = environ["OBO_ENDPOINT"]
         return cls(
             "the identity of the user who submitted the job",
-            lambda resource: [Request(_with_query(address, {"resource": resource}))],  # noqa: S310 - fetch checks
+            lambda resource: [HttpRequest("GET", _with_query(address, {"resource": resource}))],
         )
 
-    @property
-    def who(self) -> str:
-        """The identity in words."""
-        return self._who
-
     def get_token(self, *scopes: str, **_options: Any) -> AccessToken:
-        """Return a token that is good for five minutes at least, unless the node issues shorter ones.
+        """Return a token that is valid for at least five minutes, unless the node issues shorter ones.
 
         Args:
-            scopes: exactly one, as in ``https://storage.azure.com/.default``.
+            scopes: exactly one scope, such as ``https://storage.azure.com/.default``.
 
         Raises:
-            TableForbidden: the node does not give this identity a token.
+            TableForbidden: the node issues no token for this identity.
             TableUnavailable: the address on the node does not answer.
         """
         (scope,) = scopes
@@ -131,22 +122,21 @@ class NodeTokenCredential:
         with self._lock:
             token = self._tokens.get(resource)
             if token is None or token.expires_on - self._clock() < _RENEW_BEFORE_S:
-                token = self._tokens[resource] = self._ask(resource)
+                token = self._tokens[resource] = self._request(resource)
             return token
 
-    def _ask(self, resource: str) -> AccessToken:
-        status, document = 0, None
+    def _request(self, resource: str) -> AccessToken:
         for request in self._requests(resource):
-            status, document = fetch(request, f"a token of {self._who}", direct=True)
-            if status not in _TRY_NEXT_METHOD:
+            reply = fetch(request, f"a token of {self.name}", direct=True)
+            if reply.status not in _TRY_NEXT_METHOD:
                 break
-        content = document if isinstance(document, dict) else {}
+        content = reply.document if isinstance(reply.document, dict) else {}
         text = content.get("access_token") or content.get("token")
-        if status == HTTPStatus.OK and isinstance(text, str):
+        if reply.status == HTTPStatus.OK and isinstance(text, str):
             return AccessToken(text, self._expiry(content))
         detail = content.get("error_description") or content.get("error") or content.get("message") or "no token"
         raise TableForbidden(
-            f"The node gives no token of {self._who} for {resource} (HTTP {status}: {detail}). Assign the identity to "
+            f"The node gives no token of {self.name} for {resource} (HTTP {reply.status}: {detail}). Assign the identity to "
             "the compute, or submit the job with that identity, and grant it the role 'Storage Table Data Contributor' "
             "on the storage account."
         )
@@ -159,18 +149,18 @@ class NodeTokenCredential:
 
 
 def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
-    """Return the identity that opens the table.
+    """Return the credential for the table.
 
-    ``auto`` takes the first that works of: the node's managed identity, the identity of the user who submitted, the
-    connection string, the developer's login. Where several are there, one that gives no token is passed over.
+    ``auto`` selects the first that yields a token of: the node's managed identity, the identity of the submitting user,
+    the connection string, the developer's login.
 
     Args:
-        rendezvous: says which, and the connection string's variable.
-        environ: of the node.
+        rendezvous: configuration with the kind of credential and the name of the connection string's variable.
+        environ: environment of the node.
 
     Raises:
-        UsageError: the identity asked for is not there.
-        TableForbidden: none that is there gives a token.
+        UsageError: the configured credential is not available.
+        TableForbidden: no available identity gets a token.
         TableUnavailable: the token service of the node does not answer.
     """
     variable = rendezvous.connection_string_variable
@@ -198,18 +188,18 @@ def _first(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCred
     candidates.append(_developer)
     refusals: list[str] = []
     for candidate in candidates:
-        login = candidate()
+        credential = candidate()
         try:
-            if login.token is not None:
-                login.token.get_token(STORAGE_SCOPE)
+            if credential.token is not None:
+                credential.token.get_token(STORAGE_SCOPE)
         except (TableForbidden, TableUnavailable, AzureError) as error:
-            refusals.append(f"{login.who}: {str(error).strip().splitlines()[0]}")
-            _LOG.info("The table is not opened with %s", refusals[-1])
+            refusals.append(f"{credential.name}: {str(error).strip().splitlines()[0]}")
+            _LOG.info("Credential for the table skipped: %s", refusals[-1])
         else:
-            _LOG.info("The table is opened with %s", login.who)
-            return login
+            _LOG.info("Credential for the table: %s", credential.name)
+            return credential
     raise TableForbidden(
-        "No identity can open the table. Tried in order: " + " | ".join(refusals) + " | To be let in, give the compute "
+        "No identity can open the table. Tried in order: " + " | ".join(refusals) + " | Give the compute "
         "a managed identity, submit the job with the user's identity, or name one with the rendezvous' credential=; "
         "it needs the role 'Storage Table Data Contributor' on the storage account. "
         f"A connection string would be read from {rendezvous.connection_string_variable}."
@@ -219,7 +209,7 @@ def _first(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCred
 def _managed(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
     if environ.get("MSI_ENDPOINT"):
         identity = NodeTokenCredential.managed(environ, rendezvous.client_id)
-        return TableCredential(identity.who, token=identity)
+        return TableCredential(identity.name, token=identity)
     try:
         from azure.identity import ManagedIdentityCredential
     except ImportError as error:
@@ -236,7 +226,7 @@ def _on_behalf_of(environ: Mapping[str, str]) -> TableCredential:
             "were submitted with identity=UserIdentityConfiguration(). Submit the job so, or use another credential."
         )
     identity = NodeTokenCredential.on_behalf_of(environ)
-    return TableCredential(identity.who, token=identity)
+    return TableCredential(identity.name, token=identity)
 
 
 def _connection_string(variable: str, environ: Mapping[str, str]) -> TableCredential:
@@ -266,7 +256,7 @@ def _present(**values: str | None) -> dict[str, str]:
 
 
 def _epoch(text: str) -> int:
-    """Read a time as the token services write it: seconds, ``06/20/2019 02:57:58 +00:00`` or ISO 8601."""
+    """Parse an expiry time: seconds since the epoch, ``06/20/2019 02:57:58 +00:00`` or ISO 8601."""
     if text.isdigit():
         return int(text)
     bare = text.removesuffix(" +00:00").removesuffix("+00:00").removesuffix("Z").partition(".")[0]
@@ -275,4 +265,4 @@ def _epoch(text: str) -> int:
             return calendar.timegm(time.strptime(bare, form))
         except ValueError:
             continue
-    return 0  # use it once and ask again
+    return 0  # an unknown format: the token is not cached

@@ -1,7 +1,7 @@
-"""Repeating a network call for a limited time.
+"""Retries of a network call within a time limit.
 
-The repetition is tenacity's, for the table's calls too, because the Azure SDK's own policy neither repeats an insert (a
-POST) whose answer was lost, nor spreads its delays at random, nor ends after a given time.
+tenacity retries here, not azure-core's ``RetryPolicy``: that policy limits connecting but not reading by the time left,
+sleeps for any ``Retry-After``, adds no jitter, and does not retry a POST (an insert) whose answer was lost.
 """
 
 from __future__ import annotations
@@ -18,46 +18,44 @@ try:
 except ImportError as missing:
     raise MissingExtra("tenacity", "node") from missing
 
-__all__ = ["PATIENCE", "repeat"]
+__all__ = ["CALL_TIMEOUT", "retry"]
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(seconds=10)
-"""For one call, all its attempts together."""
+CALL_TIMEOUT = timedelta(seconds=10)
+"""Default time limit of one call, all attempts together."""
 
-_FIRST_DELAY_S = (
-    0.1  # the longest that the first delay may be; it doubles each time, and the real one is random below it
-)
+_FIRST_DELAY_S = 0.1  # upper bound of the first random delay; it doubles with each attempt
 _LONGEST_DELAY_S = 2.0
-_LONGEST_WISH_S = 5.0  # of the other side; it may not use up the patience with one answer
+_LONGEST_RETRY_AFTER_S = 5.0  # one answer must not use up the time limit
 _SHORTEST_ATTEMPT_S = 0.1
 
 
-def repeat(
+def retry(
     attempt: Callable[[float], T],
     retryable: Callable[[BaseException], bool],
-    patience: timedelta,
-    asked: Callable[[BaseException], float] = lambda _: 0.0,
+    timeout: timedelta,
+    retry_after: Callable[[BaseException], float] = lambda _: 0.0,
 ) -> T:
-    """Call until it succeeds, fails for good or the patience ends, and return or raise what the last attempt did.
+    """Call until success, a permanent error or the time limit; return or raise the outcome of the last attempt.
 
     Args:
-        attempt: is given the seconds that are left, as the limit for its own time-outs.
-        retryable: whether an error may pass with time.
-        patience: for all attempts and the delays between them.
-        asked: how many seconds the other side wishes to be left alone after this error; 0 where it does not say.
+        attempt: call to make; receives the seconds left as the limit of its own timeouts.
+        retryable: whether an error may be temporary.
+        timeout: time limit of all attempts and the delays between them.
+        retry_after: seconds to wait that the service requested with an error; 0 for none.
     """
-    deadline = time.monotonic() + patience.total_seconds()
-    spread = wait_random_exponential(multiplier=_FIRST_DELAY_S, max=_LONGEST_DELAY_S)
+    deadline = time.monotonic() + timeout.total_seconds()
+    jitter = wait_random_exponential(multiplier=_FIRST_DELAY_S, max=_LONGEST_DELAY_S)
 
     def delay(state: RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome is not None else None
-        return spread(state) + (0.0 if error is None else min(asked(error), _LONGEST_WISH_S))
+        return jitter(state) + (0.0 if error is None else min(retry_after(error), _LONGEST_RETRY_AFTER_S))
 
     retrying = Retrying(
         retry=retry_if_exception(retryable),
         wait=delay,
-        stop=stop_before_delay(patience.total_seconds()),
+        stop=stop_before_delay(timeout.total_seconds()),
         reraise=True,
     )
     return retrying(lambda: attempt(max(deadline - time.monotonic(), _SHORTEST_ATTEMPT_S)))

@@ -1,4 +1,4 @@
-"""The storage account of the Azure ML workspace that a job runs in."""
+"""The storage account of the Azure ML workspace that a job runs in, read from the resource manager."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from datetime import timedelta
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
-from urllib.request import Request, getproxies, proxy_bypass
+from urllib.request import getproxies, proxy_bypass
 
 from azureml_elastic.errors import TableForbidden, TableNotFound, TableUnavailable, UsageError
 from azureml_elastic.node.azure.clouds import CLOUDS, Cloud, cloud_of
-from azureml_elastic.node.azure.http import Reply, exchange
+from azureml_elastic.node.azure.http import HttpRequest, Reply, fetch
+from azureml_elastic.node.azure.retry import CALL_TIMEOUT
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
@@ -33,15 +34,14 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 
 ARM_URL = CLOUDS[0].arm_url
-"""The Azure Resource Manager of the public cloud."""
+"""URL of the Azure Resource Manager of the public cloud."""
 
 WORKSPACE_VARIABLES = ("AZUREML_ARM_SUBSCRIPTION", "AZUREML_ARM_RESOURCEGROUP", "AZUREML_ARM_WORKSPACE_NAME")
-"""Set by Azure ML in every job."""
+"""Environment variables that Azure ML sets in every job."""
 
 _WORKSPACE_API = "2024-04-01"
 _STORAGE_API = "2023-05-01"
-_ONCE = timedelta(seconds=5)
-"""For what there is a good guess of."""
+_ACCOUNT_TIMEOUT = timedelta(seconds=5)  # short: the default URL is a good fallback
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Workspace:
     """A workspace of Azure ML.
 
     Args:
-        subscription: id.
-        group: the resource group.
-        name: of the workspace.
+        subscription: subscription id.
+        group: name of the resource group.
+        name: name of the workspace.
     """
 
     subscription: str
@@ -60,7 +60,7 @@ class Workspace:
 
     @property
     def id(self) -> str:
-        """The id of its resource."""
+        """Resource id."""
         return (
             f"/subscriptions/{self.subscription}/resourceGroups/{self.group}"
             f"/providers/Microsoft.MachineLearningServices/workspaces/{self.name}"
@@ -68,12 +68,12 @@ class Workspace:
 
 
 class Arm:
-    """Reads resources at the resource manager.
+    """Client of the resource manager.
 
     Args:
-        token: of an identity that may read them.
-        cloud: whose resource manager it is.
-        arm_url: of the resource manager; ``None`` for the cloud's.
+        token: credential of an identity that may read the resources.
+        cloud: cloud of the resource manager.
+        arm_url: URL of the resource manager; ``None`` for the cloud's own.
     """
 
     def __init__(self, token: TokenCredential, cloud: Cloud, arm_url: str | None = None) -> None:
@@ -82,50 +82,36 @@ class Arm:
         self._url = arm_url or cloud.arm_url
 
     def workspace(self, workspace: Workspace) -> Reply:
-        """Return the answer to a request for a workspace.
+        """Request a workspace's resource and return the answer.
 
         Raises:
-            TableForbidden: the identity has no token.
+            TableForbidden: the identity gets no token.
             TableUnavailable: the resource manager does not answer.
         """
         return self._get(workspace.id, _WORKSPACE_API, f"the storage account of workspace {workspace.name!r}")
 
-    def account(self, account: str, patience: timedelta = _ONCE) -> Reply:
-        """Return the answer to a request for a storage account.
+    def account(self, account: str, timeout: timedelta = _ACCOUNT_TIMEOUT) -> Reply:
+        """Request the resource of a storage account by its id and return the answer; raises as :meth:`workspace`."""
+        return self._get(account, _STORAGE_API, f"the addresses of storage account {_name(account)!r}", timeout)
 
-        Args:
-            account: its id.
-            patience: for all attempts together.
-
-        Raises:
-            TableForbidden: the identity has no token.
-            TableUnavailable: the resource manager does not answer.
-        """
-        return self._get(account, _STORAGE_API, f"the addresses of storage account {_name(account)!r}", patience)
-
-    def _get(self, resource: str, version: str, what: str, patience: timedelta | None = None) -> Reply:
+    def _get(self, resource: str, version: str, what: str, timeout: timedelta = CALL_TIMEOUT) -> Reply:
         bearer = self._token.get_token(self._cloud.arm_scope).token
         path = "/".join(quote(part, safe="") for part in resource.split("/"))
-        request = Request(  # noqa: S310 - exchange checks the scheme
-            f"{self._url}{path}?api-version={version}", headers={"Authorization": f"Bearer {bearer}"}
-        )
-        return exchange(request, what) if patience is None else exchange(request, what, patience=patience)
+        url = f"{self._url}{path}?api-version={version}"
+        return fetch(HttpRequest("GET", url, headers={"Authorization": f"Bearer {bearer}"}), what, timeout=timeout)
 
 
 def workspace_of(environ: Mapping[str, str]) -> Workspace:
-    """Return the workspace that a job runs in.
-
-    Args:
-        environ: of the node.
+    """Return the workspace of the job whose environment this is.
 
     Raises:
-        UsageError: this is no job of Azure ML.
+        UsageError: the environment is not that of an Azure ML job.
     """
     missing = [name for name in WORKSPACE_VARIABLES if not environ.get(name)]
     if missing:
         raise UsageError(
             f"The rendezvous names no endpoint, and without {', '.join(missing)} in the environment this is no job of "
-            "Azure ML whose workspace could be asked for its storage account. Give the rendezvous an endpoint: "
+            "Azure ML, so there is no workspace with a storage account. Give the rendezvous an endpoint: "
             "https://<account>.table.core.windows.net, or the path of an SQLite file for nodes on one machine."
         )
     return Workspace(*(environ[name] for name in WORKSPACE_VARIABLES))
@@ -134,18 +120,18 @@ def workspace_of(environ: Mapping[str, str]) -> Workspace:
 def workspace_endpoint(environ: Mapping[str, str], token: TokenCredential, arm_url: str | None = None) -> str:
     """Return the table URL of the workspace's storage account.
 
-    An account has its URL by its name, but for those in a DNS zone of their own. Where that host has no address, the
-    account itself is asked, if the identity may read it.
+    The URL follows from the account's name, except for accounts in a DNS zone of their own. If the default host has no
+    address, the URL is read from the account's resource, provided that the identity may read it.
 
     Args:
-        environ: of the node.
-        token: of an identity that may read the workspace.
-        arm_url: of the resource manager; ``None`` for that of the node's cloud.
+        environ: environment of the node.
+        token: credential of an identity that may read the workspace.
+        arm_url: URL of the resource manager; ``None`` for that of the node's cloud.
 
     Raises:
-        UsageError: this is no job of Azure ML, or of an unknown cloud.
+        UsageError: the environment is not that of an Azure ML job, or its cloud is unknown.
         TableForbidden: the identity may not read the workspace.
-        TableNotFound: there is no such workspace, or it names no storage account.
+        TableNotFound: the workspace does not exist or names no storage account.
         TableUnavailable: the resource manager does not answer.
     """
     workspace, cloud = workspace_of(environ), cloud_of(environ)
@@ -171,13 +157,13 @@ def workspace_endpoint(environ: Mapping[str, str], token: TokenCredential, arm_u
     try:
         found = table_url_in(arm.account(account))
     except (TableForbidden, TableUnavailable) as error:
-        _LOG.info("%s is taken for the table's address: %s", usual, error)
+        _LOG.info("The table's address is assumed to be %s: %s", usual, error)
         return usual
     return found or usual
 
 
 def account_in(reply: Reply) -> str | None:
-    """Return the id of the storage account that a workspace's resource names."""
+    """Return the id of the storage account in a workspace's resource, ``None`` if there is none."""
     match reply.document:
         case {"properties": {"storageAccount": str(account)}} if reply.status == HTTPStatus.OK and account.strip("/"):
             return account.rstrip("/")
@@ -185,7 +171,7 @@ def account_in(reply: Reply) -> str | None:
 
 
 def table_url_in(reply: Reply) -> str | None:
-    """Return the table URL that a storage account's resource names."""
+    """Return the table URL in a storage account's resource, ``None`` if there is none."""
     match reply.document:
         case {"properties": {"primaryEndpoints": {"table": str(url)}}} if reply.status == HTTPStatus.OK:
             return url.rstrip("/") or None
@@ -197,7 +183,7 @@ def _name(account: str) -> str:
 
 
 def _has_address(url: str) -> bool:
-    """Return whether the host has an address, or a proxy knows better."""
+    """Return whether the host has an address, or a proxy resolves it."""
     host = urlsplit(url).hostname or ""
     if "https" in getproxies() and not proxy_bypass(host):
         return True

@@ -1,12 +1,11 @@
-"""The jobs of an Azure ML workspace, over HTTP and without azure-ai-ml, which no node has.
+"""Client for the jobs of an Azure ML workspace, over HTTP and without azure-ai-ml, which nodes do not have.
 
-Jobs are read, submitted and cancelled at the resource manager; what became of the steps of a pipeline is in the
-workspace's run history. Sources: the REST reference "Machine Learning, Jobs" and the calls of ``MLClient``.
+Jobs are read, submitted and cancelled at the resource manager; the states of a pipeline's steps are in the workspace's
+run history. Sources: the REST reference "Machine Learning, Jobs" and the calls of ``MLClient``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,23 +14,16 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
-from urllib.request import Request
 
 from azureml_elastic.errors import (
     JobRefused,
-    MissingExtra,
     TableForbidden,
     TableUnavailable,
     WorkspaceForbidden,
     WorkspaceUnavailable,
 )
-from azureml_elastic.node.azure.http import Reply, exchange
+from azureml_elastic.node.azure.http import AzureError, HttpRequest, Reply, fetch
 from azureml_elastic.node.azure.workspace import ARM_URL, workspace_of
-
-try:
-    from azure.core.exceptions import AzureError
-except ImportError as missing:
-    raise MissingExtra("azure-data-tables", "node") from missing
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
@@ -49,16 +41,16 @@ _FRACTION = re.compile(r"\.\d+")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the run history says of a job or a step.
+    """Entry of a job or a step in the run history.
 
     Args:
-        name: of the job.
-        display_name: of the step.
-        status: as Azure ML writes it.
-        created: when it was submitted.
-        started: when it began to run, ``None`` before.
-        ended: when it ended, ``None`` before.
-        tags: that it has.
+        name: job name.
+        display_name: display name, which is the step's name.
+        status: status as Azure ML writes it.
+        created: time of submission.
+        started: start of execution, ``None`` before it.
+        ended: end of execution, ``None`` before it.
+        tags: tags of the job.
     """
 
     name: str
@@ -71,24 +63,24 @@ class RunRecord:
 
 
 def workspace_id(environ: Mapping[str, str]) -> str:
-    """Return the id of the workspace that a job runs in.
-
-    Args:
-        environ: of the node.
+    """Return the quoted id of the workspace of the job whose environment this is.
 
     Raises:
-        UsageError: this is no job of Azure ML.
+        UsageError: the environment is not that of an Azure ML job.
     """
     return quote(workspace_of(environ).id)
 
 
 class WorkspaceJobs:
-    """The jobs of one workspace.
+    """Client for the jobs of one workspace.
+
+    All methods raise ``WorkspaceForbidden`` if the identity lacks a role, and ``WorkspaceUnavailable`` if a service does
+    not answer.
 
     Args:
-        workspace: its id.
-        token: of an identity that may read and submit jobs.
-        arm_url: of the resource manager.
+        workspace: workspace id.
+        token: credential of an identity that may read and submit jobs.
+        arm_url: URL of the resource manager.
     """
 
     def __init__(self, workspace: str, token: TokenCredential, arm_url: str = ARM_URL) -> None:
@@ -97,18 +89,10 @@ class WorkspaceJobs:
         self._arm_url = arm_url
         self._history: str | None = None
         self.now = datetime.min.replace(tzinfo=timezone.utc)
-        """The run history's time at its last answer: no clock of this machine is compared with its own."""
+        """Server time of the run history's last answer. Times of jobs are compared with this clock only."""
 
     def document(self, name: str) -> dict[str, Any] | None:
-        """Return the properties of a job, ``None`` where there is none of this name.
-
-        Args:
-            name: of the job.
-
-        Raises:
-            WorkspaceForbidden: the identity may not read jobs.
-            WorkspaceUnavailable: the resource manager does not answer.
-        """
+        """Return the properties of a job, ``None`` if it does not exist."""
         reply = self._arm("GET", f"/jobs/{quote(name, safe='')}", _PIPELINES_API, f"the job {name!r}")
         if reply.status == HTTPStatus.NOT_FOUND:
             return None
@@ -118,16 +102,14 @@ class WorkspaceJobs:
         raise _unexpected(reply, f"the job {name!r}")
 
     def submit(self, name: str, properties: Mapping[str, Any]) -> bool:
-        """Submit a job; return false where there is one of this name.
+        """Submit a job; return false if a job of this name exists.
 
         Args:
-            name: of the job.
-            properties: of its document.
+            name: job name.
+            properties: properties of the job's document.
 
         Raises:
-            WorkspaceForbidden: the identity may not submit jobs.
-            WorkspaceUnavailable: the resource manager does not answer.
-            JobRefused: it does not take the job, and will not when it is asked again.
+            JobRefused: the workspace rejects the job permanently.
         """
         version = _PIPELINES_API if properties.get("jobType") == "Pipeline" else _JOBS_API
         body = {"properties": dict(properties)}
@@ -139,46 +121,20 @@ class WorkspaceJobs:
         ):
             return False
         if HTTPStatus.BAD_REQUEST <= reply.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise JobRefused(f"The workspace refuses the job {name!r} (HTTP {reply.status}: {_said(reply)}).")
+            raise JobRefused(f"The workspace refuses the job {name!r} (HTTP {reply.status}: {_reason(reply)}).")
         raise _unexpected(reply, f"the submission of {name!r}")
 
     def cancel(self, name: str) -> None:
-        """Ask a job to end; one that has ended, or does not exist, is left alone.
-
-        Args:
-            name: of the job.
-
-        Raises:
-            WorkspaceForbidden: the identity may not cancel jobs.
-            WorkspaceUnavailable: the resource manager does not answer.
-        """
+        """Request the cancellation of a job; no effect if it has ended or does not exist."""
         self._arm("POST", f"/jobs/{quote(name, safe='')}/cancel", _CANCEL_API, f"the end of {name!r}", {})
 
     def record(self, name: str) -> RunRecord | None:
-        """Return what became of a job, ``None`` where there is none of this name.
-
-        Args:
-            name: of the job.
-
-        Raises:
-            WorkspaceForbidden: the identity may not read the run history.
-            WorkspaceUnavailable: the history does not answer.
-        """
+        """Return the run history's entry of a job, ``None`` if it does not exist."""
         reply = self._history_of(f"/runs/{quote(name, safe='')}", f"the run {name!r}")
-        if reply is None:
-            return None
-        return _record(reply.document)
+        return None if reply is None else _record(reply.document)
 
     def children(self, name: str) -> list[RunRecord] | None:
-        """Return what became of the steps of a pipeline, ``None`` where there is none of this name.
-
-        Args:
-            name: of the pipeline job.
-
-        Raises:
-            WorkspaceForbidden: the identity may not read the run history.
-            WorkspaceUnavailable: the history does not answer.
-        """
+        """Return the run history's entries of a pipeline's steps, ``None`` if the pipeline does not exist."""
         found: list[RunRecord] = []
         address: str | None = f"/runs/{quote(name, safe='')}/children"
         while address is not None:
@@ -195,9 +151,9 @@ class WorkspaceJobs:
         if self._history is None:
             self._history = self._find_history()
         url = address if "://" in address else f"{self._history}{address}"
-        if urlsplit(url)[:2] != urlsplit(self._history)[:2]:  # the token is for this server alone
+        if urlsplit(url)[:2] != urlsplit(self._history)[:2]:  # the token must be sent to this server only
             raise WorkspaceUnavailable(f"The run history gives {what} at another server, {urlsplit(url).netloc!r}.")
-        reply = self._send(Request(url), _ML_SCOPE, what)  # noqa: S310 - exchange checks the scheme
+        reply = self._send(HttpRequest("GET", url), _ML_SCOPE, what)
         if reply.status == HTTPStatus.NOT_FOUND:
             return None
         if reply.status != HTTPStatus.OK or not isinstance(reply.document, dict):
@@ -215,38 +171,33 @@ class WorkspaceJobs:
                 pass
             case _:
                 raise _unexpected(reply, "the workspace")
-        found = self._send(Request(url), _ML_SCOPE, "the workspace's addresses")  # noqa: S310 - exchange checks
+        found = self._send(HttpRequest("GET", url), _ML_SCOPE, "the workspace's addresses")
         match found.document:
             case {"history": str(address)} if found.status == HTTPStatus.OK:
                 return f"{address.rstrip('/')}/history/v1.0{self.workspace}"
         raise _unexpected(found, "the workspace's addresses")
 
     def _arm(self, method: str, path: str, version: str, what: str, body: Mapping[str, Any] | None = None) -> Reply:
-        request = Request(  # noqa: S310 - exchange checks the scheme
-            f"{self._arm_url}{self.workspace}{path}?api-version={version}",
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-            method=method,
-        )
-        return self._send(request, f"{self._arm_url}/.default", what)
+        url = f"{self._arm_url}{self.workspace}{path}?api-version={version}"
+        return self._send(HttpRequest(method, url, json=body), f"{self._arm_url}/.default", what)
 
-    def _send(self, request: Request, scope: str, what: str) -> Reply:
+    def _send(self, request: HttpRequest, scope: str, what: str) -> Reply:
         try:
-            request.add_header("Authorization", f"Bearer {self._token.get_token(scope).token}")
-            reply = exchange(request, what)
+            request.headers["Authorization"] = f"Bearer {self._token.get_token(scope).token}"
+            reply = fetch(request, what)
         except TableForbidden as error:
             raise WorkspaceForbidden(f"The identity gets no token for {what}: {error}") from error
         except TableUnavailable as error:
             raise WorkspaceUnavailable(str(error)) from error
         except AzureError as error:
-            said = str(error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0]
             raise WorkspaceUnavailable(
-                f"The login gives no token for {what}: {said}. Log in again: az login."
+                f"The login gives no token for {what}: {reason}. Log in again: az login."
             ) from error
         if reply.status in _REFUSED:
             raise WorkspaceForbidden(
-                f"The identity may not have {what} of workspace {self.workspace.rpartition('/')[2]!r} "
-                f"(HTTP {reply.status}: {_said(reply)}). Grant it the role 'AzureML Data Scientist' on the workspace."
+                f"The identity has no access to {what} of workspace {self.workspace.rpartition('/')[2]!r} "
+                f"(HTTP {reply.status}: {_reason(reply)}). Grant it the role 'AzureML Data Scientist' on the workspace."
             )
         return reply
 
@@ -264,7 +215,7 @@ def _record(run: Mapping[str, Any]) -> RunRecord:
 
 
 def _time(text: object) -> datetime | None:
-    """Read a time as the run history writes it: in UTC, with up to seven digits of a second."""
+    """Parse a time of the run history: UTC, with up to seven digits of a second."""
     if not text:
         return None
     bare = _FRACTION.sub("", str(text)).replace("Z", "+00:00")
@@ -272,7 +223,7 @@ def _time(text: object) -> datetime | None:
     return time.replace(tzinfo=timezone.utc) if time.tzinfo is None else time
 
 
-def _said(reply: Reply) -> str:
+def _reason(reply: Reply) -> str:
     match reply.document:
         case {"error": {"message": str(message)}}:
             return message.strip().splitlines()[0] if message.strip() else "no reason"
@@ -280,4 +231,4 @@ def _said(reply: Reply) -> str:
 
 
 def _unexpected(reply: Reply, what: str) -> WorkspaceUnavailable:
-    return WorkspaceUnavailable(f"The workspace does not give {what} (HTTP {reply.status}: {_said(reply)}).")
+    return WorkspaceUnavailable(f"The workspace does not give {what} (HTTP {reply.status}: {_reason(reply)}).")

@@ -136,4 +136,4 @@ def _tokens(identity: NodeIdentity, environ: Mapping[str, str]) -> dict[str, Tok
         found.append(NodeTokenCredential.on_behalf_of(environ))
     if environ.get("MSI_ENDPOINT"):
         found.append(NodeTokenCredential.managed(environ, identity.plan.distribution.rendezvous.client_id))
-    return {tokens.who: tokens for tokens in found}
+    return {tokens.name: tokens for tokens in found}

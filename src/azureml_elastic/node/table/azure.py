@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from azureml_elastic.errors import MissingExtra, RowChanged, RowExists, TableUnavailable, UsageError
-from azureml_elastic.node.azure.retry import PATIENCE, repeat
+from azureml_elastic.node.azure.retry import CALL_TIMEOUT, retry
 from azureml_elastic.node.table.azure_errors import (
     VENDOR_ERRORS,
     TableContext,
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 _CONNECT_TIMEOUT_S = 3.0
 _READ_TIMEOUT_S = 4.0
-_DELETION_PATIENCE = timedelta(seconds=90)  # Azure keeps the name of a deleted table for 40 s and more
+_DELETION_TIMEOUT = timedelta(seconds=90)  # Azure keeps the name of a deleted table for 40 s and more
 _CONNECTIONS = 256  # kept open; threads beyond that make one for each call
 _PAGE = 1000
 _UNSETTLED = 256  # writes whose outcome is unknown; beyond that the oldest are forgotten
@@ -65,7 +65,7 @@ class AzureTable:
         table: the table's name.
         partition: the run.
         login: the identity.
-        patience: for one call, all its attempts together.
+        timeout: for one call, all its attempts together.
 
     Raises:
         TableNotFound: the account cannot be reached.
@@ -82,14 +82,14 @@ class AzureTable:
         partition: str,
         login: TableCredential,
         *,
-        patience: timedelta = PATIENCE,
+        timeout: timedelta = CALL_TIMEOUT,
     ) -> None:
-        self._patience = patience
+        self._timeout = timeout
         self._partition = write_key(partition)
         self._client = _client(endpoint, table, login)
         self._unsettled: OrderedDict[tuple[str, str, str | None], str] = OrderedDict()
         self._lock = threading.Lock()
-        self._place = TableContext(self._client.url.partition("?")[0], table, login.who)
+        self._place = TableContext(self._client.url.partition("?")[0], table, login.name)
         try:
             self._ensure_table()
         except BaseException:
@@ -260,12 +260,12 @@ class AzureTable:
 
         # Asking first also serves identities that may use the table but not make one.
         if not self._call(None, exists, opening=True):
-            self._call(None, create, opening=True, patience=_DELETION_PATIENCE)
+            self._call(None, create, opening=True, timeout=_DELETION_TIMEOUT)
 
     def _call(
-        self, key: str | None, send: Callable[..., T], *, opening: bool = False, patience: timedelta | None = None
+        self, key: str | None, send: Callable[..., T], *, opening: bool = False, timeout: timedelta | None = None
     ) -> T:
-        """Call the SDK, repeat what may be repeated, and raise our errors."""
+        """Call the SDK, retry what may be repeated, and raise our errors."""
 
         def attempt(left_s: float) -> T:
             return send(connection_timeout=min(_CONNECT_TIMEOUT_S, left_s), read_timeout=min(_READ_TIMEOUT_S, left_s))
@@ -274,7 +274,7 @@ class AzureTable:
             return isinstance(error, VENDOR_ERRORS) and isinstance(translate(error, self._place, key), TableUnavailable)
 
         try:
-            return repeat(attempt, passing, patience or self._patience, retry_after)
+            return retry(attempt, passing, timeout or self._timeout, retry_after)
         except VENDOR_ERRORS as error:
             raise translate(error, self._place, key, opening=opening) from cause(error)
 
@@ -289,13 +289,13 @@ def _client(endpoint: str | None, table: str, login: TableCredential) -> TableCl
         client = TableClient.from_connection_string(login.connection_string, table, **options)
     except ValueError as error:
         raise UsageError(
-            f"The {login.who} cannot be read: {error}. Copy it again from the storage account's page 'Access keys' or "
+            f"The {login.name} cannot be read: {error}. Copy it again from the storage account's page 'Access keys' or "
             "'Shared access signature'."
         ) from error
     if endpoint is not None and _address(endpoint) != _address(client.url):
         client.close()
         raise UsageError(
-            f"The rendezvous endpoint is {endpoint!r}, but the {login.who} is for {client.url.partition('?')[0]!r}. "
+            f"The rendezvous endpoint is {endpoint!r}, but the {login.name} is for {client.url.partition('?')[0]!r}. "
             "Make them agree, or leave one of them out."
         )
     return client

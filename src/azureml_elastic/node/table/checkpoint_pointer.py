@@ -70,17 +70,17 @@ class CheckpointPointer:
         """
         with self._turn:
             again, self._asked = self._asked == pointer, dict(pointer)
-            patience = _AGAIN_WAIT_SECONDS if again else _FIRST_WAIT_SECONDS
+            timeout = _AGAIN_WAIT_SECONDS if again else _FIRST_WAIT_SECONDS
             current = self._current
             if current is not None and current.pointer != pointer and current.running:
                 # The table does not even answer what it was asked before: training is not held up for it once more.
                 if not again:
                     raise TableUnavailable(f"{current.trouble} The commit of {_name(pointer)} was not begun.")
-                current.wait(patience)
+                current.wait(timeout)
             if current is None or current.pointer != pointer or current.failed:
                 current = self._current = _Commit(pointer)
                 current.start(self._write)
-            current.result(patience)
+            current.result(timeout)
 
     def _write(self, pointer: Mapping[str, Any]) -> None:
         with self._lock:
@@ -147,18 +147,18 @@ class _Commit:
         """Write on a thread, which may be cut off at any time: the row changes in one step or not at all."""
         threading.Thread(target=self._run, args=(write,), name="commit", daemon=True).start()
 
-    def wait(self, patience_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Wait until it has ended, well or not.
 
         Raises:
             TableUnavailable: it takes longer.
         """
-        if not self._done.wait(patience_s):
+        if not self._done.wait(timeout_s):
             raise TableUnavailable(f"{self.trouble} It may still be carried out, and may be repeated.")
 
-    def result(self, patience_s: float) -> None:
+    def result(self, timeout_s: float) -> None:
         """Return when the row is written, or raise why not."""
-        self.wait(patience_s)
+        self.wait(timeout_s)
         if self._error is not None:
             raise self._error
 

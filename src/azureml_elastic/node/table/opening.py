@@ -17,15 +17,15 @@ from azureml_elastic.errors import TableNotFound, TableUnavailable, UsageError
 from azureml_elastic.node.table.protocol import Table
 from azureml_elastic.node.table.sqlite import SqliteTable
 
-__all__ = ["EMULATOR_ACCOUNT", "OPENING_PATIENCE", "emulator_connection_string", "open_table"]
+__all__ = ["EMULATOR_ACCOUNT", "OPENING_TIMEOUT", "emulator_connection_string", "open_table"]
 
 _LOG = logging.getLogger(__name__)
 
-OPENING_PATIENCE = timedelta(minutes=5)
+OPENING_TIMEOUT = timedelta(minutes=5)
 """With a table that is away when a node starts."""
 
 _PAUSE_S = (0.1, 1.0)
-"""Between two attempts, each of which has had patience of its own; at random, as nodes often start together."""
+"""Between two attempts, each of which has had timeout of its own; at random, as nodes often start together."""
 
 EMULATOR_ACCOUNT = "devstoreaccount1"
 """The one account of every emulator."""
@@ -57,7 +57,7 @@ def open_table(
     run_id: str,
     environ: Mapping[str, str] = os.environ,
     *,
-    patience: timedelta = OPENING_PATIENCE,
+    timeout: timedelta = OPENING_TIMEOUT,
 ) -> Table:
     """Open the table of a run, which is made when missing.
 
@@ -68,7 +68,7 @@ def open_table(
         rendezvous: says where, and with which identity.
         run_id: names the run; its rows are apart from those of all other runs.
         environ: of the node.
-        patience: with a table that is away.
+        timeout: with a table that is away.
 
     Raises:
         UsageError: the endpoint is of no known form, or the identity asked for is not there.
@@ -80,13 +80,13 @@ def open_table(
     """
     endpoint = rendezvous.endpoint
     if endpoint is None:
-        return _patiently(lambda: _open_default(rendezvous, run_id, environ), patience)
+        return _retry_while_unavailable(lambda: _open_default(rendezvous, run_id, environ), timeout)
     scheme, separator, rest = endpoint.partition("://")
     match scheme.lower() if separator else "":
         case "https" if urlsplit(endpoint).netloc:
-            return _patiently(lambda: _open_azure(endpoint, rendezvous, run_id, environ), patience)
+            return _retry_while_unavailable(lambda: _open_azure(endpoint, rendezvous, run_id, environ), timeout)
         case "http" if urlsplit(endpoint).netloc:
-            return _patiently(lambda: _open_plain_http(endpoint, rendezvous, run_id, environ), patience)
+            return _retry_while_unavailable(lambda: _open_plain_http(endpoint, rendezvous, run_id, environ), timeout)
         case "sqlite" if rest.startswith("/") and rest != "/":
             return SqliteTable(Path(rest[1:]), rendezvous.table, run_id)
         case "" if endpoint.strip() and not _HOST_AND_PORT.fullmatch(endpoint):
@@ -94,11 +94,11 @@ def open_table(
     raise _bad_form(endpoint)
 
 
-def _patiently(opened: Callable[[], Table], patience: timedelta) -> Table:
+def _retry_while_unavailable(opened: Callable[[], Table], timeout: timedelta) -> Table:
     """Open the table, again and again while it may only be away."""
     from azureml_elastic.node.table.azure_errors import may_pass
 
-    until = time.monotonic() + patience.total_seconds()
+    until = time.monotonic() + timeout.total_seconds()
     while True:
         try:
             return opened()

@@ -168,9 +168,9 @@ class SqliteTable:
         except (OSError, sqlite3.Error) as error:
             raise self._not_a_table(error) from error
         try:
-            _patiently(lambda: connection.execute("PRAGMA journal_mode = WAL").fetchone())
+            _retry_while_locked(lambda: connection.execute("PRAGMA journal_mode = WAL").fetchone())
             connection.execute("PRAGMA synchronous = FULL")  # a write that has returned survives a loss of power
-            _patiently(lambda: connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;"))
+            _retry_while_locked(lambda: connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;"))
         except sqlite3.Error as error:
             connection.close()
             ours = self._translate(error)
@@ -205,7 +205,7 @@ def _busy(error: sqlite3.Error) -> bool:
     return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
 
-def _patiently(step: Callable[[], object]) -> None:
+def _retry_while_locked(step: Callable[[], object]) -> None:
     """Repeat a step of the opening while others hold the file.
 
     SQLite gives up at once, whatever its busy timeout is, where waiting for one lock while holding another could block

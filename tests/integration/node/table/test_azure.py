@@ -28,10 +28,10 @@ from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connec
 def open_azure():
     tables = []
 
-    def opened(connection_string, table=None, patience=10.0, endpoint=None):
+    def opened(connection_string, table=None, timeout=10.0, endpoint=None):
         login = TableCredential("connection string of the test", connection_string=connection_string)
         name = table or f"t{uuid.uuid4().hex}"
-        tables.append(AzureTable(endpoint, name, "run", login, patience=timedelta(seconds=patience)))
+        tables.append(AzureTable(endpoint, name, "run", login, timeout=timedelta(seconds=timeout)))
         return tables[-1]
 
     yield opened
@@ -175,7 +175,7 @@ def test_a_server_that_accepts_and_never_answers_is_noticed(open_azure, monkeypa
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/{EMULATOR_ACCOUNT}"
         start = time.monotonic()
         with pytest.raises(TableUnavailable, match="no readable answer"):
-            open_azure(emulator_connection_string(url), patience=0.5)
+            open_azure(emulator_connection_string(url), timeout=0.5)
         assert time.monotonic() - start < 8
 
 
@@ -183,10 +183,10 @@ def test_an_account_that_cannot_be_reached(serve, azurite, faulty, open_azure):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/{EMULATOR_ACCOUNT}"
     with pytest.raises(TableNotFound, match="cannot be reached"):
-        open_azure(emulator_connection_string(url), patience=0.3)
+        open_azure(emulator_connection_string(url), timeout=0.3)
     unknown = "AccountName=nobody;AccountKey=AAAA;TableEndpoint=https://nobody.table.azure.invalid"
     with pytest.raises(TableNotFound, match=r"nobody\.table\.azure\.invalid.*cannot be reached"):
-        open_azure(unknown, patience=0.3)
+        open_azure(unknown, timeout=0.3)
 
 
 def test_a_table_that_is_being_deleted_is_waited_for(faulty, open_azure):

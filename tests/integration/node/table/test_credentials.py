@@ -8,7 +8,6 @@ import sys
 import time
 from datetime import datetime, timedelta, timezone
 from ipaddress import ip_address
-from urllib.request import Request
 
 import pytest
 from cryptography import x509
@@ -19,7 +18,7 @@ from cryptography.x509.oid import NameOID
 from azureml_elastic.config.rendezvous import TableRendezvous
 from azureml_elastic.errors import TableForbidden, TableUnavailable, UsageError
 from azureml_elastic.node.azure.credentials import STORAGE_SCOPE, NodeTokenCredential, choose_credential
-from azureml_elastic.node.azure.http import fetch
+from azureml_elastic.node.azure.http import HttpRequest, fetch
 from azureml_elastic.node.table import open_table
 
 PEM = serialization.Encoding.PEM
@@ -37,7 +36,7 @@ def test_a_managed_identity_without_a_secret(serve):
     (call,) = node.calls
     assert (call.method, call.path, call.headers["Metadata"]) == ("POST", "/token", "true")
     assert call.form == {"resource": "https://storage.azure.com", "client_id": "id-7"}
-    assert "id-7" in identity.who
+    assert "id-7" in identity.name
 
 
 def test_a_node_that_only_takes_get(serve):
@@ -154,7 +153,7 @@ def test_an_explicit_choice_takes_no_other(serve):
     assert login.connection_string == "AccountKey=s3cret"
     assert "s3cret" not in repr(login)
     login = choose_credential(TableRendezvous(credential="developer"), {})
-    assert "az login" in login.who
+    assert "az login" in login.name
     login.token.close()
     with pytest.raises(UsageError, match=r"connection string in the environment variable MINE,.*not set"):
         choose_credential(rendezvous, {})
@@ -169,9 +168,9 @@ def test_the_address_must_be_one_of_http():
 
 def test_an_address_that_is_silent_is_unavailable_and_its_query_is_not_told(serve):
     node = serve(lambda _call: None)
-    request = Request(f"{node.url}/token?code=s3cret")
+    request = HttpRequest("GET", f"{node.url}/token?code=s3cret")
     with pytest.raises(TableUnavailable, match=r"/token does not answer the request for a token") as caught:
-        fetch(request, "a token", direct=True, patience=timedelta(seconds=3))
+        fetch(request, "a token", direct=True, timeout=timedelta(seconds=3))
     assert "s3cret" not in str(caught.value)
     assert len(node.calls) > 1
 

@@ -33,10 +33,10 @@ def proxy(azurite):
 def open_at():
     tables = []
 
-    def opened(endpoint, name=None, patience=10.0):
+    def opened(endpoint, name=None, timeout=10.0):
         login = TableCredential("the test's key", connection_string=emulator_connection_string(endpoint))
         name = name or f"t{uuid.uuid4().hex}"
-        tables.append(AzureTable(None, name, "run", login, patience=timedelta(seconds=patience)))
+        tables.append(AzureTable(None, name, "run", login, timeout=timedelta(seconds=timeout)))
         return tables[-1]
 
     yield opened
@@ -182,7 +182,7 @@ def test_a_write_given_up_and_overtaken_is_in_doubt_once(proxy, azurite, open_at
 
 def test_writers_who_repeat_what_failed_append_each_entry_once(proxy, azurite, open_at):
     name = f"t{uuid.uuid4().hex}"
-    writers = [open_at(proxy.endpoint, name, patience=5.0) for _ in range(4)]
+    writers = [open_at(proxy.endpoint, name, timeout=5.0) for _ in range(4)]
     check = open_at(azurite.endpoint, name)
     writers[0].insert("list", {"entries": []})
     proxy.set(
@@ -218,7 +218,7 @@ def test_the_services_wish_to_be_left_alone_is_respected_within_the_patience(pro
     began = time.monotonic()
     table.get("row")
     assert time.monotonic() - began >= 2.0
-    monkeypatch.setattr("azureml_elastic.node.azure.retry._LONGEST_WISH_S", 60.0)
+    monkeypatch.setattr("azureml_elastic.node.azure.retry._LONGEST_RETRY_AFTER_S", 60.0)
     proxy.set(Disturbance("throttle", retry_after_s=(3600,)))
     began = time.monotonic()
     with pytest.raises(TableUnavailable, match="HTTP 503"):
@@ -242,7 +242,7 @@ def test_whoever_opens_a_table_that_stays_away_is_told_in_the_end():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}/{EMULATOR_ACCOUNT}"
     with pytest.raises(TableNotFound, match="cannot be reached"):
-        open_table(TableRendezvous(endpoint=endpoint), "run", {}, patience=timedelta(0))
+        open_table(TableRendezvous(endpoint=endpoint), "run", {}, timeout=timedelta(0))
 
 
 def test_a_host_without_an_address_is_not_waited_for():

@@ -65,7 +65,7 @@ def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> t
         "tenant": claims.get("tid"),
     }
     told = [f"{what} {value}".strip() for what, value in known.items() if value]
-    return Identity(login, str(claims.get("oid") or "")), Finding(name, "ok", ", ".join([login.who, *told]))
+    return Identity(login, str(claims.get("oid") or "")), Finding(name, "ok", ", ".join([login.name, *told]))
 
 
 def claims_of(token: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def check_table(
     began = time.monotonic()
     run = f"doctor-{secrets.token_hex(6)}"
     try:
-        table = open_table(rendezvous, run, environ, patience=timedelta(0))
+        table = open_table(rendezvous, run, environ, timeout=timedelta(0))
     except ElasticError as error:
         yield _refused("open or make it", error, account, identity)
         return
@@ -108,7 +108,7 @@ def _refused(what: str, error: ElasticError, account: Account | None, identity: 
     name = f"table: {what}"
     if isinstance(error, TableForbidden) and account is not None:
         code = refusal_code(error)
-        asks = identity.login.who if identity is not None else "the login"
+        asks = identity.login.name if identity is not None else "the login"
         said = f"{account.url} refuses {asks}: {code}" if code else str(error)
         who = identity.assignee if identity is not None else "<object id of the identity>"
         return Finding(name, "fail", said, "", why_refused(code, who, account.name, account.id))
