@@ -1,8 +1,8 @@
-"""From an elastic job to the entities of azure-ai-ml.
+"""Submission of elastic jobs through azure-ai-ml.
 
-``ElasticCommandJob`` is imported when it is first asked for; then azure-ai-ml learns of it too, so that both
-``ml_client.jobs.create_or_update(job)`` and ``ml_client.create_or_update(job)`` take it. The module
-:mod:`azureml_elastic.submit.job` holds the model alone and needs no azure-ai-ml until the job is compiled.
+``ElasticCommandJob`` is imported on first access, which also registers it with azure-ai-ml, so that
+``ml_client.jobs.create_or_update(job)`` and ``ml_client.create_or_update(job)`` accept it. The model itself, in
+:mod:`azureml_elastic.submit.job`, does not need azure-ai-ml until the job is compiled.
 """
 
 from __future__ import annotations

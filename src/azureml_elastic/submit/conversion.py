@@ -1,7 +1,7 @@
-"""An existing command job of azure-ai-ml as the fields of an elastic one; the given job is only read.
+"""Conversion of a command job of azure-ai-ml to the fields of an elastic job.
 
-What an elastic job says in another way (``instance_count``, a ``PyTorchDistribution``, ``torchrun``) is translated;
-what it cannot say is refused by name.
+Settings that an elastic job expresses differently (``instance_count``, a ``PyTorchDistribution``, ``torchrun``) are
+translated; settings without an equivalent are rejected by name. The given job is not modified.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ FIELDS_OF_COMMAND = frozenset(
         *("services", "job_tier", "priority", "parent_job_name"),
     }
 )
-"""The fields of ``command()`` that are taken over here, in one way or another."""
+"""The parameters of ``command()`` that the conversion covers."""
 
 FIELDS_OF_RESOURCES = ("instance_type", "shm_size", "docker_args", "locations", "properties")
-"""The fields of the elastic resources that a command job has, too."""
+"""The fields of ``ElasticResources`` that command jobs have as well."""
 
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)
 _ASSET = re.compile(r"[\w.-]+(?::[\w.-]+|@[\w.-]+)", re.ASCII)
@@ -46,19 +46,9 @@ def fields_of(
     distribution: ElasticDistribution | Mapping[str, Any] | None,
     changes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the fields of the elastic job that does what the given one does.
+    """Return the fields of the elastic equivalent of a command job.
 
-    Args:
-        command_job: a ``Command`` or a ``CommandJob``.
-        resources: the nodes; what it leaves open is taken from the job. ``None`` makes a job of ``n`` > 1 nodes an
-            elastic one of 1 to ``n``.
-        distribution: the processes; ``None`` takes them from the job's distribution and its launcher.
-        changes: fields of the elastic job, before those of the given one.
-
-    Raises:
-        SubmitError: the job is no command job, or has what an elastic one cannot carry.
-        CommandError: its launcher has options that cannot be translated.
-        MissingExtra: azure-ai-ml is not installed.
+    The arguments and errors are those of :meth:`~azureml_elastic.submit.job.ElasticCommandJob.from_command`.
     """
     job = plain_command_job(command_job)
     for holder in (command_job, job):
@@ -81,9 +71,9 @@ def fields_of(
     fields["outputs"] = {name: copy.deepcopy(value) or {} for name, value in (job.outputs or {}).items()}
     if job.code is not None:
         fields["code"] = located(str(job.code), base)
-    said: Mapping[str, Any] = {}
+    launcher: Mapping[str, Any] = {}
     if "command" not in changes:
-        fields["command"], said = _program(str(job.command or ""))
+        fields["command"], launcher = _without_launcher(str(job.command or ""))
     if "environment" not in fields and "environment" not in changes:
         raise SubmitError(
             "The command job has no environment. Give environment='<name>@latest', or an Environment, to from_command."
@@ -91,20 +81,20 @@ def fields_of(
     return {
         **fields,
         "resources": _resources(job.resources, resources),
-        "distribution": _distribution(job.distribution, said) if distribution is None else distribution,
+        "distribution": _distribution(job.distribution, launcher) if distribution is None else distribution,
         **changes,
     }
 
 
 def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:
-    """Check that the job uses no field that a newer azure-ai-ml has and this library does not know.
+    """Check that a job sets no parameter that a newer azure-ai-ml has added.
 
     Args:
-        held: the job's attributes.
-        names: the fields of ``command()``.
+        held: attributes of the job.
+        names: parameters of ``command()`` in the installed azure-ai-ml.
 
     Raises:
-        SubmitError: it does; the message names the field.
+        SubmitError: the job sets an unknown parameter.
     """
     for name in sorted(set(names) - FIELDS_OF_COMMAND):
         value = held.get(name, held.get(f"_{name}"))
@@ -115,8 +105,8 @@ def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:
             )
 
 
-def _program(command: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the command without its launcher, and what the launcher was told."""
+def _without_launcher(command: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the command without its launcher, and the distribution fields from the launcher's options."""
     launched = read_launcher(command)
     if launched is None:
         return command, {}
@@ -126,17 +116,17 @@ def _program(command: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _queue(settings: Any) -> dict[str, str]:
-    """Return the queue's settings as an elastic job spells them: azure-ai-ml takes any case."""
-    said: dict[str, str] = {}
+    """Return the queue settings in an elastic job's spelling; azure-ai-ml accepts any case."""
+    fields: dict[str, str] = {}
     if settings is not None and settings.job_tier and settings.job_tier.lower() != "null":
-        said["job_tier"] = settings.job_tier.capitalize()
+        fields["job_tier"] = settings.job_tier.capitalize()
     if settings is not None and settings.priority:
-        said["priority"] = settings.priority.lower()
-    return said
+        fields["priority"] = settings.priority.lower()
+    return fields
 
 
 def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) -> ElasticResources:
-    """Return the nodes: the counts as given, the rest from the job where it was not given."""
+    """Return the given resources, completed from those of the job."""
     count = getattr(held, "instance_count", None) or 1
     most = getattr(held, "max_instance_count", None) or count
     if given is not None:
@@ -147,7 +137,7 @@ def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) ->
         counts = ElasticResources(max_instance_count=count)
     else:
         raise SubmitError(
-            f"The command job has instance_count={count}, which does not say how far an elastic job may grow. Give "
+            f"The command job has instance_count={count}, which does not determine a maximum for an elastic job. Give "
             "from_command(..., resources=ElasticResources(max_instance_count=...))."
         )
     kept: dict[str, Any] = {
@@ -159,8 +149,8 @@ def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) ->
     return ElasticResources.model_validate({**dict(counts), **update})
 
 
-def _distribution(held: Any, said: Mapping[str, Any]) -> ElasticDistribution:
-    """Return the processes that the job's distribution and its launcher ask for together."""
+def _distribution(held: Any, launcher: Mapping[str, Any]) -> ElasticDistribution:
+    """Return the combination of the job's distribution and its launcher's options."""
     kind = "" if held is None else str(getattr(held, "type", type(held).__name__)).lower()
     if kind not in {"", "pytorch"}:
         raise SubmitError(
@@ -168,37 +158,34 @@ def _distribution(held: Any, said: Mapping[str, Any]) -> ElasticDistribution:
             "from_command(..., distribution=ElasticDistribution(...)) if the script runs without it."
         )
     if held is None:
-        return ElasticDistribution(**said)
+        return ElasticDistribution(**launcher)
     count = held.process_count_per_instance or 1
-    launched = said.get("process_count_per_instance")
-    if launched is None:
-        return ElasticDistribution(**{**said, "process_count_per_instance": count})
+    launched = launcher.get("process_count_per_instance", 1)
     if count > 1 and launched not in {1, count}:
         raise SubmitError(
             f"The job's distribution starts {count} processes on each node, and the launcher in its command "
-            f"{launched!r} in each of them. Say how many workers a node is to have: "
+            f"{launched!r} in each of them. Give the number of workers per node: "
             "from_command(..., distribution=ElasticDistribution(process_count_per_instance=...))."
         )
-    return ElasticDistribution(**{**said, "process_count_per_instance": count if launched == 1 else launched})
+    return ElasticDistribution(**{**launcher, "process_count_per_instance": count if launched == 1 else launched})
 
 
 def _located_input(value: Any, base: Path) -> Any:
-    """Return a new input whose local path does not depend on where the job was loaded from."""
-    if getattr(value, "path", None) is None:
-        return copy.deepcopy(value)
-    moved = copy.deepcopy(value)
-    moved.path = located(str(value.path), base)
-    return moved
+    """Return a copy of an input whose local path is absolute."""
+    copied = copy.deepcopy(value)
+    if getattr(value, "path", None) is not None:
+        copied.path = located(str(value.path), base)
+    return copied
 
 
 def located(path: str, base: Path) -> str:
-    """Return a path that means the same everywhere: absolute, or with its scheme.
+    """Return a path that does not depend on the current folder: absolute, or with its scheme.
 
-    azure-ai-ml takes ``azureml:`` off the names of assets when it reads YAML, and leaves ``name:version``.
+    azure-ai-ml removes ``azureml:`` from the names of assets when it reads YAML, leaving ``name:version``.
 
     Args:
-        path: of code or of an input.
-        base: what a local path is relative to.
+        path: path or address of the code or of an input.
+        base: folder that a local path is relative to.
     """
     if _RESOURCE.match(path):
         return f"azureml:{path}"
@@ -206,5 +193,5 @@ def located(path: str, base: Path) -> str:
         return f"azureml:{path}"
     if _SCHEME.match(path) or Path(path).is_absolute():
         return path
-    # azure-ai-ml would call the folder '..' by that name.
+    # Without normalization, azure-ai-ml would name an asset '..' after such a folder.
     return os.path.normpath((base / path).absolute())

@@ -1,8 +1,7 @@
-"""Commands that start a launcher: read as what the agent does in its place, or refused with the command to write.
+"""Translation of launcher commands, such as ``torchrun --nproc_per_node 4 train.py``.
 
-``torchrun --nproc_per_node 4 train.py`` says two things: the program, and how many workers a node has. The agent takes
-the launcher's place, so the first becomes the command and the second a field of the distribution. What only a
-launcher could do is refused by name.
+The agent replaces the launcher, so the program becomes the command, and options such as the number of workers become
+fields of the distribution. Options that only the launcher could handle are rejected by name.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _FIELDS = {
     "max-restarts": "max_restarts",
     "monitor-interval": "monitor_interval",
 }
-_MEETING = frozenset(
+_RENDEZVOUS = frozenset(
     {
         *("nnodes", "node-rank", "master-addr", "master-port", "local-addr"),
         *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"),
     }
 )
-"""Options that say how nodes find each other: the table does that."""
+"""Options for the rendezvous of the nodes, which the table replaces."""
 
 _WITHOUT_VALUE = frozenset({"standalone", "use-env", "module", "no-python", "run-path"})
 _DROPPED = frozenset({"standalone", "use-env", "module"})
@@ -53,12 +52,12 @@ _SHORT = {"-m": "module", "-r": "redirects", "-t": "tee"}
 
 @dataclass(frozen=True)
 class Launched:
-    """What a command with a launcher means without it.
+    """The equivalent of a command with a launcher.
 
     Args:
-        command: the same command, with the program in the launcher's place.
-        fields: fields of ``ElasticDistribution`` that the launcher's options said.
-        refused: why the command cannot be taken over as it is; empty where it can.
+        command: command without the launcher.
+        fields: fields of ``ElasticDistribution`` that correspond to the launcher's options.
+        refused: reasons why the command is not fully equivalent; empty if it is.
     """
 
     command: str
@@ -67,13 +66,13 @@ class Launched:
 
 
 def read_launcher(command: str) -> Launched | None:
-    """Return what a command means whose program is started by a launcher; ``None`` where there is no launcher.
+    """Return the equivalent of a command whose program is started by a launcher; ``None`` if it has no launcher.
 
     Args:
-        command: shell text, of which nothing but the launcher is changed.
+        command: shell command, of which only the launcher is changed.
 
     Raises:
-        CommandError: the text cannot be read.
+        CommandError: the command cannot be parsed.
     """
     for words in simple_commands(command):
         for position in range(len(words)):
@@ -87,27 +86,24 @@ def read_launcher(command: str) -> Launched | None:
 
 
 def refuse_launcher(command: str) -> None:
-    """Check that no launcher stands where the agent will.
-
-    Args:
-        command: shell text.
+    """Check that a shell command starts no launcher.
 
     Raises:
-        CommandError: one does; the message has the command to write instead.
+        CommandError: the command starts a launcher; the message has the equivalent command.
     """
     launched = read_launcher(command)
     if launched is None:
         return
     counts = "".join(f" and {name}={value!r} to ElasticDistribution" for name, value in launched.fields.items())
-    said = f" {launched.refused}" if launched.refused else ""
+    reasons = f" {launched.refused}" if launched.refused else ""
     raise CommandError(
         f"The command {command!r} starts a launcher; the elastic agent takes the launcher's place and starts the "
-        f"workers itself.{said} Give command={launched.command!r}{counts}."
+        f"workers itself.{reasons} Give command={launched.command!r}{counts}."
     )
 
 
 def _launcher_at(command: str, words: Sequence[Word], position: int) -> tuple[str, str, list[Word]] | None:
-    """Return the launcher's name, what starts Python without it, and the words after it."""
+    """Return the launcher's name, the interpreter's command without it, and the words after it."""
     first = words[position].text
     rest = list(words[position + 1 :])
     name = _PROGRAMS.get(first.rsplit("/", 1)[-1])
@@ -141,24 +137,24 @@ def _read(command: str, name: str, first: Word, python: str, words: list[Word]) 
                 refused.append(f"--{option} {value} cannot be read as a count.")
             else:
                 fields[_FIELDS[option]] = read
-        elif option not in _MEETING and option not in _DROPPED:
-            refused.append(f"--{option} of {name} means nothing to the agent.")
+        elif option not in _RENDEZVOUS and option not in _DROPPED:
+            refused.append(f"--{option} of {name} has no equivalent in the agent.")
     if name == "torch.distributed.launch" and "use-env" not in options:
-        refused.append("The script gets no --local-rank: let it read os.environ['LOCAL_RANK'].")
+        refused.append("The script gets no --local-rank: read os.environ['LOCAL_RANK'] in it instead.")
     return Launched(corrected, fields, " ".join(refused))
 
 
 def _options(words: list[Word]) -> tuple[dict[str, str], list[Word]]:
-    """Return the options by their long names, and the words from the program on."""
+    """Return the options by their long names, and the words from the program onwards."""
     options: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].text.startswith("-"):
         word = rest.pop(0).text
         if word == "--":
             break
-        said, equals, value = word.partition("=")
-        option = _SHORT.get(said, said.lstrip("-").replace("_", "-"))
-        known = option in _FIELDS or option in _MEETING or option in _OTHERS
+        name, equals, value = word.partition("=")
+        option = _SHORT.get(name, name.lstrip("-").replace("_", "-"))
+        known = option in _FIELDS or option in _RENDEZVOUS or option in _OTHERS
         if not equals and option not in _WITHOUT_VALUE and known and rest:
             value = rest.pop(0).text
         options[option] = value
@@ -175,10 +171,10 @@ def _number(option: str, value: str) -> int | float | str | None:
 
 
 def _of_another_library(command: str, name: str, first: Word, python: str, words: list[Word]) -> Launched:
-    """Refuse a launcher that tells the script more than where it runs; show the command without it."""
+    """Return the refusal of a launcher that also configures its library, and the command without it."""
     start = next((word.start for word in words if word.text.endswith(".py")), None)
     program = "train.py" if start is None else command[start:]
-    said = shlex.join(word.text for word in words if start is None or word.start < start)
-    settings = f" What its options say ({said}) belongs into the script or its configuration." if said else ""
+    options = shlex.join(word.text for word in words if start is None or word.start < start)
+    settings = f" Move its options ({options}) to the script or its configuration." if options else ""
     corrected = f"{command[: first.start]}{python} {program}"
     return Launched(corrected, {}, f"{name!r} also sets up its library for the script.{settings}")

@@ -1,4 +1,4 @@
-"""A submitted run: its job, the jobs of its nodes, and those that were asked for later."""
+"""A submitted run: its first job, the jobs of its nodes, and the jobs of replacement nodes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["TERMINAL", "NodeOfRun", "SubmittedRun"]
 _LONGEST_GAP = 3
 
 TERMINAL = frozenset({"Completed", "Failed", "Canceled"})
-"""The states that a job never leaves."""
+"""The final states of a job."""
 
 
 @dataclass(frozen=True)
 class NodeOfRun:
-    """A node's job.
+    """The job of a node.
 
     Args:
-        node: such as ``spot_0``.
-        job: its name.
-        status: as Azure ML writes it.
-        pool: the compute, where the run has pools.
+        node: name of the node, such as ``spot_0``.
+        job: name of the job.
+        status: status in Azure ML's spelling.
+        pool: compute of the node's pool; ``None`` for a run without pools.
     """
 
     node: str
@@ -45,17 +45,17 @@ class SubmittedRun:
     """A run that was submitted as an elastic job.
 
     Args:
-        client: of the workspace.
-        name: of the job that submitting returned, or of one that has brought the run a node later.
+        client: client of the workspace.
+        name: name of the submitted job, or of the job of a replacement node.
 
     Raises:
-        SubmitError: the job is no elastic one.
+        SubmitError: the job is not an elastic job.
     """
 
     def __init__(self, client: MLClient, name: str) -> None:
         self._client = client
         self.job: Any = client.jobs.get(name)
-        """The first one, as azure-ai-ml gives it."""
+        """The run's first job, as returned by azure-ai-ml."""
         earlier = _variable_of(self.job, variables.FIRST_JOB)
         if earlier is not None:
             self.job = client.jobs.get(earlier)
@@ -65,16 +65,16 @@ class SubmittedRun:
 
     @property
     def status(self) -> str:
-        """Of the first job, as Azure ML writes it."""
+        """Status of the first job in Azure ML's spelling."""
         return _status(self.job)
 
     @property
     def jobs(self) -> list[str]:
-        """The names of the jobs: the first one, and those that brought nodes later."""
+        """The names of the first job and of the jobs of replacement nodes."""
         return [self.name, *(name for name, _ in self._later())]
 
     def nodes(self) -> list[NodeOfRun]:
-        """Return the jobs of all nodes in the order of their submission."""
+        """Return the jobs of all nodes in the order of submission."""
         found: list[NodeOfRun] = []
         if not self._is_pipeline:
             found.append(NodeOfRun("job", self.name, self.status))
@@ -89,7 +89,8 @@ class SubmittedRun:
         """Return a node's job.
 
         Args:
-            name: such as ``spot_0``; ``None`` takes the first that runs, else the last that has run.
+            name: name of the node or of its job. ``None`` selects the first running node, else the last completed one,
+                else the last failed one.
 
         Raises:
             SubmitError: there is no such node.
@@ -109,31 +110,30 @@ class SubmittedRun:
         return chosen[0]
 
     def cancel(self, asked: Callable[[str], object] = lambda _: None) -> None:
-        """Ask all jobs of the run to end.
+        """Cancel all jobs of the run.
 
-        A first job that has ended cannot be cancelled any more; it is marked, so that no replacement job brings the run
-        back.
+        A first job that has ended cannot be cancelled any more; it is tagged, so that its nodes are not replaced.
 
         Args:
-            asked: is told the name of each job that had not ended.
+            asked: callback with the name of each job that is being cancelled.
 
         Raises:
-            SubmitError: all jobs were asked, and one could not be ended, or the first one not marked.
+            SubmitError: a job could not be cancelled, or the first one not be tagged; all others were.
         """
-        problems = [self._mark()] if self.status in ("Failed", "Canceled") else []
-        problems += [self._end(name, asked) for name in self.jobs]
+        problems = [self._tag()] if self.status in ("Failed", "Canceled") else []
+        problems += [self._cancel(name, asked) for name in self.jobs]
         # It may have failed before it could be cancelled.
         if self.status == "Running" and _status(self._client.jobs.get(self.name)) == "Failed":
-            problems.append(self._mark())
-        said = [problem for problem in problems if problem is not None]
-        if said:
+            problems.append(self._tag())
+        found = [problem for problem in problems if problem is not None]
+        if found:
             raise SubmitError(
-                f"The jobs of {self.name} were told to end, but not all could be ({'; '.join(said)}). Try again, and "
-                "end every 'azureml-elastic replace-nodes' of the run, which might bring it back."
+                f"Not all jobs of {self.name} could be cancelled ({'; '.join(found)}). Try again, and "
+                "stop every 'azureml-elastic replace-nodes' of the run, which might submit nodes again."
             )
 
-    def _end(self, name: str, asked: Callable[[str], object]) -> str | None:
-        """Ask a job to end unless it has; return why that failed."""
+    def _cancel(self, name: str, asked: Callable[[str], object]) -> str | None:
+        """Cancel a job unless it has ended; return the error, if any."""
         from azure.ai.ml.exceptions import MlException
         from azure.core.exceptions import AzureError
 
@@ -146,8 +146,8 @@ class SubmittedRun:
         asked(name)
         return None
 
-    def _mark(self) -> str | None:
-        """Mark the first job; return why that failed. Releases of azure-ai-ml before 1.35 send it whole again."""
+    def _tag(self) -> str | None:
+        """Tag the first job as cancelled; return the error, if any. azure-ai-ml before 1.35 uploads the whole job."""
         from azure.ai.ml.exceptions import MlException
         from azure.core.exceptions import AzureError
 
@@ -155,11 +155,11 @@ class SubmittedRun:
         try:
             self._client.jobs.create_or_update(self.job)
         except (AzureError, MlException) as error:
-            return f"{self.name} could not be marked as cancelled: {_first_line(error)}"
+            return f"{self.name} could not be tagged as cancelled: {_first_line(error)}"
         return None
 
     def _later(self) -> Iterator[tuple[str, Any]]:
-        """Yield the jobs that brought nodes later: their names are known, with few gaps."""
+        """Yield the jobs of replacement nodes, whose names are predictable and have few gaps."""
         from azure.core.exceptions import ResourceNotFoundError
 
         if self._is_pipeline:
@@ -205,7 +205,7 @@ def _plan_of(job: Any) -> Plan:
     text = _variable_of(job, variables.PLAN)
     if text is None:
         raise SubmitError(
-            f"The job {job.name!r} is no elastic job: none of its steps has a plan. Name the job that submitting an "
-            "ElasticCommandJob returned."
+            f"The job {job.name!r} is no elastic job: none of its steps has a plan. Give the name of a submitted "
+            "ElasticCommandJob."
         )
     return Plan.from_json(text)

@@ -121,10 +121,10 @@ def test_an_older_copy_is_replaced_as_a_whole(tmp_path):
     assert list(folder.iterdir()) == [place]
 
 
-def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
+def test_an_unrelated_folder_is_not_replaced(tmp_path):
     (tmp_path / "azureml_elastic_runtime").mkdir()
     (tmp_path / "azureml_elastic_runtime" / "mine.txt").write_text("mine")
-    with pytest.raises(SubmitError, match="holds something else"):
+    with pytest.raises(SubmitError, match="is no copy of the runtime"):
         copy_runtime(tmp_path)
     assert (tmp_path / "azureml_elastic_runtime" / "mine.txt").read_text() == "mine"
 
@@ -172,7 +172,7 @@ def test_a_shipped_module_imports_nothing_that_is_not_shipped(tmp_path):
             place = site.joinpath(*name.split("."))
             if not (place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()):
                 lacking.append(f"{path.relative_to(site)} imports {name}")
-    assert not lacking, f"what nodes need must not be in _STAYS of submit/staging.py: {lacking}"
+    assert not lacking, f"what nodes need must not be in _EXCLUDED_PACKAGES of submit/runtime/staging.py: {lacking}"
     assert found > 300
 
 

@@ -1,7 +1,7 @@
-"""The folder that a job takes to its nodes: this library and its starter, the same bytes each time.
+"""The folder that is shipped with a job: this library and its start script, in reproducible form.
 
-Azure ML uploads a local input once for each content, so the folder must hold nothing that changes by itself:
-no compiled files, no times. It lies in the user's cache under the hash of its content.
+Azure ML uploads a local input once per content, so the folder must not have anything that changes between two
+submissions, such as compiled files. It is cached per user under the hash of its content.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["cache_folder", "copy_runtime", "stage_runtime"]
 
 _DISTRIBUTION = "azureml-elastic"
 _NAME = "azureml_elastic_runtime"
-_STAYS = frozenset({"cli", "local", "report", "submit", "testing"})
-"""Parts of the library that neither nodes nor training scripts import: they are for the machine that submits."""
+_EXCLUDED_PACKAGES = frozenset({"cli", "local", "report", "submit", "testing"})
+"""Packages that neither nodes nor training scripts import."""
 
-_LEFT_BEHIND = frozenset({".orig", ".pyc", ".pyo", ".rej", ".swp"})
+_EXCLUDED_SUFFIXES = frozenset({".orig", ".pyc", ".pyo", ".rej", ".swp"})
 _MODULES = {
     "pydantic": "pydantic",
     "azure-data-tables": "azure.data.tables",
@@ -38,11 +38,11 @@ _MODULES = {
     "xxhash": "xxhash",
     "torch": "torch",
 }
-"""What a node needs: distribution to module."""
+"""Modules that a node needs, by distribution name."""
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for what can be made again."""
+    """Return the user's cache folder of this library."""
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]) / _DISTRIBUTION
     if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
@@ -53,79 +53,79 @@ def cache_folder() -> Path:
 
 
 def stage_runtime(cache: Path | None = None) -> Path:
-    """Return a folder that holds ``start.py``, ``requirements.json`` and ``site/azureml_elastic``.
+    """Return a folder with ``start.py``, ``requirements.json`` and ``site/azureml_elastic``.
 
-    A second call finds the first one's folder; one that was changed meanwhile is made anew.
+    An intact folder of an earlier call is reused; a modified one is written again.
 
     Args:
-        cache: where it lies; ``None`` takes :func:`cache_folder`.
+        cache: parent folder; ``None`` selects :func:`cache_folder`.
 
     Raises:
         SubmitError: the folder cannot be written.
     """
     content = _content()
-    place = (cache or cache_folder()) / "runtime" / _digest(content) / _NAME
+    folder = (cache or cache_folder()) / "runtime" / _digest(content) / _NAME
     try:
-        _put(place, content, place.parent.parent)
+        _replace(folder, content, folder.parent.parent)
     except OSError as error:
         raise SubmitError(
-            f"The runtime for the nodes cannot be written to {place} ({error}). Free or permit that folder, or set "
+            f"The runtime for the nodes cannot be written to {folder} ({error}). Make that folder writable, or set "
             "XDG_CACHE_HOME to another one."
         ) from error
-    return place
+    return folder
 
 
 def copy_runtime(folder: Path) -> tuple[Path, bool]:
-    """Return a copy of the same folder below another one, and whether it had to be written.
+    """Return a copy of the staged folder below ``folder``, and whether it had to be written.
 
     Args:
-        folder: below which it lies; made if it is missing.
+        folder: parent folder, created if missing.
 
     Raises:
-        SubmitError: something else has the copy's name, or it cannot be written.
+        SubmitError: another file or folder has the copy's name, or the copy cannot be written.
     """
-    place = folder / _NAME
-    if place.exists() and not (place / "start.py").exists():
-        raise SubmitError(
-            f"{place} is there already and holds something else. Move it away, or write the job elsewhere."
-        )
+    copy = folder / _NAME
+    if copy.exists() and not (copy / "start.py").exists():
+        raise SubmitError(f"{copy} exists and is no copy of the runtime. Move it, or write the job elsewhere.")
     try:
-        return place, _put(place, _content(), folder)
+        return copy, _replace(copy, _content(), folder)
     except OSError as error:
-        raise SubmitError(f"The runtime for the nodes cannot be written to {place} ({error}). Permit it.") from error
+        raise SubmitError(
+            f"The runtime for the nodes cannot be written to {copy} ({error}). Make that folder writable."
+        ) from error
 
 
-def _put(place: Path, content: Mapping[str, bytes], near: Path) -> bool:
-    """Make a folder hold the content and nothing else, at once; return whether it did not already.
+def _replace(folder: Path, content: Mapping[str, bytes], near: Path) -> bool:
+    """Atomically replace a folder by the given files; return ``False`` if it has them already.
 
     Args:
-        place: the folder.
-        content: the files.
-        near: a folder on the same disk, where it is prepared.
+        folder: folder to replace.
+        content: files by path.
+        near: folder on the same disk, for the temporary copy.
     """
-    if _matches(place, content):
+    if _matches(folder, content):
         return False
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=near))
         try:
             _write(scratch / "new", content)
-            if _matches(place, content):  # another process was faster
+            if _matches(folder, content):  # written by another process in the meantime
                 return False
-            if place.exists():
-                place.rename(scratch / "old")
-            (scratch / "new").rename(place)
+            if folder.exists():
+                folder.rename(scratch / "old")
+            (scratch / "new").rename(folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError:
-        if _matches(place, content):  # faster still, between the look and the renaming
+        if _matches(folder, content):  # written by another process between the check and the renaming
             return False
         raise
     return True
 
 
 def _content() -> dict[str, bytes]:
-    """Return the files by their path, with slashes."""
+    """Return the files by their POSIX path."""
     package = Path(azureml_elastic.__file__).parent
     content = {f"site/azureml_elastic/{name}": path.read_bytes() for name, path in _sources(package).items()}
     content["start.py"] = (package / "submit" / "runtime" / "start.py").read_bytes()
@@ -134,24 +134,23 @@ def _content() -> dict[str, bytes]:
 
 
 def _sources(package: Path) -> dict[str, Path]:
-    """Return the files that nodes need, but for those that Python and editors leave behind."""
+    """Return the files that nodes need, without byte code and editors' backups."""
     return {
         relative.as_posix(): package / relative
         for relative in (path.relative_to(package) for path in sorted(package.rglob("*")) if path.is_file())
-        if relative.parts[0] not in _STAYS
-        and relative.suffix not in _LEFT_BEHIND
+        if relative.parts[0] not in _EXCLUDED_PACKAGES
+        and relative.suffix not in _EXCLUDED_SUFFIXES
         and not any(part == "__pycache__" or part.startswith(".") for part in relative.parts)
     }
 
 
 def _requirements() -> dict[str, str]:
-    """Return the module names that a node must be able to import, each with its requirement for pip."""
+    """Return pip's requirements by the module that a node must be able to import."""
     try:
         lines = requires(_DISTRIBUTION) or []
     except PackageNotFoundError as error:
         raise SubmitError(
-            "azureml-elastic runs from a folder without being installed, so it cannot tell the nodes what it needs. "
-            "Install it (pip install azureml-elastic), or set delivery='environment'."
+            "azureml-elastic is not installed but runs from a folder, so its requirements are unknown. Install it (pip install azureml-elastic), or set delivery='environment'."
         ) from error
     needed: dict[str, str] = {}
     for line in lines:
@@ -162,8 +161,8 @@ def _requirements() -> dict[str, str]:
     missing = sorted(set(_MODULES.values()) - set(needed))
     if missing:
         raise SubmitError(
-            f"The installed azureml-elastic does not say which {missing[0]!r} it needs; its metadata is older than "
-            "its code. Install it again."
+            f"The metadata of the installed azureml-elastic has no requirement for {missing[0]!r}; it is older than "
+            "the code. Install azureml-elastic again."
         )
     return needed
 
@@ -176,8 +175,8 @@ def _digest(content: Mapping[str, bytes]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _matches(place: Path, content: Mapping[str, bytes]) -> bool:
-    present = {path.relative_to(place).as_posix(): path for path in place.rglob("*") if not path.is_dir()}
+def _matches(folder: Path, content: Mapping[str, bytes]) -> bool:
+    present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
     return present.keys() == content.keys() and all(
         path.read_bytes() == content[name] for name, path in present.items()
     )

@@ -1,8 +1,7 @@
-"""The first thing that a node runs: make this library importable, complete the environment, enter the agent.
+"""Start script of a node: makes this library importable, installs missing requirements, and runs the agent.
 
-This file is copied beside the library and runs before anything is known to be installed: standard library
-only. What the environment lacks is installed into a folder of the node's own, never into the environment;
-torch must be there.
+This file is shipped beside the library and uses the standard library only. Missing requirements are installed into a
+temporary folder of the node, never into the environment; torch must be part of the environment.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _TAIL = 15
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prepare this process and its children, then run the node.
+    """Prepare this process and its children, then run the node's entry point.
 
     Args:
-        argv: for the node's entry: its options, ``--``, and the program.
+        argv: arguments of the entry point: its options, ``--``, and the program.
     """
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
@@ -43,34 +42,32 @@ def main(argv: Sequence[str]) -> int:
     needed = json.loads((here / "requirements.json").read_text(encoding="utf-8"))
     lacking = unmet(needed)
     if "torch" in lacking:
-        _give_up(
-            f"This node's environment has no {lacking['torch']!r}, which is never installed at start. {_NEXT_STEP}"
-        )
+        _fail(f"This node's environment has no {lacking['torch']!r}, which is never installed at start. {_NEXT_STEP}")
     if lacking:
         _put_on_path(_install(sorted(lacking.values())))
         still = unmet(lacking)
         if still:
-            _give_up(f"After installing, {sorted(still.values())} cannot be found still. {_NEXT_STEP}")
+            _fail(f"{sorted(still.values())} cannot be imported even after installation. {_NEXT_STEP}")
     sys.argv[:] = ["azureml_elastic.node", *argv]
     entry: Callable[[list[str]], int | None] = importlib.import_module("azureml_elastic.node.__main__").main
     return entry(list(argv)) or 0
 
 
 def unmet(needed: Mapping[str, str]) -> dict[str, str]:
-    """Return those requirements that this process could not import.
+    """Return the requirements that the environment does not satisfy.
 
     Args:
-        needed: module names, each with its requirement.
+        needed: pip's requirements by module name.
     """
-    return {module: requirement for module, requirement in needed.items() if not _is_there(module, requirement)}
+    return {module: requirement for module, requirement in needed.items() if not _is_met(module, requirement)}
 
 
 def is_satisfied(installed: str, requirement: str) -> bool:
-    """Return whether a version is within a requirement's lower and upper bounds.
+    """Return whether a version is within the bounds of a requirement.
 
     Args:
-        installed: a version such as ``"2.13.0+cpu"``.
-        requirement: a name with bounds, such as ``"pydantic<3,>=2.8"``.
+        installed: version, such as ``"2.13.0+cpu"``.
+        requirement: distribution name with bounds, such as ``"pydantic<3,>=2.8"``.
     """
     have = _release(installed)
     for operator, bound in re.findall(r"(>=|<(?!=))\s*([\d.]+)", requirement):
@@ -87,7 +84,7 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in match.group().split(".")) if match else ()
 
 
-def _is_there(module: str, requirement: str) -> bool:
+def _is_met(module: str, requirement: str) -> bool:
     try:
         if importlib.util.find_spec(module) is None:
             return False
@@ -95,12 +92,12 @@ def _is_there(module: str, requirement: str) -> bool:
         return False
     try:
         return is_satisfied(version(re.split(r"[^\w.-]", requirement, maxsplit=1)[0]), requirement)
-    except PackageNotFoundError:  # importable without metadata: built from source into the image
+    except PackageNotFoundError:  # importable without metadata, e.g. built from source in the image
         return True
 
 
 def _put_on_path(folder: Path) -> None:
-    """Put a folder first, here and for every process that this one starts."""
+    """Prepend a folder to the import path of this process and of its children."""
     sys.path.insert(0, str(folder))
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([inherited] if inherited else [])])
@@ -108,7 +105,7 @@ def _put_on_path(folder: Path) -> None:
 
 
 def _install(requirements: Sequence[str]) -> Path:
-    """Return a folder of this node with the requirements; one that an earlier start has made is used again."""
+    """Install requirements into a folder of this node, unless an earlier start has, and return the folder."""
     name = hashlib.sha256("\n".join([sys.version, *requirements]).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"azureml-elastic-{name}"
     if _is_own(folder):
@@ -120,24 +117,24 @@ def _install(requirements: Sequence[str]) -> Path:
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         shutil.rmtree(scratch, ignore_errors=True)
-        said = "\n".join(done.stdout.strip().splitlines()[-_TAIL:])
-        _give_up(
+        output = "\n".join(done.stdout.strip().splitlines()[-_TAIL:])
+        _fail(
             f"This node's environment lacks {', '.join(requirements)}, and pip could not install it "
-            f"(exit code {done.returncode}). {_NEXT_STEP} pip said:\n{said}"
+            f"(exit code {done.returncode}). {_NEXT_STEP} Output of pip:\n{output}"
         )
     try:
         scratch.rename(folder)
-    except OSError:  # another start on this node was faster
+    except OSError:  # another start on this node has created it
         return folder if _is_own(folder) else scratch
     return folder
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether this user made the folder: code from it will be run."""
+    """Return whether this user owns the folder, from which code will run."""
     return folder.is_dir() and (not hasattr(os, "getuid") or folder.lstat().st_uid == os.getuid())
 
 
-def _give_up(message: str) -> NoReturn:
+def _fail(message: str) -> NoReturn:
     print(f"azureml-elastic: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
