@@ -1,4 +1,4 @@
-"""``azureml-elastic checkpoints``: looks into a folder of checkpoints, and takes something out of it."""
+"""``azureml-elastic checkpoints``: list, verify, prune and export checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Folder = Annotated[str, typer.Argument(help="The folder of the checkpoints, or a
 
 @checkpoints.command("list")
 def list_(folder: Folder) -> None:
-    """Show what is in a folder; only sizes are checked."""
+    """List the checkpoints of a folder; only sizes are checked."""
     with explained():
         from rich.console import Console
         from rich.table import Table
@@ -40,7 +40,7 @@ def list_(folder: Folder) -> None:
 
 @checkpoints.command()
 def verify(folder: Folder) -> None:
-    """Read every byte of every checkpoint; exit code 1 where a committed one is damaged."""
+    """Read every byte of every checkpoint; exit with 1 where a committed one is damaged."""
     with explained():
         from azureml_elastic.checkpoint.format import catalogue
 
@@ -60,10 +60,10 @@ def verify(folder: Folder) -> None:
 @checkpoints.command()
 def prune(
     folder: Folder,
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest whole checkpoints stay.")] = 2,
+    keep: Annotated[int, typer.Option(min=1, help="Number of the newest undamaged checkpoints to keep.")] = 2,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Remove old checkpoints and what interrupted attempts have left. Not while the run is on."""
+    """Remove old checkpoints and incomplete attempts. Not to be used while the run is active."""
     with explained():
         from azureml_elastic.checkpoint.format import catalogue
 
@@ -77,20 +77,22 @@ def prune(
 @checkpoints.command()
 def export(
     folder: Folder,
-    target: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    target: Annotated[Path, typer.Argument(help="Path of the safetensors file.")],
     tracked: Annotated[
         str, typer.Option("--object", help="The name given to run.track(), or a part: engine/parameters.")
     ] = "model",
-    step: Annotated[int | None, typer.Option(help="Of the checkpoint; the newest whole one by default.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint; the newest undamaged one by default.")
+    ] = None,
 ) -> None:
-    """Write one safetensors file, for any tool that reads them: ``safetensors.torch.load_file(target)``."""
+    """Write the tensors of a tracked object to one safetensors file."""
     with explained():
         require(("numpy", "numpy", "node"))
         from azureml_elastic.checkpoint.format import catalogue
 
         manifest = _choose(folder, step)
         if target.exists():
-            raise UsageError(f"{target} is there already; nothing was written.")
+            raise UsageError(f"{target} exists; nothing was written.")
         count = catalogue.export(_storage(folder), manifest, tracked, target)
         typer.echo(f"Wrote {count} tensors of step {manifest.step} to {target}")
 
@@ -101,7 +103,7 @@ def _choose(folder: str, step: int | None) -> Manifest:
     if step is None:
         newest = catalogue.newest_whole(_storage(folder))
         if newest is None:
-            raise UsageError(f"No checkpoint in {folder} is committed and whole.")
+            raise UsageError(f"No checkpoint in {folder} is committed and undamaged.")
         return newest
     found = [each for each in _survey(folder) if each.name.step == step and each.manifest is not None]
     if not found:
@@ -121,7 +123,7 @@ def _survey(folder: str) -> list[FoundCheckpoint]:
     from azureml_elastic.checkpoint.storage.opening import is_remote
 
     if not is_remote(folder) and not Path(folder).is_dir():
-        raise UsageError(f"{folder} is no folder.")
+        raise UsageError(f"{folder} is not a folder.")
     found = catalogue.survey(_storage(folder))
     if not found:
         raise UsageError(f"There are no checkpoints in {folder}.")
@@ -136,7 +138,7 @@ def _storage(folder: str) -> Storage:
 
 def _state(found: FoundCheckpoint) -> str:
     if found.problem is not None:
-        return f"[red]{found.problem}[/red]" if found.committed else "[dim]left over[/dim]"
+        return f"[red]{found.problem}[/red]" if found.committed else "[dim]incomplete[/dim]"
     if not found.committed:
         return "[yellow]complete, not committed[/yellow]"
     return "kept for good" if found.name.kept else "committed"

@@ -15,22 +15,22 @@ __all__ = ["CheckpointPolicy"]
 class CheckpointPolicy(ConfigModel):
     """The checkpoints of a run.
 
-    Besides these, a checkpoint is taken whenever the round is about to change and the workers can still
-    reach a step boundary: at a join and at a preemption notice.
+    A checkpoint is also taken whenever the round is about to change and the workers can still reach a step boundary: at
+    a join and at a preemption notice.
 
     Args:
-        path: a folder or mount that every node sees; ``None`` lets the submission or the local cluster choose.
-        every: wall time between two checkpoints; ``"auto"`` takes the time that costs the run least, from what
-            checkpoints and losses have cost so far; ``None`` takes none by time.
-        every_steps: optimizer steps between two checkpoints; ``None`` takes none by steps.
-        snapshot_every: wall time between two copies in memory, on two nodes each, which cost less than checkpoints:
-            they are where the run goes on when no worker with the whole state is left, as with sharded state. They
-            take four times the memory of a rank's share. ``None`` takes none by time.
-        snapshot_every_steps: optimizer steps between two of them; ``None`` takes none by steps.
-        snapshot_path: a folder on each node's own disk where they are as well, for an agent that is started again on
-            the same machine; of the job's policy, not of ``train.start()``. ``None`` leaves them in memory alone.
-        keep: committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
-        keep_every: optimizer steps; of each so many, the first checkpoint is kept for good. ``None`` keeps none.
+        path: folder or mount that every node sees; ``None`` for one that the submission or the local cluster chooses.
+        every: wall time between two checkpoints; ``"auto"`` for the Young/Daly interval of the measured cost and loss
+            rate; ``None`` for no checkpoints by time.
+        every_steps: optimizer steps between two checkpoints; ``None`` for no checkpoints by steps.
+        snapshot_every: wall time between two snapshots in the memory of two nodes each. They cost less than
+            checkpoints, and the run continues from them when no worker with the full state is left, as with sharded
+            state. They take four times the memory of a rank's shard. ``None`` for no snapshots by time.
+        snapshot_every_steps: optimizer steps between two snapshots; ``None`` for no snapshots by steps.
+        snapshot_path: folder on each node's own disk for copies of the snapshots, which an agent that is started again
+            on the same machine finds. Read from the job's policy, not from ``train.start()``. ``None`` for none.
+        keep: number of committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
+        keep_every: optimizer steps between two checkpoints that are kept for good; ``None`` for none.
     """
 
     path: str | None = None

@@ -1,1 +1,1 @@
-"""The ranks that train together: process groups, agreement between ranks, and how a broken group is let go."""
+"""Process groups of the ranks that train together, and agreement between the ranks."""

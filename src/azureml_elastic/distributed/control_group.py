@@ -1,8 +1,8 @@
-"""Agreement between the ranks, on a gloo group of its own.
+"""The control group: a gloo group for small agreements between the ranks.
 
-The group exists beside the one that reduces gradients, also under NCCL, so that what is agreed here never mixes with
-what backward passes have in flight. Collectives have torch's own timeout of 30 minutes; a rank that dies is noticed at
-once, because its connections break.
+It is separate from the group that reduces gradients, also under NCCL, so that its collectives never mix with those of
+backward passes. They have torch's timeout of 30 minutes; the death of a rank fails them at once, as its connections
+break.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """The ranks' agreement. Every method is a collective: all ranks call it, in the same order."""
+    """A group for agreements between the ranks. Every method but ``close`` is a collective."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
@@ -29,15 +29,15 @@ class ControlGroup:
         self.world_size = dist.get_world_size()
 
     def close(self) -> None:
-        """Let go of the group, which is left already: its threads end here and now."""
+        """Release the group after the default group was destroyed, which ends its threads."""
         self._group = None
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks' own group.
+        """The gloo group.
 
         Raises:
-            UsageError: it was left; the session is over.
+            UsageError: it is closed, as the session has ended.
         """
         if self._group is None:
             raise UsageError(
@@ -64,15 +64,15 @@ class ControlGroup:
         return values
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite a CPU tensor by one rank's."""
+        """Overwrite a CPU tensor with that of one rank."""
         dist.broadcast(tensor, src=source, group=self.group)
 
     def all_true(self, value: bool) -> bool:
-        """Return whether every rank says so."""
+        """Return whether the value is true on every rank."""
         return bool(self.lowest(int(value)))
 
     def lowest(self, value: int) -> int:
-        """Return the lowest of the ranks' numbers."""
+        """Return the minimum of the ranks' numbers."""
         number = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.group)
         return int(number.item())
@@ -84,24 +84,24 @@ class ControlGroup:
         return float(number.item())
 
     def add_up(self, numbers: torch.Tensor) -> None:
-        """Overwrite a CPU tensor by the sum of the ranks'."""
+        """Overwrite a CPU tensor with the sum over the ranks."""
         dist.all_reduce(numbers, group=self.group)
 
     def together(self, what: str, action: Callable[[], T]) -> list[T]:
-        """Run something on every rank and return all results in rank order.
+        """Run a function on every rank and return all results in rank order.
 
         Args:
-            what: is being done, for the message.
-            action: without collectives inside.
+            what: name of the action for the error message.
+            action: function without collectives.
 
         Raises:
-            CheckpointError: it failed on at least one rank; raised on all of them.
+            CheckpointError: the function failed on a rank; raised on all ranks.
         """
         failure: Exception | None = None
         outcome: tuple[str | None, T | None]
         try:
             outcome = (None, action())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+        except Exception as error:  # noqa: BLE001 - the other ranks must not wait for this one
             failure = error
             outcome = (f"{type(error).__name__}: {error}", None)
         outcomes: list[Any] = self.gather(outcome)

@@ -1,4 +1,4 @@
-"""Data parallelism that a process keeps while the ranks around it change."""
+"""``DistributedDataParallel`` for a process that outlives its process group."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _KEPT = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""What ``nn.Module`` sets up anew, and a script may have changed."""
+"""Attributes that ``nn.Module`` initializes, and a script may have changed."""
 
 
 class _Elastic:
-    """What belongs to this process, not to the model: a deep copy of the model shares it."""
+    """Attributes of the process, which deep copies of the model share."""
 
     def __init__(
         self, absorb: Callable[[RuntimeError], bool], discarded: Callable[[], bool], options: dict[str, Any]
@@ -42,11 +42,11 @@ class ElasticDataParallel(DistributedDataParallel):
     """``DistributedDataParallel`` whose process group can be replaced under it.
 
     Args:
-        module: to train.
-        absorb: called with an error of the forward pass; returns whether the step at hand is discarded, so that the pass
-            is repeated without the other ranks, and raises nothing then.
-        discarded: tells whether the step at hand counts for nothing.
-        options: of ``DistributedDataParallel``.
+        module: module to train.
+        absorb: handler of errors of the forward pass; where it returns true the step is discarded, and the pass is
+            repeated without the other ranks.
+        discarded: whether the current step is discarded.
+        options: options of ``DistributedDataParallel``.
     """
 
     def __init__(
@@ -56,27 +56,27 @@ class ElasticDataParallel(DistributedDataParallel):
         self._elastic = _Elastic(absorb, discarded, options)
 
     def reform(self) -> None:
-        """Go on with the process group that there is now. A collective, the same as making a new one."""
+        """Continue with the present default process group. A collective, as the constructor is."""
         kept = {name: getattr(self, name) for name in _KEPT if hasattr(self, name)}
         module, elastic = self.module, self._elastic
-        del self.reducer  # its hooks on the parameters go with it
+        del self.reducer  # removes its hooks on the parameters
         DistributedDataParallel.__init__(self, module, **elastic.options)
         self._elastic = elastic
         for name, value in kept.items():
             setattr(self, name, value)
 
     def dissolve(self) -> None:
-        """Let go of the process group for good: there is no training after this."""
+        """Release the process group at the end of training."""
         for name in ("reducer", "logger", "process_group"):
             self.__dict__.pop(name, None)
 
     def share_buffers(self) -> None:
-        """Make the buffers of all ranks those of rank 0. A collective."""
+        """Overwrite the buffers of all ranks with those of rank 0. A collective."""
         if self.broadcast_buffers and self.modules_buffers:
             self._sync_buffers()  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the module; in training, buffers are made equal to rank 0's before. Else no other rank is involved."""
+        """Run the module. In training, the buffers of rank 0 are broadcast first; without gradients nothing is."""
         if self._elastic.discarded() or not torch.is_grad_enabled():
             return self.module(*inputs, **named)
         try:

@@ -1,9 +1,9 @@
-"""What a forked child does with the garbage of its parent: nothing.
+"""Forked processes do not collect the garbage of their parent.
 
-A process group that nobody uses any more is part of a reference cycle with the model or session that did. Where a
-forked data worker collects it, gloo joins threads that only the parent has, which is a segmentation fault. Hence no
-garbage is collected while a process forks, and what the child has inherited is never collected there (``gc.freeze``);
-its memory stays shared with the parent, too. What a child makes itself is collected as ever.
+An unused process group is part of a reference cycle with its model or session. If a forked data worker collects it,
+gloo joins threads that exist in the parent only: a segmentation fault. Hence no garbage is collected during a fork, and
+inherited objects never are in the child (``gc.freeze``), which also keeps their memory shared. New objects of the child
+are collected as usual.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["freeze_inherited_garbage"]
 
 
 class _Forks:
-    """The collector's state around forks, of which several threads may be in the middle."""
+    """State of the garbage collector around forks, which may overlap on several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -43,7 +43,7 @@ class _Forks:
                 gc.enable()
 
     def in_child(self) -> None:
-        self._lock, self._depth = threading.RLock(), 0  # another thread of the parent may have held it
+        self._lock, self._depth = threading.RLock(), 0  # another thread of the parent may hold the old lock
         gc.freeze()
         if self._enabled:
             gc.enable()
@@ -53,5 +53,5 @@ _FORKS = _Forks()
 
 
 def freeze_inherited_garbage() -> None:
-    """Have every child that this process forks from now on leave alone what it inherits. Again does nothing."""
+    """Exclude inherited objects from garbage collection in all children forked from now on. Idempotent."""
     _FORKS.arm()

@@ -1,4 +1,4 @@
-"""The process group and the device, from the environment that torchrun or the node's agent sets."""
+"""Process group, device and settings of a worker, from the environment that torchrun or the agent sets."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["WorkerEnvironment", "close_group", "open_group", "pick_device", "rea
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """What the environment says.
+    """Settings of a worker in its environment.
 
     Args:
-        identity: of this process.
-        channel: the path of the agent's socket, ``None`` without an agent.
-        run_dir: for audit files, ``None`` for the working directory.
-        plan: the run's plan, ``None`` without one.
-        node: names the machine, in files.
+        identity: rank and round of this process.
+        channel: path of the agent's socket, ``None`` without an agent.
+        run_dir: folder for audit files, ``None`` for the working directory.
+        plan: plan of the run, ``None`` without one.
+        node: name of the node for file names.
     """
 
     identity: Identity
@@ -46,11 +46,11 @@ class WorkerEnvironment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> WorkerEnvironment:
-        """Read it.
+        """Return the settings in environment variables.
 
         Raises:
             PlanError: the plan cannot be read.
-            UsageError: a number is none, or ``MASTER_ADDR`` or ``MASTER_PORT`` is missing beside ``WORLD_SIZE``.
+            UsageError: a value is not a number, or ``MASTER_ADDR`` or ``MASTER_PORT`` is missing beside ``WORLD_SIZE``.
         """
         identity = Identity(
             rank=_number(variables, "RANK", 0),
@@ -88,7 +88,7 @@ class WorkerEnvironment:
 
 
 def read_history(variables: Mapping[str, str] = os.environ) -> tuple[int, float]:
-    """Return how many losses the run has had, and for how many seconds it has trained before this round."""
+    """Return the number of losses and the seconds of training of the run before this round."""
     losses, _, seconds = variables.get(names.HISTORY, "0 0").partition(" ")
     return int(losses), float(seconds)
 
@@ -97,9 +97,9 @@ def trace_folder(wanted: str | None, run_dir: str | None, variables: Mapping[str
     """Return the folder for the profiler's traces.
 
     Args:
-        wanted: with variables in it, or ``None`` for ``profiles`` in the run's folder.
-        run_dir: that folder, ``None`` for the working directory.
-        variables: the environment.
+        wanted: path with ``$`` variables, or ``None`` for ``profiles`` in the run's folder.
+        run_dir: folder of the run, ``None`` for the working directory.
+        variables: values of the variables.
     """
     return Path(run_dir or ".") / "profiles" if wanted is None else Path(Template(wanted).safe_substitute(variables))
 
@@ -111,14 +111,14 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise UsageError(f"{name}={text!r} is no whole number; the node agent or torchrun sets it.") from error
+        raise UsageError(f"{name}={text!r} is not a whole number; the node agent or torchrun sets it.") from error
 
 
 def pick_device(identity: Identity) -> torch.device:
     """Return this process's GPU, or the CPU where there is none.
 
     Raises:
-        UsageError: there are fewer GPUs than processes on this node.
+        UsageError: the node has fewer GPUs than processes.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -137,7 +137,7 @@ def open_group(identity: Identity, device: torch.device) -> bool:
     """Join the process group, unless the script already has.
 
     Returns:
-        Whether the group was opened here, and so is to be closed here.
+        Whether this call joined it, and so the caller must leave it.
     """
     freeze_inherited_garbage()
     if dist.is_initialized():

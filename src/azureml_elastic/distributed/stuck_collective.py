@@ -1,9 +1,9 @@
-"""Tells a thread that waits in a collective which can no longer end from one that computes.
+"""Detection of a thread that is stuck in a collective whose connections are closed.
 
-When a connection breaks, gloo wakes whoever waits for it, but for the sends that it had queued because the socket took
-no more (``Pair::signalException`` in its ``transport/tcp/pair.cc`` passes over the unbound buffers in ``tx_``; torch
-2.13). Such a thread waits for torch's timeout of 30 minutes on a connection that is long gone, and nothing reaches it.
-It shows in two ways at once: it stands still inside torch, and it uses no processor time.
+When a connection breaks, gloo fails the operations on it, except for queued sends that the socket had no room for
+(``Pair::signalException`` in ``transport/tcp/pair.cc`` omits the unbound buffers in ``tx_``; torch 2.13). A thread that
+waits for such a send stays blocked for torch's timeout of 30 minutes. It is recognised by two signs together: its
+position in torch does not change, and it uses no processor time.
 """
 
 from __future__ import annotations
@@ -18,28 +18,26 @@ import torch
 __all__ = ["is_stuck"]
 
 _STILL_SECONDS = 1.0
-"""How long a thread stands still until it is given up. A collective fails within milliseconds where gloo wakes it."""
+"""Time without progress after which a thread is stuck; other collectives fail within milliseconds."""
 
 _SAMPLE_SECONDS = 0.1
 
 _IDLE_SHARE = 0.01
-"""Of a processor, which a thread that waits may use."""
+"""Share of a processor that a blocked thread may use."""
 
 _TORCH = Path(torch.__file__).parent
 _COLLECTIVES = tuple(str(_TORCH / part) for part in ("distributed", "nn/parallel", "autograd"))
-"""Where Python stands while a collective is waited for: a backward pass waits for those of its gradients."""
+"""Modules that wait for collectives; a backward pass waits for those of its gradients."""
 
 Instant = tuple[int, int]
 
 
 def is_stuck(thread: int, still_wanted: Callable[[], bool]) -> bool:
-    """Watch a thread of this process; return true once it stands still in a collective.
-
-    Blocks meanwhile. To be called when every collective of the process must fail at once.
+    """Return whether a thread is stuck in a collective, after :meth:`ProcessGroups.abort`. Blocks until it is.
 
     Args:
-        thread: its identifier, see :func:`threading.get_ident`.
-        still_wanted: asked all the time; false ends the watch, with false.
+        thread: identifier of the thread, see :func:`threading.get_ident`.
+        still_wanted: polled condition; the function returns false once it is false.
     """
     if not hasattr(time, "pthread_getcpuclockid"):
         return False
@@ -56,8 +54,8 @@ def is_stuck(thread: int, still_wanted: Callable[[], bool]) -> bool:
 
 
 def _collective(thread: int) -> Instant | None:
-    """Return where the thread is, ``None`` unless that is inside a collective."""
-    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented; a frame must not be held on to
+    """Return the position of the thread, ``None`` unless it is inside a collective."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented; the frame must not be kept
     if frame is None or not frame.f_code.co_filename.startswith(_COLLECTIVES):
         return None
     return id(frame), frame.f_lasti

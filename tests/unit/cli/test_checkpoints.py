@@ -91,7 +91,7 @@ def test_export_is_what_the_model_loads(folder, tmp_path):
     assert model[0].weight.unique().tolist() == [4.0]
     again = RUN.invoke(app, ["checkpoints", "export", str(folder), str(target)])
     assert again.exit_code == 2
-    assert "is there already" in again.stderr
+    assert "exists" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_export_is_what_the_model_loads(folder, tmp_path):
     [
         (["export", "{folder}", "x.safetensors", "--object", "net"], "holds no tensors of 'net'"),
         (["export", "{folder}", "x.safetensors", "--step", "3"], "there are 2, 4, 6"),
-        (["list", "{folder}/nothing"], "is no folder"),
+        (["list", "{folder}/nothing"], "is not a folder"),
         (["list", "."], "There are no checkpoints"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Checkpoints as files: their layout, their manifest, where they are kept. Knows neither torch nor the run."""
+"""The files of a checkpoint: layout, manifest, retention. Independent of torch and of the run."""

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, looked at from outside of a run."""
+"""Listing, verifying, pruning and exporting a folder of checkpoints outside of a run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A folder that bears a checkpoint's name.
+    """A folder with the name of a checkpoint.
 
     Args:
-        name: of the folder, taken apart.
-        manifest: of the checkpoint, ``None`` where it cannot be read.
-        committed: whether it bears the mark of a commit.
-        nbytes: of all its files.
-        problem: why there is no manifest, or which files are missing or have another size.
+        name: parsed name of the folder.
+        manifest: manifest of the checkpoint, ``None`` where it cannot be read.
+        committed: whether the folder has a commit marker.
+        nbytes: total size of its files.
+        problem: why there is no manifest, or which files are missing or have another size; ``None`` if complete.
     """
 
     name: FolderName
@@ -40,12 +40,12 @@ class FoundCheckpoint:
 
     @property
     def directory(self) -> str:
-        """The folder."""
+        """The name of the folder."""
         return str(self.name)
 
 
 def survey(storage: Storage) -> list[FoundCheckpoint]:
-    """Return all checkpoints and what is left of attempts, by step; only sizes are checked."""
+    """Return all checkpoints and incomplete attempts by step; of the files only sizes are checked."""
     found = []
     for folder in storage.folders():
         name = FolderName.parse(folder)
@@ -65,14 +65,14 @@ def survey(storage: Storage) -> list[FoundCheckpoint]:
 
 
 def verify(storage: Storage, manifest: Manifest) -> list[str]:
-    """Read every file of a checkpoint and return what is wrong with them; nothing where all is as it was written."""
+    """Read every file of a checkpoint and return how they differ from the manifest; empty where they do not."""
     with ThreadPoolExecutor(_THREADS) as pool:
         problems = pool.map(lambda item: storage.problem(manifest.directory, *item), manifest.files.items())
         return [problem for problem in problems if problem is not None]
 
 
 def newest_whole(storage: Storage) -> Manifest | None:
-    """Return the committed checkpoint of the highest step that is whole, each byte of it read."""
+    """Return the undamaged committed checkpoint of the highest step; reads every byte of it."""
     for found in reversed(survey(storage)):
         manifest = found.manifest if found.committed and found.problem is None else None
         if manifest is not None and not verify(storage, manifest):
@@ -81,30 +81,30 @@ def newest_whole(storage: Storage) -> Manifest | None:
 
 
 def prune(storage: Storage, keep: int) -> list[str]:
-    """Remove all but the newest whole checkpoints; not while a run writes here.
+    """Remove all but the newest undamaged checkpoints. Not to be called while a run writes here.
 
     Args:
-        storage: of the checkpoints.
-        keep: how many stay, besides those that are kept for good.
+        storage: storage of the checkpoints.
+        keep: number of checkpoints to keep, besides those that are kept for good.
 
     Returns:
-        The names of the folders that were removed.
+        The names of the removed folders.
 
     Raises:
-        UsageError: no checkpoint is whole: nothing was removed.
+        UsageError: every checkpoint is damaged, and nothing was removed.
     """
     newest = newest_whole(storage)
     if newest is None:
-        raise UsageError(f"No checkpoint in {storage} is committed and whole, so nothing was removed.")
+        raise UsageError(f"No checkpoint in {storage} is committed and undamaged, so nothing was removed.")
     return retire(storage, newest, keep)
 
 
 def entries(storage: Storage, manifest: Manifest, name: str) -> list[Entry]:
-    """Return what a file of a checkpoint holds.
+    """Return the entries of a file of a checkpoint.
 
     Raises:
-        CheckpointDamaged: its header is not what this library writes.
-        OSError: it cannot be read.
+        CheckpointDamaged: the header of the file is damaged.
+        OSError: the file cannot be read.
     """
     where = f"{storage}/{manifest.directory}/{name}"
     with storage.reading(manifest.directory, name) as read:
@@ -116,17 +116,17 @@ def entries(storage: Storage, manifest: Manifest, name: str) -> list[Entry]:
 
 
 def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> int:
-    """Write one safetensors file with the tensors of one tracked object, each of them whole.
+    """Write one safetensors file with the whole tensors of one tracked object.
 
     Args:
-        storage: of the checkpoints.
-        manifest: of the checkpoint; verify it before.
-        prefix: the name under which the object was tracked, or with a part of it, such as ``engine/parameters``; the
-            tensors' names in the file are without it.
-        target: the file to write; must not be there.
+        storage: storage of the checkpoints.
+        manifest: manifest of the checkpoint, verified by the caller.
+        prefix: name of the tracked object, or of a part of it such as ``engine/parameters``; removed from the names of
+            the tensors.
+        target: path of the file, which must not exist.
 
     Returns:
-        How many tensors were written.
+        The number of tensors.
 
     Raises:
         UsageError: the checkpoint holds no such tensors.
@@ -154,7 +154,7 @@ def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> i
         with storage.reading(manifest.directory, file) as read:
             read(entry.begin, memoryview(content))
         source = np.frombuffer(content, np.uint8).reshape(*chunk.sizes, chunk.itemsize)
-        whole = np.memmap(target, np.uint8, "r+", place.begin, (*chunk.shape, chunk.itemsize))  # as it is stored
+        whole = np.memmap(target, np.uint8, "r+", place.begin, (*chunk.shape, chunk.itemsize))  # stored shape
         whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = source
         whole.flush()
     return len(places)
@@ -169,7 +169,7 @@ def _wholes(chunks: Iterable[Chunk], prefix: str, flat: Mapping[str, tuple[int, 
 
 
 def _flat(state: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors that are stored in one dimension, with the sizes that they have."""
+    """Yield the names of tensors that are stored flat, and their shapes."""
     if isinstance(state, Mapping):
         if FLAT in state:
             name, sizes = state[FLAT]

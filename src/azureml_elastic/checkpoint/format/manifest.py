@@ -1,8 +1,8 @@
-"""The manifest: what a checkpoint consists of, written last, with a checksum for everything.
+"""The manifest of a checkpoint, written after all other files, with checksums of them and of itself.
 
-A checkpoint is a folder that is written once, under a name that no other attempt ever uses. Its ``manifest.json`` names
-every file with size and xxh3 checksum, holds the state that is no tensor, and carries its own digest. A folder without
-a manifest of the right digest is no checkpoint.
+A checkpoint is a folder that is written once, under a name that no other attempt uses. Its ``manifest.json`` has size
+and xxh3 checksum of every file, the state without the tensors, and its own digest. A folder without a manifest of the
+right digest is no checkpoint.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["COMMITTED", "DAMAGED", "FLAT", "MANIFEST", "FolderName", "Manifest",
 MANIFEST = "manifest.json"
 
 COMMITTED = "committed"
-"""The empty file that marks a checkpoint's folder once it has been committed."""
+"""Commit marker: an empty file in the folder of a committed checkpoint."""
 
 DAMAGED = "damaged"
-"""The file that says what was wrong with a checkpoint when it was to be restored."""
+"""Damage marker: a file with the problems of a checkpoint that could not be restored."""
 
 FLAT = "$flat"
-"""In the state: the name of a tensor that is stored in one dimension, and the sizes that it has."""
+"""Key in the state: the name of a tensor that is stored flat, and its shape."""
 
 _SCHEMA = 2
 _NAME = re.compile(r"step-(\d{12})\.round-(\d{6})\.([0-9a-f]{8})(\.kept)?")
@@ -37,12 +37,12 @@ _NAME = re.compile(r"step-(\d{12})\.round-(\d{6})\.([0-9a-f]{8})(\.kept)?")
 
 @dataclass(frozen=True)
 class Reference:
-    """Names one checkpoint exactly.
+    """Reference to one checkpoint.
 
     Args:
-        directory: its folder's name within the checkpoint folder.
-        step: optimizer steps that it holds.
-        digest: of its manifest.
+        directory: name of its folder.
+        step: optimizer steps completed.
+        digest: digest of its manifest.
     """
 
     directory: str
@@ -51,28 +51,28 @@ class Reference:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Reference:
-        """Read the three fields; others are ignored."""
+        """Return the reference in a JSON object, whose other fields are ignored."""
         return cls(str(document["directory"]), int(document["step"]), str(document["digest"]))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields."""
+        """Return a JSON object with the fields."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """Manifest of a checkpoint.
 
     Args:
-        directory: the folder's name.
+        directory: name of the folder.
         step: optimizer steps completed.
-        round: that wrote it.
-        world_size: of that round.
-        parent: the committed checkpoint before this one, if any.
-        files: by name within the folder.
-        state: of all that is tracked, without the tensors; see :mod:`azureml_elastic.checkpoint.state.tree`.
-        data: the position in the data, or ``None`` without a loader.
-        torch: the version that wrote it.
+        round: number of the round that wrote it.
+        world_size: world size of that round.
+        parent: previous committed checkpoint, ``None`` for the first.
+        files: size and checksum of each file, by name.
+        state: tracked state without the tensors, see :mod:`azureml_elastic.checkpoint.state.tree`.
+        data: position in the data, ``None`` without a loader.
+        torch: version of torch that wrote it.
     """
 
     directory: str
@@ -87,12 +87,12 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The checksum over all of it."""
+        """The checksum of the manifest."""
         return xxhash.xxh3_128_hexdigest(self._body())
 
     @property
     def reference(self) -> Reference:
-        """What a pointer to this checkpoint holds."""
+        """The reference to this checkpoint."""
         return Reference(self.directory, self.step, self.digest)
 
     def _body(self) -> bytes:
@@ -102,24 +102,24 @@ class Manifest:
         return json.dumps({"schema": _SCHEMA, **document}, allow_nan=False).encode()
 
     def to_bytes(self) -> bytes:
-        """Return the file's content."""
+        """Return the content of the file."""
         return b'{"digest": "%s", "body": %s}\n' % (self.digest.encode(), self._body())
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Read a manifest.
+        """Parse a manifest.
 
         Args:
-            content: of the file.
-            where: it was read, for the message.
+            content: content of the file.
+            where: location of the file, for error messages.
 
         Raises:
-            CheckpointDamaged: it is torn, changed, or of an unknown schema.
+            CheckpointDamaged: the content is torn, changed, or of an unknown schema.
         """
         try:
             body = json.loads(content)["body"]
             if body.pop("schema") != _SCHEMA:
-                raise CheckpointDamaged(f"The manifest {where} is of a schema that this release does not know.")
+                raise CheckpointDamaged(f"The manifest {where} has a schema that this release does not support.")
             parent = body.pop("parent")
             files = {name: FileSum(int(size), str(xxh3)) for name, (size, xxh3) in body.pop("files").items()}
             manifest = cls(parent=None if parent is None else Reference.from_json(parent), files=files, **body)
@@ -134,7 +134,7 @@ class Manifest:
         """Read the manifest of a checkpoint.
 
         Raises:
-            CheckpointDamaged: there is none, or not as it was written.
+            CheckpointDamaged: it is missing or damaged.
         """
         where = f"{storage}/{directory}/{MANIFEST}"
         try:
@@ -149,13 +149,13 @@ class Manifest:
 
 @dataclass(frozen=True)
 class FolderName:
-    """The name of a checkpoint's folder; names sort by step.
+    """Name of a checkpoint's folder. Names sort by step.
 
     Args:
         step: optimizer steps completed.
-        round: that writes it.
-        nonce: 8 hexadecimal digits, fresh for each attempt.
-        kept: whether it is kept for good.
+        round: number of the round that writes it.
+        nonce: 8 hexadecimal digits, new for each attempt.
+        kept: whether the checkpoint is kept for good.
     """
 
     step: int
@@ -169,6 +169,6 @@ class FolderName:
 
     @classmethod
     def parse(cls, folder: str) -> FolderName | None:
-        """Read a folder's name, ``None`` where it is no such name."""
+        """Parse a folder's name; return ``None`` where it is not that of a checkpoint."""
         match = _NAME.fullmatch(folder)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3], match[4] is not None)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest ones of the line that the run is on, and some for good."""
+"""Retention: the newest checkpoints of the run's lineage are kept, and some for good."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["for_good", "lineage", "retire"]
 
 
 def lineage(storage: Storage, newest: Manifest, count: int) -> list[Manifest]:
-    """Return a checkpoint and the ones before it, each the parent of the one before, as far as they are there.
+    """Return a checkpoint and its ancestors, as far as their manifests can be read.
 
     Args:
-        storage: of the checkpoints.
-        newest: the first of them.
-        count: the most to look for.
+        storage: storage of the checkpoints.
+        newest: manifest of the first checkpoint.
+        count: maximum number of checkpoints.
     """
     found = [newest]
     while (parent := found[-1].parent) is not None and len(found) < count:
@@ -27,18 +27,18 @@ def lineage(storage: Storage, newest: Manifest, count: int) -> list[Manifest]:
 
 
 def retire(storage: Storage, newest: Manifest, keep: int) -> list[str]:
-    """Remove old checkpoints and what attempts to write one have left, the manifest of each first.
+    """Remove old checkpoints and incomplete attempts, the manifest of each first.
 
-    Folders that are kept for good stay, by their names; so do those of newer rounds, where another process may be
-    writing, and the newest one that was found damaged, for whoever wants to know why.
+    Also kept are checkpoints that are kept for good, folders of newer rounds, where another process may be writing, and
+    the newest damaged checkpoint, for examination.
 
     Args:
-        storage: of the checkpoints.
-        newest: the one committed last.
-        keep: how many of its line stay.
+        storage: storage of the checkpoints.
+        newest: manifest of the newest committed checkpoint.
+        keep: number of checkpoints of its lineage to keep.
 
     Returns:
-        The names of the folders that were removed.
+        The names of the removed folders.
 
     Raises:
         OSError: a folder could not be removed.
@@ -57,11 +57,11 @@ def retire(storage: Storage, newest: Manifest, keep: int) -> list[str]:
 
 
 def for_good(step: int, before: int | None, keep_every: int | None) -> bool:
-    """Tell whether a checkpoint is kept for good: the first one in each ``keep_every`` steps is.
+    """Return whether a checkpoint is kept for good: the first one in each ``keep_every`` steps is.
 
     Args:
-        step: of it.
-        before: the step of the checkpoint before it, ``None`` where it is the first.
-        keep_every: steps; ``None`` keeps none for good.
+        step: step of the checkpoint.
+        before: step of the previous checkpoint, ``None`` for the first.
+        keep_every: optimizer steps between two checkpoints that are kept for good; ``None`` for none.
     """
     return keep_every is not None and step // keep_every > (before or 0) // keep_every

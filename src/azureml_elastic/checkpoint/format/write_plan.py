@@ -1,9 +1,8 @@
-"""Who writes what: every part of the state once, and each rank its share.
+"""The assignment of a checkpoint's chunks to the ranks that write them.
 
-Data parallelism leaves the whole state on every rank. Written by one of them, a checkpoint takes as long as one disk or
-one mount takes for all of it; spread over ``N`` ranks, a ``N``-th of that. A tensor that several ranks hold is cut
-along its first dimension so that all ranks write about the same number of bytes, their own shards included. What one
-rank holds alone it writes alone.
+With data parallelism every rank holds the whole state; ``N`` ranks write it in an ``N``-th of the time. A tensor that
+several ranks hold is cut along its first dimension, so that all ranks write about the same number of bytes, including
+the shards that they alone hold.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from math import prod
 
 __all__ = ["Chunk", "assign"]
 
-_CRUMB_BYTES = 1 << 16
-"""A tensor of fewer bytes is not cut."""
+_SMALLEST_BYTES = 1 << 16
+"""Size up to which a tensor is not cut."""
 
 
 @dataclass(frozen=True, order=True)
 class Chunk:
-    """A box of a tensor.
+    """A rectangular part of a tensor.
 
     Args:
-        name: of the tensor.
-        offsets: of the box in the tensor, in elements, one for each dimension.
-        sizes: of the box, likewise.
-        shape: of the whole tensor.
-        dtype: its name, without ``torch.``.
-        itemsize: bytes of an element.
+        name: name of the tensor.
+        offsets: offset of the part in each dimension, in elements.
+        sizes: size of the part in each dimension, in elements.
+        shape: shape of the whole tensor.
+        dtype: data type without ``torch.``.
+        itemsize: size of an element in bytes.
     """
 
     name: str
@@ -40,34 +39,28 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the box."""
+        """The size of the part in bytes."""
         return prod(self.sizes) * self.itemsize
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """Whether the part is the whole tensor."""
         return self.sizes == self.shape
 
     def rows(self, start: int, stop: int) -> Chunk:
-        """Return a part of it.
-
-        Args:
-            start: first index along its first dimension.
-            stop: the one after the last.
-        """
+        """Return the rows from ``start`` to before ``stop`` along the first dimension."""
         offsets = (self.offsets[0] + start, *self.offsets[1:])
         return Chunk(self.name, offsets, (stop - start, *self.sizes[1:]), self.shape, self.dtype, self.itemsize)
 
 
 def assign(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
-    """Decide which rank writes which chunks.
+    """Return the chunks that each rank writes.
 
     Args:
-        held: by rank; several ranks may hold the same box, but boxes of different extent do not overlap.
+        held: chunks that each rank holds; chunks of several ranks are equal or do not overlap.
 
     Returns:
-        By rank, the chunks to write: together they are all that is held, each element once, and each is held by the
-        rank that writes it. The same for the same arguments, in the order in which they are held.
+        The chunks to write by rank, a deterministic partition of all that is held. Each rank holds what it writes.
     """
     owners: dict[Chunk, list[int]] = {}
     for rank, chunks in enumerate(held):
@@ -84,7 +77,7 @@ def assign(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
 
 
 def _spread(ranks: tuple[int, ...], chunks: list[Chunk], written: list[list[Chunk]], loads: list[int]) -> None:
-    """Deal chunks that the same ranks hold out to them, so that the bytes of each come to about the same."""
+    """Distribute chunks over the ranks that hold them, so that all ranks write about as many bytes."""
     quotas = _quotas([loads[rank] for rank in ranks], sum(chunk.nbytes for chunk in chunks))
     turn = 0
     for whole in chunks:
@@ -99,8 +92,8 @@ def _spread(ranks: tuple[int, ...], chunks: list[Chunk], written: list[list[Chun
 
 
 def _cut(chunk: Chunk, quota: int) -> tuple[Chunk, Chunk | None]:
-    """Return about as many of the first rows as the quota has bytes, at least one, and the rest."""
-    if chunk.nbytes <= max(quota, _CRUMB_BYTES) or not chunk.sizes:
+    """Return the first rows, about as many as the quota has bytes and at least one, and the rest."""
+    if chunk.nbytes <= max(quota, _SMALLEST_BYTES) or not chunk.sizes:
         return chunk, None
     count = max(1, round(quota * chunk.sizes[0] / chunk.nbytes))
     if count >= chunk.sizes[0]:
@@ -109,7 +102,7 @@ def _cut(chunk: Chunk, quota: int) -> tuple[Chunk, Chunk | None]:
 
 
 def _quotas(loads: list[int], total: int) -> list[int]:
-    """Return how many bytes each rank gets so that the fullest are filled last, as water would."""
+    """Return the bytes for each rank so that the loads become as equal as possible (water-filling)."""
     quotas = [0] * len(loads)
     order = sorted(range(len(loads)), key=lambda rank: loads[rank])
     left = total
