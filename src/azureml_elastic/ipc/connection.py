@@ -32,7 +32,7 @@ class Connection:
 
     Attributes:
         state: for the owner of the callbacks, unread here.
-        last_heard: ``time.monotonic()`` of the last bytes from the peer, or of the connection's start.
+        last_received: ``time.monotonic()`` of the last bytes from the peer, or of the connection's start.
         reason: why the connection ended, ``""`` while it is open.
         peer: the peer's address, for messages.
     """
@@ -42,7 +42,7 @@ class Connection:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.state: dict[str, Any] = {}
-        self.last_heard = time.monotonic()
+        self.last_received = time.monotonic()
         self.reason = ""
         self.peer = "unix" if sock.family == socket.AF_UNIX else "{}:{}".format(*sock.getpeername()[:2])
         self._sock = sock
@@ -129,7 +129,7 @@ class Connection:
         if not data:
             self.close("the peer closed the connection")
             return
-        self.last_heard = time.monotonic()
+        self.last_received = time.monotonic()
         messages = self._reader.feed(data)
         while not self.reason:
             try:

@@ -47,7 +47,7 @@ class End:
         self.other: End
         self.server: SimulatedServer | None = None
         self.state: dict[str, Any] = {}
-        self.last_heard = scheduler.now
+        self.last_received = scheduler.now
         self.reason = ""
         self.peer = ""
 
@@ -76,7 +76,7 @@ class End:
     def take(self, line: bytes) -> None:
         if self.reason or self._node.dead:
             return
-        self.last_heard = self._scheduler.now
+        self.last_received = self._scheduler.now
         try:
             self._on_message(self, _decode(line))
         except Exception as error:

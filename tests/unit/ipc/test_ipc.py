@@ -214,17 +214,17 @@ def test_broadcast_reaches_all(server, recorder):
         client.close()
 
 
-def test_last_heard_and_state_belong_to_the_connection(server, recorder):
+def test_last_received_and_state_belong_to_the_connection(server, recorder):
     with closing(LineClient(server.address, recorder.on_message)) as client:
         client.send({"n": 1})
         connection, _ = recorder.next()
         connection.state["rank"] = 3
-        first = connection.last_heard
+        first = connection.last_received
         client.send({"n": 2})
         again, _ = recorder.next()
         assert again is connection
         assert again.state == {"rank": 3}
-        assert again.last_heard >= first
+        assert again.last_received >= first
 
 
 def test_ticks_go_on_and_survive_a_failing_one(address, recorder):

@@ -26,7 +26,7 @@ class Membership:
         node: name of this node.
         incarnation: incarnation of this node.
         timings: heartbeat interval and timeout.
-        wake: called from other threads when the hub has sent something.
+        wake: callback from other threads when the hub has sent something.
         runtime: clock and sockets.
         latest: receives each version of the round that the hub sends.
 

@@ -58,13 +58,13 @@ class Rendezvous:
         slots: number of workers of this node.
         limits: node counts.
         timings: heartbeat interval and timeouts.
-        cancelled: returns whether to end a wait with ``InterruptedError``.
+        cancelled: function that returns whether to end a wait with ``InterruptedError``.
         host_id: identifier of the machine, against which strikes are counted.
-        strikes: returns the number of live strikes against the machine; the argument is whether other nodes may have
+        strikes: function that returns the number of live strikes against the machine; the argument is whether other nodes may have
             written new ones.
         runtime: clock, threads and sockets; by default those of this machine.
         ports: first and last port to listen on; ``None`` for any.
-        unreachable: called with each node that this one cannot reach.
+        unreachable: callback with each node that this one cannot reach.
 
     Attributes:
         node: name of this node.

@@ -1,7 +1,8 @@
-"""The round's TCPStore: served by rank 0's agent, outside the workers, so that it survives their restarts."""
+"""The round's TCPStore: served by rank 0's agent, so that it survives restarts of the workers."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -16,11 +17,11 @@ __all__ = ["open_store"]
 
 _POLL_SECONDS = 0.05
 
-_HESITATION_SECONDS = 2.0
-"""After which a node that is not connected looks whether the store's port can be reached at all."""
+_PROBE_AFTER_SECONDS = 2.0
+"""Time after which a node that is not connected probes the store's port."""
 
-_REACH_SECONDS = 3.0
-"""For that: long enough for the second attempt of TCP."""
+_PROBE_SECONDS = 3.0
+"""Timeout of the probe: long enough for TCP's second attempt."""
 
 
 def open_store(
@@ -31,68 +32,49 @@ def open_store(
 ) -> TCPStore | None:
     """Serve the round's store on rank 0, connect to it elsewhere.
 
-    Connecting to a host that accepts but never answers (a frozen node) blocks ``TCPStore`` for ever, whatever its
-    timeout, so that it happens on a thread of its own, which is abandoned when the round breaks. A port that a firewall
-    has closed would keep it for as long as the timeout; that is noticed beside it.
+    ``TCPStore`` blocks forever, whatever its timeout, on a host that accepts connections but never answers, such as a
+    stopped process. So it connects on a thread, which is abandoned when the round breaks. A port that a firewall blocks
+    would use up the whole timeout; a probe on another thread finds that earlier.
 
     Args:
-        assignment: the place in the sealed round.
-        timeout: for single operations of the store.
-        broken: whether the round has broken in the meantime.
-        unreachable: called where the store's port cannot be reached, with what was in the way and the seconds that it
-            was given.
+        assignment: place in the sealed round.
+        timeout: timeout of single operations of the store.
+        broken: function that returns whether the round has broken.
+        unreachable: callback with the error and the timeout in seconds of the probe, where the port cannot be reached.
 
     Returns:
-        The store, or ``None`` when the round broke first or the port cannot be reached.
+        The store, or ``None`` if the round has broken or the port cannot be reached.
     """
     host, port = assignment.store_address
     if assignment.listener is not None:
+        descriptor = assignment.listener.detach()
         return TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=assignment.listener.detach(),
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
         )
-    result: list[TCPStore] = []
-    failed = threading.Event()
+    stores: list[TCPStore] = []
+    errors: list[OSError] = []
 
     def connect() -> None:
+        with contextlib.suppress(RuntimeError):  # DistNetworkError and DistStoreError: the hub will report why
+            stores.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+
+    def probe() -> None:
         try:
-            result.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
-        except RuntimeError:  # DistNetworkError and DistStoreError: the hub will tell why
-            failed.set()
+            socket.create_connection((host, port), _PROBE_SECONDS).close()
+        except OSError as error:
+            errors.append(error)
 
     thread = threading.Thread(target=connect, name="store", daemon=True)
     thread.start()
-    look_at = time.monotonic() + _HESITATION_SECONDS
-    look: _Look | None = None
-    while thread.is_alive() and not broken() and (look is None or look.error is None):
+    probe_at = time.monotonic() + _PROBE_AFTER_SECONDS
+    probing = False
+    while thread.is_alive() and not broken() and not errors:
         thread.join(_POLL_SECONDS)
-        if look is None and time.monotonic() >= look_at:
-            look = _Look(host, port)
-    if result:
-        return result[0]
-    if look is not None and look.error is not None and not broken():
-        unreachable(look.error, _REACH_SECONDS)
+        if not probing and time.monotonic() >= probe_at:
+            probing = True
+            threading.Thread(target=probe, name="store probe", daemon=True).start()
+    if stores:
+        return stores[0]
+    if errors and not broken():
+        unreachable(errors[0], _PROBE_SECONDS)
     return None
-
-
-class _Look:
-    """One attempt, on a thread, to connect to a port.
-
-    Attributes:
-        error: what was in the way, ``None`` for nothing, or not yet.
-    """
-
-    def __init__(self, host: str, port: int) -> None:
-        self._address = (host, port)
-        self.error: OSError | None = None
-        threading.Thread(target=self._connect, name="store look", daemon=True).start()
-
-    def _connect(self) -> None:
-        try:
-            socket.create_connection(self._address, _REACH_SECONDS).close()
-        except OSError as error:
-            self.error = error

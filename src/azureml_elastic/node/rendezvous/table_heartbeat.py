@@ -29,7 +29,8 @@ class TableHeartbeat:
     Args:
         table: table of the run.
         timings: ``table_heartbeat_interval`` between two writes.
-        superseded: called from the heartbeat's thread when a newer round writes the row: this node was given up.
+        superseded: callback from the heartbeat's thread when a newer round writes the row, which shows that this node
+            was given up.
         runtime: clock and threads.
     """
 

@@ -5,7 +5,7 @@ r"""The rendezvous behind torch's ``RendezvousHandler``, registered as ``azure-t
     torchrun --rdzv-backend=azure-table --rdzv-endpoint=<account url or SQLite path> --rdzv-id=<run> \
         --nnodes=1:3 train.py
 
-torchrun's own agent talks through rank 0's store after the rendezvous and dies when that node dies in just that moment;
+torchrun's own agent uses rank 0's store after the rendezvous and fails if that node dies at that moment, which
 ``python -m azureml_elastic.node`` does not. See ``docs/torchrun.md``.
 """
 
@@ -47,7 +47,7 @@ _STORE_TIMEOUT = timedelta(minutes=5)
 
 
 def enter(rendezvous: Rendezvous) -> tuple[Assignment, TCPStore]:
-    """Join the next round and open its store, however many rounds break before that.
+    """Join the next round and open its store, again if the round breaks before that.
 
     Raises:
         RunSucceeded, RunFailed, InterruptedError: see :meth:`Rendezvous.join`.
@@ -63,11 +63,11 @@ def enter(rendezvous: Rendezvous) -> tuple[Assignment, TCPStore]:
 
 
 class TableRendezvousHandler(RendezvousHandler):
-    """torch's view of a :class:`Rendezvous`.
+    """A :class:`Rendezvous` behind torch's interface.
 
     Args:
         rendezvous: this node's part in the run.
-        run_id: of the run.
+        run_id: identifier of the run.
     """
 
     def __init__(self, rendezvous: Rendezvous, run_id: str) -> None:
@@ -82,16 +82,16 @@ class TableRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers share the round's store, whose address every node knows from the table."""
+        """True: workers share the round's store, whose address every node reads from the table."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Block until this node is part of a round.
 
         Raises:
-            SystemExit: the run has ended well; torchrun exits with 0. torch has ``RendezvousGracefulExitError`` for
-                this, but its launcher trips over the missing result (``None.is_failed()``) and exits with 1.
-            RendezvousClosedError: the run has failed; the message is the failure's.
+            SystemExit: the run has succeeded; torchrun exits with 0. torch has ``RendezvousGracefulExitError`` for
+                this, but its launcher then calls ``None.is_failed()`` and exits with 1.
+            RendezvousClosedError: the run has failed, with this message.
             RendezvousConnectionError: the table cannot be used.
         """
         try:
@@ -110,29 +110,28 @@ class TableRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(store, assignment.rank, len(assignment.round.members), RendezvousStoreInfo(host, port))
 
     def is_closed(self) -> bool:
-        """Return whether this node has seen the run's end."""
+        """Return whether the end of the run is known to this node."""
         return self._closed
 
     def set_closed(self) -> None:
-        """End the run as failed: torchrun gives up."""
+        """End the run as failed, since torchrun gives up."""
         if self._joined and not self._closed:
             self._rendezvous.close(succeeded=False, message="torchrun closed the rendezvous.", exit_code=1)
             self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes want in, or 1 when the round is over and everyone must join the next."""
+        """Return the number of spares, or 1 when the round is over and all nodes must join the next."""
         status = self._rendezvous.status()
         return 1 if status.broken else len(status.waiting)
 
     def get_run_id(self) -> str:
-        """Return the run's id."""
+        """Return the identifier of the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Mark how the run ended and close all connections.
+        """End the run for all nodes and close all connections.
 
-        torchrun calls this in a ``finally`` clause and does not say how its agent ended; an exception in flight is
-        the failure.
+        torchrun calls this in a ``finally`` clause without its agent's result; an exception in flight is the failure.
         """
         error = sys.exc_info()[1]
         if self._joined and not self._closed:
@@ -144,14 +143,15 @@ class TableRendezvousHandler(RendezvousHandler):
 
 
 def create_handler(parameters: RendezvousParameters) -> TableRendezvousHandler:
-    """Make the handler from torchrun's options; ``--rdzv-conf`` sets the timings in seconds by name, ports and address.
+    """Make the handler from torchrun's options.
 
     Args:
-        parameters: ``endpoint`` is the account's table URL or the path of an SQLite file. Of its configuration,
-            ``port_range=29400-29500`` and ``advertise=eth0`` are those of ``TableRendezvous``.
+        parameters: torchrun's options. ``endpoint`` is the account's table URL or the path of an SQLite file.
+            ``--rdzv-conf`` may set fields of ``RendezvousTimings`` in seconds, and ``port_range=29400-29500`` and
+            ``advertise=eth0`` of ``TableRendezvous``.
 
     Raises:
-        UsageError: the range of ports is none, this machine has no such address, or the table cannot be used.
+        UsageError: the range of ports is malformed, this machine has no such address, or the table cannot be used.
     """
     timings = RendezvousTimings.model_validate(
         {name: float(value) for name, value in parameters.config.items() if name in RendezvousTimings.model_fields}
@@ -180,5 +180,5 @@ def _ports(text: str | None) -> tuple[int, int] | None:
         return None
     low, _, high = str(text).partition("-")
     if not (low.isdigit() and high.isdigit()):
-        raise UsageError(f"port_range={text} in --rdzv-conf is no range of ports; give for example 29400-29500.")
+        raise UsageError(f"port_range={text} in --rdzv-conf is not a range of ports; give for example 29400-29500.")
     return int(low), int(high)

@@ -1,4 +1,4 @@
-"""The entry point through which torchrun finds the rendezvous. torch loads it everywhere, so it imports nothing."""
+"""The entry point through which torchrun finds the rendezvous. torch loads it in every process, so it imports nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["handler_creator"]
 
 
 def handler_creator() -> RendezvousHandlerCreator:
-    """Return the creator, as the entry-point group ``torchrun.handlers`` wants it."""
+    """Return the function that makes the handler, as the entry-point group ``torchrun.handlers`` requires."""
     return _create
 
 

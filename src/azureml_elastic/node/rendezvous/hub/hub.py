@@ -54,12 +54,12 @@ class Hub:
     Args:
         host: address of the interface to listen on.
         timings: heartbeat interval and timeouts.
-        wake: called from the hub's thread when the view or the reports have changed.
+        wake: callback from the hub's thread when the view or the reports have changed.
         incarnation: incarnation of this node; greetings for another one are refused.
         runtime: clock and sockets.
         quarantine: number of strikes from which no room is made for a node; ``None`` for never.
         latest: receives each version of the round.
-        reached_leader: returns whether this node has reached rank 0's hub of a round, ``None`` if it does not know yet.
+        reached_leader: function that returns whether this node has reached rank 0's hub of a round, ``None`` if it does not know yet.
     """
 
     def __init__(
@@ -280,14 +280,14 @@ class Hub:
         join_timeout = self._timings.join_timeout.total_seconds()
         with self._lock:
             server, watchers = self._server, self._state.watchers.connections()
-            gone = [link for link in watchers if silence(link.last_heard) > _WATCHER_TIMEOUT_FACTOR * timeout]
+            gone = [link for link in watchers if silence(link.last_received) > _WATCHER_TIMEOUT_FACTOR * timeout]
         server.broadcast(CODEC.encode(Beat()))
         for connection in gone:
             connection.close("silent")
         with self._lock:
             if self._round is None:
                 return
-            silent = [name for name, link in self._members.items() if silence(link.last_heard) > timeout]
+            silent = [name for name, link in self._members.items() if silence(link.last_received) > timeout]
             # A member that still waits here is alive, and only slow to learn of the seal.
             here = self._members.keys() | self._state.watchers.names()
             absent = sorted(self._member_names() - here) if silence(self._entered) > join_timeout else []

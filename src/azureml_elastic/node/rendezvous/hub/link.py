@@ -32,9 +32,9 @@ class Link:
 
     Args:
         address: host and port of the hub.
-        greeting: first message, :class:`~.messages.Hello` or :class:`~.messages.Watch`.
+        greeting: first message, :``Hello`` or ``Watch``.
         timings: heartbeat interval and timeout.
-        wake: called from the link's thread when something has changed.
+        wake: callback from the link's thread when something has changed.
         runtime: clock and sockets.
         timeout: seconds to connect in; ``None`` for the heartbeat timeout.
         latest: receives each version of the round that the hub sends.
@@ -46,7 +46,7 @@ class Link:
             up by the others, and not the hub by it.
         must_read: whether the round has changed and the hub did not send to what; reset by the owner.
         received: newest version of the round's row that the hub has sent, ``None`` before the first.
-        position: position among the candidates that should seal; see :class:`~.messages.SealPosition`.
+        position: position among the candidates that should seal; see ``SealPosition``.
         called: whether the hub has sent a position again; reset by the owner.
         unreachable_from: members of the hub's round that cannot reach this node.
         all_done: whether the workers of all members have succeeded.

@@ -27,7 +27,7 @@ class HubWatch:
     Args:
         reachability: receives hubs that cannot be reached.
         timings: heartbeat interval and timeout.
-        wake: called from another thread when the hub has sent something.
+        wake: callback from another thread when the hub has sent something.
         runtime: clock and sockets.
         latest: receives each version of the round that the hub sends.
 

@@ -20,9 +20,9 @@ class Sleeper:
     Args:
         wake: event that ends a sleep.
         clock: clock in monotonic seconds.
-        prober: started before each sleep.
+        prober: prober whose due probes are started before each sleep.
         reachability: pairs that are to be probed again.
-        cancelled: returns whether to raise ``InterruptedError`` after a sleep.
+        cancelled: function that returns whether to raise ``InterruptedError`` after a sleep.
     """
 
     def __init__(

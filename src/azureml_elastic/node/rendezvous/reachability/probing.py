@@ -89,7 +89,7 @@ class PeerProber:
         runtime: clock, threads and sockets.
         reachability: receives the results.
         membership: this node's round, and its connection to rank 0's hub, which receives recoveries.
-        wake: called when an unreachable peer is reached again.
+        wake: callback for when an unreachable peer is reached again.
         node: name of this node, seed of the sample.
     """
 

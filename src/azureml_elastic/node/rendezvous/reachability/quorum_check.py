@@ -28,8 +28,8 @@ def is_leader_unreachable(answers: Sequence[bool | None]) -> bool | None:
     """Return whether most nodes cannot reach rank 0's node, ``None`` if the answers do not show it.
 
     Args:
-        answers: for other members, whether they have reached rank 0's node; ``None`` for no answer. The node that
-            queries them has not reached it.
+        answers: whether other members have reached rank 0's node, ``None`` for no answer. The node that queries them
+            has not reached it.
     """
     if 2 * answers.count(False) > len(answers):
         return True

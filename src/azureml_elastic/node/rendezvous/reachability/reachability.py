@@ -115,7 +115,7 @@ class Reachability:
         host: address under which the others reach it.
         clock: clock in monotonic seconds.
         ports: first and last port of the run, ``None`` for any.
-        report: called with each pair that is reported.
+        report: callback with each pair that is reported.
 
     Attributes:
         suspect_workers: whether the last round ended in a way that an unreachable pair of members explains, so that

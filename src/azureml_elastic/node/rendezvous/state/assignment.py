@@ -38,7 +38,7 @@ class Status:
     Args:
         lost: names of members that are gone.
         over: whether the round has ended in the table or its hub is gone, so that the node must join the next one.
-        waiting: on rank 0's node, spares to make room for, once no further one has come for the debounce.
+        waiting: spares to make room for, once no further one has come for the debounce; only on rank 0's node.
         all_done: whether the workers of all members have succeeded.
     """
 

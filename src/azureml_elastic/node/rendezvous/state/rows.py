@@ -33,7 +33,7 @@ class Rows:
 
     Args:
         table: table of the run.
-        pause: called with seconds to sleep while the table is unavailable; an exception from it ends the call.
+        pause: function that sleeps for some seconds while the table is unavailable; an exception from it ends the call.
         latest: receives each version of the round that is read or written.
 
     Attributes:
@@ -106,7 +106,8 @@ class Rows:
 
         Args:
             member: this node.
-            unless: called while the table is unavailable; true abandons the write, which may still have happened.
+            unless: condition that is checked while the table is unavailable; true abandons the write, which may still
+                have happened.
 
         Returns:
             Whether it was written.
