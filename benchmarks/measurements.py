@@ -38,13 +38,13 @@ class Measurement:
 
     Args:
         benchmark: what was measured.
-        system: on which.
+        system: measured system.
         run: its number, from 1.
         seconds: how long it took, ``None`` when it exceeded the limit.
         limit_s: the limit.
         load: the machine's load average over one minute when it ended.
-        writes: for a storm, writes that were tried.
-        conflicts: of these, in vain.
+        writes: number of attempted writes of a join storm.
+        conflicts: number of writes that failed.
         lost_steps: completed ones that were taken again.
     """
 

@@ -66,7 +66,7 @@ class Observation(NamedTuple):
     Args:
         event: that happened.
         seconds: see the module; ``None`` when the limit was exceeded.
-        lost_steps: of those that were completed before it and taken again, where the script counts them.
+        lost_steps: number of completed steps that were trained again, if the script counts them.
     """
 
     event: Event
@@ -222,7 +222,7 @@ def measure_membership(system: str, limit_s: float) -> Iterator[Observation]:
 
     Args:
         system: its name.
-        limit_s: for each event.
+        limit_s: time limit of each event in seconds.
     """
     waiting = list(_SEQUENCE)
     with Azurite() as azurite:

@@ -4,8 +4,8 @@
 ``one-row``, and it does not load the plugin that this library registers, whose imports would slow the peers down.
 
 ``one-row`` is the straightforward implementation of torch's dynamic rendezvous on a table: the whole state is one value
-in one row, which every node replaces by compare-and-swap. It uses torch's own state machine, conditional writes by ETag,
-the vendor's SDK directly, and for the keys that the agents exchange the same external store as c10d.
+in one row, which every node replaces by compare-and-swap. It uses torch's own state machine, conditional writes by
+ETag, the vendor's SDK directly, and for the keys that the agents exchange the same external store as c10d.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OneRowBackend(RendezvousBackend):
     """The rendezvous' state in one row, moved by compare-and-swap.
 
     Args:
-        connection_string: of the account.
+        connection_string: connection string of the account.
         run_id: names the row.
     """
 

@@ -50,8 +50,8 @@ PARTS = ["membership", "steps", "storms", "simulations", "steady"]
 STORM_LIMIT = 30.0
 """Seconds, the same for all."""
 
-# Whoever connects to a torch store looks up the name of its address, even that of 127.0.0.1. Where the name server is
-# slow, each of these connections, of any system, would take 5 s now and then.
+# A client of a torch store looks up the name of its address, even of 127.0.0.1. With a slow name server each of these
+# connections, of any system, can take 5 s.
 NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0"}
 
 

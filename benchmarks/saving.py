@@ -1,7 +1,7 @@
-"""What a checkpoint costs: for how long training stands still, and how long a restore takes; beside torch's own ways.
+"""Cost of checkpoints: training pause, time until durable, and time of a restore, compared with torch.
 
-Starts ranks that hold the same state of about 1 GB, as data parallelism does, and save it in turn in each way, several
-times. What the call of a save takes is its stall. Prints tables and writes ``docs/reference/benchmarks-checkpoints.md``.
+Starts ranks that hold the same state of about 1 GB, as in data parallelism, and save it alternately in each way. The
+pause is the duration of the save call. Prints tables and writes ``docs/reference/benchmarks-checkpoints.md``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Save:
         run: its number, from 1.
         stall: seconds for which the slowest rank could not train.
         durable: seconds until all of it was on the disk; 0 for a restore.
-        nbytes: of the state that each rank holds.
+        nbytes: size in bytes of the state that each rank holds.
     """
 
     name: str

@@ -57,9 +57,9 @@ class SimulatedStorm:
         nodes: that came.
         seconds: simulated, from the arrival of the last node until all are in one round.
         rounds: that were sealed until then.
-        writes: of its own row by the node that wrote most: one to announce itself, one for each round it waited for.
+        writes: maximum number of writes of a node's own row: one announcement, and one per round it waited for.
         conflicts: writes in vain because another node had been faster.
-        calls: of the table, all together; a query counts once for each page.
+        calls: total number of table calls; a query counts once per page.
     """
 
     scenario: str
@@ -132,7 +132,7 @@ class Steady:
     Args:
         nodes: members.
         spares: nodes beside it.
-        seconds: for which calls were counted.
+        seconds: duration of the count.
         calls: all together.
     """
 

@@ -49,7 +49,7 @@ class Nodes:
 
     Args:
         argv: the command line, the same for all.
-        variables: for a node's name, what its environment has besides this process's own.
+        variables: function that returns the additional environment variables of a node by its name.
         counts_steps: whether the training script knows how many steps the run has completed.
     """
 

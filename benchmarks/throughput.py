@@ -29,7 +29,7 @@ def measure_step(system: str, limit_s: float) -> float | None:
 
     Args:
         system: its name.
-        limit_s: for the start.
+        limit_s: time limit of the start in seconds.
     """
     with contextlib.ExitStack() as stack:
         azurite = stack.enter_context(Azurite())

@@ -12,11 +12,11 @@ from html import escape
 from pathlib import Path
 
 from azureml_elastic.ledger.summary import Report, load_report
-from azureml_elastic.ledger.timeline import Round
+from azureml_elastic.ledger.timeline import RoundSpan
 
 WIDTH, LEFT, RIGHT = 920, 96, 28
 CHART_TOP, UNIT = 84, 26
-LANE, LANE_GAP = 18, 10
+ROW, ROW_GAP = 18, 10
 
 STYLE = """
     .card { fill: #ffffff; stroke: #d0d7de; }
@@ -48,8 +48,8 @@ def draw(report: Report, accuracy: float | None) -> str:
 
     largest = max(round_.world_size for round_ in rounds)
     base = CHART_TOP + largest * UNIT
-    lanes = {node.name: base + 58 + index * (LANE + LANE_GAP) for index, node in enumerate(report.nodes)}
-    bottom = max(lanes.values()) + LANE
+    rows = {node.name: base + 58 + index * (ROW + ROW_GAP) for index, node in enumerate(report.nodes)}
+    bottom = max(rows.values()) + ROW
     height = bottom + 74
     parts = [
         (
@@ -63,21 +63,21 @@ def draw(report: Report, accuracy: float | None) -> str:
         *_sizes(rounds, x, base, largest),
         f'<text class="small" x="24" y="{base + 44}">nodes (dark: rank 0)</text>',
     ]
-    for name, y in lanes.items():
+    for name, y in rows.items():
         parts.append(f'<text x="24" y="{y + 13}">{escape(name)}</text>')
         for round_ in rounds:
             if name in round_.members:
                 kind = "rank0" if round_.members[0] == name else "member"
                 wide = max(x(round_.ended) - x(round_.started) - 1.5, 1)
                 parts.append(
-                    f'<rect class="{kind}" x="{x(round_.started)}" y="{y}" width="{wide:.1f}" height="{LANE}" rx="2"/>'
+                    f'<rect class="{kind}" x="{x(round_.started)}" y="{y}" width="{wide:.1f}" height="{ROW}" rx="2"/>'
                 )
-    parts += _faults(report, x, lanes)
+    parts += _faults(report, x, rows)
     parts += _facts(report, accuracy, bottom)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _sizes(rounds: list[Round], x, base: float, largest: int) -> list[str]:
+def _sizes(rounds: list[RoundSpan], x, base: float, largest: int) -> list[str]:
     parts = []
     for size in range(largest + 1):
         y = base - size * UNIT
@@ -98,11 +98,11 @@ def _sizes(rounds: list[Round], x, base: float, largest: int) -> list[str]:
     return parts
 
 
-def _faults(report: Report, x, lanes: dict[str, float]) -> list[str]:
+def _faults(report: Report, x, rows: dict[str, float]) -> list[str]:
     parts = []
     for fault in report.faults:
         for node in fault.nodes:
-            at, y = x(fault.time), lanes[node] + LANE / 2
+            at, y = x(fault.time), rows[node] + ROW / 2
             if fault.fault.startswith("add"):
                 parts.append(f'<path class="joined" d="M{at - 5} {y - 6}L{at + 6} {y}L{at - 5} {y + 6}Z"/>')
                 parts.append(f'<text class="small" x="{at - 10}" y="{y + 4}" text-anchor="end">started</text>')

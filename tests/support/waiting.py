@@ -8,14 +8,14 @@ from collections.abc import Callable
 __all__ = ["until"]
 
 
-def until(condition: Callable[[], object], patience: float = 60.0) -> None:
-    """Wait for a condition.
+def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
+    """Wait until a condition holds.
 
     Args:
-        condition: asked again and again.
-        patience: seconds after which the test fails; long, for a busy machine.
+        condition: function that is called repeatedly.
+        timeout: seconds after which the test fails; long, for a busy machine.
     """
-    limit = time.monotonic() + patience
+    limit = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < limit, "it did not happen in time"
         time.sleep(0.01)

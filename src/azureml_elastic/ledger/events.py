@@ -1,8 +1,8 @@
-"""What happens in a run, as typed records that nodes and workers append and nobody changes.
+"""Typed, append-only events of a run.
 
-Each node writes its own file ``events/<node>.jsonl`` in the run's folder, one event a line, and the rare ones to the
-table as well. The ``time`` is the writer's wall clock, for people to read; the order between nodes comes from the
-round numbers, never from comparing two clocks.
+Each node writes its own file ``events/<node>.jsonl`` in the run folder, one event per line, and rare events also to the
+table. ``time`` is the writer's wall clock; the order between nodes follows from the round numbers, never from comparing
+two clocks.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class _Event(BaseModel):
     time: float
     """Seconds since the epoch by the writer's clock."""
     node: str
-    """The node that wrote this."""
+    """Node that wrote the event."""
     round: int = 0
-    """The round that the node was in, 0 before its first."""
+    """Round of the node, 0 before its first."""
 
     @property
     def rare(self) -> bool:
-        """Whether the event is worth a row in the table."""
+        """Whether the event is also written to the table."""
         return True
 
 
 class NodeStarted(_Event):
-    """A node's agent runs. ``pid`` is the agent's."""
+    """A node's agent has started; ``pid`` is the agent's."""
 
     kind: Literal["node_started"] = "node_started"
     host: str
@@ -58,24 +58,24 @@ class NodeStarted(_Event):
 
 
 class HealthChecked(_Event):
-    """The node has checked itself before it asks for a place. In the table only where something was found."""
+    """The node has checked its health before joining; in the table only if a check did not pass."""
 
     kind: Literal["health_checked"] = "health_checked"
     status: Literal["ok", "warn", "fail"]
-    """``fail``: the node does not join until its check passes."""
+    """Result; with ``fail`` the node does not join until its check passes."""
     seconds: float
-    """How long the check took."""
+    """Duration of the check."""
     problems: tuple[str, ...] = ()
-    """One line for each finding that is not ``ok``."""
+    """One line per finding that is not ``ok``."""
 
     @property
     def rare(self) -> bool:
-        """A node that is well is not worth a row."""
+        """Whether the result is also written to the table."""
         return self.status != "ok"
 
 
 class HostStruck(_Event):
-    """This node holds something against a host."""
+    """The node has recorded a strike against a host."""
 
     kind: Literal["host_struck"] = "host_struck"
     host: str
@@ -83,7 +83,7 @@ class HostStruck(_Event):
 
 
 class HostQuarantined(_Event):
-    """The node's own host has so many live strikes that it trains only where it must."""
+    """The node's host has so many live strikes that it becomes a member only if the minimum requires it."""
 
     kind: Literal["host_quarantined"] = "host_quarantined"
     host: str
@@ -91,41 +91,41 @@ class HostQuarantined(_Event):
 
 
 class Unreachable(_Event):
-    """The node cannot reach another one that it needs. Told once for each, and again after some minutes."""
+    """The node cannot reach another node; reported once per pair, and again after some minutes."""
 
     kind: Literal["unreachable"] = "unreachable"
     host: str
-    """The node's own address."""
+    """Address of the node."""
     peer: str
-    """The node that cannot be reached."""
+    """Node that cannot be reached."""
     address: str
-    """Of the peer: host and port."""
+    """Host and port of the peer."""
     purpose: str
-    """What the peer is to the node, for example ``rank 0 of round 3``."""
+    """Role of the peer, for example ``rank 0 of round 3``."""
     error: str
 
 
 class RoundEntered(_Event):
-    """The node is a member of a sealed round."""
+    """The node has become a member of a sealed round."""
 
     kind: Literal["round_entered"] = "round_entered"
     rank: int
     """Rank of the node within the round."""
     members: tuple[str, ...]
-    """All nodes of the round in rank order."""
+    """Nodes of the round in rank order."""
     world_size: int
-    """Workers of the round, over all nodes."""
+    """Number of workers on all nodes."""
 
 
 class WorkersStarted(_Event):
-    """The node has started its workers. ``pids`` are in local-rank order."""
+    """The node has started its workers; ``pids`` are in local-rank order."""
 
     kind: Literal["workers_started"] = "workers_started"
     pids: tuple[int, ...]
 
 
 class Restored(_Event):
-    """The session of global rank 0 starts after this many committed steps (0: from scratch)."""
+    """Training starts after this many completed steps (0: from scratch); written by rank 0's node."""
 
     kind: Literal["restored"] = "restored"
     step: int
@@ -133,14 +133,14 @@ class Restored(_Event):
 
 
 class Progress(_Event):
-    """The node's workers have completed this optimizer step. Never in the table."""
+    """The node's workers have completed this optimizer step; never in the table."""
 
     kind: Literal["progress"] = "progress"
     step: int
 
     @property
     def rare(self) -> bool:
-        """Steps are too many for the table."""
+        """Whether steps are also written to the table: there are too many."""
         return False
 
 
@@ -151,11 +151,11 @@ class CheckpointCommitted(_Event):
     step: int
     directory: str
     seconds: float
-    """For how long the training loop was held up."""
+    """Duration of the training pause."""
 
 
 class CheckpointQuarantined(_Event):
-    """A committed checkpoint was found damaged when it was to be restored; an older one was used."""
+    """A committed checkpoint was found damaged during the restore, and an older one was used."""
 
     kind: Literal["checkpoint_quarantined"] = "checkpoint_quarantined"
     directory: str
@@ -163,7 +163,7 @@ class CheckpointQuarantined(_Event):
 
 
 class WorkerFailed(_Event):
-    """A worker ended with an error that no loss of another node explains."""
+    """A worker has failed, and no lost node explains it."""
 
     kind: Literal["worker_failed"] = "worker_failed"
     rank: int
@@ -171,33 +171,33 @@ class WorkerFailed(_Event):
     exit_code: int
     message: str
     failure_kind: str = ""
-    """What ended it, for example ``out_of_memory``; ``docs/failures.md`` lists the kinds."""
+    """Kind of failure, for example ``out_of_memory``; see ``docs/explanation/failures.md``."""
     signature: str = ""
-    """The same for the same error on any rank, node or process."""
+    """Signature that is equal for the same error on any rank, node or process."""
     step: int | None = None
-    """The furthest step of the node's workers; ``None`` where they have no session."""
+    """Furthest step of the node's workers; ``None`` without a session."""
 
 
 class HangDetected(_Event):
-    """Workers that live have completed no step for too long; the round is about to end. Written by who decided it."""
+    """Living workers have completed no step for too long, and the round is about to end; written by the deciding node."""
 
     kind: Literal["hang_detected"] = "hang_detected"
     step: int
-    """The last one that a worker of this node has completed in the round, 0 before the first."""
+    """Last step that a worker of this node has completed in the round, 0 before the first."""
     seconds: float
-    """Since then."""
+    """Time since that step."""
     limit_seconds: float
     phase: str = "step"
-    """What the workers were doing: ``start``, ``step`` or ``pause``."""
+    """Phase of the workers: ``start``, ``step`` or ``pause``."""
 
 
 class RoundReopened(_Event):
-    """This node reopened the round: ``round`` has ended and another will follow."""
+    """The node has reopened the round, so that another one follows."""
 
     kind: Literal["round_reopened"] = "round_reopened"
     reason: str
     lost: tuple[str, ...] = ()
-    """Nodes that are gone for good or were preempted."""
+    """Nodes that were lost or preempted."""
 
 
 class NodeLeft(_Event):
@@ -209,7 +209,7 @@ class NodeLeft(_Event):
 
 
 class RunEnded(_Event):
-    """This node closed the run for all."""
+    """The node has closed the run."""
 
     kind: Literal["run_ended"] = "run_ended"
     succeeded: bool

@@ -1,4 +1,4 @@
-"""Reads the files that nodes and workers append while a run goes on: ``events/*.jsonl`` and ``samples/*.jsonl``."""
+"""Readers of the files that nodes and workers append to during a run: ``events/*.jsonl`` and ``samples/*.jsonl``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ __all__ = ["EventReader", "LineReader", "read_events", "read_samples"]
 
 
 class LineReader:
-    """Follows one growing file and returns each complete line once.
-
-    A last line without its line feed is still being written (or its writer was killed): it stays in the file until
-    the rest is there.
+    """Reader of a growing file that returns each complete line once.
 
     Args:
-        path: of the file; it need not exist yet.
+        path: path of the file, which need not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,12 +36,10 @@ class LineReader:
 
 
 class EventReader:
-    """Follows all event files of a run.
-
-    Events of one node come in the order in which it wrote them; between nodes the order means nothing.
+    """Reader of all event files of a run; only the events of one node are in order.
 
     Args:
-        folder: the run's ``events`` folder; it need not exist yet.
+        folder: the run's ``events`` folder, which need not exist yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,7 +49,7 @@ class EventReader:
 
     @property
     def skipped(self) -> int:
-        """Complete lines that were no events, or of a kind that this release does not know."""
+        """Number of complete lines that are not events of a known kind."""
         return self._skipped
 
     def read(self) -> list[Event]:
@@ -74,11 +69,7 @@ def read_events(folder: Path) -> list[Event]:
 
 
 def read_samples(folder: Path) -> tuple[list[SampleLine], int]:
-    """Read a run's ``samples`` folder.
-
-    Returns:
-        The lines, and how many were skipped because their writer was killed while it wrote them.
-    """
+    """Return the lines of a run's ``samples`` folder, and the number of torn lines that were skipped."""
     texts = [text for path in sorted(folder.glob("round-*.jsonl")) for text in path.read_bytes().split(b"\n") if text]
     lines = [line for text in texts if (line := _parse_samples(text)) is not None]
     return lines, len(texts) - len(lines)

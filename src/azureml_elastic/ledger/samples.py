@@ -1,15 +1,14 @@
-"""The proof that a run saw each sample of each epoch exactly once, whatever happened to its nodes.
+"""Audit of the samples that a run has trained: each sample of each epoch exactly once.
 
-Workers write down the samples of every step before they take part in it, and that it is completed afterwards. A step is
-*completed* in a round when one of its ranks says so: the gradients of all ranks were reduced then, also those of one
-that died in that moment. A completed step *counts* when no later round started from an earlier one: the model that
-comes out of the run then contains it. With ``restored[r]`` for the number of steps that
-round ``r`` started after, step ``s`` of round ``r`` counts if and only if::
+Workers record the samples of every step before the step, and its completion afterwards. A step is *completed* in a round
+if one rank has recorded so, because the gradients of all ranks were reduced by then. A completed step *counts* if no later
+round started from an earlier step, so that the final model contains it. With ``restored[r]`` for the number of steps after
+which round ``r`` started, step ``s`` of round ``r`` counts if and only if::
 
     s <= min(restored[q] for q > r)          # always, for the last round
 
-All other steps were rolled back, and what they had seen was trained again. Over the steps that count, each pair
-(epoch, sample) has to occur once.
+All other steps were rolled back and their samples trained again. Over the steps that count, each pair (epoch, sample)
+must occur once.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ __all__ = ["SampleAudit", "SampleLine", "audit_samples", "restored_steps", "surv
 
 @dataclass(frozen=True)
 class SampleLine:
-    """What one worker saw in one step.
+    """Samples of one worker in one step.
 
     Args:
-        round: in which the step was taken.
-        step: counts from 1 over the whole run.
-        epoch: counts from 0; negative in a line that names no samples.
+        round: number of the round.
+        step: number of the step in the run, from 1.
+        epoch: number of the epoch, from 0; negative in a line without samples.
         ids: indices into the data set.
-        done: whether the line says that the step is completed.
-        of: samples that the epoch trains; fewer than the data set has where the last batch is dropped. ``None`` where
-            that is not known.
-        loader: whose samples they are.
+        done: whether the line records the completion of the step.
+        of: number of samples that the epoch trains, without a dropped last batch; ``None`` if unknown.
+        loader: name of the loader.
     """
 
     round: int
@@ -50,19 +48,19 @@ class SampleLine:
 
 @dataclass(frozen=True)
 class SampleAudit:
-    """The outcome of the proof.
+    """Result of the audit.
 
     Args:
-        dataset_size: samples of the longest epoch.
-        epochs: epochs that were begun.
-        steps: steps that count.
-        seen: samples seen in them.
-        missing: pairs (epoch, sample) that never occurred, in all epochs but the last.
-        repeated: occurrences beyond the first of a pair.
-        unfinished: samples of the last epoch that never occurred: the script stopped early, or they were lost.
-        rolled_back_steps: steps that a later round undid.
-        rolled_back_samples: samples in those, which were trained again.
-        torn_lines: lines cut short by the loss of their writer.
+        dataset_size: number of samples of the longest epoch.
+        epochs: number of started epochs.
+        steps: number of steps that count.
+        seen: number of samples in these steps.
+        missing: number of pairs (epoch, sample) that never occurred, except in the last epoch.
+        repeated: number of occurrences beyond the first of a pair.
+        unfinished: number of samples of the last epoch that never occurred.
+        rolled_back_steps: number of steps that a later round rolled back.
+        rolled_back_samples: number of samples in these steps.
+        torn_lines: number of lines cut short by the loss of their writer.
     """
 
     dataset_size: int = 0
@@ -78,22 +76,22 @@ class SampleAudit:
 
     @property
     def exactly_once(self) -> bool:
-        """Whether no sample was missed or repeated; the last epoch may have been stopped early."""
+        """Whether no sample was missed or repeated; the last epoch may be incomplete."""
         return self.missing == 0 and self.repeated == 0
 
     @property
     def complete(self) -> bool:
-        """Whether the last epoch was seen to its end as well."""
+        """Whether the last epoch is complete as well."""
         return self.seen > 0 and self.exactly_once and self.unfinished == 0
 
 
 def restored_steps(events: Iterable[Event]) -> dict[int, int]:
-    """Return for each round that began to train the number of steps after which it did."""
+    """Return for each round that trained the number of completed steps before it."""
     return {event.round: event.step for event in events if isinstance(event, Restored)}
 
 
 def surviving_steps(restored: Mapping[int, int], rounds: Iterable[int]) -> dict[int, float]:
-    """Return for each round the last step that no later round undid (infinity for the last one)."""
+    """Return for each round the last step that no later round rolled back (infinity for the last round)."""
     return {
         number: min((step for later, step in restored.items() if later > number), default=math.inf)
         for number in set(rounds)
@@ -110,13 +108,10 @@ def audit_samples(
     """Check that each sample of each epoch was seen exactly once.
 
     Args:
-        lines: of all workers of all rounds.
-        restored: see :func:`restored_steps`.
-        dataset_size: samples of one epoch; ``None`` takes what the lines say, else the largest index, plus one.
-        torn_lines: passed through.
-
-    Returns:
-        The counts; all zero when there are no lines.
+        lines: lines of all workers and rounds.
+        restored: completed steps before each round, see :func:`restored_steps`.
+        dataset_size: number of samples per epoch; ``None`` uses the lines' ``of``, otherwise the largest index plus one.
+        torn_lines: number of torn lines to report.
     """
     everything = list(lines)
     completed = {(line.round, line.step) for line in everything if line.done}
@@ -151,7 +146,7 @@ def audit_samples(
 
 
 class _Sizes(dict[tuple[str, int], int]):
-    """By loader and epoch; an epoch of which nothing is known is as long as the loader's longest."""
+    """Number of samples by loader and epoch; an unknown epoch is as long as the loader's longest."""
 
     def __init__(self, known: Mapping[tuple[str, int], int], longest: Mapping[str, int]) -> None:
         super().__init__(known)
@@ -162,15 +157,15 @@ class _Sizes(dict[tuple[str, int], int]):
 
 
 def _sizes(everything: Iterable[SampleLine], lines: list[SampleLine], dataset_size: int | None) -> _Sizes:
-    """Return the samples of each epoch: as given, as the last line of the epoch says, or by the largest index."""
+    """Return the number of samples of each epoch: as given, from the epoch's last line, or from the largest index."""
     if dataset_size is not None:
         return _Sizes({}, {line.loader: dataset_size for line in lines})
-    said: dict[tuple[str, int], tuple[int, int, int]] = {}
+    recorded: dict[tuple[str, int], tuple[int, int, int]] = {}
     for line in everything:
         if line.of is not None:
             key, latest = (line.loader, line.epoch), (line.round, line.step, line.of)
-            said[key] = max(latest, said.get(key, latest))
-    known = {key: size for key, (_, _, size) in said.items()}
+            recorded[key] = max(latest, recorded.get(key, latest))
+    known = {key: size for key, (_, _, size) in recorded.items()}
     longest: dict[str, int] = {}
     for line in lines:
         if not any(loader == line.loader for loader, _ in known):

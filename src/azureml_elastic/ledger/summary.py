@@ -1,4 +1,4 @@
-"""The summary of a run, as it is written to ``report.json`` and as the pictures are drawn from."""
+"""The report of a run: the content of ``report.json`` and the source of all pictures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Record(BaseModel):
 
 
 class NodeSummary(_Record):
-    """One node's end. ``leftovers`` counts the processes that outlived its agent and had to be ended."""
+    """End of one node; ``leftovers`` is the number of processes that outlived its agent and were killed."""
 
     name: str
     exit_code: int | None = None
@@ -46,7 +46,7 @@ class NodeSummary(_Record):
 
 
 class FaultRecord(_Record):
-    """A fault that was injected, the nodes that it hit or added (none: its target had gone before) and when."""
+    """An injected fault with its affected or added nodes (none if its target had already ended) and its time."""
 
     fault: str
     nodes: tuple[str, ...]
@@ -55,7 +55,7 @@ class FaultRecord(_Record):
 
 
 class Paths(_Record):
-    """Where the run's files are."""
+    """Paths of a run's files."""
 
     run_dir: Path
     events: Path
@@ -66,7 +66,7 @@ class Paths(_Record):
 
     @classmethod
     def of(cls, run_dir: Path) -> Paths:
-        """Return the layout of a run's folder."""
+        """Return the paths below a run folder."""
         return cls(
             run_dir=run_dir,
             events=run_dir / "events",
@@ -78,15 +78,15 @@ class Paths(_Record):
 
 
 class Report(_Record):
-    """What became of a run.
+    """Report of a run.
 
     Args:
-        outcome: ``unfinished`` where nobody saw the end.
-        exit_code: 0 when the run ended well.
-        message: why it did not.
-        world_sizes: of the successive rounds that trained, equal neighbours merged.
-        audit: the proof of "exactly once", ``None`` where no samples were written down.
-        skipped_events: lines of the event files that could not be read.
+        outcome: outcome of the run; ``unfinished`` if no end was recorded.
+        exit_code: exit code, 0 for success.
+        message: reason of a failure.
+        world_sizes: world sizes of successive rounds that trained, equal neighbours merged.
+        audit: result of the sample audit, ``None`` without recorded samples.
+        skipped_events: number of unreadable lines in the event files.
     """
 
     version: Literal[1] = 1
@@ -105,7 +105,7 @@ class Report(_Record):
 
     @property
     def last_step(self) -> int:
-        """The last step that was reported."""
+        """Last reported step."""
         return max((round_.last_step or 0 for round_ in self.rounds), default=0)
 
     def write(self) -> Path:
@@ -115,7 +115,7 @@ class Report(_Record):
 
 
 def audit_folder(paths: Paths, events: Sequence[Event]) -> SampleAudit | None:
-    """Check the run's audit files; ``None`` where there are none."""
+    """Audit the run's recorded samples; return ``None`` if there are none."""
     lines, torn = read_samples(paths.samples)
     return audit_samples(lines, restored_steps(events), torn_lines=torn) if lines else None
 
@@ -134,20 +134,20 @@ def summarise(
     losses: Sequence[tuple[str, float]] = (),
     skipped_events: int = 0,
 ) -> Report:
-    """Make the report of a run from its events and from what its starter knows.
+    """Return the report of a run from its events and from what its launcher has observed.
 
     Args:
-        events: of all nodes.
-        paths: the run's files.
-        outcome: see :class:`Report`.
-        exit_code: see :class:`Report`.
-        message: see :class:`Report`.
-        run_id: names the run in the table.
-        nodes: in the order of their starts.
-        faults: in the order of their injection.
-        audit: see :class:`Report`.
-        losses: see :func:`~azureml_elastic.ledger.timeline.recoveries`.
-        skipped_events: see :class:`Report`.
+        events: events of all nodes.
+        paths: paths of the run's files.
+        outcome: outcome of the run.
+        exit_code: exit code of the run.
+        message: reason of a failure.
+        run_id: name of the run in the table.
+        nodes: ends of the nodes in the order of their starts.
+        faults: injected faults in order.
+        audit: result of the sample audit.
+        losses: observed losses, see :func:`~azureml_elastic.ledger.timeline.recoveries`.
+        skipped_events: number of unreadable lines in the event files.
     """
     rounds = timeline.rounds(events)
     return Report(
@@ -167,10 +167,10 @@ def summarise(
 
 
 def load_report(run_dir: Path) -> Report:
-    """Read a run's ``report.json``, or make one from its events where the launcher did not live to write it.
+    """Read a run's ``report.json``, or create the report from its events if the launcher was killed.
 
     Raises:
-        UsageError: the folder is no run's, or its report cannot be read.
+        UsageError: the folder is not a run folder, or its report cannot be read.
     """
     paths = Paths.of(run_dir)
     if paths.report.is_file():
@@ -179,14 +179,14 @@ def load_report(run_dir: Path) -> Report:
         except ValidationError as error:
             first = error.errors()[0]
             raise UsageError(
-                f"{paths.report} cannot be read ({first['msg']}). Delete it to have it made anew from the events."
+                f"{paths.report} cannot be read ({first['msg']}). Delete it to recreate it from the events."
             ) from error
     reader = EventReader(paths.events)
     events = reader.read()
     if not events:
         raise UsageError(
-            f"{run_dir} holds neither {REPORT_FILE} nor events of a run. Give the folder that "
-            "'azureml-elastic local' named at its end (--run-dir, or one below ./runs)."
+            f"{run_dir} contains neither {REPORT_FILE} nor events of a run. Give the folder that "
+            "'azureml-elastic local' printed at its end (--run-dir, or one below ./runs)."
         )
     ending = timeline.outcome(events)
     return summarise(
@@ -202,7 +202,7 @@ def load_report(run_dir: Path) -> Report:
 
 
 def _nodes(events: Sequence[Event]) -> list[NodeSummary]:
-    """Return what the nodes themselves said about their ends."""
+    """Return the ends of the nodes according to their events."""
     names = list(dict.fromkeys(event.node for event in events if isinstance(event, NodeStarted)))
     left = {event.node: event for event in events if isinstance(event, NodeLeft)}
     return [

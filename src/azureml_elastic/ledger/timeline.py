@@ -1,6 +1,6 @@
-"""From events to a timeline: rounds, world sizes, recoveries and the outcome. Pure functions.
+"""Timeline of a run from its events: rounds, world sizes, recoveries and the outcome. Pure functions.
 
-The order of the rounds is the order of their numbers. Durations are differences of two times that *one* node wrote.
+Rounds are ordered by number. Durations are differences of two times that *one* node wrote.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = ["Outcome", "RecoverySpan", "RoundSpan", "outcome", "recoveries", "rou
 
 @dataclass(frozen=True)
 class RoundSpan:
-    """One round that was sealed.
+    """Time span of one sealed round.
 
     Args:
-        number: counts from 1; numbers of rounds that no node lived to report are missing.
-        members: its nodes in rank order.
-        world_size: its workers.
-        started: when a member entered it, by that member's clock.
-        ended: the last that the same member wrote in it.
-        reporter: that member.
-        restored_step: steps completed before it, ``None`` when its workers did not get that far.
-        first_step: the first step reported in it.
-        last_step: the last one.
+        number: number of the round, from 1; rounds that no node has reported are missing.
+        members: nodes in rank order.
+        world_size: number of workers.
+        started: time at which the reporting member entered the round, by that member's clock.
+        ended: time of the same member's last event in the round.
+        reporter: name of that member.
+        restored_step: number of completed steps before the round, ``None`` if its workers did not get that far.
+        first_step: first step reported in the round.
+        last_step: last step reported in the round.
         ran: whether workers were started.
-        reason: why it ended.
-        lost: nodes whose loss ended it.
+        reason: reason of the round's end.
+        lost: nodes whose loss ended the round.
     """
 
     number: int
@@ -61,17 +61,17 @@ class RoundSpan:
 
 @dataclass(frozen=True)
 class RecoverySpan:
-    """How long training stood still because of a loss.
+    """Pause of training because of a loss.
 
     Args:
-        round: that the loss ended.
-        resumed: the round in which training went on.
-        step: the first step reported there.
-        seconds: from ``since`` to that step.
-        since: what the time was measured from: the loss itself (when the caller knows it), the moment at which a
-            survivor noticed, or the last step that a survivor reported.
-        lost: the nodes that were lost; none when a worker failed or hung.
-        reason: what the survivors noticed.
+        round: number of the round that the loss ended.
+        resumed: number of the round in which training continued.
+        step: first step reported in that round.
+        seconds: time between ``since`` and that step.
+        since: start of the measurement: the loss itself (if the caller knows it), its detection by a survivor, or the
+            last step that a survivor reported.
+        lost: lost nodes; empty if a worker failed or hung.
+        reason: reason of the round's end.
     """
 
     round: int
@@ -85,7 +85,7 @@ class RecoverySpan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended, as far as its nodes could tell."""
+    """Outcome of the run according to its nodes."""
 
     state: Literal["succeeded", "failed", "unfinished"]
     message: str = ""
@@ -104,7 +104,7 @@ def rounds(events: Iterable[Event]) -> list[RoundSpan]:
 
 
 def world_sizes(rounds_: Iterable[RoundSpan]) -> list[int]:
-    """Return the sizes of successive rounds that trained or started workers, equal neighbours merged."""
+    """Return the world sizes of successive rounds that trained or started workers, equal neighbours merged."""
     sizes: list[int] = []
     for round_ in rounds_:
         trained = round_.ran or round_.last_step is not None
@@ -117,8 +117,8 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
     """Return the recoveries in the order of the rounds that they ended.
 
     Args:
-        events: of all nodes.
-        losses: which nodes were lost and when. Only for a caller whose clock all the nodes have written by.
+        events: events of all nodes.
+        losses: lost nodes with the times of their losses; only for a caller that shares the nodes' clock.
     """
     losses = list(losses)
     all_rounds = rounds(events)
@@ -148,7 +148,7 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
 
 
 def outcome(events: Iterable[Event]) -> Outcome:
-    """Return how the run ended."""
+    """Return the outcome of the run."""
     endings = [event for event in events if isinstance(event, RunEnded)]
     if not endings:
         return Outcome("unfinished")
@@ -160,10 +160,10 @@ def _round(number: int, events: list[Event]) -> RoundSpan:
     """Describe one round; at least one of its events is a ``RoundEntered``."""
     entries = {event.node: event for event in events if isinstance(event, RoundEntered)}
     entry = min(entries.values(), key=lambda event: event.rank)
-    # Who saw the round's end is asked for its times, so that both come from one clock.
+    # Both times are those of a node that recorded the round's end, so that they come from one clock.
     closing = [event for event in events if isinstance(event, RoundReopened | RunEnded | NodeLeft)]
-    witnesses = [event.node for kind in (RoundReopened, RunEnded, NodeLeft) for event in closing if type(event) is kind]
-    reporter = next((node for node in witnesses if node in entries), entry.node)
+    reporters = [event.node for kind in (RoundReopened, RunEnded, NodeLeft) for event in closing if type(event) is kind]
+    reporter = next((node for node in reporters if node in entries), entry.node)
     steps = [event.step for event in events if isinstance(event, Progress)]
     restored = [event.step for event in events if isinstance(event, Restored)]
     reopened = next((event for event in closing if isinstance(event, RoundReopened)), None)
@@ -190,7 +190,7 @@ def _round(number: int, events: list[Event]) -> RoundSpan:
 
 
 def _end(events: list[Event], reporter: str, started: float) -> float:
-    """Return when the reporter saw the round end, else the last that it wrote in it."""
+    """Return the time of the reporter's event for the round's end, otherwise of its last event in the round."""
     own = [event for event in events if event.node == reporter]
     closing = [event.time for event in own if isinstance(event, RoundReopened | RunEnded)]
     return max(started, closing[0] if closing else max(event.time for event in own))
@@ -199,13 +199,13 @@ def _end(events: list[Event], reporter: str, started: float) -> float:
 def _pause(
     events: Sequence[Event], before: RoundSpan, after: RoundSpan, lost_at: Sequence[float]
 ) -> tuple[float, Literal["loss", "notice", "last step"]] | None:
-    """Measure from the loss to the first step afterwards, as exactly as the events allow."""
+    """Return the time from the loss to the first step afterwards, as exactly as the events allow."""
     resumed = _times(events, after.number, Progress)
     back = min(times[0] for times in resumed.values())
     within = [time for time in lost_at if before.started <= time <= back]
     if within:
         return back - min(within), "loss"
-    # A hang is noticed long after training has stopped: what counts is the last step.
+    # A hang is detected long after training has stopped, so the last step counts.
     hung = _times(events, before.number, HangDetected)
     noticed = {} if hung else _times(events, before.number, WorkerFailed, RoundReopened)
     pauses = [resumed[node][0] - noticed[node][0] for node in resumed if node in noticed]
@@ -219,7 +219,7 @@ def _pause(
 
 
 def _times(events: Iterable[Event], number: int, *kinds: type[Event]) -> dict[str, list[float]]:
-    """Return for each node the times, in order, at which it wrote such an event in the round."""
+    """Return for each node the ordered times of its events of these kinds in the round."""
     times: dict[str, list[float]] = {}
     for event in events:
         if event.round == number and isinstance(event, kinds):

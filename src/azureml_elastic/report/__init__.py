@@ -1,1 +1,1 @@
-"""The summary of a run for people: in the terminal and as an HTML page."""
+"""Reports of runs: in the terminal and as an HTML page."""

@@ -1,4 +1,4 @@
-"""The timeline of a run as one HTML file that needs nothing else."""
+"""The timeline of a run as a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def write_html(report: Report, path: Path) -> None:
     """Write the page.
 
     Args:
-        report: of the run.
-        path: of the file; one that is there is overwritten.
+        report: report of the run.
+        path: path of the file, which is overwritten.
 
     Raises:
         MissingExtra: plotly is not installed.
@@ -33,7 +33,7 @@ def write_html(report: Report, path: Path) -> None:
 
 
 def figure(report: Report) -> Any:
-    """Return the picture: world size over time, below it the nodes' lives and what was done to them.
+    """Return the chart: world size over time, and below it the nodes with their faults.
 
     Raises:
         MissingExtra: plotly is not installed.
@@ -85,7 +85,7 @@ def _title(report: Report) -> str:
 
 
 def _steps(rounds: list[RoundSpan], start: float) -> tuple[list[float], list[int]]:
-    """Return the corners of the world size over time: 0 between two rounds."""
+    """Return times and values of the world size as a step function, 0 between two rounds."""
     times: list[float] = []
     sizes: list[int] = []
     for round_ in rounds:
@@ -116,7 +116,7 @@ def _add_lives(graph_objects: Any, picture: Any, rounds: list[RoundSpan], start:
 
 
 def _add_losses(graph_objects: Any, picture: Any, report: Report, start: float) -> None:
-    """Mark the injected faults; where none are known, the losses that ended a round."""
+    """Mark the injected faults, or without these the losses that ended a round."""
     marks = [(fault.time, node, fault.fault) for fault in report.faults for node in fault.nodes]
     if not marks:
         marks = [(round_.ended, node, round_.reason) for round_ in report.rounds for node in round_.lost]

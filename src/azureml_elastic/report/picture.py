@@ -1,4 +1,4 @@
-"""A run's timeline as lines of text: the world size over time and the lives of the nodes."""
+"""The timeline of a run as lines of text: world size and nodes over time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Lifeline", "lifelines", "size_chart", "time_axis", "time_span"]
 
 @dataclass(frozen=True)
 class Lifeline:
-    """The rounds that a node was in, as one bar of text.
+    """The rounds of a node as one bar of text.
 
     Args:
-        node: its name.
-        bar: one character a moment: ``█`` in the round as rank 0, ``━`` with another rank, else a blank.
-        end: how it ended.
+        node: node name.
+        bar: one character per unit of time: ``█`` as rank 0, ``━`` with another rank, otherwise a blank.
+        end: end of the node, in words.
     """
 
     node: str
@@ -27,14 +27,14 @@ class Lifeline:
 
 
 def time_span(rounds: Sequence[RoundSpan]) -> tuple[float, float]:
-    """Return the first and the last moment of the rounds that trained."""
+    """Return the start and the end of the rounds that trained."""
     return min(round_.started for round_ in rounds), max(round_.ended for round_ in rounds)
 
 
 def size_chart(rounds: Sequence[RoundSpan], width: int) -> list[str]:
-    """Return one line for each world size, the largest first; a column is filled up to the size at its moment."""
+    """Return one line per world size, the largest first; each column is filled up to the size at its time."""
     sizes = [0 if round_ is None else round_.world_size for round_ in _columns(rounds, width)]
-    # A level that no round had says nothing: with 8 workers a node there are only 8, 16, 24, ...
+    # Only sizes that occurred: with 8 workers per node these are 8, 16, 24, ...
     levels = sorted({round_.world_size for round_ in rounds}, reverse=True)
     return [f"{level:4d} │" + "".join("█" if size >= level else " " for size in sizes) for level in levels]
 
@@ -47,7 +47,7 @@ def time_axis(rounds: Sequence[RoundSpan], width: int) -> list[str]:
 
 
 def lifelines(report: Report, width: int) -> list[Lifeline]:
-    """Return the lives of the nodes in the order of their starts."""
+    """Return one line per node in the order of their starts."""
     rounds = [round_ for round_ in report.rounds if round_.ran]
     columns = _columns(rounds, width) if rounds else []
     names = [node.name for node in report.nodes] or list(dict.fromkeys(name for r in rounds for name in r.members))
@@ -70,7 +70,7 @@ def _end(ending: str, exit_code: int | None) -> str:
 
 
 def _columns(rounds: Sequence[RoundSpan], width: int) -> list[RoundSpan | None]:
-    """Return for each of ``width`` moments the round that was on, the newest where two overlap."""
+    """Return the round in each of ``width`` units of time, the newer one where two overlap."""
     start, end = time_span(rounds)
     length = max(end - start, 1e-9) / width
     columns: list[RoundSpan | None] = [None] * width

@@ -18,7 +18,7 @@ _STYLES = {"succeeded": "bold green", "failed": "bold red", "interrupted": "bold
 
 
 def summary(report: Report) -> RenderableType:
-    """Return everything that the report says."""
+    """Return the whole report."""
     parts: list[RenderableType] = []
     if any(round_.ran for round_ in report.rounds):
         parts += [timeline_picture(report), _rounds_table(report)]
@@ -31,7 +31,7 @@ def summary(report: Report) -> RenderableType:
 
 
 def timeline_picture(report: Report, width: int = _WIDTH) -> RenderableType:
-    """Return the world size over time and the lives of the nodes, as a picture."""
+    """Return a chart of the world size and of the nodes over time."""
     rounds = [round_ for round_ in report.rounds if round_.ran]
     lines = [Text("world size", style="bold")]
     lines += [Text(line, style="cyan") for line in size_chart(rounds, width)]
@@ -46,7 +46,7 @@ def timeline_picture(report: Report, width: int = _WIDTH) -> RenderableType:
 
 
 def audit_text(audit: SampleAudit) -> Text:
-    """Return the proof in a sentence or two."""
+    """Return the result of the audit in one or two sentences."""
     text = Text()
     if audit.exactly_once:
         text.append("exactly once: ", style="bold green")
@@ -111,7 +111,7 @@ def _outcome(report: Report) -> Text:
         text.append(f": {report.message}")
     left = sum(node.leftovers for node in report.nodes)
     if left:
-        text.append(f"\n{left} processes outlived the agent that had started them and were ended", style="yellow")
+        text.append(f"\n{left} processes outlived their agent and were killed", style="yellow")
     if report.skipped_events:
         text.append(f"\n{report.skipped_events} lines of the event files could not be read", style="yellow")
     text.append(f"\nfiles: {report.paths.run_dir}", style="dim")

@@ -20,7 +20,7 @@ from azureml_elastic.local.processes import MARKER
 from azureml_elastic.local.view import LiveView, PlainView
 from tests.support.paths import SUPPORT
 
-STAND_IN = str(SUPPORT / "stand_in_node.py")
+FAKE_NODE = str(SUPPORT / "fake_node.py")
 
 
 def cluster(tmp_path, chaos="", nodes=(1, 3), **options):
@@ -28,7 +28,7 @@ def cluster(tmp_path, chaos="", nodes=(1, 3), **options):
         nodes,
         chaos=parse_schedule(chaos),
         run_dir=tmp_path / "run",
-        node_command=(sys.executable, STAND_IN),
+        node_command=(sys.executable, FAKE_NODE),
         **{"timeout_s": 30.0, **options},
     )
 
@@ -181,7 +181,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     )
     run_dir = tmp_path / "run"
     deadline = time.monotonic() + 20
-    with subprocess.Popen([sys.executable, "-c", script, str(run_dir), STAND_IN]) as launcher:
+    with subprocess.Popen([sys.executable, "-c", script, str(run_dir), FAKE_NODE]) as launcher:
         while len(survivors(run_dir)) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         found = len(survivors(run_dir))

@@ -18,7 +18,7 @@ OF_CALLS = [kind for kind in TROUBLES if kind not in ("outage", "any")]
 
 
 class Service:
-    """A stand-in for a table: remembers its calls, answers with a document."""
+    """A fake of a table: remembers its calls, answers with a document."""
 
     def __init__(self):
         service = self

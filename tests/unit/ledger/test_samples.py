@@ -103,7 +103,7 @@ def test_a_zombie_of_an_older_round_does_not_count():
     assert audit_samples(lines, {1: 0, 2: 1}).complete
 
 
-def test_an_early_stop_is_told_from_a_loss():
+def test_an_early_stop_is_distinguished_from_a_loss():
     lines = [SampleLine(1, 1, 0, (0, 1, 2)), SampleLine(1, 2, 1, (2,))]
     audit = audit_samples(lines, {1: 0}, torn_lines=3)
     assert audit.exactly_once

@@ -1,4 +1,4 @@
-"""The report of a run, written and read back, or made anew from the events."""
+"""The report of a run, written and read back, or recreated from the events."""
 
 import json
 

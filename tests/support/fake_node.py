@@ -32,7 +32,7 @@ class Node:
         (self.folder / "alive").mkdir(exist_ok=True)
         self.round = self.step = 0
         self.leaving = False
-        self.patience = time.monotonic() + 60
+        self.deadline = time.monotonic() + 60
         self.worker = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "leaving", True))
 
@@ -93,7 +93,7 @@ class Node:
         members = [name for name in state["members"] if name in living]
         members += sorted(set(living) - set(members))
         limits = self.plan.resources
-        settled = state["round"] or len(members) >= limits.max_instance_count or time.monotonic() > self.patience
+        settled = state["round"] or len(members) >= limits.max_instance_count or time.monotonic() > self.deadline
         if members != state["members"] and len(members) >= limits.min_instance_count and settled:
             if state["round"]:
                 lost = tuple(set(state["members"]) - set(members))
