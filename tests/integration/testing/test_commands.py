@@ -160,5 +160,5 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             watching.wait()
     watched = Path("watched.txt").read_text()
     assert f"submitted {submitted.name}-spot-1: a node was lost" in watched
-    assert f"submitted {name}: nodes of spot do not come" in watched
+    assert f"submitted {name}: nodes of spot do not start" in watched
     assert "The run was cancelled." in watched

@@ -1,4 +1,4 @@
-"""Replacement of lost nodes, fallback to another pool, and release of nodes that are no longer needed."""
+"""Runs that replace lost nodes, fall back to another pool, and cancel surplus nodes."""
 
 import math
 import shutil

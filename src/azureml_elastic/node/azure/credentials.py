@@ -27,7 +27,7 @@ try:
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 
-__all__ = ["STORAGE_SCOPE", "NodeTokenCredential", "TableCredential", "choose_credential"]
+__all__ = ["STORAGE_SCOPE", "NodeTokenCredential", "TableCredential", "choose_credential", "developer_credential"]
 
 STORAGE_SCOPE = "https://storage.azure.com/.default"
 """Token scope of Azure Tables."""
@@ -172,7 +172,7 @@ def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -
         case "connection_string":
             return _connection_string(variable, environ)
         case "developer":
-            return _developer()
+            return developer_credential()
         case "auto":
             return _first(rendezvous, environ)
 
@@ -185,7 +185,7 @@ def _first(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCred
         candidates.append(lambda: _on_behalf_of(environ))
     if environ.get(rendezvous.connection_string_variable):
         candidates.append(lambda: _connection_string(rendezvous.connection_string_variable, environ))
-    candidates.append(_developer)
+    candidates.append(developer_credential)
     refusals: list[str] = []
     for candidate in candidates:
         credential = candidate()
@@ -239,7 +239,12 @@ def _connection_string(variable: str, environ: Mapping[str, str]) -> TableCreden
     return TableCredential(f"connection string in {variable}", connection_string=text)
 
 
-def _developer() -> TableCredential:
+def developer_credential() -> TableCredential:
+    """Return the credential of the developer's own login.
+
+    Raises:
+        MissingExtra: azure-identity is not installed.
+    """
     try:
         from azure.identity import DefaultAzureCredential
     except ImportError as error:

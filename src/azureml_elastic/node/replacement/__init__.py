@@ -1,1 +1,1 @@
-"""Lost nodes are replaced, and nodes that nobody needs any more are not waited for."""
+"""Replacement of lost nodes, and cancellation of surplus node jobs."""

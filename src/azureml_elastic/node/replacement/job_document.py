@@ -1,8 +1,8 @@
-"""The document of a job that brings a run another node, made from the document of the run's first job.
+"""Documents of jobs that bring a run another node, derived from the document of the run's first job.
 
-A run is a pipeline whose steps are its nodes. What brings another node is a pipeline of one step with the same inputs,
-component and settings; two variables tell it which run it belongs to. A run that is a single job is submitted again as
-it is, with the same two variables.
+A run is a pipeline whose steps are its nodes. A replacement job is a pipeline of one step with the same inputs,
+component and settings; two environment variables name its run. A run that is a single job is submitted again with the
+same two variables.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from azureml_elastic.errors import PlanError
 __all__ = ["SINGLE", "NodeSlot", "first_of", "plan_of", "replacement_job", "run_of", "slot_of", "timeout_of"]
 
 SINGLE = "job"
-"""The stem of a run that is a single job."""
+"""Stem of the node names of a run that is a single job."""
 
 _COPIED = ("jobType", "experimentName", "description", "tags", "computeId", "settings", "inputs", "outputs")
 _COPIED_OF_ONE = (
     *("command", "codeId", "environmentId", "componentId", "distribution", "limits", "identity", "queueSettings"),
     *("resources", "services"),
 )
-_OF_AZURE = frozenset({"Studio", "Tracking"})
+_BUILT_IN = frozenset({"Studio", "Tracking"})
 _TENSOR_BOARD = frozenset({"tensorboard", "tensor_board"})
 _RUN = "azureml_elastic.run"
-"""The property that names the first job in those that bring nodes."""
+"""Property of replacement jobs with the name of the first job."""
 
 
 @dataclass(frozen=True)
 class NodeSlot:
-    """Which node a job is.
+    """Slot of a node in the run.
 
     Args:
-        pool: index of its pool.
-        number: of the job within the pool.
+        pool: index of the pool.
+        number: number of the job within the pool.
     """
 
     pool: int
@@ -52,13 +52,10 @@ class NodeSlot:
 
 
 def plan_of(document: Mapping[str, Any]) -> Plan:
-    """Return the plan of a submitted job.
-
-    Args:
-        document: the properties of a job of this library.
+    """Return the plan of a submitted job, given the properties of its document.
 
     Raises:
-        PlanError: it is no such job, or of another release.
+        PlanError: the job is not an elastic job, or is one of another release.
     """
     texts = [found for step in _steps(document).values() if (found := _variables(step).get(variables.PLAN)) is not None]
     if not texts:
@@ -70,78 +67,61 @@ def plan_of(document: Mapping[str, Any]) -> Plan:
 
 
 def run_of(document: Mapping[str, Any]) -> str | None:
-    """Return the run that a submitted job says it belongs to, ``None`` where it begins one of its own.
-
-    Args:
-        document: the properties of a job of this library.
-    """
+    """Return the run id in a job's variables, ``None`` if the job starts a run of its own."""
     found = [name for step in _steps(document).values() if (name := _variables(step).get(variables.RUN_ID))]
     return found[0] if found else None
 
 
 def first_of(document: Mapping[str, Any]) -> str | None:
-    """Return the first job of the run that a job brought a node to, ``None`` for a job that is a first one.
-
-    Args:
-        document: the properties of a job of this library.
-    """
+    """Return the name of the run's first job if this is a replacement job, else ``None``."""
     found = [name for step in _steps(document).values() if (name := _variables(step).get(variables.FIRST_JOB))]
     return found[0] if found else None
 
 
 def timeout_of(document: Mapping[str, Any]) -> float:
-    """Return the seconds after which Azure ML cancels a node's job; infinite for none.
-
-    Args:
-        document: the properties of a job of this library.
-    """
+    """Return the seconds after which Azure ML cancels a node's job; infinite if there is no limit."""
     limits = [document.get("limits"), *(step.get("limits") for step in _steps(document).values())]
     texts = [limit["timeout"] for limit in limits if limit and limit.get("timeout")]
     return TypeAdapter(timedelta).validate_python(texts[0]).total_seconds() if texts else math.inf
 
 
 def slot_of(name: str, plan: Plan) -> NodeSlot | None:
-    """Return which node a step is by its name, ``None`` for a step that is not ours.
-
-    Args:
-        name: such as ``spot_3``.
-        plan: of the run.
-    """
+    """Return the slot of a step such as ``spot_3``, ``None`` for a step that is not a node."""
     stem, _, number = name.rpartition("_")
     stems = step_names(plan.pools)
     return NodeSlot(stems.index(stem), int(number)) if stem in stems and number.isdecimal() else None
 
 
 def replacement_job(
-    document: Mapping[str, Any], plan: Plan, place: NodeSlot, *, first: str, run_id: str, workspace: str
+    document: Mapping[str, Any], plan: Plan, slot: NodeSlot, *, first: str, run_id: str, workspace: str
 ) -> dict[str, Any]:
     """Return the properties of the job that brings a node.
 
     Args:
-        document: the properties of the run's first job, as the workspace returns them; left as they are.
-        plan: of the run.
-        place: of the new node.
+        document: properties of the run's first job, not modified.
+        plan: plan of the run.
+        slot: slot of the new node.
         first: name of the first job.
-        run_id: that the nodes of the run share.
-        workspace: id of the workspace, for the pools' computes.
+        run_id: run id shared by the nodes.
+        workspace: workspace id, for the compute targets of the pools.
 
     Raises:
         PlanError: no step of the job is a node.
     """
     own = {variables.RUN_ID: run_id, variables.FIRST_JOB: first}
-    labels = {**_texts(document.get("properties")), _RUN: first}
+    labels = {**_strings(document.get("properties")), _RUN: first}
     if document.get("jobType") != "Pipeline":
         kept = {name: copy.deepcopy(document[name]) for name in (*_COPIED, *_COPIED_OF_ONE) if document.get(name)}
         if "services" in kept:
             kept["services"] = {
-                name: service for name, service in kept["services"].items() if not _is_of_azure(service)
+                name: service for name, service in kept["services"].items() if not _is_built_in(service)
             }
-        given = _texts(document.get("environmentVariables"))
-        title = f"{document.get('displayName') or first} again {place.number}"
+        given = _strings(document.get("environmentVariables"))
+        title = f"{document.get('displayName') or first} again {slot.number}"
         return {**kept, "displayName": title, "properties": labels, "environmentVariables": {**given, **own}}
-    name = f"{step_names(plan.pools)[place.pool]}_{place.number}"
+    name = f"{step_names(plan.pools)[slot.pool]}_{slot.number}"
     kept = {name: copy.deepcopy(document[name]) for name in _COPIED if document.get(name)}
-    step = _step(document, plan, place.pool, workspace)
+    step = _step(document, plan, slot.pool, workspace)
     step["display_name"] = name
     step["environment_variables"] = {**_variables(step), **own}
     return {
@@ -153,12 +133,12 @@ def replacement_job(
 
 
 def _step(document: Mapping[str, Any], plan: Plan, pool: int, workspace: str) -> dict[str, Any]:
-    """Return a new step for a node of a pool: of the pool's own first nodes, or of another pool's on its compute."""
+    """Return a step for a node of a pool: a copy of one of the pool, else of another pool's moved to its compute."""
     ours = {name: slot_of(name, plan) for name in _steps(document)}
-    alike = [name for name, place in ours.items() if place is not None and place.pool == pool]
-    names = alike or [name for name, place in ours.items() if place is not None]
+    of_pool = [name for name, slot in ours.items() if slot is not None and slot.pool == pool]
+    names = of_pool or [name for name, slot in ours.items() if slot is not None]
     if not names:
-        raise PlanError("No step of the job is a node of azureml-elastic, so that no further one can be made from it.")
+        raise PlanError("No step of the job is a node of azureml-elastic, so no replacement can be derived from it.")
     step: dict[str, Any] = copy.deepcopy(dict(_steps(document)[names[-1]]))
     step["services"] = {
         name: service
@@ -167,15 +147,15 @@ def _step(document: Mapping[str, Any], plan: Plan, pool: int, workspace: str) ->
     }
     if not step["services"]:
         del step["services"]
-    if not alike:
+    if not of_pool:
         _move(step, plan.pools[pool], workspace)
     return step
 
 
 def _move(step: dict[str, Any], pool: NodePool, workspace: str) -> None:
-    """Put a step onto the compute of another pool."""
-    of_serverless = pool.compute == SERVERLESS
-    step["computeId"] = SERVERLESS if of_serverless else f"{workspace}/computes/{pool.compute}"
+    """Move a step to the compute of another pool."""
+    serverless = pool.compute == SERVERLESS
+    step["computeId"] = SERVERLESS if serverless else f"{workspace}/computes/{pool.compute}"
     step["resources"] = {
         **{name: value for name, value in (step.get("resources") or {}).items() if name != "instance_type"},
         **({"instance_type": pool.instance_type} if pool.instance_type else {}),
@@ -194,15 +174,15 @@ def _steps(document: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _variables(step: Mapping[str, Any]) -> dict[str, str]:
-    return _texts(step.get("environment_variables") or step.get("environmentVariables"))
+    return _strings(step.get("environment_variables") or step.get("environmentVariables"))
 
 
-def _texts(values: Any) -> dict[str, str]:
-    """Return texts by name; Azure ML has values of other kinds as well."""
+def _strings(values: Any) -> dict[str, str]:
+    """Return the values as strings; Azure ML also has values of other types."""
     return {
         str(name): value if isinstance(value, str) else json.dumps(value) for name, value in dict(values or {}).items()
     }
 
 
-def _is_of_azure(service: Mapping[str, Any]) -> bool:
-    return str(service.get("jobServiceType")) in _OF_AZURE
+def _is_built_in(service: Mapping[str, Any]) -> bool:
+    return str(service.get("jobServiceType")) in _BUILT_IN

@@ -1,4 +1,4 @@
-"""What there is of a run: its jobs in Azure ML, those that were claimed, and those that were asked to end."""
+"""Observation of a run: its jobs in Azure ML, claims, refused jobs and cancellations."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from azureml_elastic.node.replacement.jobs import RunRecord, WorkspaceJobs
 from azureml_elastic.node.replacement.policy import JobState, NodeJob
 from azureml_elastic.node.table import Table
 
-__all__ = ["CLAIM_PREFIX", "REFUSED_PREFIX", "STOP_PREFIX", "Observation", "RunObserver", "Shape"]
+__all__ = ["CLAIM_PREFIX", "REFUSED_PREFIX", "STOP_PREFIX", "Observation", "RunObserver", "RunShape"]
 
 CLAIM_PREFIX = "job."
-"""Of the rows that say who submits a job; its name follows."""
+"""Key prefix of the rows that claim the submission of a job; the job name follows."""
 
 REFUSED_PREFIX = "refused."
-"""Of the rows of jobs that Azure ML does not take."""
+"""Key prefix of the rows of jobs that Azure ML refused."""
 
 STOP_PREFIX = "stop."
-"""Of the rows of jobs that supervision has asked to end."""
+"""Key prefix of the rows of jobs that were cancelled as surplus."""
 
 _COMPLETED = "Completed"
 _WAITING = frozenset({"NotStarted", "Queued", "Provisioning", "Paused"})
 _COMING = frozenset({"Preparing", "Starting"})
-"""It has a machine, and is waited for no longer."""
+"""The node has a machine and no longer counts as waiting for one."""
 _ENDED = frozenset({_COMPLETED, "Failed", "NotResponding"})
 _CANCELLED = frozenset({"CancelRequested", "Canceled"})
 _FINAL = frozenset({_COMPLETED, "Failed", "Canceled"})
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a run looks like in Azure ML.
+class RunShape:
+    """Static description of a run in Azure ML.
 
     Args:
-        plan: of the run.
-        document: the properties of its first job.
-        pools: in the order of preference; one of no name where the job has none.
-        stems: how the names of their nodes begin.
-        most: nodes that may train at once. A single job, however many nodes it has, counts as one.
-        timeout_s: after which Azure ML itself ends a node's job.
+        plan: plan of the run.
+        document: properties of the first job.
+        pools: pools in the order of preference; one unnamed pool if the job has none.
+        stems: stems of the node names by pool.
+        most: maximum number of concurrent nodes; 1 for a single job, whatever its node count.
+        timeout_s: seconds after which Azure ML cancels a node's job.
     """
 
     plan: Plan
@@ -57,11 +57,11 @@ class Shape:
     timeout_s: float
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Shape:
-        """Read the document of a first job.
+    def of(cls, document: Mapping[str, Any]) -> RunShape:
+        """Create from the document of a first job.
 
         Raises:
-            PlanError: it is no elastic job.
+            PlanError: the job is not an elastic job.
         """
         plan = plan_of(document)
         timeout_s = timeout_of(document)
@@ -74,17 +74,17 @@ class Shape:
 
     @property
     def is_single(self) -> bool:
-        """Whether the run is one job, not a pipeline of its nodes."""
+        """Whether the run is a single job instead of a pipeline of nodes."""
         return self.document.get("jobType") != "Pipeline"
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One look at the jobs.
+    """State of the jobs at one time.
 
     Args:
-        jobs: all that were submitted or claimed for the run.
-        cancelled: whether the run's owner has cancelled it.
+        jobs: all submitted or claimed jobs of the run.
+        cancelled: whether the owner has cancelled the run.
         completed: whether a node's job has exited with 0.
     """
 
@@ -94,11 +94,11 @@ class Observation:
 
 
 class RunObserver:
-    """Looks at the jobs of one run.
+    """Reader of the jobs of one run.
 
     Args:
-        jobs: of the workspace.
-        table: opened for the run.
+        jobs: client of the workspace.
+        table: table of the run.
         first: name of the job with which the run was submitted.
     """
 
@@ -106,16 +106,16 @@ class RunObserver:
         self._workspace = jobs
         self._table = table
         self._first = first
-        self._shape: Shape | None = None
+        self._shape: RunShape | None = None
         self._final: dict[str, RunRecord] = {}
         self._requeued: dict[str, datetime] = {}
 
     @property
-    def shape(self) -> Shape:
-        """What the run looks like; asked for once.
+    def shape(self) -> RunShape:
+        """Static description of the run, read once.
 
         Raises:
-            PlanError: the first job is not there, or is no elastic one.
+            PlanError: the first job does not exist or is not an elastic job.
             WorkspaceForbidden: the identity may not read jobs.
             WorkspaceUnavailable: the workspace does not answer.
         """
@@ -125,17 +125,16 @@ class RunObserver:
                 raise PlanError(
                     f"The workspace has no job {self._first!r}. Give the name of the job that was submitted."
                 )
-            self._shape = Shape.of(document)
+            self._shape = RunShape.of(document)
         return self._shape
 
-    def look(self) -> Observation:
-        """Return the jobs as they are now.
+    def observe(self) -> Observation:
+        """Return the current state of the jobs.
 
-        What was asked to end is read last: a job that another supervisor ends meanwhile must not look as if the run's
-        owner had cancelled it.
+        Cancellations are read last: a job that another process cancels meanwhile must not look cancelled by the owner.
 
         Raises:
-            PlanError: the first job is not there, or is no elastic one.
+            PlanError: the first job does not exist or is not an elastic job.
             WorkspaceForbidden: the identity may not read jobs.
             WorkspaceUnavailable: the workspace does not answer.
             TableError: the table does not answer.
@@ -146,13 +145,13 @@ class RunObserver:
         found = list(self._first_jobs(shape, own))
         for name, claim in claims.items():
             if claim.get("first") == self._first:
-                place = NodeSlot(shape.stems.index(str(claim["stem"])), int(claim["number"]))
-                found.append((place, self._later(name, single=shape.is_single), name))
+                slot = NodeSlot(shape.stems.index(str(claim["stem"])), int(claim["number"]))
+                found.append((slot, self._claimed_job(name, single=shape.is_single), name))
         refused, stopped = self._rows(REFUSED_PREFIX), frozenset(self._rows(STOP_PREFIX))
         firsts = len(found) - sum(claim.get("first") == self._first for claim in claims.values())
         jobs = tuple(
-            self._job(place, record, name, shape, first=index < firsts, refused=refused.get(name), stopped=stopped)
-            for index, (place, record, name) in enumerate(found)
+            self._job(slot, record, name, shape, first=index < firsts, refused=refused.get(name), stopped=stopped)
+            for index, (slot, record, name) in enumerate(found)
         )
         removed = sum(job.state == "cancelled" and not job.stopped for job in jobs)
         cancelled = own is not None and (own.status in _CANCELLED or CANCELLED_TAG in own.tags)
@@ -162,35 +161,35 @@ class RunObserver:
     def _rows(self, prefix: str) -> dict[str, Mapping[str, Any]]:
         return {row.key.removeprefix(prefix): row.value for row in self._table.query(prefix)}
 
-    def _first_jobs(self, shape: Shape, own: RunRecord | None) -> Iterator[tuple[NodeSlot, RunRecord | None, str]]:
-        """Yield place, record and name of the first nodes; without a name where Azure ML has not made the step."""
+    def _first_jobs(self, shape: RunShape, own: RunRecord | None) -> Iterator[tuple[NodeSlot, RunRecord | None, str]]:
+        """Yield slot, record and name of the first nodes; the name is empty if Azure ML has not created the step."""
         if shape.is_single:
             yield NodeSlot(0, 0), own, self._first
             return
         there = set()
         for record in self._workspace.children(self._first) or ():
-            place = slot_of(record.display_name, shape.plan)
-            if place is not None:
-                there.add(place)
-                yield place, record, record.name
+            slot = slot_of(record.display_name, shape.plan)
+            if slot is not None:
+                there.add(slot)
+                yield slot, record, record.name
         for name in shape.document.get("jobs") or {}:
-            place = slot_of(name, shape.plan)
-            if place is not None and place not in there:
-                # The steps of a pipeline come some time after it, or never where it has ended.
+            slot = slot_of(name, shape.plan)
+            if slot is not None and slot not in there:
+                # The steps of a pipeline appear some time after it, or never if it has ended.
                 missing = RunRecord("", name, "Failed")
                 if own is not None:
                     status = "Failed" if own.status in _FINAL else "NotStarted"
                     missing = replace(missing, status=status, created=own.created, ended=own.ended)
-                yield place, missing, ""
+                yield slot, missing, ""
 
-    def _later(self, name: str, *, single: bool) -> RunRecord | None:
-        """Return what became of a job that was claimed, ``None`` where it was never submitted."""
+    def _claimed_job(self, name: str, *, single: bool) -> RunRecord | None:
+        """Return the record of a claimed job, ``None`` if it was never submitted."""
         if name in self._final:
             return self._final[name]
         record = self._workspace.record(name)
         if record is not None and not single:
             steps = self._workspace.children(name) or ()
-            # The times are the step's: a pipeline begins when it is submitted.
+            # Times are those of the step: a pipeline starts when it is submitted.
             step = steps[0] if steps else replace(record, status="NotStarted", started=None)
             status = record.status if record.status in _CANCELLED or (not steps and record.status in _FINAL) else None
             record = replace(step, name=name, status=status or step.status)
@@ -200,23 +199,23 @@ class RunObserver:
 
     def _job(
         self,
-        place: NodeSlot,
+        slot: NodeSlot,
         record: RunRecord | None,
         name: str,
-        shape: Shape,
+        shape: RunShape,
         *,
         first: bool,
         refused: Mapping[str, Any] | None,
         stopped: frozenset[str],
     ) -> NodeJob:
         now = self._workspace.now
-        job = NodeJob(place.pool, place.number, name, "waiting", first=first, stopped=name in stopped)
+        job = NodeJob(slot.pool, slot.number, name, "waiting", first=first, stopped=name in stopped)
         if refused is not None:
             return replace(job, state="ended", ended_s=_seconds(datetime.fromisoformat(refused["at"]), now))
         if record is None:
             return replace(job, state="ended", ended_s=_seconds(None, now)) if first else replace(job, submitted=False)
         waiting = record.status in _WAITING
-        # A job that waits again after it has run was put back into the queue; since when, nobody says.
+        # A waiting job that has run before was requeued, at a time that Azure ML does not report.
         again = self._requeued.setdefault(name, now) if waiting and record.started is not None else None
         if not waiting:
             self._requeued.pop(name, None)
@@ -227,7 +226,7 @@ class RunObserver:
             ran_s=0.0 if record.started is None else _seconds(record.started, record.ended or again or now),
             ended_s=0.0 if record.ended is None else _seconds(record.ended, now),
         )
-        # Azure ML cancels what has reached its own limit; that is nobody's wish.
+        # Azure ML cancels jobs that reach their own time limit; the owner did not.
         return replace(job, state="ended") if job.state == "cancelled" and job.ran_s >= shape.timeout_s else job
 
 

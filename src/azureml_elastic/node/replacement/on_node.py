@@ -1,4 +1,7 @@
-"""A node that supervises its own run: the one of rank 0, and while there is no round, those that wait first in line."""
+"""Replacement of nodes by a node of the run itself.
+
+The node of rank 0 does it; while there is no round, the first nodes in line do.
+"""
 
 from __future__ import annotations
 
@@ -24,87 +27,90 @@ __all__ = ["ReplacementThread", "start_replacement_thread"]
 _LOG = logging.getLogger(__name__)
 
 _AFTER_REFUSAL_S = 600.0
-"""A role may be granted while the run is on."""
+"""Pause after the workspace denied access; a role may be granted while the run is on."""
 
 _LAST_LOOK_S = 20.0
-"""For a run that has ended, to cancel what nobody needs any more."""
+"""Time limit for cancelling surplus jobs after the end of the run."""
 
 
 class ReplacementThread:
-    """Looks after the run from a thread of its own, which nothing waits for.
+    """Thread that replaces lost nodes of the run.
 
     Args:
-        supervisors: of the same run, by identity, the most promising first; the first that is let in does it.
-        interval_s: between two looks.
+        replacers: replacers of the run by identity, in the order of preference; the first with access is used.
+        interval_s: seconds between two checks.
         leads: whether it is this node's turn.
     """
 
-    def __init__(self, supervisors: Mapping[str, NodeReplacer], interval_s: float, leads: Callable[[], bool]) -> None:
-        self._supervisors = dict(supervisors)
+    def __init__(self, replacers: Mapping[str, NodeReplacer], interval_s: float, leads: Callable[[], bool]) -> None:
+        self._replacers = dict(replacers)
         self._interval_s = interval_s
         self._leads = leads
         self._closing = threading.Event()
         self._turn = threading.Lock()
-        self._said: set[str] = set()
-        self._thread = threading.Thread(target=self._watch, name="supervision", daemon=True)
+        self._warned: set[str] = set()
+        self._thread = threading.Thread(target=self._watch, name="replacement", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._closing.set()
 
     def finish(self) -> None:
-        """Cancel what waits for a run that has just ended; called by the node that has closed it."""
+        """Cancel the waiting jobs of a run that has just ended; called by the node that closed it."""
         self.close()
-        last = threading.Thread(target=self._look, name="supervision's last look", daemon=True)
+        last = threading.Thread(target=self._check, name="last check for replacement", daemon=True)
         last.start()
         last.join(_LAST_LOOK_S)
 
     def _watch(self) -> None:
-        # Nodes often start together.
+        # Random, because nodes often start together.
         pause = random.uniform(0.5, 1.0) * self._interval_s
         while not self._closing.wait(pause):
             pause = self._interval_s
-            if self._leads() and not self._look():
+            if self._leads() and not self._check():
                 pause = max(_AFTER_REFUSAL_S, self._interval_s)
 
-    def _look(self) -> bool:
-        """Look once; return whether the workspace lets one of the identities in."""
+    def _check(self) -> bool:
+        """Check once; return whether the workspace grants access to one of the identities."""
         with self._turn:
-            for who, supervisor in list(self._supervisors.items()):
+            for name, replacer in list(self._replacers.items()):
                 try:
-                    for text in supervisor.act().done:
+                    for text in replacer.act().done:
                         _LOG.warning("Replacement of nodes: %s.", text)
                 except WorkspaceForbidden as error:
-                    self._say(f"The run is not supervised by {who}: {error}")
+                    self._warn_once(f"Lost nodes are not replaced by {name}: {error}")
                     continue
                 except UsageError as error:
-                    self._say(f"The run is not supervised: {error}")
+                    self._warn_once(f"Lost nodes are not replaced: {error}")
                     return False
                 except ElasticError as error:
                     _LOG.info("Replacement of nodes: the jobs could not be read; the next check follows: %s", error)
-                except Exception:  # noqa: BLE001 - supervision may fail, training may not
+                except Exception:  # noqa: BLE001 - training must go on
                     _LOG.exception("Replacement of nodes failed; the next check follows")
                 return True
         return False
 
-    def _say(self, text: str) -> None:
-        """Log something once."""
-        if text not in self._said:
-            self._said.add(text)
+    def _warn_once(self, text: str) -> None:
+        """Log a warning unless it was logged before."""
+        if text not in self._warned:
+            self._warned.add(text)
             _LOG.warning(text)
 
 
 def start_replacement_thread(
     identity: NodeIdentity, table: Table, leads: Callable[[], bool], environ: Mapping[str, str]
 ) -> ReplacementThread | None:
-    """Begin to supervise the run from this node; ``None`` where the plan does not want it, or outside Azure ML.
+    """Start the replacement thread of this node.
 
     Args:
-        identity: of the node, with the plan.
-        table: opened for the run.
+        identity: identity of the node, with the plan.
+        table: table of the run.
         leads: whether it is this node's turn.
-        environ: of the node.
+        environ: environment of the node.
+
+    Returns:
+        The thread; ``None`` if the plan disables it or the node is not on Azure ML.
     """
     plan = identity.plan
     policy = plan.replacement
@@ -118,17 +124,17 @@ def start_replacement_thread(
         workspace = workspace_id(environ)
         tokens = _tokens(identity, environ)
     except ElasticError as error:
-        _LOG.info("The run is not supervised from this node: %s", error)
+        _LOG.info("Lost nodes are not replaced by this node: %s", error)
         return None
-    supervisors = {
-        who: NodeReplacer(WorkspaceJobs(workspace, token, cloud_of(environ).arm_url), table, first, identity.run_id)
-        for who, token in tokens.items()
+    replacers = {
+        name: NodeReplacer(WorkspaceJobs(workspace, token, cloud_of(environ).arm_url), table, first, identity.run_id)
+        for name, token in tokens.items()
     }
-    return ReplacementThread(supervisors, policy.interval.total_seconds(), leads) if supervisors else None
+    return ReplacementThread(replacers, policy.interval.total_seconds(), leads) if replacers else None
 
 
 def _tokens(identity: NodeIdentity, environ: Mapping[str, str]) -> dict[str, TokenCredential]:
-    """Return who may do it: the user who submitted the job before the compute's own identity."""
+    """Return the available token credentials by name: the submitting user before the node's managed identity."""
     from azureml_elastic.node.azure.credentials import NodeTokenCredential
 
     found = []

@@ -1,14 +1,14 @@
-"""What to do about a run's node jobs: a pure decision.
+"""Decision which node jobs of a run to submit and to cancel, as pure functions.
 
-The pools are a list in the order of preference. What is wanted is
+Pools are listed in the order of preference. The target is
 
-1. in each pool its floor,
-2. up to ``most`` nodes in all, in the first pools that have room. A node that is waited for longer than
-   ``fallback_after`` does not count as one, so that the next pool is asked for another; and nothing more is asked of a
-   pool that keeps a node waiting,
-3. no node more than that: when one of a preferred pool has come after all, one of the last pool goes.
+1. in each pool at least its ``min_instance_count``,
+2. up to ``most`` nodes in total, in the first pools with free capacity. A node that waits longer than
+   ``fallback_after`` does not count, so that the next pool is used; no further node is requested from a pool in which
+   one waits,
+3. no more nodes than that: if a node of a preferred pool arrives later, one of the last pool is cancelled.
 
-Durations are differences of times that one server has set.
+Durations are differences of times set by one server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 EARLY_S = 120.0
-"""A node that ran for less has brought the run nothing."""
+"""Seconds that a node must have run not to count as having ended early."""
 
 _LONGEST_PAUSE_S = 3600.0
 _EACH_NODE = 10
@@ -44,19 +44,19 @@ JobState = Literal["waiting", "running", "ended", "cancelled"]
 
 @dataclass(frozen=True)
 class NodeJob:
-    """A job of Azure ML that is to be a node of the run.
+    """Job of Azure ML that is a node of the run.
 
     Args:
-        pool: index of its pool.
-        number: of the job within the pool, from 0 in the order of submission.
-        name: of the job.
-        state: ``waiting`` from its submission until its command runs.
-        first: whether it was submitted with the run.
-        waited_s: seconds since its submission, while it waits.
-        ran_s: seconds that it has run, so far or in all.
-        ended_s: seconds since its end.
-        stopped: whether supervision has stopped it.
-        submitted: whether it exists: a claim whose supervisor has died may be all that there is of it.
+        pool: index of the pool.
+        number: number of the job within the pool, from 0 in the order of submission.
+        name: job name.
+        state: state; ``waiting`` from submission until the command runs.
+        first: whether the job was submitted with the run.
+        waited_s: seconds since submission, while waiting.
+        ran_s: seconds of execution so far or in total.
+        ended_s: seconds since the end.
+        stopped: whether a replacer has cancelled the job.
+        submitted: whether the job exists; false for a claim that was not followed by a submission.
     """
 
     pool: int
@@ -73,12 +73,12 @@ class NodeJob:
 
 @dataclass(frozen=True)
 class Start:
-    """Submit another job.
+    """Decision to submit a job.
 
     Args:
         pool: index of the pool.
-        number: of the job within the pool.
-        why: for the log.
+        number: number of the job within the pool.
+        why: reason, for the log.
     """
 
     pool: int
@@ -88,11 +88,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """Cancel a job.
+    """Decision to cancel a job.
 
     Args:
-        job: that nobody needs.
-        why: for the log.
+        job: surplus job.
+        why: reason, for the log.
     """
 
     job: NodeJob
@@ -103,17 +103,12 @@ Action = Start | Stop
 
 
 def most_replacements(policy: ReplacementPolicy, most: int) -> int:
-    """Return how many jobs may be submitted beyond the first ones.
-
-    Args:
-        policy: may leave it open.
-        most: nodes that may train at once.
-    """
+    """Return the maximum number of jobs beyond the first ones, for at most ``most`` concurrent nodes."""
     return _EACH_NODE * most if policy.max_replacements is None else policy.max_replacements
 
 
 def cost(pools: Sequence[NodePool], jobs: Iterable[NodeJob]) -> float:
-    """Return what the jobs have cost so far, in USD; a pool without a price costs nothing."""
+    """Return the cost of the jobs so far in USD; pools without a price cost nothing."""
     return sum((pools[job.pool].price_per_hour or 0.0) * job.ran_s / 3600 for job in jobs)
 
 
@@ -125,20 +120,20 @@ def decide(
     *,
     over: Literal["ended", "cancelled"] | None = None,
 ) -> list[Action]:
-    """Return what is to be done now.
+    """Return the actions to take now.
 
     Args:
-        pools: in the order of preference.
-        most: nodes that may train at once.
-        jobs: all that were submitted for the run.
-        policy: the patience and the limits.
-        over: whether the run has ended, so that its nodes end by themselves and nothing is to be waited for, or its
-            owner has cancelled it.
+        pools: pools in the order of preference.
+        most: maximum number of concurrent nodes.
+        jobs: all node jobs of the run.
+        policy: replacement policy.
+        over: ``"ended"`` if the run has ended, so that running nodes end by themselves; ``"cancelled"`` if its owner has
+            cancelled it; ``None`` while it is active.
     """
     living = [job for job in jobs if job.submitted and job.state in ("waiting", "running")]
     alive = [job for job in living if not job.stopped]
-    # The cancellation may have been lost, with the supervisor that was about to ask for it.
-    stops = [Stop(job, "it was to end before") for job in living if job.stopped]
+    # The process that decided on the cancellation may have died before it sent the request.
+    stops = [Stop(job, "its cancellation was decided before") for job in living if job.stopped]
     wanted = most - sum(_is_removed(job) for job in jobs)
     if over == "cancelled" or wanted <= 0:
         stops += [Stop(job, "the run was cancelled") for job in alive]
@@ -153,14 +148,7 @@ def decide(
 def limit_reached(
     pools: Sequence[NodePool], most: int, jobs: Sequence[NodeJob], policy: ReplacementPolicy
 ) -> str | None:
-    """Return which limit of the policy keeps lost nodes from being replaced, ``None`` for none.
-
-    Args:
-        pools: in the order of preference.
-        most: nodes that may train at once.
-        jobs: all that were submitted for the run.
-        policy: the limits.
-    """
+    """Return the policy limit that prevents replacement, in words, or ``None``."""
     limit = most_replacements(policy, most)
     if sum(job.submitted and not job.first for job in jobs) >= limit:
         return f"The limit of {limit} replacements is reached; raise max_replacements."
@@ -171,7 +159,7 @@ def limit_reached(
 
 
 def _is_removed(job: NodeJob) -> bool:
-    """Return whether the run's owner has cancelled the job: such a node is not wanted back."""
+    """Return whether the owner of the run cancelled the job: such a node is not replaced."""
     return job.state == "cancelled" and not job.stopped
 
 
@@ -186,18 +174,18 @@ def _starts(
     if limit_reached(pools, most, jobs, policy) is not None:
         return []
     left = most_replacements(policy, most) - sum(job.submitted and not job.first for job in jobs)
-    patience = policy.fallback_after.total_seconds()
-    starved = {job.pool for job in alive if job.state == "waiting" and job.waited_s >= patience}
+    fallback_after = policy.fallback_after.total_seconds()
+    delayed = {job.pool for job in alive if job.state == "waiting" and job.waited_s >= fallback_after}
     counts = [sum(job.pool == number for job in alive) for number in range(len(pools))]
-    coming = sum(job.state == "running" or job.waited_s < patience for job in alive)
+    coming = sum(job.state == "running" or job.waited_s < fallback_after for job in alive)
     starts: list[Start] = []
 
-    def ask(number: int, why: str) -> None:
+    def add(number: int, why: str) -> None:
         nonlocal coming
-        asked = {start.number for start in starts if start.pool == number}
-        # A claim that nobody has followed up is followed up first.
-        claimed = [job.number for job in jobs if job.pool == number and not job.submitted and job.number not in asked]
-        last = max([-1, *(job.number for job in jobs if job.pool == number), *asked])
+        added = {start.number for start in starts if start.pool == number}
+        # A claim without a submission comes first.
+        claimed = [job.number for job in jobs if job.pool == number and not job.submitted and job.number not in added]
+        last = max([-1, *(job.number for job in jobs if job.pool == number), *added])
         starts.append(Start(number, min(claimed, default=last + 1), why))
         counts[number] += 1
         coming += 1
@@ -206,21 +194,21 @@ def _starts(
     for number in sorted(set(range(len(pools))) - paused):
         floor = pools[number].min_instance_count - sum(_is_removed(job) and job.pool == number for job in jobs)
         while counts[number] < floor and len(starts) < left:
-            ask(number, "below the floor of its pool")
+            add(number, "its pool is below min_instance_count")
     for number in range(len(pools)):
-        if number in paused and _since_last_end(number, jobs) < patience:
-            # It will be asked again before the next pool would be.
+        if number in paused and _since_last_end(number, jobs) < fallback_after:
+            # This pool is due again before a fallback to the next one.
             coming += max(0, min(pools[number].max_instance_count - counts[number], wanted - coming))
-        if number in starved or number in paused:
+        if number in delayed or number in paused:
             continue
-        why = f"nodes of {pools[min(starved)].compute} do not come" if starved else "a node was lost"
+        why = f"nodes of {pools[min(delayed)].compute} do not start" if delayed else "a node was lost"
         while counts[number] < pools[number].max_instance_count and coming < wanted and len(starts) < left:
-            ask(number, why)
+            add(number, why)
     return starts
 
 
 def _pause(number: int, jobs: Sequence[NodeJob], policy: ReplacementPolicy) -> float:
-    """Return for how many seconds nothing is asked of a pool whose last nodes ended early."""
+    """Return the seconds for which a pool whose last nodes ended early is paused."""
     ended = [job for job in jobs if job.pool == number and job.state == "ended" and not job.stopped]
     early = 0
     for job in sorted(ended, key=lambda job: job.ended_s):
@@ -238,7 +226,7 @@ def _since_last_end(number: int, jobs: Sequence[NodeJob]) -> float:
 
 
 def _stops(pools: Sequence[NodePool], wanted: int, alive: Sequence[NodeJob]) -> list[Stop]:
-    """Return the nodes that are too many, the least wanted first, and those that would be too many if they came."""
+    """Return the surplus running nodes, least preferred first, and the waiting ones that would be surplus."""
     running = [job for job in alive if job.state == "running"]
     surplus = len(running) - wanted
     stops: list[Stop] = []
@@ -247,17 +235,17 @@ def _stops(pools: Sequence[NodePool], wanted: int, alive: Sequence[NodeJob]) -> 
         if surplus <= 0:
             break
         if counts[job.pool] > pools[job.pool].min_instance_count:
-            stops.append(Stop(job, "more nodes run than are wanted"))
+            stops.append(Stop(job, "more nodes run than are needed"))
             counts[job.pool] -= 1
             surplus -= 1
     if len(running) - len(stops) < wanted:
         return stops
-    # All places are taken: a node that is waited for is of use only where it would take one of a later pool.
+    # Enough nodes run: a waiting node is useful only if it would replace one of a later pool.
     kept = [job for job in running if job not in {stop.job for stop in stops}]
     last = max((job.pool for job in kept if counts[job.pool] > pools[job.pool].min_instance_count), default=-1)
     for job in sorted(alive, key=lambda job: (job.pool, job.number), reverse=True):
         floor = pools[job.pool].min_instance_count
         if job.state == "waiting" and job.pool >= last and counts[job.pool] > floor:
-            stops.append(Stop(job, "all places are taken"))
+            stops.append(Stop(job, "enough nodes run"))
             counts[job.pool] -= 1
     return stops

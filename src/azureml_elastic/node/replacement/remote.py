@@ -1,4 +1,4 @@
-"""A supervisor that is no node of the run: on somebody's own machine, with their own login."""
+"""Replacement of nodes from outside the run, with the login of the user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from azureml_elastic.config.replacement import ReplacementPolicy
-from azureml_elastic.errors import MissingExtra, PlanError, UsageError
+from azureml_elastic.errors import PlanError, UsageError
+from azureml_elastic.node.azure.credentials import developer_credential
 from azureml_elastic.node.replacement.job_document import first_of, plan_of, run_of
 from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id
 from azureml_elastic.node.replacement.replacer import NodeReplacer
@@ -20,25 +21,23 @@ __all__ = ["open_replacer"]
 def open_replacer(
     environ: Mapping[str, str], first: str, changes: Mapping[str, Any]
 ) -> Iterator[tuple[NodeReplacer, ReplacementPolicy]]:
-    """Open the run's table, and give the supervisor with the policy that it follows.
+    """Open the table of a run and yield its replacer and the policy in effect.
 
     Args:
-        environ: of this process, with the variables that name the workspace.
-        first: name of the job with which the run was submitted, or of one that has brought it a node.
-        changes: fields of the policy, before those of the plan.
+        environ: environment of this process, with the variables that name the workspace.
+        first: name of the run's first job, or of a job that brought it a node.
+        changes: fields of the policy that override the plan's.
 
     Raises:
-        PlanError: there is no such job, or it is no elastic one.
+        PlanError: the job does not exist or is not an elastic job.
         UsageError: the table cannot be opened.
         WorkspaceForbidden: the login may not read jobs.
         WorkspaceUnavailable: the workspace does not answer.
         MissingExtra: azure-identity is not installed.
     """
-    try:
-        from azure.identity import DefaultAzureCredential
-    except ImportError as error:
-        raise MissingExtra("azure-identity", "node") from error
-    jobs = WorkspaceJobs(workspace_id(environ), DefaultAzureCredential())
+    token = developer_credential().token
+    assert token is not None
+    jobs = WorkspaceJobs(workspace_id(environ), token)
     document = _document(jobs, first)
     if (earlier := first_of(document)) is not None:
         first, document = earlier, _document(jobs, earlier)
@@ -50,7 +49,7 @@ def open_replacer(
             "submitted without. Limit it by --max-replacements instead."
         )
     run_id = run_of(document) or plan.run_id or first
-    # The nodes' identity is theirs; here whoever is logged in opens the table.
+    # The plan's credential is that of the nodes; this process uses the user's login.
     rendezvous = plan.distribution.rendezvous
     if rendezvous.credential != "connection_string":
         rendezvous = rendezvous.model_copy(update={"credential": "developer", "client_id": None})

@@ -1,8 +1,7 @@
-"""Looks at a run's jobs, decides, and does it. Any number of supervisors may do so at once.
+"""Replacement of lost nodes of a run; any number of processes may do it concurrently.
 
-What is to be submitted is claimed in the run's table first, by one insert. The name of the job follows from the claim,
-so that a supervisor that dies between the two leaves nothing but a claim that the next one follows up, if such a node
-is still wanted.
+A submission is first claimed in the run's table by one insert, from which the name of the job follows. A process that
+dies between claim and submission leaves a claim that the next one completes if the node is still needed.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ __all__ = ["NodeReplacer", "ReplacementStatus"]
 
 @dataclass(frozen=True)
 class ReplacementStatus:
-    """How a run stands.
+    """State of a run.
 
     Args:
-        pools: of the run.
-        jobs: all that were submitted or claimed for it.
-        over: whether it has ended, or its owner has cancelled it; ``None`` while it is on.
-        succeeded: whether it has ended well.
-        message: why it failed, or what has happened to it.
-        limit: of the policy that keeps lost nodes from being replaced, in words; ``None`` for none.
-        done: what was done about it, in words.
+        pools: pools of the run.
+        jobs: all submitted or claimed jobs of the run.
+        over: ``"ended"``, ``"cancelled"`` by the owner, or ``None`` while the run is active.
+        succeeded: whether the run has ended successfully.
+        message: description of the state or of the failure.
+        limit: limit of the policy that prevents replacement, in words, or ``None``.
+        done: actions taken, in words.
     """
 
     pools: tuple[NodePool, ...]
@@ -55,20 +54,20 @@ class ReplacementStatus:
 
     @property
     def hopeless(self) -> bool:
-        """Whether no node is left and none may be asked for."""
+        """Whether no node is left and none may be submitted."""
         living = any(job.submitted and job.state in ("waiting", "running") for job in self.jobs)
         return self.over is None and self.limit is not None and not living
 
 
 class NodeReplacer:
-    """Supervises one run.
+    """Replacer of the lost nodes of one run.
 
     Args:
-        jobs: of the workspace.
-        table: opened for the run.
+        jobs: client of the workspace.
+        table: table of the run.
         first: name of the job with which the run was submitted.
-        run_id: that the nodes share.
-        policy: before that of the plan.
+        run_id: run id shared by the nodes.
+        policy: policy that takes precedence over the plan's.
     """
 
     def __init__(
@@ -82,57 +81,57 @@ class NodeReplacer:
         self._observer = RunObserver(jobs, table, first)
 
     def look(self) -> ReplacementStatus:
-        """Return how the run stands; do nothing about it.
+        """Return the state of the run without acting on it.
 
         Raises:
-            PlanError: the first job is not there, or not ours.
+            PlanError: the first job does not exist or is not an elastic job.
             WorkspaceForbidden: the identity may not read jobs.
             WorkspaceUnavailable: the workspace does not answer.
             TableError: the table does not answer.
         """
-        outlook = self._outlook(self._observer.look())
+        status = self._status(self._observer.observe())
         shape = self._observer.shape
-        return replace(outlook, limit=limit_reached(outlook.pools, shape.most, outlook.jobs, self._policy))
+        return replace(status, limit=limit_reached(status.pools, shape.most, status.jobs, self._policy))
 
     def act(self) -> ReplacementStatus:
-        """Look at the run, and do what is to be done about it.
+        """Read the state of the run, and submit and cancel jobs as needed.
 
         Raises:
-            PlanError: the first job is not there, or not ours.
+            PlanError: the first job does not exist or is not an elastic job.
             WorkspaceForbidden: the identity may not read, submit or cancel jobs.
             WorkspaceUnavailable: the workspace did not answer one of the calls; the others were made.
             TableError: the table does not answer.
         """
-        outlook = self.look()
+        status = self.look()
         done: list[str] = []
-        away: WorkspaceUnavailable | None = None
-        actions = decide(outlook.pools, self._observer.shape.most, outlook.jobs, self._policy, over=outlook.over)
+        unavailable: WorkspaceUnavailable | None = None
+        actions = decide(status.pools, self._observer.shape.most, status.jobs, self._policy, over=status.over)
         for action in actions:
             try:
-                done.append(self._start(action, outlook.jobs) if isinstance(action, Start) else self._stop(action))
+                done.append(self._start(action, status.jobs) if isinstance(action, Start) else self._stop(action))
             except WorkspaceUnavailable as error:
-                away = error
-        if away is not None:
-            raise away
-        return replace(outlook, done=tuple(text for text in done if text))
+                unavailable = error
+        if unavailable is not None:
+            raise unavailable
+        return replace(status, done=tuple(text for text in done if text))
 
     @property
     def _policy(self) -> ReplacementPolicy:
         return self._given or self._observer.shape.plan.replacement or ReplacementPolicy()
 
-    def _outlook(self, seen: Observation) -> ReplacementStatus:
-        """Return the outlook; the row is read last, for a node that ends well has closed the run before."""
-        pools, jobs = self._observer.shape.pools, seen.jobs
+    def _status(self, observed: Observation) -> ReplacementStatus:
+        """Return the status. The row is read after the jobs: a node that ends well has closed the run before."""
+        pools, jobs = self._observer.shape.pools, observed.jobs
         row = self._table.get(ROUND_KEY)
         round_ = Round.from_value(row.value) if row is not None else Round()
         if round_.closed:
             succeeded = round_.state == "succeeded"
-            message = "The run ended well." if succeeded else round_.message or "The run failed."
+            message = "The run ended successfully." if succeeded else round_.message or "The run failed."
             return ReplacementStatus(pools, jobs, over="ended", succeeded=succeeded, message=message)
-        if seen.cancelled:
+        if observed.cancelled:
             return ReplacementStatus(pools, jobs, over="cancelled", succeeded=False, message="The run was cancelled.")
-        if row is None and seen.completed:
-            message = "A node has ended well, and nothing is left of the run in its table."
+        if row is None and observed.completed:
+            message = "A node has ended successfully, and the table has no rows of the run left."
             return ReplacementStatus(pools, jobs, over="ended", succeeded=True, message=message)
         members = len(round_.members) if round_.state == "sealed" else 0
         message = f"Round {round_.number}: {members} nodes train."
@@ -146,12 +145,12 @@ class NodeReplacer:
             try:
                 self._table.insert(CLAIM_PREFIX + name, {**claim, "why": action.why})
             except RowExists:
-                return ""  # another supervisor does it
-        place = NodeSlot(action.pool, action.number)
+                return ""  # claimed by another process
+        slot = NodeSlot(action.pool, action.number)
         properties = replacement_job(
             shape.document,
             shape.plan,
-            place,
+            slot,
             first=self._first,
             run_id=self._run_id,
             workspace=self._workspace.workspace,

@@ -1,4 +1,4 @@
-"""Supervisors of one run, several at once, that die at any call."""
+"""Concurrent replacers of one run that fail at any call."""
 
 import random
 from dataclasses import replace
@@ -23,7 +23,7 @@ FINAL = ("Completed", "Failed", "Canceled")
 
 
 class Broke(Exception):
-    """The supervisor's process has died here."""
+    """The process of the replacer ends here."""
 
 
 class FakeJobs:
@@ -148,8 +148,8 @@ def test_what_brings_a_node_is_the_first_job_with_that_node_alone(table):
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
     jobs.set("run", "spot_0", "Running")
     lose(jobs, "run", "spot_1")
-    outlook = NodeReplacer(jobs, table, "run", "run").act()
-    assert outlook.done == ("submitted run-spot-2: a node was lost",)
+    status = NodeReplacer(jobs, table, "run", "run").act()
+    assert status.done == ("submitted run-spot-2: a node was lost",)
     made = jobs.documents["run-spot-2"]
     assert made["displayName"] == "digits, spot_2"
     assert (made["experimentName"], made["inputs"], made["settings"]) == (
@@ -220,8 +220,8 @@ def test_nothing_is_asked_for_when_the_run_has_ended_and_what_waits_is_let_go(ta
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
     jobs.set("run", "spot_0", "Completed")
     close(table, **ended)
-    outlook = NodeReplacer(jobs, table, "run", "run").act()
-    assert (outlook.over, outlook.succeeded) == ("ended", ended["state"] == "succeeded")
+    status = NodeReplacer(jobs, table, "run", "run").act()
+    assert (status.over, status.succeeded) == ("ended", ended["state"] == "succeeded")
     assert jobs.nodes() == {"spot_0": "Completed", "spot_1": "Canceled"}
     assert jobs.submissions == []
 
@@ -247,8 +247,8 @@ def test_a_job_that_is_not_ours_is_refused(table):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_supervisors_that_die_anywhere_leave_each_node_asked_for_once(table, seed):
-    """Nodes are lost and come, supervisors die before and after each effect: in the end all places are taken once."""
+def test_replacers_that_die_at_any_call_fill_each_slot_once(table, seed):
+    """Nodes are lost and arrive, replacers die before and after each effect; finally each slot is filled once."""
     draw = random.Random(seed)
     dying = True
 
@@ -257,13 +257,13 @@ def test_supervisors_that_die_anywhere_leave_each_node_asked_for_once(table, see
             raise Broke(where) if draw.random() < 0.7 else WorkspaceUnavailable(where)
 
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None), trouble)
-    supervisors = [NodeReplacer(jobs, table, "run", "run") for _ in range(3)]
+    replacers = [NodeReplacer(jobs, table, "run", "run") for _ in range(3)]
     for _ in range(60):
         number = draw.randrange(3)
         try:
-            supervisors[number].act()
+            replacers[number].act()
         except Broke:
-            supervisors[number] = NodeReplacer(jobs, table, "run", "run")
+            replacers[number] = NodeReplacer(jobs, table, "run", "run")
         except WorkspaceUnavailable:
             pass
         jobs.nodes()
@@ -275,7 +275,7 @@ def test_supervisors_that_die_anywhere_leave_each_node_asked_for_once(table, see
     dying = False
     for _ in range(6):
         jobs.pass_(hours=2)
-        supervisors[0].act()
+        replacers[0].act()
         for job, step in list(jobs.steps):
             if jobs.steps[job, step].status == "Queued":
                 jobs.set(job, step, "Running")
@@ -285,7 +285,7 @@ def test_supervisors_that_die_anywhere_leave_each_node_asked_for_once(table, see
     assert claims >= set(jobs.submissions)
 
 
-def supervise(jobs, table, **policy):
+def replacer_of(jobs, table, **policy):
     return NodeReplacer(jobs, table, "run", "run", ReplacementPolicy(**policy) if policy else None)
 
 
@@ -295,33 +295,33 @@ def lose(jobs, job, step):
     jobs.set(job, step, "Failed")
 
 
-def test_a_pool_whose_node_ended_early_is_asked_again_by_the_same_supervisor(table):
+def test_a_pool_whose_node_ended_early_is_asked_again_by_the_same_replacer(table):
     jobs = FakeJobs("run", pipeline(plan(pools=(), resources=ElasticResources(max_instance_count=2)), node_0=None))
-    supervisor = supervise(jobs, table, retry_after=60)
+    replacer = replacer_of(jobs, table, retry_after=60)
     jobs.set("run", "node_0", "Running")
-    assert supervisor.act().done == ("submitted run-node-1: a node was lost",)
+    assert replacer.act().done == ("submitted run-node-1: a node was lost",)
     jobs.set("run-node-1", "node_1", "Running")
     jobs.pass_(seconds=30)
     jobs.set("run-node-1", "node_1", "Failed")
     jobs.pass_(seconds=5)
-    assert supervisor.act().done == ()
+    assert replacer.act().done == ()
     jobs.pass_(seconds=55)
-    assert supervisor.act().done == ("submitted run-node-2: a node was lost",)
+    assert replacer.act().done == ("submitted run-node-2: a node was lost",)
 
 
 def test_a_job_that_azure_ml_refuses_keeps_nothing_else_from_being_done(table):
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
-    supervisor = supervise(jobs, table, retry_after=60, fallback_after=300)
+    replacer = replacer_of(jobs, table, retry_after=60, fallback_after=300)
     jobs.refused = {f"run-spot-{number}" for number in range(50)}
     jobs.set("run", "spot_1", "Running")
     lose(jobs, "run", "spot_0")
-    assert "no run-spot-2" in supervisor.act().done
+    assert "no run-spot-2" in replacer.act().done
     for _ in range(20):
         jobs.pass_(minutes=10)
-        supervisor.act()
+        replacer.act()
     assert "run-sure-0" in jobs.submissions
     table.insert(ROUND_KEY, Round(state="succeeded").to_value())
-    assert supervisor.act().over == "ended"
+    assert replacer.act().over == "ended"
 
 
 @pytest.mark.parametrize("over", ["ended", "cancelled", "budget"])
@@ -335,27 +335,27 @@ def test_a_claim_that_nobody_followed_up_is_not_followed_up_when_it_is_not_wante
         close(table, state="succeeded")
     elif over == "cancelled":
         jobs.set("run", None, "Canceled")
-    supervise(jobs, table, **({"budget": 0.5} if over == "budget" else {})).act()
+    replacer_of(jobs, table, **({"budget": 0.5} if over == "budget" else {})).act()
     assert jobs.submissions == []
     assert "" not in jobs.cancellations
     if over == "budget":
-        assert supervise(jobs, table).act().done == ("submitted run-spot-2: a node was lost",)
+        assert replacer_of(jobs, table).act().done == ("submitted run-spot-2: a node was lost",)
 
 
-def test_what_one_supervisor_stops_does_not_look_like_the_owners_wish_to_another(table):
+def test_a_cancellation_by_a_replacer_does_not_look_like_the_owners(table):
     jobs = FakeJobs("run", pipeline(plan(resources=ElasticResources(max_instance_count=1)), spot_0=None))
     jobs.set("run", "spot_0", "Running")
     table.insert("job.run-sure-0", {"first": "run", "stem": "sure", "number": 0})
     jobs.submit("run-sure-0", {"jobs": {"sure_0": {}}})
     jobs.set("run-sure-0", "sure_0", "Running")
-    other = supervise(jobs, table)
+    other = replacer_of(jobs, table)
 
     def while_reading(*_):
         jobs.hook = lambda *_: None
         other.act()
 
     jobs.hook = while_reading
-    assert supervise(jobs, table).act().over is None
+    assert replacer_of(jobs, table).act().over is None
     assert jobs.nodes() == {"spot_0": "Running", "sure_0": "Canceled"}
 
 
@@ -370,19 +370,19 @@ def test_a_cancellation_that_was_lost_is_repeated(table):
 
     jobs.trouble = away
     with pytest.raises(WorkspaceUnavailable):
-        supervise(jobs, table).act()
+        replacer_of(jobs, table).act()
     assert jobs.nodes()["sure_0"] == "Running"
     jobs.trouble = lambda _: None
-    assert supervise(jobs, table).act().done == ("cancelled run/sure_0: it was to end before",)
-    assert supervise(jobs, table).act().done == ()
+    assert replacer_of(jobs, table).act().done == ("cancelled run/sure_0: its cancellation was decided before",)
+    assert replacer_of(jobs, table).act().done == ()
 
 
 def test_a_run_whose_table_is_gone_is_not_begun_again_when_a_node_has_ended_well(table):
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
     jobs.set("run", "spot_0", "Completed")
     jobs.set("run", "spot_1", "Failed")
-    outlook = supervise(jobs, table).act()
-    assert (outlook.over, outlook.succeeded) == ("ended", True)
+    status = replacer_of(jobs, table).act()
+    assert (status.over, status.succeeded) == ("ended", True)
     assert jobs.submissions == []
 
 
@@ -392,12 +392,12 @@ def test_a_job_that_is_back_in_the_queue_is_waited_for_as_before_and_costs_nothi
     jobs.set("run", "spot_0", "Running")
     jobs.pass_(hours=1)
     jobs.set("run", "spot_0", "Queued")
-    supervisor = supervise(jobs, table, fallback_after=600)
-    assert supervisor.act().done == ()
+    replacer = replacer_of(jobs, table, fallback_after=600)
+    assert replacer.act().done == ()
     jobs.pass_(seconds=600)
-    outlook = supervisor.act()
-    assert outlook.done == ("submitted run-sure-0: nodes of spot do not come",)
-    assert outlook.jobs[0].ran_s == 3600
+    status = replacer.act()
+    assert status.done == ("submitted run-sure-0: nodes of spot do not start",)
+    assert status.jobs[0].ran_s == 3600
 
 
 def test_a_node_that_only_waited_costs_nothing(table):
@@ -405,26 +405,26 @@ def test_a_node_that_only_waited_costs_nothing(table):
     jobs = FakeJobs("run", pipeline(plan(pools=pools), spot_0=None, spot_1=None))
     jobs.set("run", "spot_1", "Running")
     lose(jobs, "run", "spot_0")
-    supervisor = supervise(jobs, table)
-    supervisor.act()
+    replacer = replacer_of(jobs, table)
+    replacer.act()
     jobs.pass_(hours=10)
     close(table, state="succeeded")
-    supervisor.act()
-    assert [job.ran_s for job in supervisor.look().jobs if job.name == "run-spot-2"] == [0.0]
+    replacer.act()
+    assert [job.ran_s for job in replacer.look().jobs if job.name == "run-spot-2"] == [0.0]
 
 
 def test_steps_that_azure_ml_never_made_are_asked_for(table):
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
     jobs.steps.clear()
-    supervisor = supervise(jobs, table, fallback_after=600)
+    replacer = replacer_of(jobs, table, fallback_after=600)
     jobs.pass_(seconds=700)
-    assert supervisor.act().done == (
-        "submitted run-sure-0: nodes of spot do not come",
-        "submitted run-sure-1: nodes of spot do not come",
+    assert replacer.act().done == (
+        "submitted run-sure-0: nodes of spot do not start",
+        "submitted run-sure-1: nodes of spot do not start",
     )
     jobs.set("run", None, "Failed")
     jobs.pass_(hours=1)
-    assert supervisor.act().over is None
+    assert replacer.act().over is None
     assert not [name for name in jobs.cancellations if not name.startswith("run")]
 
 
@@ -435,14 +435,14 @@ def test_a_node_that_reached_its_own_timeout_is_lost_not_unwanted(table):
     jobs.set("run", "spot_1", "Running")
     jobs.pass_(hours=1)
     jobs.set("run", "spot_0", "Canceled")
-    assert supervise(jobs, table).act().done == ("submitted run-spot-2: a node was lost",)
+    assert replacer_of(jobs, table).act().done == ("submitted run-spot-2: a node was lost",)
 
 
 def test_a_run_without_a_node_that_may_ask_for_none_says_so(table):
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
     lose(jobs, "run", "spot_0")
     lose(jobs, "run", "spot_1")
-    outlook = supervise(jobs, table, max_replacements=0).act()
-    assert outlook.hopeless
-    assert "limit of 0 replacements" in outlook.limit
-    assert not supervise(jobs, table).act().hopeless
+    status = replacer_of(jobs, table, max_replacements=0).act()
+    assert status.hopeless
+    assert "limit of 0 replacements" in status.limit
+    assert not replacer_of(jobs, table).act().hopeless
