@@ -179,7 +179,7 @@ class WorkerFailed(_Event):
 
 
 class HangDetected(_Event):
-    """Living workers have completed no step for too long, and the round is about to end; written by the deciding node."""
+    """Living workers have completed no step for too long; written by the node that ends the round."""
 
     kind: Literal["hang_detected"] = "hang_detected"
     step: int

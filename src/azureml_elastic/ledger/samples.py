@@ -1,9 +1,9 @@
 """Audit of the samples that a run has trained: each sample of each epoch exactly once.
 
-Workers record the samples of every step before the step, and its completion afterwards. A step is *completed* in a round
-if one rank has recorded so, because the gradients of all ranks were reduced by then. A completed step *counts* if no later
-round started from an earlier step, so that the final model contains it. With ``restored[r]`` for the number of steps after
-which round ``r`` started, step ``s`` of round ``r`` counts if and only if::
+Workers record the samples of every step before the step, and its completion afterwards. A step is *completed* in a
+round if one rank has recorded so, because the gradients of all ranks were reduced by then. A completed step *counts* if
+no later round started from an earlier step, so that the final model contains it. With ``restored[r]`` for the number of
+steps after which round ``r`` started, step ``s`` of round ``r`` counts if and only if::
 
     s <= min(restored[q] for q > r)          # always, for the last round
 
@@ -110,7 +110,7 @@ def audit_samples(
     Args:
         lines: lines of all workers and rounds.
         restored: completed steps before each round, see :func:`restored_steps`.
-        dataset_size: number of samples per epoch; ``None`` uses the lines' ``of``, otherwise the largest index plus one.
+        dataset_size: number of samples per epoch; ``None`` for the lines' ``of``, else the largest index plus one.
         torn_lines: number of torn lines to report.
     """
     everything = list(lines)

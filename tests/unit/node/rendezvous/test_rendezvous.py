@@ -334,7 +334,7 @@ def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_says_that_it_w
     until(lambda: slow.received is not None and slow.received.state == "sealed")
     assert first.hub.view().waiting == frozenset()  # its connection alone shows nothing
     slow.send(replace(greeting, round=2))
-    until(lambda: first.status().waiting == {"node-1"}, patience=14)  # the next time it would be let wait for 15
+    until(lambda: first.status().waiting == {"node-1"}, timeout=14)  # the next time it would be let wait for 15
     slow.close()
 
 
