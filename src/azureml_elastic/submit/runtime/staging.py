@@ -150,7 +150,8 @@ def _requirements() -> dict[str, str]:
         lines = requires(_DISTRIBUTION) or []
     except PackageNotFoundError as error:
         raise SubmitError(
-            "azureml-elastic is not installed but runs from a folder, so its requirements are unknown. Install it (pip install azureml-elastic), or set delivery='environment'."
+            "azureml-elastic is not installed but runs from a folder, so its requirements are unknown. Install it "
+            "(pip install azureml-elastic), or set delivery='environment'."
         ) from error
     needed: dict[str, str] = {}
     for line in lines:

@@ -1,4 +1,4 @@
-"""The JSON schema of a job file for editors, from the models and their docstrings."""
+"""JSON schema of job files for editors, generated from the models and their docstrings."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _ENTRY = re.compile(r"^    (?P<name>\w+): (?P<text>.*(?:\n {6,}.*)*)", re.MULTIL
 _ROLE = re.compile(r":\w+:`~?(?:[\w.]+\.)?(\w+)`|``([^`]+)``|\*(\w+)\*")
 _OWN = {
     "placement": (
-        "how the nodes reach Azure ML: fan_out is a pipeline of single-node jobs, gang one job whose nodes start "
-        "together, service one job that the service itself lets grow; null takes fan_out for more than one node."
+        "kind of Azure ML job: fan_out is a pipeline of single-node jobs, gang one job whose nodes start together, "
+        "service one job that Azure ML itself grows; null selects fan_out for more than one node and gang otherwise."
     ),
-    "pools": "node pools in the order of preference, in place of compute.",
+    "pools": "node pools in the order of preference, instead of compute.",
 }
-"""Fields that no docstring describes for who writes YAML."""
+"""Descriptions of fields whose docstrings do not apply to YAML."""
 
 _DESCRIPTION = "A standard command job of Azure ML, and one block that makes it elastic."
 _DURATION = "seconds, or text such as PT5M or 00:05:00"
 
 
 def job_schema(job: type[BaseModel] = ElasticCommandJob) -> dict[str, Any]:
-    """Return the schema of a job file: the block in detail; whatever else a command job has is open.
+    """Return the schema of a job file: the elastic block in detail; the fields of the command job are unrestricted.
 
-    Azure ML's own schema of command jobs allows no further fields, so it cannot be a part of this one.
+    Azure ML's own schema of command jobs forbids additional fields and therefore cannot be included.
 
     Args:
-        job: the model of the job.
+        job: model of the job.
     """
     block = block_model(job).model_json_schema(schema_generator=_Schema, ref_template="#/definitions/{model}")
     definitions = block.pop("$defs", {})
@@ -58,7 +58,7 @@ def job_schema(job: type[BaseModel] = ElasticCommandJob) -> dict[str, Any]:
             "type": {"const": "command"},
             BLOCK: {
                 **block,
-                "description": "What makes the job elastic; the other fields are those of any command job.",
+                "description": "The elastic settings of the job; all other fields are those of any command job.",
             },
         },
         "required": ["command", "environment", BLOCK],
@@ -67,16 +67,12 @@ def job_schema(job: type[BaseModel] = ElasticCommandJob) -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """Return the schema as it is published: JSON, indented."""
+    """Return the schema as indented JSON."""
     return json.dumps(job_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def described(model: type[BaseModel]) -> dict[str, str]:
-    """Return what the docstring of a model says about each of its fields.
-
-    Args:
-        model: whose docstring has a section of arguments.
-    """
+    """Return the descriptions of a model's fields from the ``Args`` section of its docstring."""
     text = inspect.getdoc(model) or ""
     _, _, section = text.partition("Args:\n")
     return {match["name"]: _plain(match["text"]) for match in _ENTRY.finditer(section)}
@@ -87,36 +83,36 @@ def _summary(model: type[BaseModel]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a docstring's text without its marks and line ends, and with YAML's word for nothing."""
+    """Return a docstring's text without markup and line breaks, and with ``null`` for ``None``."""
     bare = _ROLE.sub(lambda match: match[1] or match[2] or match[3], " ".join(text.split()))
     return re.sub(r"\bNone\b", "null", bare)
 
 
 class _Schema(GenerateJsonSchema):
-    """Descriptions from the docstrings, durations as they may be written, and no titles."""
+    """Schema generator that describes fields by docstrings, accepts durations as written in YAML, and omits titles."""
 
     def timedelta_schema(self, schema: core_schema.TimedeltaSchema) -> JsonSchemaValue:
-        """Return what pydantic accepts for a duration."""
+        """Return the schema of the values that pydantic accepts as durations."""
         del schema
         return {"type": ["number", "string"], "description": _DURATION}
 
     def tagged_union_schema(self, schema: core_schema.TaggedUnionSchema) -> JsonSchemaValue:
-        """Return a union one of whose members is chosen by a field, which then must be given."""
+        """Return the schema of a discriminated union, with the discriminator required."""
         made = super().tagged_union_schema(schema)
         field = made.pop("discriminator", {}).get("propertyName")
         return made | {"oneOf": [{"allOf": [one], "required": [field]} for one in made["oneOf"]]}
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
-        """Return a model's schema with the words of its docstring."""
+        """Return a model's schema with the descriptions of its docstring."""
         made = super().model_schema(schema)
         model = schema["cls"]
         made["description"] = _summary(model)
         made.pop("title", None)
-        told = described(model)
+        descriptions = described(model)
         for name, field in made.get("properties", {}).items():
             field.pop("title", None)
-            if name in told:
-                field["description"] = told[name]
+            if name in descriptions:
+                field["description"] = descriptions[name]
             if isinstance(field.get("default"), Mapping):
-                del field["default"]  # said by the fields of the model itself
+                del field["default"]  # the nested model's fields have the defaults
         return made

@@ -1,4 +1,4 @@
-"""A job file compiled to another file that needs nothing but azure-ai-ml or the az command line to be submitted."""
+"""Compilation of a job file to a standard YAML file, which azure-ai-ml and the az command line can submit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MARK = "# Compiled by azureml-elastic"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What has come of a job file.
+    """A compiled job file.
 
     Args:
-        text: the standard YAML.
-        runtime: the library's copy beside the file; ``None`` where none is needed.
+        text: standard YAML of the job.
+        runtime: folder with the library's copy beside the file; ``None`` if none is needed.
         runtime_changed: whether the copy had to be written.
     """
 
@@ -40,18 +40,18 @@ class Compiled:
 def compile_file(
     source: str | os.PathLike[str], target: str | os.PathLike[str] | None = None, overrides: Iterable[str] = ()
 ) -> Compiled:
-    """Return a job file's job as standard YAML, and write it.
+    """Compile a job file to standard YAML, and write it to a file if one is given.
 
-    Paths that the job file has relative to its own folder are relative to the target's. With ``delivery="ship"`` the
-    library lies beside the target, so that both can be committed together.
+    Paths relative to the job file are rewritten relative to the target. With ``delivery="ship"`` a copy of the library
+    is written beside the target, so that both can be committed together.
 
     Args:
-        source: the job file.
-        target: the file to write; ``None`` writes none, and all paths are absolute.
-        overrides: values to set in the job first, each ``a.b=c``.
+        source: path of the job file.
+        target: path of the file to write. ``None`` writes no file and makes all paths absolute.
+        overrides: values to set in the job first, each as ``a.b=c``.
 
     Raises:
-        SubmitError: the job cannot be read or compiled, or the target is another's file.
+        SubmitError: the job cannot be read or compiled, or the target was not written by this function.
         CommandError: the command starts no Python program, or one that is not in ``code``.
         MissingExtra: azure-ai-ml is not installed.
     """
@@ -83,15 +83,15 @@ def _check_target(target: Path, source: Path) -> None:
     if target.exists() and source.exists() and target.samefile(source):
         raise SubmitError(f"{target} is the job file itself. Give another name to write to, such as compiled.yml.")
     try:
-        theirs = target.exists() and not target.read_text(encoding="utf-8").startswith(_MARK)
+        unrelated = target.exists() and not target.read_text(encoding="utf-8").startswith(_MARK)
     except (OSError, UnicodeDecodeError):
-        theirs = True
-    if theirs:
-        raise SubmitError(f"{target} is there already and was not compiled by azureml-elastic. Give another name.")
+        unrelated = True
+    if unrelated:
+        raise SubmitError(f"{target} exists and was not compiled by azureml-elastic. Give another name.")
 
 
 def _absolute_paths(value: Any) -> Iterator[str]:
-    """Yield every absolute path in a document."""
+    """Yield the absolute paths in a document."""
     if isinstance(value, Mapping):
         for one in value.values():
             yield from _absolute_paths(one)
@@ -103,7 +103,7 @@ def _absolute_paths(value: Any) -> Iterator[str]:
 
 
 def _write(target: Path, text: str) -> None:
-    """Replace the file at once."""
+    """Replace the file atomically."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
@@ -117,5 +117,5 @@ def _write(target: Path, text: str) -> None:
             raise
     except OSError as error:
         raise SubmitError(
-            f"{target} cannot be written ({error.strerror}). Give a file in a folder of yours."
+            f"{target} cannot be written ({error.strerror}). Give a file in a writable folder."
         ) from error

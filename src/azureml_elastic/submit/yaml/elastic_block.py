@@ -1,7 +1,7 @@
-"""The ``elastic:`` block of a job file: which fields it has, and what is said of one that is wrong.
+"""The ``elastic:`` block of a job file: its fields, and messages about invalid ones.
 
-The block has what a standard command job cannot say: the node counts, and every field of ``ElasticCommandJob`` that
-``azure.ai.ml.command()`` does not have. Both are read off the models, so a new field of theirs is one of the block's.
+The block has the settings that a standard command job lacks: the node counts, and every field of ``ElasticCommandJob``
+that ``azure.ai.ml.command()`` does not have. It is derived from these models, so new fields appear automatically.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK = "elastic"
 """The key of the block in a job file."""
 
 COUNTS = tuple(name for name in ElasticResources.model_fields if name not in FIELDS_OF_RESOURCES)
-"""The fields of ``ElasticResources`` that the block has; the others are in the standard ``resources:``."""
+"""The fields of ``ElasticResources`` in the block; the others belong to the standard ``resources:``."""
 
 _OUTSIDE = FIELDS_OF_COMMAND - {"distribution"} | {"resources", "type"}
 _SHOWN = re.compile(r"[\w .:@-]{0,60}", re.ASCII)
@@ -41,15 +41,15 @@ _MESSAGES = {
     "model_attributes_type": "a block of fields",
     "tuple_type": "a list",
 }
-"""What pydantic says about Python's types, for who writes YAML."""
+"""Replacements for pydantic's messages, in terms of YAML instead of Python types."""
 
 
 @functools.cache
 def block_model(job: type[BaseModel] = ElasticCommandJob) -> type[ConfigModel]:
-    """Return the model of the block: none of its fields must be given.
+    """Return the model of the block, all of whose fields are optional.
 
     Args:
-        job: the model of the job, whose fields the block has.
+        job: model of the job, from which the fields are taken.
     """
     fields: dict[str, Any] = {
         name: (ElasticResources.model_fields[name].annotation | None, None)  # type: ignore[operator]
@@ -65,14 +65,14 @@ def block_model(job: type[BaseModel] = ElasticCommandJob) -> type[ConfigModel]:
 
 
 def read_block(block: Any, job: type[BaseModel] = ElasticCommandJob) -> ConfigModel:
-    """Return the block's fields, each of them valid.
+    """Validate a block, and return it as a model.
 
     Args:
-        block: what the file has under ``elastic:``.
-        job: the model of the job.
+        block: value of ``elastic:`` in the file.
+        job: model of the job.
 
     Raises:
-        SubmitError: a field is unknown or wrong; the message has its place, but no name of the file.
+        SubmitError: a field is unknown or invalid; the message has its dotted path but not the name of the file.
     """
     given = {} if block is None else block
     if not isinstance(given, dict):
@@ -87,13 +87,13 @@ def read_block(block: Any, job: type[BaseModel] = ElasticCommandJob) -> ConfigMo
 
 
 def wrong_fields(error: ValidationError, given: Mapping[str, Any], model: type[BaseModel], root: str) -> list[str]:
-    """Return what is wrong, a sentence for each field: its dotted place, and for an unknown one what may be meant.
+    """Return one sentence per invalid field, with its dotted path and, for an unknown field, a suggestion.
 
     Args:
-        error: of the validation.
-        given: what was validated.
-        model: by which.
-        root: what the places begin with; may be empty.
+        error: error of the validation.
+        given: value that was validated.
+        model: model by which it was validated.
+        root: prefix of the paths; may be empty.
     """
     found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
@@ -103,25 +103,21 @@ def wrong_fields(error: ValidationError, given: Mapping[str, Any], model: type[B
 
 
 def wanted(details: Sequence[ErrorDetails]) -> str:
-    """Return what a value should be; of a union what its members say together.
+    """Return the expected value of a field; for a union, that of its members combined.
 
     Args:
-        details: the faults of one place.
+        details: pydantic's errors at one path.
     """
     ours = [detail["msg"].removeprefix("Value error, ") for detail in details if detail["type"] == "value_error"]
     if ours:
         return ours[0]
     begin = "Input should be "
-    said = dict.fromkeys(_MESSAGES.get(detail["type"], detail["msg"]).removeprefix(begin) for detail in details)
-    return ("should be " if all(detail["msg"].startswith(begin) for detail in details) else "") + " or ".join(said)
+    texts = dict.fromkeys(_MESSAGES.get(detail["type"], detail["msg"]).removeprefix(begin) for detail in details)
+    return ("should be " if all(detail["msg"].startswith(begin) for detail in details) else "") + " or ".join(texts)
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models that a field's type is made of.
-
-    Args:
-        annotation: the type, such as ``tuple[NodePool, ...] | None``.
-    """
+    """Yield the models within a type annotation, such as ``tuple[NodePool, ...] | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
@@ -133,7 +129,7 @@ def _below(place: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool:
 
 
 def _place(location: Sequence[str | int], given: Any, *, missing: bool) -> tuple[str | int, ...]:
-    """Return the keys of the document that lead to a fault: pydantic names the members of unions, too."""
+    """Return the document's keys within an error location, which also has the names of union members."""
     place: list[str | int] = []
     here = given
     for number, part in enumerate(location):
@@ -164,7 +160,7 @@ def _sentence(
     if first["type"] in {"union_tag_not_found", "union_tag_invalid"}:
         key = str(first.get("ctx", {}).get("discriminator", "")).strip("'")
         tags = " or ".join(str(one.model_fields[key].default) for one in _models_at(model, given, place))
-        return f"{dotted}.{key} says which of the policies is meant: give {tags}."
+        return f"{dotted}.{key} selects the policy: give {tags}."
     return f"{dotted}{_shown(first['input'])}: {wanted(details)}."
 
 
@@ -173,7 +169,7 @@ def _dotted(root: str, place: Sequence[str | int]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as it may be shown: nothing long, and nothing that could be a key or a signature."""
+    """Return a value for a message; empty if it is long or could be a key or a signature."""
     if value is None or isinstance(value, bool | int | float):
         return f"={json.dumps(value)}"
     return f"={value!r}" if isinstance(value, str) and _SHOWN.fullmatch(value) else ""
@@ -184,7 +180,7 @@ def _kind(value: Any) -> str:
 
 
 def _models_at(model: type[BaseModel], given: Any, place: Sequence[str | int]) -> list[type[BaseModel]]:
-    """Return the models that may stand at a place."""
+    """Return the models that are possible at a path."""
     models, here = [model], given
     for part in place:
         here = here[part]
@@ -203,20 +199,20 @@ def _model_at(model: type[BaseModel], given: Any, place: Sequence[str | int]) ->
 
 
 def _meant(name: str, place: str, model: type[BaseModel]) -> str:
-    """Return what an unknown name was meant to be, as the end of a sentence."""
+    """Return a suggestion for an unknown field name, as the end of a sentence."""
     near = difflib.get_close_matches(name, model.model_fields, 1)
     if near:
         return f"; did you mean {near[0]}?"
     if place == BLOCK and (name in FIELDS_OF_RESOURCES or name == "instance_count"):
-        return f"; it stands outside of the block, as resources.{name}."
+        return f"; it belongs outside the block, as resources.{name}."
     if place == BLOCK and name in _OUTSIDE:
-        return "; it stands outside of the block, as in any command job."
+        return "; it belongs outside the block, as in any command job."
     deeper = [path for path in _paths(model, place) if path.rpartition(".")[2] == name]
     return f"; it belongs to {deeper[0].rpartition('.')[0]}." if deeper else "."
 
 
 def _paths(model: type[BaseModel], place: str) -> Iterator[str]:
-    """Yield the dotted places of all fields below a model."""
+    """Yield the dotted paths of all fields of a model and of its nested models."""
     for name, info in model.model_fields.items():
         yield f"{place}.{name}"
         for deeper in models_in(info.annotation):

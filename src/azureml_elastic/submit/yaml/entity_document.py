@@ -1,6 +1,6 @@
-"""Entities of azure-ai-ml as the fields that the YAML of a job has for them.
+"""Conversion of azure-ai-ml's entities to documents in the YAML schema of jobs.
 
-They are read by their public names. What they hold that YAML has no field for is refused by name.
+Entities are read by their public names. Settings that YAML has no field for are rejected by name.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ _FIELDS = {
     "distribution": ("type", "process_count_per_instance"),
     "settings": ("continue_on_step_failure", "force_rerun", "default_compute", "default_datastore"),
 }
-"""What YAML has a field for, of each kind of entity."""
+"""The fields of each kind of entity in YAML."""
 
 _LOWER_CASE = frozenset({"job_tier", "priority"})
-"""Names that YAML has in lower case alone."""
+"""Fields whose values are lower case in YAML."""
 
 _UNWRITTEN = {
     "pipeline": ("identity", "services", "outputs"),
     "node": ("description", "comment", "tags", "properties"),
     "component": ("display_name", "description", "tags", "properties", "resources", "distribution"),
 }
-"""What these entities have paths for, but elastic jobs have nothing in."""
+"""Attributes of these entities that are not written, and that are unset in elastic jobs."""
 
-_ALWAYS = {"limits": "type"}
-"""What an entity holds always, and says by what it is."""
+_IMPLIED = {"limits": "type"}
+"""Attributes that are always set and follow from the kind of entity."""
 
 
 @dataclass(frozen=True)
 class PathFormat:
-    """How local paths are written.
+    """Format of local paths in a document.
 
     Args:
-        folder: of the file that is written; ``None`` writes all of them absolute.
+        folder: folder of the file to write; ``None`` makes all paths absolute.
         absolute: paths that stay absolute.
-        base: what the paths that are read are relative to.
-        resolved: whether links are followed to their ends, as azure-ai-ml does when it reads YAML.
+        base: folder that the entity's paths are relative to.
+        resolved: whether symbolic links are resolved, as azure-ai-ml does when it reads YAML.
     """
 
     folder: Path | None = None
@@ -69,7 +69,7 @@ class PathFormat:
     resolved: bool = False
 
     def format(self, path: str) -> str:
-        """Return a path as the file has it: relative to its folder, absolute, or with its scheme."""
+        """Return a path relative to the folder, absolute, or with its scheme."""
         whole = located(path, self.base)
         if not Path(whole).is_absolute():
             return whole
@@ -84,26 +84,26 @@ class PathFormat:
 
 
 def real_path(path: str | os.PathLike[str], *, named: bool = True) -> str:
-    """Return where a path leads.
+    """Return a path with symbolic links resolved.
 
     Args:
-        path: of a file or folder.
-        named: whether its own name stays if it is a link, as its author has written it.
+        path: path of a file or folder.
+        named: whether the last component is kept if it is a link.
     """
     parent, name = os.path.split(Path(path).absolute())
     return str(Path(os.path.realpath(parent), name)) if named and name != ".." else os.path.realpath(path)
 
 
 def document_of(entity: Any, paths: PathFormat, absent: Collection[str] = ()) -> dict[str, Any]:
-    """Return a compiled job as YAML has it: a command job, or a pipeline of command nodes.
+    """Return the document of a compiled job: a command job, or a pipeline of command nodes.
 
     Args:
-        entity: what ``ElasticCommandJob.compile()`` or ``load_job`` returned.
-        paths: how local paths are written.
-        absent: outputs that the nodes of a pipeline do not mention.
+        entity: result of ``ElasticCommandJob.compile()`` or ``load_job``.
+        paths: format of local paths.
+        absent: outputs that are omitted from the nodes of a pipeline.
 
     Raises:
-        SubmitError: it has something that YAML has no field for.
+        SubmitError: the entity has a setting that YAML has no field for.
     """
     if hasattr(type(entity), "jobs"):
         return _pipeline(entity, paths, absent)
@@ -117,16 +117,16 @@ def _command(job: Any, paths: PathFormat) -> dict[str, Any]:
         **_identification(job),
         **_computed(job.compute),
         **_program(job, paths),
-        **_said("environment_variables", dict(job.environment_variables or {})),
-        **_said("inputs", {name: _input(name, value, paths) for name, value in (job.inputs or {}).items()}),
-        **_said("outputs", {name: _output(name, value) for name, value in (job.outputs or {}).items()}),
+        **_unless_empty("environment_variables", dict(job.environment_variables or {})),
+        **_unless_empty("inputs", {name: _input(name, value, paths) for name, value in (job.inputs or {}).items()}),
+        **_unless_empty("outputs", {name: _output(name, value) for name, value in (job.outputs or {}).items()}),
         **_node(job),
-        **_said("parent_job_name", getattr(job, "parent_job_name", None)),
+        **_unless_empty("parent_job_name", getattr(job, "parent_job_name", None)),
     }
 
 
 def _pipeline(job: Any, paths: PathFormat, absent: Collection[str]) -> dict[str, Any]:
-    """Return a pipeline, whose equal parts are one object each: YAML has an anchor for them."""
+    """Return a pipeline whose equal parts are the same objects, which are dumped as YAML anchors."""
     parts: dict[str, list[Any]] = {}
     nodes = {}
     _check_unwritten("pipeline", job)
@@ -136,29 +136,29 @@ def _pipeline(job: Any, paths: PathFormat, absent: Collection[str]) -> dict[str,
         build = getattr(node.component.environment, "build", None)
         if build is not None and "://" in str(build.path):
             raise SubmitError(
-                f"The environment is built from {build.path!r}, for which azure-ai-ml makes another name whenever "
-                "it reads it, so each node would get an environment of its own. Register it with "
+                f"The environment is built from {build.path!r}, which azure-ai-ml gives a new name whenever it reads "
+                "it, so each node would get a separate environment. Register it with "
                 "ml_client.environments.create_or_update(...), and give its name."
             )
         outputs = {key: _node_output(key, node) for key in node.component.outputs if key not in absent}
-        said = {
+        fields = {
             "type": "command",
-            **_said("display_name", node.display_name),
+            **_unless_empty("display_name", node.display_name),
             **_computed(node.compute),
             "component": _component(node.component, paths),
-            **_said("environment_variables", dict(node.environment_variables or {})),
-            **_said("inputs", {key: f"${{{{parent.inputs.{key}}}}}" for key in node.component.inputs}),
-            **_said("outputs", outputs),
+            **_unless_empty("environment_variables", dict(node.environment_variables or {})),
+            **_unless_empty("inputs", {key: f"${{{{parent.inputs.{key}}}}}" for key in node.component.inputs}),
+            **_unless_empty("outputs", outputs),
             **_node(node),
         }
-        nodes[name] = {key: _shared(value, parts.setdefault(key, [])) for key, value in said.items()}
+        nodes[name] = {key: _shared(value, parts.setdefault(key, [])) for key, value in fields.items()}
     return {
         "$schema": _SCHEMA.format("pipeline"),
         "type": "pipeline",
         **_identification(job),
         **_computed(job.compute),
         "settings": _fields("settings", "The pipeline's settings", job.settings),
-        **_said("inputs", {name: _input(name, value.result(), paths) for name, value in job.inputs.items()}),
+        **_unless_empty("inputs", {name: _input(name, value.result(), paths) for name, value in job.inputs.items()}),
         "jobs": nodes,
     }
 
@@ -179,17 +179,17 @@ def _component(component: Any, paths: PathFormat) -> dict[str, Any]:
         "type": "command",
         **_program(component, paths),
         "is_deterministic": component.is_deterministic,
-        **_said("inputs", inputs),
-        **_said("outputs", outputs),
+        **_unless_empty("inputs", inputs),
+        **_unless_empty("outputs", outputs),
     }
 
 
 def _node_output(name: str, node: Any) -> dict[str, Any]:
-    """Return an output of a pipeline's node: what it says itself, and the rest from its component."""
+    """Return an output of a pipeline's node, completed from the declaration of its component."""
     own, declared = node.outputs[name], node.component.outputs[name]
-    said = {key: getattr(own, key, None) or getattr(declared, key, None) for key in _FIELDS["output"]}
+    fields = {key: getattr(own, key, None) or getattr(declared, key, None) for key in _FIELDS["output"]}
     _fields("output", f"The output {name!r}", declared)
-    return {key: value for key, value in said.items() if value is not None}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _identification(job: Any) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _identification(job: Any) -> dict[str, Any]:
 def _program(holder: Any, paths: PathFormat) -> dict[str, Any]:
     code = getattr(holder, "code", None)
     return {
-        **_said("code", None if code is None else paths.format(str(code))),
+        **_unless_empty("code", None if code is None else paths.format(str(code))),
         "command": holder.command,
         "environment": _environment(holder.environment, paths),
     }
@@ -211,22 +211,22 @@ def _computed(compute: Any) -> dict[str, str]:
 
 
 def _node(holder: Any) -> dict[str, Any]:
-    """Return how a node runs: its machine, its limits, its identity and so on."""
-    said: dict[str, Any] = {}
+    """Return the settings of a node: resources, limits, identity and others."""
+    fields: dict[str, Any] = {}
     for name in _NODE:
         value = getattr(holder, name, None)
         if name == "services" and value:
-            said[name] = {key: _fields("service", f"The service {key!r}", one) for key, one in value.items()}
+            fields[name] = {key: _fields("service", f"The service {key!r}", one) for key, one in value.items()}
         elif name != "services" and value is not None:
-            said |= _said(name, _fields(name, name, value))
-    return said
+            fields |= _unless_empty(name, _fields(name, name, value))
+    return fields
 
 
 def _input(name: str, value: Any, paths: PathFormat) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
-    said = _fields("input", f"The input {name!r}", value)
-    return said | _said("path", None if said.get("path") is None else paths.format(str(said["path"])))
+    fields = _fields("input", f"The input {name!r}", value)
+    return fields | _unless_empty("path", None if fields.get("path") is None else paths.format(str(fields["path"])))
 
 
 def _output(name: str, value: Any) -> dict[str, Any] | None:
@@ -241,54 +241,55 @@ def _environment(environment: Any, paths: PathFormat) -> Any:
         return f"azureml:{environment.id}"
     if environment.name and not _ANONYMOUS.fullmatch(environment.name):
         raise SubmitError(
-            f"The environment {environment.name!r} would be registered by the job, which YAML cannot say. Register it "
-            f"with ml_client.environments.create_or_update(...), and give environment='azureml:{environment.name}:"
+            f"The environment {environment.name!r} would be registered by the job, which YAML cannot express. Register "
+            f"it with ml_client.environments.create_or_update(...), and give environment='azureml:{environment.name}:"
             f"{environment.version or 1}'."
         )
-    said = {
+    fields = {
         name: getattr(environment, name, None) for name in ("image", "os_type", "description", "tags", "properties")
     }
     for name in ("inference_config", "datastore"):
         if getattr(environment, name, None):
-            raise SubmitError(f"The environment has {name}, which the YAML of a job cannot say. Leave it out.")
+            raise SubmitError(f"The environment has {name}, which the YAML of a job cannot express. Leave it out.")
     if environment.conda_file:
-        said["conda_file"] = _plain(environment.conda_file)
+        fields["conda_file"] = _plain(environment.conda_file)
     if environment.build is not None:
         local = environment.path or environment.build.path
-        said["build"] = {
-            **_said("path", None if local is None else paths.format(str(local))),
-            **_said("dockerfile_path", environment.build.dockerfile_path),
+        fields["build"] = {
+            **_unless_empty("path", None if local is None else paths.format(str(local))),
+            **_unless_empty("dockerfile_path", environment.build.dockerfile_path),
         }
-    return {name: value for name, value in said.items() if value}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _fields(kind: str, what: str, held: Any) -> dict[str, Any]:
-    """Return what an entity holds; what YAML has no field for is refused by name."""
+    """Return the fields of an entity, rejecting settings that YAML has no field for."""
     names = _FIELDS[kind]
     for name in sorted(vars(held)):
-        expected = name.startswith("_") or name in names or name == _ALWAYS.get(kind)
+        expected = name.startswith("_") or name in names or name == _IMPLIED.get(kind)
         if not expected and vars(held)[name] not in (None, False, {}, []):
             raise SubmitError(
-                f"{what} has {name}, which the YAML of a job cannot say. Leave it out, or submit the job from Python."
+                f"{what} has {name}, which the YAML of a job cannot express. Leave it out, or submit the job from "
+                "Python."
             )
     found = {name: _plain(getattr(held, name, None)) for name in names}
-    said = {name: value for name, value in found.items() if value not in (None, {}, [])}
-    return {name: value.lower() if name in _LOWER_CASE else value for name, value in said.items()}
+    fields = {name: value for name, value in found.items() if value not in (None, {}, [])}
+    return {name: value.lower() if name in _LOWER_CASE else value for name, value in fields.items()}
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of plain dictionaries and lists."""
+    """Return a value as plain dictionaries and lists."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _said(name: str, value: Any) -> dict[str, Any]:
+def _unless_empty(name: str, value: Any) -> dict[str, Any]:
     return {} if value is None or value == {} else {name: value}
 
 
 def _shared(found: Any, earlier: list[Any]) -> Any:
-    """Return an equal one of those that there are already, or this one, which then is there."""
+    """Return an equal object from ``earlier``, or add this one to it and return it."""
     if not isinstance(found, dict):
         return found
     for one in earlier:

@@ -1,6 +1,6 @@
-"""A job as a YAML file: any command job of Azure ML, with one ``elastic:`` block.
+"""Elastic jobs as YAML files: any command job of Azure ML, with one ``elastic:`` block.
 
-The block is taken out, and azure-ai-ml loads the rest, so that every field of a command job means what it always does.
+The block is removed and azure-ai-ml loads the rest, so that every field of a command job keeps its meaning.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _ELSEWHERE = {
     "job_tier": "queue_settings.job_tier",
     "priority": "queue_settings.priority",
 }
-"""Fields of the elastic job by the place that a job file has for them."""
+"""Paths in a job file of the elastic job's fields, where the names differ."""
 
 
 def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> ElasticCommandJob:
-    """Return the job that a YAML file describes: a standard command job, and one ``elastic:`` block.
+    """Load an elastic job from a YAML file: a standard command job with one ``elastic:`` block.
 
-    Local paths in the file are relative to its folder, as azure-ai-ml reads them.
+    As in azure-ai-ml, local paths in the file are relative to its folder.
 
     Args:
-        path: of the file.
-        overrides: values to set in it first, each ``a.b=c``, such as ``elastic.max_instance_count=12``.
+        path: path of the file.
+        overrides: values to set first, each as ``a.b=c``, such as ``elastic.max_instance_count=12``.
 
     Raises:
-        SubmitError: the file cannot be read, or a field is wrong; the message has the file and the field's place.
-        CommandError: its command has a launcher whose options cannot be translated.
+        SubmitError: the file cannot be read, or a field is invalid; the message has the file and the field's path.
+        CommandError: the command has a launcher whose options cannot be translated.
         MissingExtra: azure-ai-ml is not installed.
     """
     file = Path(path)
@@ -61,14 +61,14 @@ def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()
 
 
 def read_document(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Return what a job file says, as it stands there, with values set from outside.
+    """Return the content of a job file with overrides applied, without validating its fields.
 
     Args:
-        path: of the file.
-        overrides: each ``a.b=c``.
+        path: path of the file.
+        overrides: values to set, each as ``a.b=c``.
 
     Raises:
-        SubmitError: the file cannot be read, or an override.
+        SubmitError: the file or an override cannot be read.
     """
     file = Path(path)
     try:
@@ -77,24 +77,24 @@ def read_document(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise SubmitError(f"{file} cannot be read ({why}). Give the YAML file of a job.") from error
     try:
-        _refuse_twice(yaml.compose(text, Loader=yaml.SafeLoader), set())
+        _reject_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), set())
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SubmitError(f"{file}{_what(error, text)}") from None  # the error itself quotes the line
+        raise SubmitError(f"{file}{_syntax_error(error, text)}") from None  # the original error quotes the line
     if not isinstance(document, dict):
         raise SubmitError(f"{file} is no job: a job file is a block of fields, such as 'command: python train.py'.")
     return apply_overrides(document, overrides)
 
 
-def _refuse_twice(node: Any, seen: set[int]) -> None:
-    """Check that no block has a field twice: the first would be dropped in silence."""
+def _reject_duplicates(node: Any, seen: set[int]) -> None:
+    """Check that no block has a field twice, of which PyYAML would silently drop the first."""
     if id(node) in seen:
         return
     seen.add(id(node))
     names = set()
     for entry in node.value if isinstance(node, yaml.CollectionNode) else ():
         for one in entry if isinstance(entry, tuple) else (entry,):
-            _refuse_twice(one, seen)
+            _reject_duplicates(one, seen)
         key = entry[0] if isinstance(entry, tuple) else None
         if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
             if key.value in names:
@@ -102,8 +102,8 @@ def _refuse_twice(node: Any, seen: set[int]) -> None:
             names.add(key.value)
 
 
-def _what(error: yaml.YAMLError, text: str) -> str:
-    """Return where the text is no YAML, and why; without the line itself, which may hold a secret."""
+def _syntax_error(error: yaml.YAMLError, text: str) -> str:
+    """Return the position and cause of a syntax error, without the line itself, which may contain a secret."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f", line {mark.line + 1}, column {mark.column + 1}: this is no YAML: {error.problem}."
@@ -122,15 +122,15 @@ def _job(document: Mapping[str, Any], file: Path) -> ElasticCommandJob:
         raise SubmitError(f"type is {kind!r}, but only a job of 'type: command' can be elastic.")
     if BLOCK not in document:
         raise SubmitError(
-            f"there is no {BLOCK}: block, which says how many nodes may train. The shortest is:{_SHORTEST}"
+            f"there is no {BLOCK}: block, which sets how many nodes may train. The shortest is:{_SHORTEST}"
         )
     block = read_block(document[BLOCK])
     _check_variables(rest.get("environment_variables"))
-    _check_places(rest)
+    _check_misplaced(rest)
     given = {name: getattr(block, name) for name in block.model_fields_set}
     pools = given.pop("pools", None)
     if pools is not None and rest.get("compute") is not None:
-        raise SubmitError(f"compute and {BLOCK}.pools both say where the nodes are. Leave one of them out.")
+        raise SubmitError(f"compute and {BLOCK}.pools both name the compute. Leave one of them out.")
     resources = _resources(rest.get("resources"), given, pools)
     if pools is not None:
         given["compute"] = pools
@@ -144,7 +144,7 @@ def _job(document: Mapping[str, Any], file: Path) -> ElasticCommandJob:
 
 
 def _load(document: Mapping[str, Any], file: Path) -> Any:
-    """Return what azure-ai-ml makes of the job without its block."""
+    """Load the job without its block by azure-ai-ml."""
     try:
         from azure.ai.ml import load_job
         from azure.ai.ml.exceptions import ValidationException
@@ -158,7 +158,7 @@ def _load(document: Mapping[str, Any], file: Path) -> Any:
 
 
 def _resources(standard: Any, given: dict[str, Any], pools: Any) -> dict[str, Any] | None:
-    """Take the node counts out of the block's fields; ``None`` leaves them to the standard ones."""
+    """Remove the node counts from the block's fields and return them; ``None`` if only the standard fields apply."""
     counts = {name: value for name in COUNTS if (value := given.pop(name, None)) is not None}
     if "max_instance_count" in counts:
         return counts
@@ -180,7 +180,7 @@ def _resources(standard: Any, given: dict[str, Any], pools: Any) -> dict[str, An
 def _distribution(
     document: Mapping[str, Any], loaded: Any, resources: Any, block: ElasticDistribution
 ) -> ElasticDistribution:
-    """Return the block's distribution, with what the standard one and a launcher say where the block says nothing."""
+    """Return the block's distribution, completed from the standard distribution and a launcher in the command."""
     from azureml_elastic.submit import ElasticCommandJob
 
     said = document.get("distribution")
@@ -193,7 +193,7 @@ def _distribution(
 
 
 def _check_variables(variables: Any) -> None:
-    """Refuse values that azure-ai-ml would turn into text such as ``None`` or ``{'a': 1}``."""
+    """Reject values that azure-ai-ml would convert to text such as ``None`` or ``{'a': 1}``."""
     for name, value in variables.items() if isinstance(variables, dict) else ():
         if value is None or isinstance(value, dict | list):
             raise SubmitError(
@@ -202,18 +202,18 @@ def _check_variables(variables: Any) -> None:
             )
 
 
-def _check_places(document: Mapping[str, Any]) -> None:
-    """Refuse fields of the block that stand outside of it."""
+def _check_misplaced(document: Mapping[str, Any]) -> None:
+    """Reject fields of the block that are outside of it."""
     resources = document.get("resources")
     for name in COUNTS:
         if isinstance(resources, dict) and name in resources and name != "max_instance_count":
-            raise SubmitError(f"resources.{name} belongs into the {BLOCK}: block, as {BLOCK}.{name}.")
+            raise SubmitError(f"resources.{name} belongs in the {BLOCK}: block, as {BLOCK}.{name}.")
     for name in sorted(block_model().model_fields.keys() & document.keys() - {"distribution"}):
-        raise SubmitError(f"{name} belongs into the {BLOCK}: block, as {BLOCK}.{name}.")
+        raise SubmitError(f"{name} belongs in the {BLOCK}: block, as {BLOCK}.{name}.")
 
 
 def _wrong(error: ValidationError) -> str:
-    """Return what is wrong with the job as a whole, by the places of the file, without its values."""
+    """Return the faults of the job as a whole, by their paths in the file, without values."""
     faults = []
     for detail in error.errors(include_url=False, include_input=False):
         name = str(detail["loc"][0]) if detail["loc"] else ""

@@ -1,4 +1,4 @@
-"""Values that are set in a job's document from outside: ``--set elastic.max_instance_count=12``."""
+"""Overrides of values in a job file, such as ``--set elastic.max_instance_count=12``."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _KEY = re.compile(r'"(?P<quoted>[^"]*)"|(?P<plain>[^."=]+)')
 
 
 def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a new document in which each override has set one value; later ones go before earlier ones.
+    """Return a copy of a document with values set by overrides, later ones taking precedence.
 
-    Blocks that are not there yet are made. Whether a field exists is for whoever reads the document.
+    Missing blocks are created; field names are not validated.
 
     Args:
-        document: of a job file.
-        overrides: each ``path=value``, see :func:`parse_override`.
+        document: content of a job file.
+        overrides: overrides as ``path=value``, see :func:`parse_override`.
 
     Raises:
-        SubmitError: an override cannot be read, or its path leads through a value that is no block.
+        SubmitError: an override cannot be parsed, or its path leads through a value that is not a block.
     """
     changed: dict[str, Any] = copy.deepcopy(dict(document))
     for override in overrides:
@@ -39,14 +39,14 @@ def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> di
 
 
 def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
-    """Return the keys that lead to a value, and the value.
+    """Return the path and the value of an override.
 
     Args:
-        override: ``a.b=c``: keys with dots between them, those that have dots themselves in double quotes; numbers for
-            the entries of a list; and a value as YAML writes it on one line. Nothing after ``=`` is an empty text.
+        override: ``a.b=c``: keys separated by dots, in double quotes if they contain dots, with indices for entries of
+            lists; and a value in single-line YAML. An empty value is the empty string.
 
     Raises:
-        SubmitError: it has no ``=`` or no keys, or its value is no YAML. No value is ever shown.
+        SubmitError: there is no ``=`` or no key, or the value is no YAML. The message never contains the value.
     """
     path, equals, text = _split(override)
     if not path or not equals:
@@ -64,7 +64,7 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _split(override: str) -> tuple[tuple[str, ...], str, str]:
-    """Return the keys, ``=`` and the text of the value; no keys where they cannot be read."""
+    """Return the keys, ``=`` and the text of the value; no keys if they cannot be parsed."""
     keys: list[str] = []
     position = -1
     while position < 0 or override.startswith(".", position):

@@ -1,7 +1,7 @@
-"""What azure-ai-ml says about a job that it does not load, as sentences: a place, and what is wrong there.
+"""Conversion of azure-ai-ml's errors about invalid job files to sentences.
 
-Its messages hold the faults as JSON, which holds further messages, and for a field that may be one of several kinds
-what each of them says.
+Its messages contain JSON, whose strings contain further messages, with one entry per alternative for a field that
+accepts several types.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _SHORTEST_SECRET = 4
 
 
 def readable(error: Exception, document: Mapping[str, Any]) -> str:
-    """Return what is wrong, without the values of the job's environment variables.
+    """Return an error as sentences, without the values of the job's environment variables.
 
     Args:
-        error: what azure-ai-ml has raised.
-        document: what was loaded.
+        error: exception of azure-ai-ml.
+        document: document that was loaded.
     """
-    faults = [_sentence(place, said) for place, said in _faults(str(error), "")]
+    faults = [_sentence(place, message) for place, message in _faults(str(error), "")]
     text = " ".join(one if one.endswith((".", "?")) else f"{one}." for one in dict.fromkeys(faults))
     for secret in sorted(_texts(document.get("environment_variables")), key=len, reverse=True):
         text = text.replace(secret, _MASK)
     return text
 
 
-def _sentence(place: str, said: str) -> str:
-    if said == "Unknown field.":
+def _sentence(place: str, message: str) -> str:
+    if message == "Unknown field.":
         near = difflib.get_close_matches(place.rpartition(".")[2], _NAMES, 1)
         return f"{place} is no field of a command job{f'; did you mean {near[0]}?' if near else ''}"
-    said = _CHOICE.sub(lambda match: f"{match['value']} is none of {match['names']}", said)
-    return f"{place}: {said}" if place else said
+    message = _CHOICE.sub(lambda match: f"{match['value']} is none of {match['names']}", message)
+    return f"{place}: {message}" if place else message
 
 
 def _faults(message: str, place: str) -> Iterator[tuple[str, str]]:
-    """Yield each fault of a message: its dotted place, and what is said about it."""
+    """Yield the dotted path and the text of each fault in a message."""
     start = message.find("{")
     try:
         found, _ = json.JSONDecoder().raw_decode(message, max(start, 0))
@@ -78,10 +78,10 @@ def _leaves(found: Any, place: str) -> Iterator[tuple[str, str]]:
 
 
 def _one_of(kinds: list[list[tuple[str, str]]]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a value of several possible kinds.
+    """Yield the faults of a value that accepts several types.
 
-    Where each kind has its own names for the value, all of them; else the faults of the first kind, which most often is
-    the one that is meant.
+    If every type is an enumeration, their names are combined; otherwise the faults of the first type are yielded, which
+    is the most likely one.
     """
     choices = [_CHOICE.fullmatch(faults[0][1]) if len(faults) == 1 else None for faults in kinds]
     if len({faults[0][0] for faults in kinds}) == 1 and all(choices):
@@ -92,7 +92,7 @@ def _one_of(kinds: list[list[tuple[str, str]]]) -> Iterator[tuple[str, str]]:
 
 
 def _python(text: str) -> Any:
-    """Return the first of several faults that stand in a text as Python writes them."""
+    """Return the first of the faults in a text of Python literals."""
     first, more, _ = text.partition("}; ")
     try:
         return ast.literal_eval(f"{first}}}" if more else first)
@@ -101,7 +101,7 @@ def _python(text: str) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in a value that is long enough to be a secret."""
+    """Yield the strings in a value that are long enough to be secrets."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -1,8 +1,7 @@
 """An elastic job as standard YAML, for ``az ml job create -f`` and azure-ai-ml's ``load_job``.
 
-What azure-ai-ml itself writes of a job cannot be submitted: truth values become numbers, and local paths the names of
-assets. Here the compiled job is written by this library; and what was written is loaded and read again, so that nothing
-is lost in silence.
+The YAML that azure-ai-ml itself dumps cannot be submitted: booleans become numbers, and local paths become names of
+assets. This module therefore writes the compiled job, and loads the result again to detect any loss.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ def standard_yaml(
     """Return the compiled job as YAML: a pipeline job for ``fan_out``, else a command job.
 
     Args:
-        job: left as it is.
-        folder: where the text is to be a file; local paths become relative to it. ``None`` makes them absolute.
-        absolute: paths that stay absolute nevertheless.
-        runtime: a copy of the library for the nodes, in place of the one in the cache; see ``delivery="ship"``.
+        job: job to compile.
+        folder: folder of the file, which local paths become relative to. ``None`` makes them absolute.
+        absolute: paths that stay absolute regardless.
+        runtime: copy of the library for the nodes, replacing the one in the cache; see ``delivery="ship"``.
 
     Raises:
-        SubmitError: the job cannot be compiled, or has something that YAML has no field for.
+        SubmitError: the job cannot be compiled, or has a setting that YAML has no field for.
         CommandError: its command starts no Python program, or one that is not in ``code``.
         MissingExtra: azure-ai-ml is not installed.
     """
@@ -66,11 +65,11 @@ def standard_yaml(
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
-    """Text of several lines as a block of lines."""
+    """YAML dumper that writes multi-line text as literal blocks."""
 
     def represent_text(self, text: str) -> Any:
         style = "|" if "\n" in text else None
-        if _LINE_ENDS.search(text):  # between other quotes PyYAML would lose them
+        if _LINE_ENDS.search(text):  # only double quotes preserve them in PyYAML
             style = '"'
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -84,7 +83,7 @@ def _dump(document: Mapping[str, Any]) -> str:
 
 
 def _check(text: str, entity: Any, paths: PathFormat, absent: Collection[str]) -> None:
-    """Load what was written as whoever submits it will, and see that it says the same."""
+    """Check that azure-ai-ml loads the text as a job that is equal to the entity."""
     from azure.ai.ml import load_job
     from azure.ai.ml.exceptions import ValidationException
     from marshmallow.exceptions import ValidationError as SchemaError
@@ -95,23 +94,23 @@ def _check(text: str, entity: Any, paths: PathFormat, absent: Collection[str]) -
         loaded = load_job(io.StringIO(text), relative_origin=str(folder / "job.yml"))
     except (ValidationException, SchemaError) as error:
         variables = [one.get("environment_variables") for one in (meant, *meant.get("jobs", {}).values())]
-        said = readable(error, {"environment_variables": variables})
+        message = readable(error, {"environment_variables": variables})
         raise SubmitError(
-            f"The YAML of a job cannot say all of this job. azure-ai-ml's load_job says: {said}"
+            f"The YAML of a job cannot express all of this job. azure-ai-ml's load_job reports: {message}"
         ) from None
     read = document_of(loaded, replace(paths, resolved=True, base=folder), absent)
     for one in (meant, read):
-        one.get("inputs", {}).get(node_launch.RUNTIME, {}).pop("path", None)  # the copy has another place
+        one.get("inputs", {}).get(node_launch.RUNTIME, {}).pop("path", None)  # differs for a copy
     place = _difference(meant, read, "")
     if place is not None:
         raise SubmitError(
-            f"The YAML of a job cannot say this job's {place}: azure-ai-ml's load_job reads it as something else. "
-            "Leave it out, or submit the job from Python."
+            f"The YAML of a job cannot express this job's {place}: azure-ai-ml's load_job reads it differently. Leave "
+            "it out, or submit the job from Python."
         )
 
 
 def _difference(one: Any, other: Any, place: str) -> str | None:
-    """Return the dotted place where two documents differ first; ``None`` where they are the same."""
+    """Return the dotted path of the first difference between two documents; ``None`` if they are equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in {**one, **other}:
             found = _difference(one.get(name), other.get(name), f"{place}.{name}".lstrip("."))
