@@ -1,4 +1,4 @@
-"""Nodes in network namespaces of their own, some of which cannot reach each other: who trains, and what is told.
+"""Nodes in network namespaces of their own, some of which cannot reach each other: which nodes train, and what is reported.
 
 Each node is the production entry, the table a real Azurite that all of them reach. A pair is separated as by a network
 that drops packets: each side's address of the other one leads nowhere. Ports are closed with iptables.
@@ -28,8 +28,8 @@ from azureml_elastic.ledger.events import HealthChecked, RoundEntered, RoundReop
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.azurite import Azurite
 
-PATIENCE_S = 150.0
-TOLD_WITHIN_S = 30.0
+TIMEOUT_S = 150.0
+REPORTED_WITHIN_S = 30.0
 """It takes 2 to 6 s; nodes that wait for each other instead hang for minutes."""
 NODES = ("node-a", "node-b", "node-c")
 NOWHERE = "02:00:00:00:00:99"  # the hardware address of nobody
@@ -173,8 +173,8 @@ class Network:
     def reopened(self) -> list:
         return [event for name in NODES for event in self.events(RoundReopened, name)]
 
-    def until(self, condition, patience: float = PATIENCE_S) -> None:
-        limit = time.monotonic() + patience
+    def until(self, condition, timeout: float = TIMEOUT_S) -> None:
+        limit = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < limit, "\n".join(f"== {name}\n{self.log(name)[-3000:]}" for name in NODES)
             time.sleep(0.1)
@@ -185,8 +185,8 @@ class Network:
         self.until(lambda: all(process.poll() is not None for process in self._processes.values()))
         return {name: process.returncode for name, process in self._processes.items()}
 
-    def told(self, node: str, peer: str) -> float:
-        """Return how long after this node wanted to join it told that it cannot reach the other one."""
+    def reported_after(self, node: str, peer: str) -> float:
+        """Return the seconds from this node's start of joining until it reported that it cannot reach the other one."""
         (event, *_) = [event for event in self.events(Unreachable, node) if event.peer == peer]
         assert event.host == self.addresses[node]
         assert event.address.startswith(f"{self.addresses[peer]}:")
@@ -241,7 +241,7 @@ def test_a_node_that_is_cut_off_is_left_out_and_says_why(network):
     for name in ("node-a", "node-b"):
         assert network.worlds(name) == [2]
     assert network.worlds("node-c") == []
-    assert network.told("node-c", "node-a") < TOLD_WITHIN_S
+    assert network.reported_after("node-c", "node-a") < REPORTED_WITHIN_S
 
 
 def test_it_gets_in_when_the_network_is_mended(network):
@@ -259,7 +259,7 @@ def test_below_the_minimum_the_run_fails_and_every_node_says_who_cannot_reach_wh
         network.separate("node-c", other)
     network.start(minimum=3, steps=40, max_failed_rounds=3)
     assert network.wait() == dict.fromkeys(NODES, 1)
-    assert network.told("node-c", "node-a") < TOLD_WITHIN_S
+    assert network.reported_after("node-c", "node-a") < REPORTED_WITHIN_S
     for name in NODES:
         (message,) = re.findall(r"^error: (.*)$", network.log(name), re.MULTILINE)
         assert message.startswith("3 rounds in a row broke because nodes could not reach each other")
@@ -271,8 +271,8 @@ def test_two_that_reach_rank_0_but_not_each_other_are_named_although_their_worke
     network.separate("node-b", "node-c")
     network.start(minimum=3, steps=40)
     network.until(lambda: bool(network.events(Unreachable, "node-b")) and bool(network.events(Unreachable, "node-c")))
-    assert network.told("node-b", "node-c") < TOLD_WITHIN_S
-    assert network.told("node-c", "node-b") < TOLD_WITHIN_S
+    assert network.reported_after("node-b", "node-c") < REPORTED_WITHIN_S
+    assert network.reported_after("node-c", "node-b") < REPORTED_WITHIN_S
     network.until(lambda: network.log("node-a").count(" cannot reach ") >= 2)
     assert not (network.folder / "progress").exists()
 
@@ -289,7 +289,7 @@ def test_where_sessions_wait_for_each_other_the_round_is_formed_again_without_on
         return bool(broken) and any(event.time > min(broken) and event.world_size == 2 for event in entered)
 
     network.until(formed_again)
-    assert network.told("node-b", "node-c") < TOLD_WITHIN_S
+    assert network.reported_after("node-b", "node-c") < REPORTED_WITHIN_S
     network.mend("node-b", "node-c")
     assert network.wait() == dict.fromkeys(NODES, 0)
     assert network.events(RoundEntered, "node-a")[-1].world_size == 3
@@ -311,8 +311,8 @@ def test_a_gap_that_workers_do_not_meet_is_named_and_the_round_goes_on(network):
         network.close_ports(one, "-s", network.addresses[other], "--dport", f"{PORTS[0]}:{PORTS[1]}")
     network.start(minimum=3, recovery="in_process", epochs=16)
     assert network.wait() == dict.fromkeys(NODES, 0)
-    assert network.told("node-b", "node-c") < TOLD_WITHIN_S
-    assert network.told("node-c", "node-b") < TOLD_WITHIN_S
+    assert network.reported_after("node-b", "node-c") < REPORTED_WITHIN_S
+    assert network.reported_after("node-c", "node-b") < REPORTED_WITHIN_S
     assert network.reopened() == []
 
 
@@ -345,7 +345,7 @@ def test_a_store_that_one_node_cannot_reach_is_noticed_in_seconds(network):
     network.start(minimum=2, steps=40)
     network.until(lambda: network.events(Unreachable, "node-c") and network.worlds("node-a")[-1:] == [2])
     assert network.wait() == dict.fromkeys(NODES, 0)
-    assert network.told("node-c", "node-a") < TOLD_WITHIN_S
+    assert network.reported_after("node-c", "node-a") < REPORTED_WITHIN_S
     (event,) = network.events(Unreachable, "node-c")
     assert event.purpose == f"the store of round {event.round}"
     assert network.worlds("node-a")[-1] == 2

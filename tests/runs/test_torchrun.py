@@ -67,7 +67,7 @@ def start(tmp_path):
         torchrun.close()
 
 
-until = partial(waiting.until, patience=90)
+until = partial(waiting.until, timeout=90)
 
 
 def test_a_run_grows_loses_a_node_and_ends_well(start, tmp_path):

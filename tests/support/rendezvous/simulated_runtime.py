@@ -1,4 +1,4 @@
-"""Simulated machines: connections with latency, and hubs that handle one message after the other."""
+"""A simulated runtime: connections with latency, and hubs that handle one message after the other."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Costs", "End", "SimulatedRuntime", "SimulatedServer"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What things take, in seconds.
+    """Simulated durations in seconds.
 
     Args:
-        message: from one machine to another.
-        handling: of one message by a hub, which handles one after the other.
-        call: of the table, from the call to its answer.
-        calls_per_second: that the table serves.
+        message: latency of a message.
+        handling: time in which a hub handles one message; it handles one after the other.
+        call: duration of a call of the table.
+        calls_per_second: capacity of the table.
     """
 
     message: float = 0.001
@@ -37,7 +37,7 @@ class Costs:
 
 
 class End:
-    """One end of a connection; stands for the wire's ``Connection``."""
+    """One end of a connection; replaces ``Connection``."""
 
     def __init__(self, scheduler: Scheduler, node: Node, handlers: tuple[Callable, Callable], costs: Costs) -> None:
         self._scheduler = scheduler
@@ -67,7 +67,7 @@ class End:
             self._scheduler.at(self._scheduler.now + self._costs.message, functools.partial(self.other.arrive, line))
 
     def arrive(self, line: bytes) -> None:
-        """Take a message in: at once, or by a server when it has handled those before."""
+        """Handle a message: at once, or on a server after the messages before it."""
         if self.server is None:
             self.take(line)
         else:
@@ -87,7 +87,7 @@ class End:
         self.end(reason, quietly=False)
 
     def end(self, reason: str, *, quietly: bool) -> None:
-        """End both ends: this one now, without a word to its owner if ``quietly``, the other one a little later."""
+        """End both ends: this one now, without ``on_close`` if ``quietly``, the other one after the latency."""
         if self.reason:
             return
         self.reason = reason
@@ -99,7 +99,7 @@ class End:
             self._scheduler.at(self._scheduler.now + self._costs.message, self.other.hang_up)
 
     def hang_up(self) -> None:
-        """Take the end of the connection in, behind what was sent before."""
+        """End the connection after the messages that were sent before."""
         end = functools.partial(self.end, "the peer closed the connection", quietly=False)
         if self.server is None:
             end()
@@ -113,7 +113,7 @@ def _decode(line: bytes) -> dict[str, Any]:
 
 
 class SimulatedServer:
-    """Stands for ``LineServer``."""
+    """Replaces ``LineServer``."""
 
     def __init__(self, node: Node, port: int, on_message: Callable, on_close: Callable, on_tick: Callable, tick: float):
         self.node = node
@@ -151,7 +151,7 @@ class SimulatedServer:
 
 
 class SimulatedClient:
-    """Stands for ``LineClient``."""
+    """Replaces ``LineClient``."""
 
     def __init__(self, node: Node, connection: End, on_tick: Callable, tick: float) -> None:
         self.connection = connection
@@ -176,7 +176,7 @@ class SimulatedClient:
 
 
 class SimulatedListener:
-    """Stands for a listening socket, of which only the port is of interest."""
+    """Replaces a listening socket, of which only the port is used."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -189,7 +189,7 @@ class SimulatedListener:
 
 
 class SimulatedRuntime(Runtime):
-    """The machine below one node."""
+    """The runtime of one node."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -222,7 +222,7 @@ class SimulatedRuntime(Runtime):
         scheduler.wait(scheduler.now + 2 * costs.message)
         server = None if target.dead else target.servers.get(port)
         if server is None:
-            raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
+            raise ConnectionRefusedError(f"nothing listens at {host}:{port}")
         near = End(scheduler, node, (on_message, on_close), costs)
         far = End(scheduler, target, server.handlers, costs)
         near.other, far.other, far.server = far, near, server
@@ -239,6 +239,6 @@ class SimulatedRuntime(Runtime):
         return [
             TimeoutError("timed out") if blocked
             else None if not target.dead and port in target.servers
-            else ConnectionRefusedError("nobody listens there")
+            else ConnectionRefusedError("nothing listens there")
             for blocked, (target, port) in zip(silent, targets, strict=True)
         ]  # fmt: skip

@@ -26,11 +26,11 @@ _START = datetime(2020, 1, 1, tzinfo=timezone.utc)
 
 @dataclass(frozen=True)
 class Fault:
-    """What becomes of one call of the table.
+    """The failure of one call of the table.
 
     Args:
-        done: whether it is carried out although it fails.
-        seconds: until it fails.
+        done: whether the call is carried out although it fails.
+        seconds: time until the call fails.
     """
 
     done: bool

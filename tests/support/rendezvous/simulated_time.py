@@ -65,7 +65,7 @@ class Scheduler:
         heapq.heappush(self._agenda, (when, next(self._numbers), task, token))
 
     def wait(self, until: float) -> None:
-        """Let others run until this moment, or until somebody resumes this task with its token.
+        """Let others run until this moment, or until this task is resumed with its token.
 
         Raises:
             Killed: its node was killed meanwhile.
@@ -114,7 +114,7 @@ class Scheduler:
 
 
 class SimulatedEvent:
-    """Stands for ``threading.Event``."""
+    """Replaces ``threading.Event``."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -145,7 +145,7 @@ class SimulatedEvent:
 
 
 class SimulatedThread:
-    """Stands for ``threading.Thread``."""
+    """Replaces ``threading.Thread``."""
 
     def __init__(self, scheduler: Scheduler, node: Host, target: Callable[[], None], name: str) -> None:
         self._scheduler = scheduler

@@ -1,13 +1,13 @@
-"""A cluster of nodes in simulated time, which run the rendezvous as it is.
+"""A cluster of nodes that run the real rendezvous in simulated time.
 
 Every node is a real thread that calls the real :class:`Rendezvous`. Only the machine below it and the table are
 simulated: whatever blocks (a call of the table, dialling, a wait) hands over to the scheduler, which lets one thread
 run at a time and puts the clock forward when all of them wait. A run is therefore the same each time for a seed, and a
 minute of a thousand nodes takes seconds.
 
-What is modelled: the latency of a message and of dialling; that a hub handles one message after the other; the latency
-of the table, and a queue in front of it where it is asked for more than its capacity, a query counting once for each
-page. What takes the processor's time in a node, and the bandwidth of the network, is not.
+Modelled are the latency of messages and of dialling, hubs that handle one message after the other, the latency of the
+table, and a queue for calls beyond its capacity, where a query counts once for each page. The processor time of nodes
+and the bandwidth of the network are not.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _STACK_BYTES = 256 * 1024
 
 
 class Stalled(AssertionError):
-    """What was waited for did not come about in time."""
+    """A condition did not hold in time."""
 
 
 class Node:
     """One node: the rendezvous and, above it, what an agent does with it.
 
     Args:
-        cluster: that it belongs to.
-        name: of the node.
+        cluster: cluster of the node.
+        name: name of the node.
         limits: node counts.
-        imports_s: between its announcement and its joining.
+        imports_s: seconds between its announcement and its joining.
     """
 
     def __init__(self, cluster: Cluster, name: str, limits: Limits, imports_s: float) -> None:
@@ -84,7 +84,7 @@ class Node:
             raise Killed
 
     def kill(self) -> None:
-        """End the node as SIGKILL would: connections break, nothing is said."""
+        """End the node as SIGKILL would: connections break without a message."""
         self.dead = True
         self.in_round = False
         for server in list(self.servers.values()):
@@ -95,7 +95,7 @@ class Node:
         self.cluster.check()
 
     def unplug(self) -> None:
-        """Cut the node off: whoever waits for it hears nothing, not even that it is gone."""
+        """Cut the node off: other nodes receive nothing from it, not even the end of connections."""
         self.cut = True
         self.in_round = False
 
@@ -149,7 +149,7 @@ class Node:
                 return
             if self._ends is not None:
                 how, self._ends = self._ends, None
-                rendezvous.reopen("it was told to", **how)
+                rendezvous.reopen("requested by the test", **how)
                 return
             if rendezvous.leads and status.waiting:
                 rendezvous.reopen("joining")
@@ -161,11 +161,11 @@ class Cluster:
     """Nodes, their machines and their table.
 
     Args:
-        seed: of everything random.
-        timings: of the rendezvous.
-        costs: of everything that takes time.
-        fault: decides for each call of the table what becomes of it, ``None`` for nothing unusual.
-        monitor_s: between two looks of an agent at its round.
+        seed: start of the random number generator.
+        timings: timings of the rendezvous.
+        costs: simulated durations.
+        fault: function that returns the failure of a call of the table, or ``None``.
+        monitor_s: seconds between two status checks of an agent.
     """
 
     seed: int = 0
@@ -207,15 +207,15 @@ class Cluster:
         self.scheduler.at(when, what)
 
     def check(self) -> None:
-        """Look whether what is waited for has come about."""
+        """Check the condition that is waited for."""
         if self._wanted():
             self.scheduler.resume(self.scheduler.main, self.scheduler.now, self.scheduler.main.token)
 
     def run(self, until: Callable[[], bool], limit_s: float) -> float:
-        """Let time pass until something has come about, and return the moment.
+        """Advance time until a condition holds, and return the moment.
 
         Raises:
-            Stalled: it has not after so many simulated seconds.
+            Stalled: it does not hold after this many simulated seconds.
         """
         self._wanted = until
         if until():
@@ -252,7 +252,7 @@ class Cluster:
         return self.run(settled, limit_s)
 
     def _outside_first(self) -> Iterator[Node]:
-        """Yield all nodes, the one first that stood in the way when this was asked last."""
+        """Yield all nodes, first the one at which the previous call stopped."""
         if self._in_the_way is not None:
             yield self._in_the_way
         for node in self.nodes:
@@ -265,17 +265,17 @@ class Cluster:
             node.dead = True
         self.run(lambda: self.scheduler.threads == 0, 3600.0)
 
-    # --- what must hold ----------------------------------------------------------------------------------------------
+    # --- invariants ----------------------------------------------------------------------------------------------
 
     def rounds(self) -> list[Round]:
         """Return all versions of the round's row, as they were written."""
         return [Round.from_value(write.value) for write in self.storage.writes if write.key == ROUND_KEY and write.done]
 
     def verify(self) -> None:
-        """Check what must hold whatever happens.
+        """Check the invariants.
 
         Raises:
-            AssertionError: it does not.
+            AssertionError: one does not hold.
         """
         assert not self.failures, self.failures[0]
         sealed: set[int] = set()
@@ -304,11 +304,11 @@ class Cluster:
             assert numbers == sorted(set(numbers)), f"{node.name} was in {numbers}"
 
     def most_writes(self) -> int:
-        """Return how often the node that did so most has tried to write its own row."""
+        """Return the largest number of attempts of a node to write its own row."""
         tried = Counter(write.key for write in self.storage.writes if node_of(write.key) is not None)
         return max(tried.values())
 
     @property
     def conflicts(self) -> list[Write]:
-        """Writes in vain."""
+        """Writes that failed because the row had changed."""
         return [write for write in self.storage.writes if not write.done]

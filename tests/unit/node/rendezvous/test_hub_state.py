@@ -1,4 +1,4 @@
-"""Who is asked to look after an open round, where nodes meet for it, and for whom a running one makes room."""
+"""The state of a hub, meeting points and read schedules: which node seals, where nodes meet, which spares count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Peer:
-    """As much of a connection as a state looks at."""
+    """The part of a connection that the state uses."""
 
     def __init__(self):
         self.state = {}
@@ -43,10 +43,10 @@ def starting(node: str) -> Member:
     return replace(candidate(node), state="starting", round=0)
 
 
-# --- the queue --------------------------------------------------------------------------------------------------------
+# --- seal queue ------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_two_are_asked_and_the_first_two_without_strikes():
+def test_the_queue_is_the_first_two_and_the_first_two_without_strikes():
     queue = SealQueue(Round(2, previous=("p",)))
     queue.add([candidate(node, 2) for node in "dcb"] + [candidate("a", 1)])
     assert [member.node for member in queue.first] == ["b", "c"]
@@ -56,10 +56,10 @@ def test_the_first_two_are_asked_and_the_first_two_without_strikes():
     assert queue.remove("b")
 
 
-def test_a_hub_calls_the_first_of_its_watchers_each_time_and_the_second_once():
+def test_the_first_position_is_sent_each_time_and_the_second_once():
     state = HubState(Clock())
     state.add_own(Round(), candidate("m"))
-    assert state.take_positions() == []  # its own node is not told, but asks
+    assert state.take_positions() == []  # its own node is sent nothing, but calls should_seal()
     assert state.should_seal()
     z = watch(state, candidate("z"))
     assert state.take_positions() == [(z, 1)]
@@ -82,14 +82,14 @@ def test_a_node_that_still_imports_lets_others_meet_at_its_hub():
     assert state.take_positions() == [(b, 0), (c, 1)]
 
 
-def test_a_hub_follows_the_row_and_knows_who_is_behind():
+def test_a_hub_follows_the_row_and_finds_nodes_that_have_missed_a_version():
     state = HubState(Clock())
     assert state.newer_than(Round()) is None
     sealed, reopened = Round(1, "sealed"), Round(2, previous=("z",))
     assert state.publish(sealed)
     assert not state.publish(Round())
     assert state.newer_than(Round()) == sealed
-    # A candidate may have heard of the next round before this hub has.
+    # A candidate may know the next round before this hub does.
     a, z = watch(state, candidate("a", 2)), watch(state, candidate("z", 2))
     assert state.take_positions() == [(a, 0), (z, 1)]
     assert state.publish(reopened)
@@ -99,10 +99,10 @@ def test_a_hub_follows_the_row_and_knows_who_is_behind():
     assert not state.is_first_sign_of(replace(reopened, state="sealed"))
 
 
-# --- points -----------------------------------------------------------------------------------------------------------
+# --- points ----------------------------------------------------------------------------------------------------------
 
 
-def test_everybody_meets_at_the_first_by_name_in_the_first_round():
+def test_all_nodes_meet_at_the_first_by_name_in_the_first_round():
     rows = [starting("a"), candidate("c"), candidate("d"), Member("0", "i-0", state="left", hub_port=1)]
     for me in "bcd":
         points = MeetingPoints(Round(), candidate(me), {row.node: row.to_value() for row in rows})
@@ -110,11 +110,11 @@ def test_everybody_meets_at_the_first_by_name_in_the_first_round():
         assert not points.is_first
     first = MeetingPoints(Round(), candidate("a"), rows)
     assert first.is_first
-    assert first.choose().node == "c"  # those that met before it came must learn of it
+    assert first.choose().node == "c"  # nodes that met before it came must learn of it
     assert MeetingPoints(Round(), candidate("c"), [candidate("c")]).choose() is None
 
 
-def test_everybody_meets_at_a_landmark_if_there_is_one():
+def test_all_nodes_meet_at_a_landmark_if_there_is_one():
     assert is_landmark("f")
     rows = [candidate(node) for node in "acfg"]
     for me in "bz":
@@ -124,7 +124,7 @@ def test_everybody_meets_at_a_landmark_if_there_is_one():
     assert point.choose().node == "a"
 
 
-def test_everybody_meets_at_the_first_survivor_later():
+def test_all_nodes_meet_at_the_first_survivor_later():
     round_ = Round(2, previous=("c", "b"))
     old = [candidate(node) for node in "abcd"]
     for me in "abd":
@@ -136,7 +136,7 @@ def test_everybody_meets_at_the_first_survivor_later():
     assert first.choose() is None
 
 
-def test_a_desk_that_is_gone_is_passed_over():
+def test_a_meeting_point_that_is_gone_is_not_chosen_again():
     points = MeetingPoints(Round(), candidate("d"), [candidate(node) for node in "abc"])
     points.connect_failed(points.choose(), refused=True)
     assert points.choose().node == "b"
@@ -146,13 +146,13 @@ def test_a_desk_that_is_gone_is_passed_over():
         assert points.connection_broke(points.choose(), answered=True) == given_up
     assert points.choose().node == "c"
     assert not points.is_gone(candidate("b"))
-    points.connection_broke(points.choose(), answered=False)  # somebody else's port by now
+    points.connection_broke(points.choose(), answered=False)  # the port belongs to another process now
     assert points.is_gone(candidate("c"))
     assert points.choose() is None
     assert points.is_first
 
 
-def test_machines_that_do_not_answer_are_not_all_dialled():
+def test_no_more_than_two_machines_that_do_not_answer_are_dialled():
     points = MeetingPoints(Round(), candidate("x"), [candidate(node) for node in "abcdyz"])
     for node in "ab":
         assert points.choose().node == node
@@ -171,16 +171,16 @@ def test_a_node_that_cannot_be_reached_is_waited_for_only_if_it_is_there():
 
 
 @pytest.mark.parametrize(("me", "minimum", "left"), [("a", 1, "abc"), ("b", 2, "bc"), ("b", 3, "abc"), ("c", 1, "c")])
-def test_those_that_let_their_turn_pass_are_left_out_if_the_minimum_allows(me, minimum, left):
+def test_candidates_that_missed_their_turn_are_dropped_if_the_minimum_allows(me, minimum, left):
     rows = [candidate(node) for node in "abc"]
     kept = drop_unresponsive(Round(), rows, me, Limits(minimum, 5))
     assert "".join(member.node for member in kept) == left
 
 
-# --- the schedule --------------------------------------------------------------------------------------------------------
+# --- the schedule ----------------------------------------------------------------------------------------------------
 
 
-def test_one_that_leads_looks_at_once_and_then_less_and_less():
+def test_an_active_node_reads_at_once_and_then_less_and_less_often():
     schedule = ReadSchedule(0.0)
     assert not schedule.should_read(5.0)
     schedule.set_active(True, 5.0)
@@ -198,7 +198,7 @@ def test_one_that_leads_looks_at_once_and_then_less_and_less():
     assert schedule._read_at <= now
 
 
-def test_one_that_is_told_looks_seldom_but_in_time_for_its_turn():
+def test_a_node_that_receives_changes_reads_seldom_but_in_time_for_its_turn():
     schedule = ReadSchedule(0.0)
     schedule.set_active(False, 0.0)
     assert schedule.seconds_left(0.0) == pytest.approx(10.0)
@@ -208,7 +208,7 @@ def test_one_that_is_told_looks_seldom_but_in_time_for_its_turn():
     assert schedule.seconds_left(20.0) == pytest.approx(3.0)
 
 
-def test_many_that_come_at_once_are_decided_about_together():
+def test_many_messages_lead_to_one_decision():
     schedule = ReadSchedule(0.0)
     schedule.set_active(True, 0.0)
     schedule.has_read(0.0, float("inf"))
@@ -221,7 +221,7 @@ def test_many_that_come_at_once_are_decided_about_together():
     assert not schedule.take_decision(0.05)
 
 
-# --- room ------------------------------------------------------------------------------------------------------------
+# --- spares ----------------------------------------------------------------------------------------------------------
 
 
 class Spares:
@@ -245,7 +245,7 @@ class Spares:
         return "".join(sorted(self.watchers.waiting(members)))
 
 
-def test_room_is_made_for_whoever_watches():
+def test_room_is_made_for_nodes_that_wait_beside_the_round():
     spares = Spares()
     spares.seal(1, "a", "")
     spares.says("x", 1)
@@ -253,7 +253,7 @@ def test_room_is_made_for_whoever_watches():
     assert spares.waiting("a") == "x"
 
 
-def test_no_room_is_made_for_a_host_that_would_get_no_place():
+def test_no_room_is_made_for_a_quarantined_host():
     watchers = Watchers(Clock())
     watchers.enter(Round(1, "sealed", (candidate("a"),)))
     for node, strikes in (("x", 1), ("y", 2)):
@@ -262,7 +262,7 @@ def test_no_room_is_made_for_a_host_that_would_get_no_place():
     assert list(watchers.waiting("a")) == ["x", "y"]
 
 
-def test_one_that_missed_the_seal_must_say_that_it_has_heard_of_it():
+def test_a_node_that_missed_the_seal_counts_again_once_it_waits_beside_that_round():
     spares = Spares()
     spares.seal(1, "a", "")
     spares.says("x", 1)
@@ -273,7 +273,7 @@ def test_one_that_missed_the_seal_must_say_that_it_has_heard_of_it():
     assert spares.waiting("a") == "x"
 
 
-def test_one_that_never_comes_is_let_wait_longer_each_time_until_it_has_come():
+def test_a_node_that_never_joins_waits_longer_each_time_until_it_has_joined():
     spares = Spares()
     spares.seal(1, "a", "")
     waits = []

@@ -1,4 +1,4 @@
-"""Whose fault it is that nothing was heard: that of a machine that stood still, or that of the others."""
+"""Pauses of this process and silence of others: which of the two ends a connection."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from azureml_elastic.node.rendezvous.state.round import Member, Round
 from tests.support.waiting import until
 
 
-class Later(Runtime):
-    """A machine that can stand still: its time goes on meanwhile."""
+class PausableRuntime(Runtime):
+    """A runtime whose clock can be moved forward, as after a pause of the process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,40 +29,40 @@ class Later(Runtime):
         return time.monotonic() + self.offset
 
 
-@pytest.mark.parametrize("stands_still", [True, False])
-def test_a_machine_that_stood_still_blames_nobody_else(stands_still):
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_link_reports_whether_its_own_process_was_paused(paused):
     listener = listen(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = LineServer(listener, lambda *_: None, lambda _: None)
     woken = threading.Event()
-    machine = Later()
-    machine.clock = lambda: machine.offset  # no pause of this process counts
-    link = Link(("127.0.0.1", port), Hello("node", 1), RendezvousTimings(), woken.set, runtime=machine)
+    runtime = PausableRuntime()
+    runtime.clock = lambda: runtime.offset  # no pause of this process counts
+    link = Link(("127.0.0.1", port), Hello("node", 1), RendezvousTimings(), woken.set, runtime=runtime)
     try:
         until(lambda: server.connections)
-        if stands_still:
-            machine.offset = 60.0
+        if paused:
+            runtime.offset = 60.0
         server.close()
         assert woken.wait(60)
         assert link.broken
-        assert link.was_paused == stands_still
+        assert link.was_paused == paused
     finally:
         link.close()
 
 
-def test_a_hub_that_stood_still_gives_up_only_who_stays_silent():
-    machine, timings = Later(), RendezvousTimings(join_timeout=timedelta(seconds=50))
-    hub = Hub("127.0.0.1", timings, lambda: None, runtime=machine)
+def test_a_paused_hub_gives_up_only_members_that_stay_silent():
+    runtime, timings = PausableRuntime(), RendezvousTimings(join_timeout=timedelta(seconds=50))
+    hub = Hub("127.0.0.1", timings, lambda: None, runtime=runtime)
     hub.enter(Round(1, "sealed", members=tuple(Member(name, name) for name in ("beating", "silent", "late"))))
     here = ("127.0.0.1", hub.port)
     greetings = {name: Hello(name, 1) for name in ("beating", "silent")}
-    heard = threading.Event()
+    received = threading.Event()
     beating = Link(here, greetings["beating"], timings, lambda: None)
-    silent = LineClient(here, lambda *_: heard.set())
+    silent = LineClient(here, lambda *_: received.set())
     try:
         silent.send(CODEC.encode(greetings["silent"]))
-        until(lambda: hub.broadcast({"any": "thing"}) or (heard.is_set() and beating.take_broadcasts()))
-        machine.offset = 60.0  # longer than either is waited for, and than a member has to come
+        until(lambda: hub.broadcast({"any": "thing"}) or (received.is_set() and beating.take_broadcasts()))
+        runtime.offset = 60.0  # longer than either is waited for, and than a member has to come
         until(lambda: hub.view().lost)
         assert hub.view().lost == {"silent"}
     finally:

@@ -1,4 +1,4 @@
-"""Who gets a place when something is held against hosts: properties over all kinds of memberships."""
+"""Selection of members from candidates with strikes: properties over random memberships."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def rounds(draw):
 
 
 @given(case=rounds(), data=st.data())
-def test_who_gets_a_place_does_not_depend_on_the_order_of_the_rows(case, data):
+def test_the_selection_does_not_depend_on_the_order_of_the_rows(case, data):
     round_, rows, limit = case
     again = data.draw(st.permutations(rows))
     assert seal(round_, rows, limit) == seal(round_, again, limit)
 
 
 @given(case=rounds())
-def test_nobody_is_chosen_twice_and_nobody_from_elsewhere(case):
+def test_members_are_distinct_candidates(case):
     round_, rows, limit = case
     members = seal(round_, rows, limit).members
     assert len(set(names(members))) == len(members)
@@ -62,7 +62,7 @@ def test_nobody_is_chosen_twice_and_nobody_from_elsewhere(case):
 
 
 @given(case=rounds())
-def test_the_minimum_is_reached_whenever_there_are_enough_nodes_of_any_standing(case):
+def test_the_minimum_is_reached_whenever_there_are_enough_nodes_of_any_strikes(case):
     round_, rows, limit = case
     fit = [member for member in rows if not is_quarantined(member, limit)]
     count = len(seal(round_, rows, limit).members)
@@ -70,21 +70,21 @@ def test_the_minimum_is_reached_whenever_there_are_enough_nodes_of_any_standing(
 
 
 @given(case=rounds())
-def test_a_quarantined_node_trains_only_where_it_must(case):
+def test_a_quarantined_node_is_a_member_only_where_the_minimum_needs_it(case):
     round_, rows, limit = case
     members = seal(round_, rows, limit).members
-    barred = [member for member in members if is_quarantined(member, limit)]
+    excluded = [member for member in members if is_quarantined(member, limit)]
     fit = [member for member in rows if not is_quarantined(member, limit)]
-    if barred:
+    if excluded:
         assert len(members) == min(limit.minimum, len(rows))
         assert set(fit) <= set(members)
-        assert list(members[-len(barred) :]) == barred, "the last ranks"
+        assert list(members[-len(excluded) :]) == excluded, "the last ranks"
         left = [member for member in rows if member not in members]
-        assert max(member.strikes for member in barred) <= min((m.strikes for m in left), default=9)
+        assert max(member.strikes for member in excluded) <= min((m.strikes for m in left), default=9)
 
 
 @given(case=rounds())
-def test_the_chosen_keep_the_order_of_the_ranks(case):
+def test_members_keep_the_order_of_ranks(case):
     round_, rows, limit = case
     fit = [member for member in seal(round_, rows, limit).members if not is_quarantined(member, limit)]
     assert fit == [member for member in candidates(round_, rows) if member in fit]
@@ -122,7 +122,7 @@ def test_without_strikes_the_first_in_rank_order_get_the_places(case):
 
 
 @given(case=rounds())
-def test_with_too_few_nodes_nobody_seals_and_with_enough_somebody_does_in_the_end(case):
+def test_the_round_is_sealed_exactly_if_there_are_enough_nodes(case):
     round_, rows, limit = case
     clock = Clock()
     timers = {member.node: SealTimer(round_, limit, TIMINGS, clock) for member in rows}
@@ -133,7 +133,7 @@ def test_with_too_few_nodes_nobody_seals_and_with_enough_somebody_does_in_the_en
     assert bool(sealers) == (len(rows) >= limit.minimum)
     if sealers:
         assert sealers[0] == names(seal(round_, rows, limit).members)[0]
-        assert set(sealers) == set(names(rows)), "whoever is left alone takes over"
+        assert set(sealers) == set(names(rows)), "each candidate takes over when all before it have died"
 
 
 def test_a_spare_is_preferred_to_a_struck_survivor_and_the_ranks_stay():
@@ -169,7 +169,7 @@ def test_a_quarantined_node_is_not_waited_for():
     assert not is_complete(round_, [waiting("a"), waiting("b", 1, number=2)], Limits(1, 3, 2))
 
 
-def test_a_quarantined_node_does_not_make_up_for_one_that_is_about_to_come():
+def test_a_quarantined_node_does_not_replace_one_that_is_expected():
     clock = Clock()
     round_ = Round(number=3, previous=("a", "b"), expected=("a", "b"))
     timer = SealTimer(round_, Limits(2, 2, 2), TIMINGS, clock)
@@ -177,10 +177,10 @@ def test_a_quarantined_node_does_not_make_up_for_one_that_is_about_to_come():
     assert not timer.is_due(rows, "a")
     assert timer.next_change == pytest.approx(5)
     clock.now += 5
-    assert timer.is_due(rows, "a"), "but the run does not die of the quarantine"
+    assert timer.is_due(rows, "a"), "the quarantine does not end the run"
 
 
-def test_the_standing_crosses_in_the_rows():
+def test_strikes_are_part_of_the_rows():
     member = waiting("a", 2)
     assert Member.from_value(json.loads(json.dumps(member.to_value()))) == member
     sealed = seal(Round(number=3), [member], Limits(1, 1, 2))
@@ -189,5 +189,5 @@ def test_the_standing_crosses_in_the_rows():
     assert Member.from_value(old).strikes == 0
 
 
-def test_chosen_of_nobody_is_nobody():
+def test_no_candidates_are_no_members():
     assert select_members([], (), Limits(1, 4, 2)) == []

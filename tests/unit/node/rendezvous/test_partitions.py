@@ -1,4 +1,4 @@
-"""Nodes that cannot reach each other, in simulated time: who is left out, what is told, and what it costs."""
+"""Nodes that cannot reach each other, in simulated time: which are left out, what is reported, and what it costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from azureml_elastic.node.rendezvous.state.round import Limits, Round
 from azureml_elastic.node.rendezvous.state.row_keys import member_key
 from tests.support.rendezvous.simulation import Cluster
 
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_it_gets_in_when_the_network_is_mended(cluster, victim):
     pass_time(nodes, 100.0)
     nodes.blocked.clear()
     mended = nodes.scheduler.now
-    assert nodes.settle(PATIENCE_S, 4) - mended <= 70.0
+    assert nodes.settle(TIMEOUT_S, 4) - mended <= 70.0
     nodes.verify()
 
 
@@ -124,7 +124,7 @@ def test_one_that_gets_through_in_time_stays_a_member_and_is_waited_for_again(cl
     nodes.verify()
 
 
-def test_one_that_others_cannot_reach_although_it_reaches_them_is_left_out_and_told(cluster, caplog):
+def test_one_that_others_cannot_reach_although_it_reaches_them_is_left_out_with_a_log_line(cluster, caplog):
     """A firewall that lets out but not in: nothing would come of its being rank 0, or of workers that connect to it."""
     nodes = cluster(3, 2)
     for number in (1, 2):
@@ -157,10 +157,10 @@ def test_a_pair_of_members_that_cannot_reach_each_other_is_named_while_the_round
     pass_time(nodes, 8.0)
     assert len([round_ for round_ in nodes.rounds() if round_.state == "sealed"]) == 1
     for one, other in ((2, 3), (3, 2)):
-        told = f"{name(one)} (host-of-{name(one)}) cannot reach {name(other)} (host-of-{name(other)}:"
-        texts = [record.getMessage() for record in caplog.records if told in record.getMessage()]
-        assert any(text.startswith(told) and "to which the workers here connect" in text for text in texts)
-        assert len(texts) == 2, "by the node itself, and by rank 0's, which was told"
+        expected = f"{name(one)} (host-of-{name(one)}) cannot reach {name(other)} (host-of-{name(other)}:"
+        texts = [record.getMessage() for record in caplog.records if expected in record.getMessage()]
+        assert any(text.startswith(expected) and "to which the workers here connect" in text for text in texts)
+        assert len(texts) == 2, "by the node itself, and by rank 0's node, which received it"
     nodes.verify()
 
 
@@ -190,7 +190,7 @@ def test_a_pair_whose_workers_have_met_the_gap_stays_apart_until_it_has_closed(c
     assert in_round(nodes) == three, "whatever ended the round"
     nodes.blocked.clear()
     mended = nodes.scheduler.now
-    assert nodes.settle(PATIENCE_S, 4) - mended <= 70.0
+    assert nodes.settle(TIMEOUT_S, 4) - mended <= 70.0
     nodes.verify()
 
 

@@ -1,4 +1,4 @@
-"""Silence is counted in the seconds in which there was somebody to listen."""
+"""Silence is counted without the time in which this process was paused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 @given(st.lists(st.floats(0.0, 5.0), max_size=40), st.floats(0.0, 1.0))
-def test_only_time_away_is_taken_off(gaps, part):
+def test_only_pauses_are_subtracted(gaps, part):
     clock = Clock()
     detector = PauseDetector(clock, TICK)
     moments = [clock.now]
@@ -36,7 +36,7 @@ def test_only_time_away_is_taken_off(gaps, part):
     assert detector.silence(since) == pytest.approx(clock.now - since - away, abs=1e-6)
 
 
-def test_somebody_silent_is_noticed_on_a_machine_that_is_always_late():
+def test_silence_is_detected_on_a_machine_that_is_always_late():
     clock = Clock()
     detector = PauseDetector(clock, TICK)
     since = clock.now

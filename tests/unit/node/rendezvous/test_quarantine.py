@@ -25,7 +25,7 @@ TIMINGS = RendezvousTimings(
     rejoin_timeout=timedelta(seconds=1),
     table_heartbeat_interval=timedelta(seconds=1),
 )
-PATIENCE = 60
+TIMEOUT = 60
 
 
 class Cluster:
@@ -86,49 +86,49 @@ def waits(cluster, name):
     return row is not None and row.value["state"] == "waiting"
 
 
-def test_a_quarantined_node_stays_outside_while_the_minimum_is_there_and_hears_of_the_end(cluster):
+def test_a_quarantined_node_stays_outside_while_the_minimum_is_present_and_receives_the_end(cluster):
     limits = Limits(1, 2, 2)
     well = cluster.node("well", limits)
-    well.announce()  # whoever comes first waits for it
-    barred = cluster.join(cluster.node("a-barred", limits, lambda _: 2))
-    until(lambda: waits(cluster, "a-barred"))
-    assignment = cluster.join(well).result(PATIENCE)
+    well.announce()  # the node that comes first waits for it
+    excluded = cluster.join(cluster.node("a-excluded", limits, lambda _: 2))
+    until(lambda: waits(cluster, "a-excluded"))
+    assignment = cluster.join(well).result(TIMEOUT)
     assert names(assignment) == ["well"]
-    assert not barred.done()
-    until(lambda: well.hub._state.watchers.get("a-barred") is not None)
+    assert not excluded.done()
+    until(lambda: well.hub._state.watchers.get("a-excluded") is not None)
     assert well.status().waiting == frozenset(), "no room is made for it"
     assert well.close(succeeded=True)
     with pytest.raises(RunSucceeded):
-        barred.result(PATIENCE)
+        excluded.result(TIMEOUT)
 
 
 def test_a_quarantined_node_is_taken_where_the_minimum_needs_it_and_never_leads(cluster):
     limits = Limits(2, 3, 2)
-    barred = cluster.join(cluster.node("a-barred", limits, lambda _: 3))
-    until(lambda: waits(cluster, "a-barred"))
+    excluded = cluster.join(cluster.node("a-excluded", limits, lambda _: 3))
+    until(lambda: waits(cluster, "a-excluded"))
     well = cluster.join(cluster.node("well", limits))
-    assert names(well.result(PATIENCE)) == names(barred.result(PATIENCE)) == ["well", "a-barred"]
+    assert names(well.result(TIMEOUT)) == names(excluded.result(TIMEOUT)) == ["well", "a-excluded"]
     member = well.result().round.members[1]
-    assert (member.host_id, member.strikes) == ("host-of-a-barred", 3)
+    assert (member.host_id, member.strikes) == ("host-of-a-excluded", 3)
 
 
 def test_a_quarantined_node_makes_room_for_a_node_that_is_well(cluster):
     limits = Limits(2, 3, 2)
     first, second = cluster.node("first", limits), cluster.node("second", limits)
-    barred = cluster.node("a-barred", limits, lambda _: 2)
-    waiting = cluster.join(barred)
-    until(lambda: waits(cluster, "a-barred"))
-    assignment = cluster.join(first).result(PATIENCE)
-    assert names(assignment) == names(waiting.result(PATIENCE)) == ["first", "a-barred"]
+    excluded = cluster.node("a-excluded", limits, lambda _: 2)
+    waiting = cluster.join(excluded)
+    until(lambda: waits(cluster, "a-excluded"))
+    assignment = cluster.join(first).result(TIMEOUT)
+    assert names(assignment) == names(waiting.result(TIMEOUT)) == ["first", "a-excluded"]
     coming = cluster.join(second)
     until(lambda: first.hub.view().waiting == {"second"})
     assert first.reopen("joining: second")
     assignments = [cluster.join(first), coming]
-    outside = cluster.join(barred)
-    assert [names(future.result(PATIENCE)) for future in assignments] == [["first", "second"]] * 2
+    outside = cluster.join(excluded)
+    assert [names(future.result(TIMEOUT)) for future in assignments] == [["first", "second"]] * 2
     assert first.close(succeeded=True)
     with pytest.raises(RunSucceeded):
-        outside.result(PATIENCE)
+        outside.result(TIMEOUT)
 
 
 def test_a_node_that_was_lost_reads_what_was_held_against_it(cluster):
@@ -146,19 +146,19 @@ def test_a_node_that_was_lost_reads_what_was_held_against_it(cluster):
     survivor.announce()
     lost.announce()
     both = [cluster.join(survivor), cluster.join(lost)]
-    assert [names(future.result(PATIENCE)) for future in both] == [["here", "there"]] * 2
+    assert [names(future.result(TIMEOUT)) for future in both] == [["here", "there"]] * 2
     here.strike("host-of-there", "went silent", "round.000001")
     until(lambda: here.live("host-of-there") == 1)
-    assert there.mine() == 0, "nobody has told it"
+    assert there.mine() == 0, "it has not read the strike yet"
     until(lambda: list(cluster.table.query("strike.")))
     assert survivor.reopen("lost there", lost=frozenset({"there"}))
-    alone = cluster.join(survivor).result(PATIENCE)
+    alone = cluster.join(survivor).result(TIMEOUT)
     assert names(alone) == ["here"]
     back = cluster.join(lost)
     until(lambda: survivor.hub.view().waiting == {"there"})
     assert survivor.reopen("joining: there")
     again = cluster.join(survivor)
-    assert names(again.result(PATIENCE)) == names(back.result(PATIENCE)) == ["here", "there"]
+    assert names(again.result(TIMEOUT)) == names(back.result(TIMEOUT)) == ["here", "there"]
     assert [member.strikes for member in again.result().round.members] == [0, 1]
     assert cluster.asked == {"here": [False, False, False], "there": [False, True]}
     for one in made:

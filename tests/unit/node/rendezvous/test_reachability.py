@@ -1,4 +1,4 @@
-"""Ports, gaps between nodes, and what is asked and told about them, with real sockets."""
+"""Ports, unreachable pairs of nodes, and what is reported about them, with real sockets."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def silent_port():
 # --- ports -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_range_gives_one_port_after_the_other_and_tells_when_all_are_taken(free_range):
+def test_a_range_gives_one_port_after_the_other_and_an_error_when_all_are_taken(free_range):
     low, high = free_range(4)
     ports, others = Ports((low, high)), Ports((low, high))
     with contextlib.ExitStack() as stack:
@@ -208,7 +208,7 @@ def test_the_time_to_connect_begins_when_the_names_are_known(monkeypatch):
         assert Runtime().probe([listener.getsockname()], 30) == [None]
 
 
-def test_what_happened_is_said_in_words():
+def test_errors_are_described():
     assert describe_error(TimeoutError("x"), 5.0) == "connection timed out after 5 s"
     assert describe_error(OSError(113, "No route to host"), 5.0) == "No route to host"
     assert describe_error(socket.gaierror(-2, "Name or service not known"), 5.0).startswith("its name has no address")
@@ -222,13 +222,13 @@ def test_a_store_behind_a_firewall_is_given_up_in_seconds(silent_port):
             Member("node-b", "b", host=HERE, store_port=1, hub_port=2),
         ),
     )
-    told = []
+    reported = []
     began = time.monotonic()
     store = open_store(
-        Assignment(round_, 1, None), timedelta(seconds=60), lambda: False, lambda *failure: told.append(failure)
+        Assignment(round_, 1, None), timedelta(seconds=60), lambda: False, lambda *failure: reported.append(failure)
     )
     assert store is None
-    ((error, seconds),) = told
+    ((error, seconds),) = reported
     assert isinstance(error, TimeoutError)
     assert seconds == 3.0
     assert time.monotonic() - began < 15
@@ -237,18 +237,18 @@ def test_a_store_behind_a_firewall_is_given_up_in_seconds(silent_port):
 # --- gaps ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_gap_is_told_once_with_both_names_and_what_to_do(caplog):
+def test_an_unreachable_pair_is_reported_once_with_both_names_and_advice(caplog):
     now, reports = [100.0], []
     reach = Reachability("node-x", "10.0.0.4", lambda: now[0], (29400, 29500), reports.append)
     peer = Member("node-y", "y", host="10.0.0.5", hub_port=29401)
-    gap = reach.failed(peer, "rank 0 of round 3", TimeoutError(), 5.0)
-    (told,) = caplog.messages
-    assert told == (
+    pair = reach.failed(peer, "rank 0 of round 3", TimeoutError(), 5.0)
+    (reported,) = caplog.messages
+    assert reported == (
         "node-x (10.0.0.4) cannot reach node-y (10.0.0.5:29401), rank 0 of round 3: connection timed out after 5 s. "
         "Nodes in different clusters need one virtual network; open TCP ports 29400-29500 between them, or set "
         "advertise= or port_range= of TableRendezvous (docs/network.md)."
     )
-    assert reports == [gap]
+    assert reports == [pair]
     for seconds, count in ((10, 1), (300, 2)):
         now[0] += seconds
         reach.failed(peer, "rank 0 of round 4", TimeoutError(), 5.0)
@@ -260,10 +260,10 @@ def test_a_gap_is_told_once_with_both_names_and_what_to_do(caplog):
     assert not reach.reached("y", "hub")
     assert reach.unreached() == ()
     reach.failed(peer, "rank 0 of round 9", TimeoutError(), 5.0)
-    assert len(reports) == 3, "a gap that opens again is news"
+    assert len(reports) == 3, "a pair that fails again is reported again"
 
 
-def test_a_gap_between_members_counts_only_when_the_round_has_failed():
+def test_a_pair_of_members_counts_only_when_the_round_has_failed():
     reach = Reachability("node-x", "10.0.0.4", time.monotonic)
     me = member("x")
     reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="peer_hub")
@@ -275,26 +275,26 @@ def test_a_gap_between_members_counts_only_when_the_round_has_failed():
     assert reach.unreached(connected_to="i-z") == ("i-y", "i-z"), "its hub says nothing about its store"
 
 
-def test_a_gap_that_workers_have_met_counts_until_it_has_closed():
+def test_a_pair_that_workers_have_met_counts_until_it_is_reached_again():
     reach = Reachability("node-x", "10.0.0.4", time.monotonic)
     reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
     reach.reached("i-a", "hub")
     reach.failed(member("a"), "rank 0", TimeoutError(), 5.0)
-    assert reach.confirm({"i-a", "i-y"}) is None, "the agents themselves see to that"
-    gap = reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="worker_port", port=40000)
+    assert reach.confirm({"i-a", "i-y"}) is None, "agents handle hubs themselves"
+    pair = reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="worker_port", port=40000)
     assert reach.confirm({"i-a"}) is None, "the other one is not in the round"
     assert reach.unreached() == ("i-a",)
-    assert reach.confirm({"i-a", "i-y"}) == gap
+    assert reach.confirm({"i-a", "i-y"}) == pair
     assert reach.unreached() == ("i-a", "i-y")
     reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="worker_port", port=40000)
     assert reach.unreached() == ("i-a", "i-y"), "whatever ends the next round"
     reach.reached("i-y", "worker_port")
     assert reach.confirm({"i-a", "i-y"}) is None
     reach.failed(member("y"), "a member", TimeoutError(), 2.0, target="worker_port", port=40000)
-    assert reach.unreached() == ("i-a",), "a new gap has to be met anew"
+    assert reach.unreached() == ("i-a",), "a new failure has to be confirmed again"
 
 
-def test_a_node_that_was_quicker_than_the_hub_is_told_all_the_same_who_cannot_reach_it():
+def test_a_node_that_connected_before_the_round_receives_which_members_cannot_reach_it():
     timings = RendezvousTimings()
     hub = Hub(HERE, timings, lambda: None)
     greeting = Watch("quick", "i-quick", 2)
@@ -316,7 +316,7 @@ def test_addresses_of_version_6_are_put_into_brackets(caplog):
     assert "open all TCP ports between them" in caplog.text
 
 
-def test_why_a_member_has_never_come():
+def test_the_absence_of_a_member_is_described():
     me, other = member("1"), member("2")
     silent = "2 (10.0.0.2) did not reach 1 (10.0.0.1:29400) within 5 s"
     assert describe_absence(other, None, me, 5.0) == silent
@@ -340,11 +340,11 @@ def test_why_a_member_has_never_come():
         ([False, None, None], None),
     ],
 )
-def test_most_of_the_members_decide_who_is_cut_off(answers, verdict):
+def test_the_majority_decides_whether_rank_0_is_cut_off(answers, verdict):
     assert is_leader_unreachable(answers) is verdict
 
 
-def test_the_others_say_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
+def test_members_answer_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.rendezvous.reachability.quorum_check._TIMEOUT_SECONDS", 30.0)
     table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
     nodes = [Rendezvous(table, f"node-{k}", HERE, 1, Limits(4, 4), RendezvousTimings()) for k in range(4)]
@@ -362,7 +362,7 @@ def test_the_others_say_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
     table.close()
 
 
-# --- who is left out -------------------------------------------------------------------------------------------------
+# --- selection of members --------------------------------------------------------------------------------------------
 
 LIMITS = Limits(1, 8)
 
@@ -411,7 +411,7 @@ def test_those_that_are_chosen_reach_each_other_unless_the_minimum_asks_for_more
     taken = select_members(ranked, (), limits)
     assert len(taken) >= minimum
     assert len(set(names(taken))) == len(taken)
-    bad = {frozenset(gap) for gap in gaps if gap[0] != gap[1]}
+    bad = {frozenset(pair) for pair in gaps if pair[0] != pair[1]}
     inside = set(names(taken))
     if len(taken) > minimum:
         assert not any(pair <= inside for pair in bad)

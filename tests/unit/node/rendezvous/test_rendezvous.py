@@ -1,4 +1,4 @@
-"""Nodes that find each other through a real table and real sockets, each on a thread of its own."""
+"""Nodes that join rounds through a real table and real sockets, each on its own thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TIMINGS = RendezvousTimings(
     table_heartbeat_interval=timedelta(seconds=0.3),
     max_failed_rounds=4,
 )
-PATIENCE = 60
+TIMEOUT = 60
 
 
 class Counting:
@@ -58,7 +58,7 @@ class Counting:
 
 
 class Nodes:
-    """Makes nodes, joins them in parallel, and ends them as SIGKILL would: without a word."""
+    """Makes nodes, joins them in parallel, and ends them as SIGKILL would."""
 
     def __init__(self, path):
         where = TableRendezvous(endpoint=str(path))
@@ -69,7 +69,7 @@ class Nodes:
         self.timings = TIMINGS
 
     def hasten(self, **seconds: float) -> None:
-        """Have the nodes that are made from now on be less patient, for tests in which somebody is silent."""
+        """Shorten timeouts of the nodes that are made from now on, for tests in which a node is silent."""
         self.timings = self.timings.model_copy(
             update={name: timedelta(seconds=value) for name, value in seconds.items()}
         )
@@ -84,7 +84,7 @@ class Nodes:
         return [self.pool.submit(node.join) for node in nodes]
 
     def join(self, *nodes: Rendezvous) -> list[Assignment]:
-        return [future.result(PATIENCE) for future in self.start(*nodes)]
+        return [future.result(TIMEOUT) for future in self.start(*nodes)]
 
     def rejoin(self, *nodes: Rendezvous) -> list[Assignment]:
         """What the agent does when its round breaks."""
@@ -96,7 +96,7 @@ class Nodes:
                 node.reopen("lost", lost=status.lost)
             return node.join()
 
-        return [future.result(PATIENCE) for future in [self.pool.submit(again, node) for node in nodes]]
+        return [future.result(TIMEOUT) for future in [self.pool.submit(again, node) for node in nodes]]
 
     @staticmethod
     def kill(node: Rendezvous) -> None:
@@ -137,7 +137,7 @@ def test_a_join_costs_one_write_a_node_and_one_for_the_seal(nodes):
     assignments = nodes.join(*(nodes.make(f"node-{k:02d}", 40, 40) for k in range(40)))
     assert {assignment.round.number for assignment in assignments} == {1}
     calls = nodes.table.calls
-    # 40 members, the round, the witness of rank 0.
+    # 40 members, the round, the table heartbeat of rank 0.
     assert calls["insert"] == 42
     assert calls.get("replace", 0) <= 1
 
@@ -155,7 +155,7 @@ def test_announced_nodes_are_waited_for(nodes):
     (pending,) = nodes.start(early)
     (assignment,) = nodes.join(late)
     assert len(assignment.round.members) == 2
-    assert pending.result(PATIENCE).rank == 0
+    assert pending.result(TIMEOUT).rank == 0
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -183,7 +183,7 @@ def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
     first.reopen("joining")
     (assignment,) = nodes.rejoin(first)
     assert assignment.rank == 0
-    assert pending.result(PATIENCE).rank == 1
+    assert pending.result(TIMEOUT).rank == 1
 
 
 def test_a_spare_beyond_the_maximum_waits_and_replaces_the_lost(nodes):
@@ -198,7 +198,7 @@ def test_a_spare_beyond_the_maximum_waits_and_replaces_the_lost(nodes):
     nodes.kill(group[1])
     (assignment,) = nodes.rejoin(group[0])
     assert [member.node for member in assignment.round.members] == ["node-0", "node-2"]
-    assert pending.result(PATIENCE).rank == 1
+    assert pending.result(TIMEOUT).rank == 1
 
 
 def test_a_node_takes_over_when_all_others_died(nodes):
@@ -210,13 +210,13 @@ def test_a_node_takes_over_when_all_others_died(nodes):
     until(lambda: group[0].hub.view().waiting or group[1].hub.view().waiting)
     for node in group:
         nodes.kill(node)
-    assignment = pending.result(PATIENCE)
+    assignment = pending.result(TIMEOUT)
     assert (assignment.rank, [member.node for member in assignment.round.members]) == (0, ["node-2"])
 
 
 @pytest.mark.parametrize(("dead", "alive"), [("node-0", ["node-1", "node-2"]), ("node-9", ["node-1"])])
 def test_a_candidate_that_has_died_is_left_out(nodes, dead, alive):
-    """Its row says that it waits, and its machine says that nobody listens there any more."""
+    """Its row says that it waits, and its machine refuses connections to its hub."""
     ghost = Member(dead, "gone", round=1, host="127.0.0.1", store_port=1, hub_port=1)
     nodes.table.insert(ghost.key, ghost.to_value())
     assignments = nodes.join(*(nodes.make(name, len(alive), 3) for name in alive))
@@ -225,7 +225,7 @@ def test_a_candidate_that_has_died_is_left_out(nodes, dead, alive):
 
 
 class Deaf:
-    """Listens and takes connections, but never says a word, as a machine whose processes are frozen."""
+    """A listener that accepts connections but never answers, like a stopped process."""
 
     def __init__(self):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -278,7 +278,7 @@ def test_a_round_whose_leader_is_lost_too_was_is_no_failed_round(nodes, frozen):
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_whoever_ends_a_round_that_a_member_never_came_to_knows_that_it_failed(nodes, frozen, leads):
+def test_a_round_that_a_member_never_connected_to_has_failed_whichever_node_ends_it(nodes, frozen, leads):
     nodes.hasten(join_timeout=2)
     frozen("node-9")
     pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
@@ -303,7 +303,7 @@ def test_a_silent_member_is_lost(nodes):
     assert leader.status().lost == {silent.node}
 
 
-def test_a_node_that_ends_without_a_word_is_lost_however_it_ends(nodes):
+def test_a_node_that_closes_its_connection_is_lost(nodes):
     first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
     nodes.join(first, second)
     leader, other = (first, second) if first.leads else (second, first)
@@ -318,10 +318,10 @@ def test_nodes_that_cannot_reach_each_other_fail_the_run_with_the_address(nodes)
         node._me = replace(node._me, host="127.0.0.99")  # where neither of them listens
     for pending in nodes.start(*pair):
         with pytest.raises(RunFailed, match=r"cannot reach node-\d at 127\.0\.0\.99"):
-            pending.result(PATIENCE)
+            pending.result(TIMEOUT)
 
 
-def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_says_that_it_waits(nodes):
+def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_sends_that_it_waits(nodes):
     nodes.hasten(rejoin_timeout=1)
     first = nodes.make("node-0", 1, 2)
     nodes.join(first)
@@ -332,13 +332,13 @@ def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_says_that_it_w
     (assignment,) = nodes.rejoin(first)
     assert [member.node for member in assignment.round.members] == ["node-0"]
     until(lambda: slow.received is not None and slow.received.state == "sealed")
-    assert first.hub.view().waiting == frozenset()  # its connection alone shows nothing
+    assert first.hub.view().waiting == frozenset()  # its connection alone proves nothing
     slow.send(replace(greeting, round=2))
-    until(lambda: first.status().waiting == {"node-1"}, timeout=14)  # the next time it would be let wait for 15
+    until(lambda: first.status().waiting == {"node-1"}, timeout=14)  # the next wait would be 15 s
     slow.close()
 
 
-def test_a_leader_that_was_given_up_hears_of_it(nodes):
+def test_a_leader_that_was_given_up_learns_it(nodes):
     first = nodes.make("node-0")
     nodes.join(first)
     row = nodes.table.get(ROUND_KEY)
@@ -363,7 +363,7 @@ def test_rounds_leave_no_threads_behind(nodes):
     until(lambda: links() <= before)
 
 
-def test_the_run_is_over_for_whoever_comes_late(nodes):
+def test_the_run_is_over_for_late_nodes(nodes):
     first = nodes.make("node-0")
     nodes.join(first)
     (waiting,) = nodes.start(nodes.make("node-1", 1, 1))
@@ -372,7 +372,7 @@ def test_the_run_is_over_for_whoever_comes_late(nodes):
     with pytest.raises(RunSucceeded):
         nodes.make("node-2").join()
     with pytest.raises(RunSucceeded):
-        waiting.result(PATIENCE)
+        waiting.result(TIMEOUT)
 
 
 def test_a_failure_reaches_everyone_with_its_message_and_exit_code(nodes):
@@ -391,14 +391,14 @@ def test_one_incident_is_charged_once(nodes):
     nodes.join(*group)
     failures = {node: (FailureRecord("same", "user", 5, node.node, rank, 1),) for rank, node in enumerate(group)}
     reopening = [nodes.pool.submit(node.reopen, "crash", failures=failures[node]) for node in group]
-    charged = [future.result(PATIENCE) for future in reopening]
+    charged = [future.result(TIMEOUT) for future in reopening]
     assert sorted(charged) == [False, False, True]
     written = failures[group[charged.index(True)]]
     assert Round.from_value(nodes.table.get(ROUND_KEY).value).failures == written
     assert {assignment.round.failures for assignment in nodes.join(*group)} == {written}
 
 
-def test_failures_grow_older_by_the_rounds_that_their_witness_was_in(nodes):
+def test_failures_grow_older_by_the_duration_of_rounds(nodes):
     pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
     nodes.join(*pair)
     known = FailureRecord("same", "user", 5, "node-0", 0, 1)
@@ -427,7 +427,7 @@ def test_another_incarnation_of_a_member_is_a_newcomer(nodes):
     if not pending.done():
         first.reopen("joining")
         nodes.rejoin(first)
-    assert pending.result(PATIENCE).round.rank_of("node-1", reborn.incarnation) is not None
+    assert pending.result(TIMEOUT).round.rank_of("node-1", reborn.incarnation) is not None
 
 
 def test_a_wait_can_be_cancelled(nodes):
@@ -435,4 +435,4 @@ def test_a_wait_can_be_cancelled(nodes):
     until(lambda: nodes.table.get(member_key("node-0")) is not None)
     nodes.over.set()
     with pytest.raises(InterruptedError):
-        pending.result(PATIENCE)
+        pending.result(TIMEOUT)

@@ -69,7 +69,7 @@ def test_a_reopened_round_carries_the_runs_failures_and_their_ages_on():
     sealed = Round(number=4, state="sealed", failures=(FAILURE,))
     (older,) = reopened(sealed, "lost", ["b"], seconds=10).failures
     assert older == replace(FAILURE, age_seconds=12.5)
-    # Whoever gives up a round that it was not in knows no length.
+    # A node that was not in the round does not know its duration.
     assert reopened(sealed, "no sign of life").failures == (FAILURE,)
     both = (older, replace(FAILURE, node="node-2"))
     assert reopened(sealed, "a worker failed", failures=both, seconds=10).failures == both
@@ -93,7 +93,7 @@ def test_the_minimum_starts_at_once():
     assert timer.is_due([waiting("a"), waiting("b")], "a")
 
 
-def test_the_first_round_waits_for_nodes_that_still_import_but_not_for_ever():
+def test_the_first_round_waits_for_nodes_that_still_import_up_to_the_timeout():
     clock = Clock()
     timer = SealTimer(Round(), Limits(1, 8), TIMINGS, clock)
     rows = [waiting("a"), Member("b", "i", state="starting")]
@@ -105,7 +105,7 @@ def test_the_first_round_waits_for_nodes_that_still_import_but_not_for_ever():
     assert timer.is_due(rows, "a")
 
 
-def test_the_maximum_waits_for_nobody():
+def test_a_full_round_waits_for_no_other_node():
     timer = SealTimer(Round(), Limits(1, 1), TIMINGS, Clock())
     assert timer.is_due([waiting("a"), Member("b", "i", state="starting")], "a")
 
@@ -125,7 +125,7 @@ def test_a_survivor_that_has_left_is_not_waited_for():
     assert is_complete(round_, rows, Limits(1, 3))
 
 
-def test_the_next_in_line_seals_when_the_first_does_not():
+def test_the_next_candidate_seals_when_the_first_does_not():
     clock = Clock()
     rows = [waiting("a"), waiting("b"), waiting("c")]
     second, third = (SealTimer(Round(), Limits(1, 3), TIMINGS, clock) for _ in range(2))
@@ -138,5 +138,5 @@ def test_the_next_in_line_seals_when_the_first_does_not():
     assert third.is_due(rows, "c")
 
 
-def test_who_is_not_in_the_round_does_not_seal_it():
+def test_a_node_that_is_no_candidate_does_not_seal():
     assert not SealTimer(Round(), Limits(1, 3), TIMINGS, Clock()).is_due([waiting("a")], "b")

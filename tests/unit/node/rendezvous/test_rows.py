@@ -72,7 +72,7 @@ WAYS = (["never sent"], ["lost"], ["never sent", "lost"], ["never sent", "never 
 
 
 @pytest.mark.parametrize("plan", WAYS, ids=", ".join)
-def test_a_write_whose_answer_was_lost_is_known_again(table, rows, pauses, plan):
+def test_a_write_whose_answer_was_lost_is_recognised(table, rows, pauses, plan):
     rows.write_member(Member("node", "i", state="starting"))
     version = table.get(member_key("node")).etag
     table.plan, table.tried = list(plan), 0
@@ -97,7 +97,7 @@ def test_a_seal_whose_answer_was_lost_is_ones_own(table, rows, plan):
     assert rows._latest.after(Round()) == Round(2)
 
 
-def test_somebody_elses_write_is_not_taken_for_ones_own_even_if_it_is_the_same(table, rows):
+def test_an_equal_write_of_another_node_is_not_taken_for_ones_own(table, rows):
     other = Rows(table, lambda _: None, LatestRound())
     rows.read_round()
     other.read_round()
@@ -107,7 +107,7 @@ def test_somebody_elses_write_is_not_taken_for_ones_own_even_if_it_is_the_same(t
 
 
 def test_a_write_that_was_overtaken_counts_as_lost(table, rows):
-    """It was carried out, but the row has moved on since: what follows from it is somebody else's business."""
+    """It was carried out, but the row has changed since, which is for another node to act on."""
     rows.read_round()
     rows.replace_round(Round(state="sealed"))
     other = Rows(table, lambda _: None, LatestRound())
@@ -140,8 +140,8 @@ def test_one_query_reads_the_round_and_all_nodes_and_a_shorter_one_some(table, r
     rows.replace_round(Round(3, reason="a test"))
     for name in others[:40]:
         table.insert(member_key(name), Member(name, "i").to_value())
-    table.insert("round-trip", {"somebody": "else's"})
-    table.insert("member.b", {"somebody": "else's"})
+    table.insert("round-trip", {"of": "another part"})
+    table.insert("member.b", {"of": "another part"})
     round_, roster = rows.read_some(others[0])
     assert round_ == Round(3, reason="a test")
     assert {node: Member.from_value(value) for node, value in roster.items()} == {

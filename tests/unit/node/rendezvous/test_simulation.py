@@ -18,7 +18,7 @@ from tests.support.rendezvous.simulation import Cluster, Costs, Fault, Node, Wri
 VERY_MANY = 1000
 MANY = 200
 LIMIT_S = 3.0  # from the arrival of all until they are in one round
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def storm(cluster: Cluster, arrivals: list[float], minimum: int) -> float:
     """Let nodes arrive, check everything, and return how long the last one has waited."""
     for number, arrives_at in enumerate(arrivals):
         cluster.add(f"node-{number:04d}", Limits(minimum, len(arrivals)), arrives_at)
-    settled = cluster.settle(max(arrivals) + PATIENCE_S, len(arrivals))
+    settled = cluster.settle(max(arrivals) + TIMEOUT_S, len(arrivals))
     cluster.verify()
     assert len(cluster.rounds()[-1].members) == len(arrivals)
     return settled - max(arrivals)
@@ -92,7 +92,7 @@ def test_a_large_round_that_loses_rank_0_asks_little_of_the_table(cluster):
     lost_at = nodes.scheduler.now + 0.1
     nodes.at(lost_at, first.kill)
     nodes.run(lambda: first.dead, 1.0)
-    assert nodes.settle(PATIENCE_S) - lost_at <= 1.0
+    assert nodes.settle(TIMEOUT_S) - lost_at <= 1.0
     nodes.verify()
     # One of the survivors reopens, looks, seals, and takes over the sign of life; the others only say that they go on.
     assert nodes.storage.calls.total() - calls <= 15
@@ -170,7 +170,7 @@ def test_no_join_is_lost_and_nothing_is_written_twice(cluster, disturbance, seed
             nodes.at(choose.uniform(0, 10), choose.choice(nodes.nodes).drop_connections)
     nodes.at(10.0, nodes.check)
     nodes.run(lambda: nodes.scheduler.now >= 10.0, 11.0)
-    nodes.settle(PATIENCE_S)
+    nodes.settle(TIMEOUT_S)
     nodes.verify()
 
 
@@ -184,7 +184,7 @@ def test_a_node_may_die_at_each_of_its_points(cluster, victim):
         nodes.nodes[victim].dies_at = point
         nodes.at(4.0, nodes.check)
         nodes.run(lambda nodes=nodes: nodes.scheduler.now >= 4.0, 5.0)
-        nodes.settle(PATIENCE_S)
+        nodes.settle(TIMEOUT_S)
         nodes.verify()
         if not nodes.nodes[victim].dead:
             break
@@ -200,7 +200,7 @@ def test_a_sealer_that_hangs_is_passed_over_and_made_room_for_when_it_goes_on(cl
     nodes = cluster(fault=fault)
     for number in range(4):
         nodes.add(f"node-{number}", Limits(3, 4), 0.0)
-    assert nodes.settle(PATIENCE_S) <= 35.0
+    assert nodes.settle(TIMEOUT_S) <= 35.0
     nodes.verify()
     sealed = [write for write in nodes.storage.writes if write.key == ROUND_KEY and write.value["state"] == "sealed"]
     members = [[member["node"] for member in write.value["members"]] for write in sealed]
@@ -220,7 +220,7 @@ def history(nodes: Cluster, *rounds: Round) -> Cluster:
 def test_what_must_not_happen_is_noticed(cluster):
     nodes = cluster()
     nodes.add("node", Limits(1, 1))
-    nodes.settle(PATIENCE_S)
+    nodes.settle(TIMEOUT_S)
     (sealed,) = nodes.rounds()
     nodes.verify()
     with pytest.raises(AssertionError, match="sealed twice"):
