@@ -6,6 +6,7 @@ from tests.support.paths import PROGRAMS
 from pathlib import Path
 
 import pytest
+from tests.support.node_server import start_node
 from tests.support.whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.config import ElasticDistribution, FixedPerWorkerBatch
@@ -19,6 +20,7 @@ def learnt(tmp_path, *arguments, nodes=(1, 3), chaos="", recovery="restart", **o
     """Return the report, and what the run has printed in the end: digest, loss, learning rate, steps."""
     report = LocalCluster(
         nodes,
+        popen=start_node,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "-".join(["run", recovery, *map(str, nodes)]),
         audit=True,

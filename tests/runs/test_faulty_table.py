@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.support.node_server import start_node
 from tests.support.whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.config import ElasticDistribution, TableRendezvous
@@ -39,6 +40,7 @@ def run(tmp_path, azurite, monkeypatch):
     def made(chaos: str, *arguments: str, **options) -> Report:
         cluster = LocalCluster(
             options.pop("nodes", (1, 2)),
+            popen=start_node,
             chaos=parse_schedule(chaos, seed=1) if chaos else None,
             run_dir=tmp_path / "run",
             table="azurite",

@@ -13,6 +13,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.support.node_server import start_node
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.ledger.events import CheckpointCommitted, RoundEntered
@@ -46,6 +47,7 @@ def test_what_a_preempted_node_has_trained_is_committed(tmp_path, seed, record_p
     fault = Preempt(victim, AtStep(moments.randint(8, 40)), notice)
     cluster = LocalCluster(
         (1, 2),
+        popen=start_node,
         chaos=Schedule((fault,)),
         run_dir=tmp_path / "run",
         audit=True,

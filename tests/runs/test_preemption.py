@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support.node_server import start_node
 from tests.support.whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.config import ElasticDistribution
@@ -65,6 +66,7 @@ def run(tmp_path: Path, service: MetadataService, play):
     run_dir = tmp_path / "run"
     cluster = LocalCluster(
         (1, 3),
+        popen=start_node,
         run_dir=run_dir,
         timeout_s=200,
         audit=True,

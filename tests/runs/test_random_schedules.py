@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.node_server import start_node
 
 from azureml_elastic.config import ElasticDistribution, HealthPolicy
 from azureml_elastic.local.cluster import LocalCluster
@@ -50,6 +51,7 @@ def test_random_losses_and_new_nodes(tmp_path, seed, request, monkeypatch):
     ports = listening()
     cluster = LocalCluster(
         (1, 3),
+        popen=start_node,
         chaos=faults,
         run_dir=tmp_path / "run",
         audit=True,

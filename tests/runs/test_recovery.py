@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from tests.support.node_server import start_node
 from tests.support.whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.config import ElasticDistribution
@@ -28,6 +29,7 @@ def cluster(tmp_path, recovery, chaos="", nodes=(1, 3), handover_s=5, **options)
     handover = timedelta(seconds=handover_s)
     return LocalCluster(
         nodes,
+        popen=start_node,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         audit=True,

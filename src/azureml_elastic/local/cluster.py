@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -45,6 +46,8 @@ class LocalCluster:
         exit_grace_s: seconds that the other nodes have to exit after the run has ended.
         view: view that shows the run; ``None`` for no output.
         node_command: command that starts a node; ``--`` and the program are appended.
+        popen: function that starts the nodes; it takes arguments of ``subprocess.Popen`` and returns an object of that
+            kind.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class LocalCluster:
         exit_grace_s: float = 20.0,
         view: View | None = None,
         node_command: Sequence[str] = NODE_COMMAND,
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
         self._nodes = nodes
         self._processes_per_node = processes_per_node
@@ -83,6 +87,7 @@ class LocalCluster:
         self._exit_grace_s = exit_grace_s
         self._view = view
         self._node_command = tuple(node_command)
+        self._popen = popen
 
     def run(self, argv: Sequence[str]) -> Report:
         """Run a program to its end and write ``report.json``; no process is left running afterwards.
@@ -112,7 +117,7 @@ class LocalCluster:
                 paths=paths,
                 run_id=run_id,
             )
-            processes = stack.enter_context(NodeProcesses(paths.logs))
+            processes = stack.enter_context(NodeProcesses(paths.logs, self._popen))
             if self._view is not None:
                 stack.enter_context(self._view)
             launch = Launch(

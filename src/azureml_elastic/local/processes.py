@@ -41,14 +41,24 @@ class NodeProcess:
         environment: environment of the agent.
         log: file for the output of the whole tree.
         marker: value of :data:`MARKER`, unique on this machine.
+        popen: function that starts the agent; it takes arguments of ``subprocess.Popen`` and returns an object of
+            that kind.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, marker: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        marker: str,
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
         self.name = name
         self.log = log
         self._marker = marker
         with log.open("ab") as output:
-            self._agent = subprocess.Popen(
+            self._agent = popen(
                 list(argv),
                 env={**environment, MARKER: marker},
                 stdin=subprocess.DEVNULL,
@@ -105,10 +115,12 @@ class NodeProcesses:
 
     Args:
         logs: folder for one log file per node.
+        popen: function that starts the agents, see :class:`NodeProcess`.
     """
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen) -> None:
         self._logs = logs
+        self._popen = popen
         self._nonce = secrets.token_hex(8)
         self._nodes: dict[str, NodeProcess] = {}
 
@@ -143,7 +155,7 @@ class NodeProcesses:
             argv: command line of the agent.
             environment: environment of the agent.
         """
-        node = NodeProcess(name, argv, environment, self._logs / f"{name}.log", f"{self._nonce}/{name}")
+        node = NodeProcess(name, argv, environment, self._logs / f"{name}.log", f"{self._nonce}/{name}", self._popen)
         self._nodes[name] = node
         return node
 

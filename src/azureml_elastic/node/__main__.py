@@ -10,23 +10,25 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.errors import ElasticError, UsageError
 from azureml_elastic.node.entry import run_node
 from azureml_elastic.node.host.identity import read_identity
+from azureml_elastic.node.preload.client import PreloadServer
 
 __all__ = ["main"]
 
 _DOCTOR = "azureml_elastic.node.diagnostics.doctor"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, start_preload: Callable[..., PreloadServer] = PreloadServer) -> int:
     """Run this node and return its exit code.
 
     Args:
         argv: the arguments without the program's name; ``None`` takes the process's own.
+        start_preload: function that starts the preload server, with the arguments of :class:`PreloadServer`.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("azure").setLevel(logging.WARNING)
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from azureml_elastic.node.diagnostics.doctor.__main__ import main as examine
 
             return examine(program.arguments)  # in the node's place: it finds out why nodes fail
-        return run_node(read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir), program)
+        return run_node(read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir), program, start_preload)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -40,12 +41,15 @@ __all__ = ["run_node", "worker_command"]
 _LOG = logging.getLogger(__name__)
 
 
-def run_node(identity: NodeIdentity, program: Program) -> int:
+def run_node(
+    identity: NodeIdentity, program: Program, start_preload: Callable[..., PreloadServer] = PreloadServer
+) -> int:
     """Run one node until the run ends or the node must leave.
 
     Args:
         identity: of the node.
         program: the user's training program.
+        start_preload: function that starts the preload server, with the arguments of :class:`PreloadServer`.
 
     Returns:
         The exit code, see :mod:`azureml_elastic.node.__main__`.
@@ -55,7 +59,7 @@ def run_node(identity: NodeIdentity, program: Program) -> int:
     """
     require_script(program)
     with contextlib.ExitStack() as stack:
-        return _Node(identity, program, stack).run()
+        return _Node(identity, program, stack, start_preload).run()
 
 
 class _Node:
@@ -65,9 +69,16 @@ class _Node:
         identity: of the node.
         program: the user's training program.
         stack: takes the node apart at its end.
+        start_preload: function that starts the preload server.
     """
 
-    def __init__(self, identity: NodeIdentity, program: Program, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        program: Program,
+        stack: contextlib.ExitStack,
+        start_preload: Callable[..., PreloadServer],
+    ) -> None:
         self._identity = identity
         self._program = program
         self._plan = plan = identity.plan
@@ -118,7 +129,7 @@ class _Node:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", identity.interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", identity.interface)
         interpreter, options = _interpreter(program)
-        self._warm = PreloadServer(interpreter, options, program, os.environ) if distribution.preload_workers else None
+        self._warm = start_preload(interpreter, options, program, os.environ) if distribution.preload_workers else None
         if self._warm is not None:
             stack.callback(self._warm.close)
         self._replacement = start_replacement_thread(identity, table, self._leads, os.environ)

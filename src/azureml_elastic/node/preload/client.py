@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,9 +48,18 @@ class PreloadServer:
         options: of the interpreter.
         program: that the workers run.
         environ: the environment of the workers. Variables of single workers in it (``RANK``) are ignored.
+        popen: function that starts the process; it takes arguments of ``subprocess.Popen``.
     """
 
-    def __init__(self, interpreter: str, options: Sequence[str], program: Program, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        interpreter: str,
+        options: Sequence[str],
+        program: Program,
+        environ: Mapping[str, str],
+        *,
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
         target = ("-m", program.target) if program.kind == "module" else (program.target,)
         self.command = (interpreter, *options, *target, *program.arguments)
         """The command that starts the same worker cold."""
@@ -75,7 +84,7 @@ class PreloadServer:
         with theirs, _scratch() as output:
             self._errors = _scratch()
             try:
-                self._process = subprocess.Popen(
+                self._process = popen(
                     words,
                     env=self._environ,
                     stdout=output,

@@ -1,0 +1,237 @@
+"""Fork server for the nodes of local clusters: torch is imported once for all of them instead of twice per node.
+
+``start_node`` takes the place of ``subprocess.Popen`` in :class:`~azureml_elastic.local.processes.NodeProcesses`. A
+node is forked twice, so that it becomes a child of the test process, the subreaper, and has a session, environment,
+working directory and output of its own. Its preload server is forked before the agent has threads and waits for the
+agent's request. What depends on variables that are read at the interpreter's start is started by its command.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from azureml_elastic.local.cluster import NODE_COMMAND
+from azureml_elastic.local.processes import MARKER
+from azureml_elastic.node.preload import import_loader, script_runner
+from azureml_elastic.node.preload import server as preload_server
+
+__all__ = ["serve", "start_node"]
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_CODE = f"import sys\nsys.path.insert(1, {_ROOT!r})\n" + script_runner.OUTERMOST.replace(
+    "from azureml_elastic.node.preload import server as serving",
+    "from tests.support import node_server as serving\nsys.path.remove(" + repr(_ROOT) + ")",
+)
+_EARLY = ("KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH")
+"""Beginnings of variables that are read when the interpreter starts or a library is imported."""
+
+_MOST_BYTES = 1 << 18
+_MARKER_BYTES = 128
+
+
+# --- in the test process ---------------------------------------------------------------------------------------------
+
+
+class _ForkedChild:
+    """A child process with the methods of ``subprocess.Popen`` that its users call."""
+
+    def __init__(self, pid: int, argv: Sequence[str]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._argv = argv
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        limit = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if limit is not None and time.monotonic() > limit:
+                raise subprocess.TimeoutExpired(self._argv, timeout or 0.0)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start_node(argv: Sequence[str], *, env: Mapping[str, str], stdout: Any, **options: Any) -> Any:
+    """Start a node's agent, forked from the server where its command and environment allow that."""
+    if tuple(argv[: len(NODE_COMMAND)]) != NODE_COMMAND or sys.platform != "linux":
+        return subprocess.Popen(argv, env=env, stdout=stdout, **options)
+    server = _server(tuple(sorted(_early(env).items())))
+    request = {"argv": argv[len(NODE_COMMAND) :], "env": dict(env), "folder": str(Path.cwd())}
+    _send(server, request, [stdout.fileno()])
+    return _ForkedChild(json.loads(server.recv(_MOST_BYTES))["pid"], argv)
+
+
+def _early(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(_EARLY)}
+
+
+@functools.cache
+def _server(early: tuple[tuple[str, str], ...]) -> socket.socket:
+    """Start a server with these variables and return the connection to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    others = {name: value for name, value in os.environ.items() if not name.startswith(_EARLY)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CODE, str(theirs.fileno())],
+        env={MARKER: "-" * _MARKER_BYTES, **others, **dict(early)},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def _send(link: socket.socket, message: Any, descriptors: Sequence[int]) -> None:
+    """Send a message of any length by a file without a name, followed by descriptors."""
+    with os.fdopen(os.memfd_create("message"), "w+b") as file:
+        file.write(json.dumps(message).encode())
+        file.flush()
+        socket.send_fds(link, [b"-"], [file.fileno(), *descriptors])
+
+
+def _receive(link: socket.socket, descriptors: int) -> tuple[Any, list[int]] | None:
+    data, received, _, _ = socket.recv_fds(link, 1, descriptors + 1)
+    return (script_runner.read_environment(received[0]), received[1:]) if data else None
+
+
+# --- in the server ---------------------------------------------------------------------------------------------------
+
+
+def serve() -> Callable[[], Any]:
+    """Fork nodes. Returns only in their processes: the call that runs the agent, or a worker's script."""
+    link = socket.socket(fileno=int(sys.argv[1]))
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    marker = getenv(MARKER.encode())
+    _import()
+    while True:
+        received = _receive(link, 1)
+        if received is None:
+            os._exit(0)
+        request, (output,) = received
+        reading, writing = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            node = os.fork()
+            if node:
+                os.write(writing, str(node).encode())
+                os._exit(0)
+            os.close(reading)
+            os.close(writing)
+            link.close()
+            return _node(request, output, marker)
+        os.close(writing)
+        os.close(output)
+        os.waitpid(middle, 0)
+        pid = int(os.read(reading, 64))
+        os.close(reading)
+        link.send(json.dumps({"pid": pid}).encode())
+
+
+def _import() -> None:
+    """Import what agents and workers import."""
+    from azureml_elastic import node, train
+
+    for package in (node, train):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    for name in ("azureml_elastic.node.__main__", "torch.distributed.elastic.multiprocessing", *import_loader.LATER):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def _node(request: dict[str, Any], output: int, marker: int) -> Callable[[], Any]:
+    """Become a node: fork the process that will be its preload server, and return the call that runs the agent."""
+    os.setsid()
+    os.chdir(request["folder"])
+    script_runner.adopt_environment(request["env"])
+    ctypes.memset(marker, 0, _MARKER_BYTES)
+    ctypes.memmove(marker, request["env"][MARKER].encode(), len(request["env"][MARKER]))
+    script_runner.adopt_descriptors(os.dup(output), output)
+    script_runner.freshen()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    waiting = os.fork()
+    if waiting == 0:
+        ours.close()
+        return _preload(theirs)
+    theirs.close()
+    early = _early(os.environ)
+    child = _ForkedChild(waiting, ["preload server"])
+
+    def start_preload(words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
+        if words[:2] != [sys.executable, "-c"] or _early(env) != early:
+            return subprocess.Popen(words, env=env, pass_fds=pass_fds, **options)
+        descriptors = [*pass_fds, options["stdout"].fileno(), options["stderr"].fileno()]
+        _send(ours, {"words": words, "env": dict(env), "folder": str(Path.cwd())}, descriptors)
+        return child
+
+    def run() -> None:
+        from azureml_elastic.node.__main__ import main
+        from azureml_elastic.node.preload.client import PreloadServer
+
+        sys.argv[:] = ["-m", *request["argv"]]
+        try:
+            code = main(start_preload=functools.partial(PreloadServer, popen=start_preload))
+        finally:
+            ours.close()
+            child.wait()
+        sys.exit(code)
+
+    return run
+
+
+def _preload(link: socket.socket) -> Callable[[], Any]:
+    """Become the node's preload server when the agent requests one. Returns only in workers."""
+    received = _receive(link, 3)
+    if received is None:
+        os._exit(0)
+    link.close()
+    os.setsid()
+    request, (agent, stdout, stderr) = received
+    os.chdir(request["folder"])
+    script_runner.adopt_environment(request["env"])
+    script_runner.adopt_descriptors(stdout, stderr)
+    script_runner.freshen()
+    words = list(request["words"])
+    words[3] = str(agent)
+    sys.orig_argv[:] = words
+    sys.argv[:] = ["-c", *words[3:]]
+    return preload_server.serve()
