@@ -11,10 +11,10 @@
     if latest is not None:
         model.load_state_dict(latest.load("model"))
 
-Nebula is gone from Azure's images, and from DeepSpeed. It kept checkpoints in memory and persisted one now and then;
-here each is persisted at once, in the background. Its promise of consistency is kept: a checkpoint is listed only when
-all of its files are written, and what is loaded has the checksum of what was saved. For runs whose nodes come and go,
-use ``azureml_elastic.train`` instead, which also knows where the data stand.
+Nebula was removed from Azure's images and from DeepSpeed. It kept checkpoints in memory and persisted some of them; here
+each one is persisted in the background. As with Nebula, a checkpoint is listed only once all of its files are written,
+and loaded files are verified by checksum. For elastic runs use ``azureml_elastic.train``, which also restores the
+position in the data.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ __all__ = [
 
 def init(
     persistent_storage_path: str | None = None,
-    persistent_time_interval: float | None = None,  # noqa: ARG001 - Nebula's, see below
+    persistent_time_interval: float | None = None,  # noqa: ARG001 - part of Nebula's interface
     *,
     num_of_version_in_retention: int = 2,
 ) -> None:
-    """Say where checkpoints go. With several ranks: after ``init_process_group``, on all of them.
+    """Set the folder of the checkpoints. With several ranks, call it on all after ``init_process_group``.
 
     Args:
-        persistent_storage_path: a folder, a mount that all nodes see, or a URL such as ``abfs://…``; ``./checkpoints``
-            where there is none. The checkpoints are in the folder ``nebula`` there.
-        persistent_time_interval: not needed: every checkpoint is persisted at once.
-        num_of_version_in_retention: complete checkpoints to keep.
+        persistent_storage_path: folder, mount that all nodes see, or URL such as ``abfs://…``; ``./checkpoints`` by
+            default. The checkpoints are in its subfolder ``nebula``.
+        persistent_time_interval: ignored: every checkpoint is persisted at once.
+        num_of_version_in_retention: number of complete checkpoints to keep.
 
     Raises:
-        UsageError: nothing would be kept.
-        OSError: the folder cannot be made.
+        UsageError: the number of checkpoints to keep is below 1.
+        OSError: the folder cannot be created.
     """
     if num_of_version_in_retention < 1:
         raise UsageError(f"num_of_version_in_retention is {num_of_version_in_retention}; at least 1 is kept.")
@@ -70,7 +70,7 @@ def list_checkpoints(persist_path: str | None = None) -> list[Checkpoint]:
     """Return the complete checkpoints, the oldest first.
 
     Args:
-        persist_path: where to look, instead of where :func:`init` was told.
+        persist_path: folder or URL to search instead of that of :func:`init`.
     """
     storage = current().storage if persist_path is None else folder_in(persist_path)
     return [Checkpoint.of(storage, manifest) for manifest in complete(storage)]
@@ -94,24 +94,24 @@ def get_latest_checkpoint_path(name: str, persist_path: str | None = None) -> st
 
 
 def wait() -> None:
-    """Wait until everything is written. With several ranks also before ``destroy_process_group``.
+    """Wait until all files are written. With several ranks, call it before ``destroy_process_group``.
 
     Raises:
-        CheckpointError: something could not be.
+        CheckpointError: a file could not be written.
     """
     current().wait()
 
 
 def policy(config: Mapping[str, Any]) -> CheckpointPolicy | None:
-    """Return what the ``nebula`` block of a DeepSpeed configuration asks for, for ``train.start()``.
+    """Return the checkpoint policy in the ``nebula`` block of a DeepSpeed configuration, for ``train.start()``.
 
     Args:
-        config: DeepSpeed's, or the block alone: ``enabled``, ``persistent_storage_path``,
-            ``persistent_time_interval`` in seconds, ``num_of_version_in_retention``. ``enable_nebula_load`` says
-            nothing here: what was saved is restored.
+        config: DeepSpeed configuration, or the block alone: ``enabled``, ``persistent_storage_path``,
+            ``persistent_time_interval`` in seconds, ``num_of_version_in_retention``. ``enable_nebula_load`` is
+            ignored: a saved state is always restored.
 
     Returns:
-        The policy, ``None`` where there is no block or it is not enabled.
+        The policy, ``None`` where the block is missing or not enabled.
     """
     block = config.get("nebula", config if "enabled" in config else {})
     if not block.get("enabled", False):

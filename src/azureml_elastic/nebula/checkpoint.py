@@ -1,4 +1,4 @@
-"""A checkpoint of Nebula's interface."""
+"""The ``Checkpoint`` class of Nebula's interface."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from azureml_elastic.nebula.service import STATE, Service, retire
 __all__ = ["Checkpoint", "current", "serve"]
 
 UNTIL_COMMIT = -2
-"""Nebula's own number for: as many files as are saved until the commit."""
+"""Nebula's number of files of a checkpoint that :meth:`Checkpoint.commit` completes."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _service: Service | None = None
 
 
 def serve(service: Service) -> None:
-    """Have checkpoints go there from now on."""
+    """Set the service of all later checkpoints."""
     global _service  # noqa: PLW0603 - Nebula's interface has no object to hold it
     if _service is not None:
         _service.wait()
@@ -42,23 +42,23 @@ def serve(service: Service) -> None:
 
 
 def current() -> Service:
-    """Return where they go.
+    """Return the service of the checkpoints.
 
     Raises:
         UsageError: ``init()`` was not called.
     """
     if _service is None:
-        raise UsageError("nebula.init() was not called, so there is no place for checkpoints. Call it first.")
+        raise UsageError("nebula.init() was not called, so there is no folder for checkpoints. Call it first.")
     return _service
 
 
 class Checkpoint:
-    """A checkpoint: some files under one tag. All ranks make the same ones, in the same order.
+    """A checkpoint: files under one tag. All ranks create the same checkpoints, in the same order.
 
     Args:
-        tag: its name; several may have the same, then the newest counts.
-        num_of_files: that will be saved under it, by all ranks together; it is complete when they are written.
-            ``-2``: it is complete with :meth:`commit`.
+        tag: name of the checkpoint; of several with the same name the newest is used.
+        num_of_files: number of files that all ranks together save; the checkpoint is complete once they are written.
+            ``-2`` for a checkpoint that :meth:`commit` completes.
 
     Raises:
         UsageError: :func:`init` was not called.
@@ -73,7 +73,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, storage: Storage, manifest: Manifest) -> Self:
-        """Return one that is complete."""
+        """Return a complete checkpoint."""
         found, name = cls.__new__(cls), FolderName.parse(manifest.directory)
         assert name is not None
         found._set(storage, manifest.state[STATE]["tag"], name, len(manifest.files), manifest.files)  # noqa: SLF001
@@ -88,22 +88,22 @@ class Checkpoint:
 
     @property
     def files(self) -> list[str]:
-        """The names of its files."""
+        """The names of the files."""
         return sorted(self._written)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.tag!r}, files={self.files})"
 
     def save(self, name: str, value: Any) -> None:
-        """Copy something, and write the copy in the background, as ``torch.save`` would.
+        """Copy a value, and write the copy in the background in the format of ``torch.save``.
 
         Args:
-            name: of the file.
-            value: best a state dict: what is pickled with it is loaded only on demand.
+            name: name of the file.
+            value: preferably a state dict: other pickled objects are loaded on demand only.
 
         Raises:
             CheckpointError: an earlier checkpoint could not be written.
-            UsageError: the name is none of a file.
+            UsageError: the name is not valid for a file.
         """
         if not _NAME.fullmatch(name) or name.endswith(_SUM) or name in (MANIFEST, COMMITTED):
             raise UsageError(f"{name!r} cannot be a file's name in a checkpoint: take letters, digits, '.', '_', '-'.")
@@ -112,7 +112,7 @@ class Checkpoint:
         current().submit(self._number, self._write, name, copy)
 
     def commit(self) -> None:
-        """Complete it with the files that were saved until now, on all ranks. With several ranks a collective.
+        """Complete the checkpoint with the files that all ranks have saved. With several ranks a collective.
 
         Raises:
             CheckpointError: an earlier checkpoint could not be written.
@@ -120,17 +120,17 @@ class Checkpoint:
         current().submit(self._number, self._commit)
 
     def load(self, name: str, map_location: Any = None, *, weights_only: bool = True) -> Any:
-        """Return what was saved under a name.
+        """Return the value of a file.
 
         Args:
-            name: of the file.
-            map_location: as in ``torch.load``.
-            weights_only: ``False`` also unpickles other objects than tensors and plain values, which can run any
-                code: only for files of your own.
+            name: name of the file.
+            map_location: device mapping of ``torch.load``.
+            weights_only: ``False`` to unpickle objects other than tensors and plain values, which can run any code;
+                for trusted files only.
 
         Raises:
-            CheckpointDamaged: the file is not what was written.
-            UsageError: there is no such file.
+            CheckpointDamaged: the file is damaged.
+            UsageError: the checkpoint has no such file.
         """
         if name not in self._written:
             raise UsageError(f"The checkpoint {self.tag!r} has no {name!r}; it has {', '.join(sorted(self._written))}.")
@@ -143,7 +143,7 @@ class Checkpoint:
         return torch.load(io.BytesIO(content), map_location=map_location, weights_only=weights_only)
 
     def path(self, name: str) -> str:
-        """Return the path of a file, or its URL."""
+        """Return the path or URL of a file."""
         return join_path(join_path(str(self._storage), self._folder), name)
 
     def _write(self, name: str, copy: io.BytesIO) -> None:
@@ -152,13 +152,13 @@ class Checkpoint:
             self._written[name] = sums = self._storage.write(self._folder, name, [copy.getbuffer()])
             self._storage.publish(self._folder, name + _SUM, json.dumps([sums.size, sums.xxh3]).encode())
         except BaseException:
-            self._failed = True  # it is never complete
+            self._failed = True  # the checkpoint is never completed
             raise
         if self._expected != UNTIL_COMMIT and self._is_last():
             self._publish()
 
     def _is_last(self) -> bool:
-        """Whether all files are there, so that this rank completes the checkpoint; maybe others see that as well."""
+        """Return whether all files exist, so that this rank completes the checkpoint; others may do so at the same time."""
         names = [name for name in self._storage.files(self._folder) if name.endswith(_SUM)]
         if len(names) < self._expected:
             return False
@@ -192,12 +192,12 @@ class Checkpoint:
             data=None,
             torch=str(torch.__version__),
         )
-        with contextlib.suppress(FileExistsError):  # another rank has seen the same
+        with contextlib.suppress(FileExistsError):  # another rank has completed it
             self._storage.publish(self._folder, MANIFEST, manifest.to_bytes())
             self._storage.write(self._folder, COMMITTED, [])
         try:
             retire(self._storage, current().keep)
-        except OSError as error:  # it is complete all the same
+        except OSError as error:  # the checkpoint is complete all the same
             _LOG.warning("Old checkpoints in %s could not be removed: %s", self._storage, error)
 
 

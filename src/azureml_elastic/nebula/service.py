@@ -1,4 +1,4 @@
-"""Where checkpoints of Nebula's interface go, and the thread that writes them."""
+"""The storage of checkpoints of Nebula's interface, and the thread that writes them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ __all__ = ["STATE", "Service", "complete", "folder_in", "retire"]
 _LOG = logging.getLogger(__name__)
 
 _FOLDER = "nebula"
-"""Below the given path: other checkpoints there have other rules about which ones stay."""
+"""Subfolder of the given path: checkpoints of other kinds have other retention rules."""
 
 STATE = "nebula"
-"""In the state of a manifest: what these checkpoints have, and no others."""
+"""Key in the state of a manifest that marks these checkpoints."""
 
 
 class Service:
-    """What ``init()`` sets up. With several ranks a collective.
+    """Writer of checkpoints, created by ``init()``. With several ranks a collective.
 
     Args:
-        where: a path or a URL.
-        keep: complete checkpoints that stay.
+        where: path or URL.
+        keep: number of complete checkpoints to keep.
 
     Attributes:
-        storage: behind it.
-        control: the ranks' agreement, for the writing thread; ``None`` where there is one rank.
-        token: random, the same on all ranks.
-        number: of the newest checkpoint.
+        storage: storage of the checkpoints.
+        control: control group of the writing thread, ``None`` for a single rank.
+        token: random text, the same on all ranks.
+        number: number of the newest checkpoint.
     """
 
     def __init__(self, where: str, keep: int) -> None:
@@ -55,15 +55,15 @@ class Service:
         self._tasks: list[tuple[int, Future[None]]] = []
 
     def submit(self, number: int, task: Callable[..., None], *arguments: Any) -> None:
-        """Do something after all that was submitted before; of several checkpoints at most one is under way."""
+        """Run a task after all earlier ones, once the earlier checkpoints are written."""
         self.wait(before=number)
         self._tasks.append((number, self._pool.submit(task, *arguments)))
 
     def wait(self, before: int | None = None) -> None:
-        """Wait for what is under way.
+        """Wait for the tasks of all checkpoints, or of those before a number.
 
         Raises:
-            CheckpointError: something of it failed.
+            CheckpointError: a task failed.
         """
         old = [(number, task) for number, task in self._tasks if before is None or number < before]
         self._tasks = [each for each in self._tasks if each not in old]
@@ -72,7 +72,7 @@ class Service:
             raise CheckpointError(f"A checkpoint could not be written to {self.where}: {errors[0]}") from errors[0]
 
     def at_exit(self) -> None:
-        """Write the rest, and say so where that fails: nobody is left to be told otherwise."""
+        """Wait for all tasks at the end of the process, and log a failure."""
         try:
             self.wait()
         except CheckpointError as error:
@@ -91,7 +91,7 @@ def complete(storage: Storage) -> list[Manifest]:
 
 
 def retire(storage: Storage, keep: int) -> None:
-    """Remove all but the newest, and what was never completed before these."""
+    """Remove all but the newest complete checkpoints, and earlier incomplete ones."""
     kept = {manifest.directory for manifest in complete(storage)[-keep:]}
     for folder in storage.folders():
         if FolderName.parse(folder) is not None and folder not in kept and folder < max(kept, default=""):

@@ -1,8 +1,8 @@
-"""The tensors of the state as ``torch.distributed.checkpoint`` sees them: boxes that this rank holds, or wants.
+"""The chunks of tensors that this rank holds or reads, computed by the planners of ``torch.distributed.checkpoint``.
 
-DCP's planners know every kind of tensor: plain ones, DTensors as FSDP2 has, and whatever else implements its protocol
-(``__create_write_items__``, ``__create_chunk_list__``, ``__get_tensor_shard__``). They do the geometry of resharding;
-who writes a box, and to where, is decided in :mod:`azureml_elastic.checkpoint.format`.
+The planners support plain tensors, DTensors (FSDP2), and all that implement their protocol (``__create_write_items__``,
+``__create_chunk_list__``, ``__get_tensor_shard__``), and compute the geometry of resharding. Which rank writes a chunk,
+and to which file, is decided in :mod:`azureml_elastic.checkpoint.format`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Return what the boxes of the tensors depend on, in a form to be compared."""
+    """Return a comparable value of all that the chunks of the tensors depend on."""
     return tuple(
         (name, type(tensor).__name__, tuple(tensor.shape), tensor.dtype, getattr(tensor, "placements", None))
         for name, tensor in tensors.items()
@@ -40,7 +40,7 @@ def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
 
 
 def held(tensors: Mapping[str, torch.Tensor]) -> list[Chunk]:
-    """Return the boxes that this rank holds; those that are empty are left out, but for tensors that are empty."""
+    """Return the chunks that this rank holds, without empty chunks of tensors that are not empty."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), None, is_coordinator=True)
     chunks = [_chunk(item) for item in planner.create_local_plan().items]
@@ -49,12 +49,12 @@ def held(tensors: Mapping[str, torch.Tensor]) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk that this rank writes, and where it holds it.
+    """A chunk that this rank writes, and its location in the chunk that it holds.
 
     Args:
-        chunk: to be written.
-        box: the offsets of the box in which it lies.
-        row: of the box, along its first dimension.
+        chunk: chunk to write.
+        box: offsets of the held chunk that contains it.
+        row: first row in the held chunk.
     """
 
     chunk: Chunk
@@ -62,13 +62,13 @@ class Piece:
     row: int
 
     def of(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return it, a view of one of these tensors."""
+        """Return the chunk as a view of one of these tensors."""
         data: torch.Tensor = find_state_dict_object(tensors, MetadataIndex(self.chunk.name, torch.Size(self.box)))
         return data.narrow(0, self.row, self.chunk.sizes[0]) if self.chunk.sizes else data
 
 
 def pieces(boxes: Iterable[Chunk], chunks: Iterable[Chunk]) -> list[Piece]:
-    """Find the chunks that a rank was assigned in the boxes that it holds."""
+    """Locate the chunks that a rank writes in the chunks that it holds."""
     by_name: dict[str, list[Chunk]] = {}
     for box in boxes:
         by_name.setdefault(box.name, []).append(box)
@@ -81,13 +81,13 @@ def pieces(boxes: Iterable[Chunk], chunks: Iterable[Chunk]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Read:
-    """A part of a stored chunk, and the memory that wants it.
+    """A part of a stored chunk, and its destination.
 
     Args:
-        source: which of the stored chunks.
-        offsets: of the part within that chunk.
-        sizes: of the part.
-        target: a view of the wanted tensor, of these sizes.
+        source: index of the stored chunk.
+        offsets: offsets of the part in that chunk.
+        sizes: sizes of the part.
+        target: view of the destination, with these sizes.
     """
 
     source: int
@@ -97,14 +97,14 @@ class Read:
 
 
 def reads(targets: Mapping[str, torch.Tensor], stored: Sequence[Chunk]) -> Iterator[Read]:
-    """Return what is to be read so that the tensors have what is stored.
+    """Yield the reads that fill tensors from a checkpoint.
 
     Args:
-        targets: to be filled, by name.
-        stored: all chunks of a checkpoint.
+        targets: tensors to fill, by name.
+        stored: all chunks of the checkpoint.
 
     Raises:
-        CheckpointDamaged: a tensor is not stored, or not all of it is.
+        CheckpointDamaged: a tensor or a part of it is not stored.
     """
     numbers: dict[str, list[int]] = {}
     for number, chunk in enumerate(stored):
@@ -126,10 +126,10 @@ def reads(targets: Mapping[str, torch.Tensor], stored: Sequence[Chunk]) -> Itera
 
 
 def require_complete(stored: Sequence[Chunk]) -> None:
-    """Check that each stored tensor is stored whole.
+    """Check that each stored tensor is stored completely.
 
     Raises:
-        CheckpointDamaged: it is not.
+        CheckpointDamaged: a part of a tensor is missing.
     """
     counts: dict[str, int] = {}
     for chunk in stored:
@@ -145,7 +145,7 @@ def require_complete(stored: Sequence[Chunk]) -> None:
 def _chunk(item: WriteItem) -> Chunk:
     data = item.tensor_data
     if data is None:
-        raise TypeError(f"{item.index.fqn!r} is no tensor")
+        raise TypeError(f"{item.index.fqn!r} is not a tensor")
     dtype = data.properties.dtype
     name = str(dtype).removeprefix("torch.")
     return Chunk(

@@ -1,8 +1,8 @@
-"""The random number generators of a process: saved with a checkpoint, and continued after it.
+"""Saving and restoring the random number generators of a process.
 
-A rank continues its own sequences: those of torch on its CPU and its GPU, of Python's ``random``, and of NumPy's
-global generator where that is loaded. A rank that was not there before begins sequences of its own, the same whenever
-it begins at that checkpoint. Generators that a script makes itself are its own to track.
+A rank continues its own sequences: those of torch on CPU and GPU, of Python's ``random``, and of NumPy's global
+generator where NumPy is loaded. A new rank starts sequences that are seeded by checkpoint and rank. Generators that a
+script creates are not included; it can track them.
 """
 
 from __future__ import annotations
@@ -25,25 +25,21 @@ __all__ = ["begin", "capture", "from_text", "is_tensor_name", "kept", "restore",
 _PREFIX = "$random/"
 
 _BYTES = 1 << 15
-"""A state of the same form each time is planned once; NumPy's takes about 7 KB, Python's likewise, torch's 5 KB."""
+"""Fixed size, so that the plan of a checkpoint stays valid; NumPy and Python take 7 KB each, torch 5 KB."""
 
 
 def tensor_name(rank: int) -> str:
-    """Return the name under which a checkpoint holds a rank's generators."""
+    """Return the name of the tensor with a rank's generators."""
     return f"{_PREFIX}{rank}"
 
 
 def is_tensor_name(name: str) -> bool:
-    """Tell whether that is the name of some rank's."""
+    """Return whether a tensor of this name holds the generators of a rank."""
     return name.startswith(_PREFIX)
 
 
 def capture(device: torch.device) -> torch.Tensor:
-    """Return the state of all generators, as bytes.
-
-    Args:
-        device: of this process.
-    """
+    """Return the state of all generators as a tensor of bytes, including that of this device."""
     document: dict[str, Any] = {"torch": to_text(torch.get_rng_state()), "python": random.getstate()}
     if device.type == "cuda":
         document["cuda"] = to_text(torch.cuda.get_rng_state(device))
@@ -58,10 +54,10 @@ def capture(device: torch.device) -> torch.Tensor:
 
 
 def restore(state: torch.Tensor, device: torch.device) -> None:
-    """Continue where :func:`capture` was; what this process does not have is left out.
+    """Restore what :func:`capture` returned, except for generators that this process does not have.
 
     Raises:
-        CheckpointDamaged: it is no such state.
+        CheckpointDamaged: the content is not such a state.
     """
     try:
         document = json.loads(bytes(state.tolist()))
@@ -77,14 +73,10 @@ def restore(state: torch.Tensor, device: torch.device) -> None:
         raise CheckpointDamaged(f"The state of the random number generators cannot be used: {error!r}") from error
 
 
-def begin(*place: object) -> None:
-    """Begin new sequences, those of a place such as a checkpoint and a rank.
-
-    Args:
-        place: what tells it from all others.
-    """
-    seed = seed_of(*place)
-    torch.manual_seed(seed)  # of the GPUs as well
+def begin(*key: object) -> None:
+    """Seed all generators with a key, such as a checkpoint and a rank."""
+    seed = seed_of(*key)
+    torch.manual_seed(seed)  # seeds the GPUs as well
     random.seed(seed)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -93,7 +85,7 @@ def begin(*place: object) -> None:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Go on afterwards as if nothing had been drawn from the generators of the CPU."""
+    """Restore the generators of the CPU at the end of the block."""
     numpy = sys.modules.get("numpy.random")
     states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.get_state()
     try:
@@ -105,13 +97,13 @@ def kept() -> Iterator[None]:
             numpy.set_state(states[2])
 
 
-def seed_of(*place: object) -> int:
-    """Return a seed of 64 bits, the same for the same place."""
-    return xxhash.xxh3_64_intdigest(json.dumps([str(part) for part in place]).encode())
+def seed_of(*key: object) -> int:
+    """Return a seed of 64 bits, the same for the same key."""
+    return xxhash.xxh3_64_intdigest(json.dumps([str(part) for part in key]).encode())
 
 
 def to_text(state: torch.Tensor) -> str:
-    """Return bytes as text."""
+    """Return a tensor of bytes as text."""
     return base64.b64encode(bytes(state.tolist())).decode("ascii")
 
 

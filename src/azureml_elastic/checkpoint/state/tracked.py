@@ -1,8 +1,8 @@
-"""What can be tracked: each kind of object knows how its state is taken apart, and put back.
+"""Collecting and restoring the state of each kind of tracked object.
 
-Modules and optimizers go through ``torch.distributed.checkpoint.state_dict``, which names everything by the parameter's
-canonical name: the wrapper of data parallelism leaves no trace, and FSDP2's shards stay shards. Anything else with
-``state_dict`` and ``load_state_dict`` is taken from rank 0.
+Modules and optimizers use ``torch.distributed.checkpoint.state_dict``, with canonical parameter names: wrappers of data
+parallelism leave no trace, and FSDP2's shards stay shards. Other objects with ``state_dict`` and ``load_state_dict``
+are saved by rank 0.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ Tensors = Mapping[str, torch.Tensor]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be tracked besides modules and optimizers."""
+    """An object that can be tracked besides modules and optimizers."""
 
     def state_dict(self) -> Any:
         """Return the state."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Take the state."""
+        """Restore the state."""
 
 
 class Tracked(ABC):
-    """An object whose state a checkpoint holds.
+    """The state of a tracked object.
 
     Args:
-        name: under which it is tracked, the first part of its tensors' names.
+        name: name of the object, the first part of the names of its tensors.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,49 +65,45 @@ class Tracked(ABC):
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Whether every rank holds the full state."""
         return True
 
     @property
     def scales_gradients(self) -> bool:
-        """Whether it does not bear an optimizer step without gradients."""
+        """Whether it is a ``GradScaler``, which fails on an optimizer step without gradients."""
         return False
 
     @abstractmethod
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return the state as JSON and as tensors, which alias the live ones, by name.
+        """Return the state as JSON, and tensors by name that alias the live ones.
 
         Raises:
-            UsageError: it cannot be saved.
+            UsageError: the state cannot be saved.
         """
 
     @abstractmethod
     def common(self, tensors: Tensors) -> set[str]:
-        """Return the names of the tensors that this rank may write although it is not rank 0.
+        """Return the names of the tensors that other ranks than 0 may write too.
 
-        That is not so for what the library does not keep equal on all ranks: there rank 0's word counts.
+        Excluded are tensors that may differ between ranks: there the value of rank 0 is saved.
         """
 
-    def targets(self, plain: Any) -> dict[str, torch.Tensor]:  # noqa: ARG002 - for those whose state is made late
-        """Return tensors to read a checkpoint into.
-
-        Args:
-            plain: the checkpoint's state as JSON.
-        """
+    def targets(self, plain: Any) -> dict[str, torch.Tensor]:  # noqa: ARG002 - for subclasses
+        """Return tensors to read a checkpoint into, given its state as JSON."""
         return self.collect()[1]
 
-    def wants(self, tensor: str) -> bool:  # noqa: ARG002 - for those that hold only a part
-        """Tell by its name whether this rank needs one of the object's tensors."""
+    def wants(self, tensor: str) -> bool:  # noqa: ARG002 - for subclasses
+        """Return whether this rank needs a tensor of the object, by its name."""
         return True
 
     @abstractmethod
     def restore(self, plain: Any, tensors: Tensors) -> None:
-        """Put back what :meth:`collect` returned, on whichever ranks.
+        """Restore what :meth:`collect` returned, at any world size.
 
         Raises:
-            RuntimeError: it does not fit.
-            ValueError: it does not fit.
-            KeyError: it does not fit.
+            RuntimeError: the state does not fit the object.
+            ValueError: the state does not fit the object.
+            KeyError: the state does not fit the object.
         """
 
 
@@ -120,7 +116,7 @@ class ModuleState(Tracked):
 
     @property
     def replicated(self) -> bool:
-        """Whether it is not sharded."""
+        """Whether the module is not sharded."""
         kinds = {type(module).__name__ for module in self.module.modules()}
         sharded = any(isinstance(tensor, DTensor) for tensor in self.module.parameters())
         return "FullyShardedDataParallel" not in kinds and not sharded
@@ -130,7 +126,7 @@ class ModuleState(Tracked):
         return tree.split(self.name, get_model_state_dict(self.module))
 
     def common(self, tensors: Tensors) -> set[str]:
-        """Return all but the buffers, which data parallelism does not keep equal."""
+        """Return all but the buffers, which may differ between ranks."""
         buffers = {buffer.untyped_storage().data_ptr() for buffer in self.module.buffers()}
         return {
             key
@@ -139,17 +135,17 @@ class ModuleState(Tracked):
         }
 
     def restore(self, plain: Any, tensors: Tensors) -> None:
-        """Load it."""
+        """Load the state."""
         set_model_state_dict(self.module, tree.join(plain, tensors))
 
 
 class OptimizerState(Tracked):
-    """The state of an optimizer of torch's kind.
+    """The state of a torch optimizer.
 
     Args:
-        name: under which it is tracked.
-        optimizer: whose state it is.
-        owner: the module whose parameters it has.
+        name: name of the object.
+        optimizer: the optimizer.
+        owner: module with its parameters.
     """
 
     def __init__(self, name: str, optimizer: Optimizer, owner: nn.Module) -> None:
@@ -158,21 +154,21 @@ class OptimizerState(Tracked):
         self._owner = owner
 
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return the state by the names of the parameters. The first look at it makes it step, by nothing."""
+        """Return the state by names of parameters. A new optimizer takes an empty step for it."""
         return tree.split(self.name, get_optimizer_state_dict(self._owner, self.optimizer))
 
     def common(self, tensors: Tensors) -> set[str]:
-        """Return all of them."""
+        """Return all names."""
         return set(tensors)
 
     def restore(self, plain: Any, tensors: Tensors) -> None:
-        """Load it."""
+        """Load the state."""
         options = StateDictOptions(strict=False)  # a parameter without a gradient has no state yet
         set_optimizer_state_dict(self._owner, self.optimizer, tree.join(plain, tensors), options=options)
 
 
 class OtherState(Tracked):
-    """The state of anything else."""
+    """The state of any other object."""
 
     def __init__(self, name: str, value: Stateful) -> None:
         super().__init__(name)
@@ -187,16 +183,16 @@ class OtherState(Tracked):
         """Return its ``state_dict()``."""
         return tree.split(self.name, self.value.state_dict())
 
-    def common(self, tensors: Tensors) -> set[str]:  # noqa: ARG002 - nothing is known of it
-        """Return none."""
+    def common(self, tensors: Tensors) -> set[str]:  # noqa: ARG002 - it may differ between ranks
+        """Return no names."""
         return set()
 
     def restore(self, plain: Any, tensors: Tensors) -> None:
-        """Load it."""
+        """Load the state."""
         self.value.load_state_dict(tree.join(plain, tensors))
 
     def copy(self) -> Any:
-        """Return a copy of its state."""
+        """Return a copy of the state."""
         return copy.deepcopy(self.value.state_dict())
 
     def put_back(self, state: Any) -> None:
@@ -205,17 +201,17 @@ class OtherState(Tracked):
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]]) -> Any:
-    """Return the settings of parameter groups as JSON; a tensor, as a learning rate may be, as the number it is."""
+    """Return the settings of parameter groups as JSON; tensors of one element become numbers."""
     return [
         tree.split("", {key: _number(value) for key, value in group.items() if key != "params"})[0] for group in groups
     ]
 
 
 def restore_settings(groups: Sequence[dict[str, Any]], saved: Any) -> None:
-    """Put back what :func:`settings_of` returned, where there is a tensor into the tensor.
+    """Restore what :func:`settings_of` returned; tensors are overwritten in place.
 
     Raises:
-        ValueError: there is another number of groups.
+        ValueError: the number of groups differs.
     """
     if len(groups) != len(saved):
         raise ValueError(f"it has {len(saved)} parameter groups, not {len(groups)}")
@@ -232,7 +228,7 @@ def _number(value: Any) -> Any:
 
 
 def owner_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """Return the module that has all parameters of an optimizer."""
+    """Return the module with all parameters of an optimizer, ``None`` without one."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     having: Callable[[nn.Module], bool] = lambda module: wanted <= {id(each) for each in module.parameters()}  # noqa: E731
     return next(filter(having, modules.values()), None)

@@ -1,4 +1,4 @@
-"""The state of what a user tracks: collected into JSON and tensors, and put back."""
+"""The state of all tracked objects: collected as JSON and tensors, and restored."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = ["TrackedState"]
 
 
 class TrackedState:
-    """Everything that a checkpoint of this run holds.
+    """The state that checkpoints of the run hold.
 
     Args:
-        objects: by the name under which a checkpoint holds them.
-        on_step: called after each step of a tracked optimizer.
+        objects: tracked objects by name.
+        on_step: callback after each step of a tracked optimizer.
 
     Raises:
-        UsageError: an object has no state, or an optimizer's parameters are in no tracked module.
+        UsageError: an object has no state, or an optimizer has parameters of no tracked module.
     """
 
     def __init__(self, objects: Mapping[str, Any], on_step: Callable[[], None] = lambda: None) -> None:
@@ -57,18 +57,18 @@ class TrackedState:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that are tracked by themselves."""
+        """The tracked modules, without those of engines."""
         return [each.module for each in self._tracked if isinstance(each, ModuleState)]
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """All that step, an engine's own too."""
+        """The optimizers, including those of engines."""
         found = [getattr(each, "optimizer", None) for each in self._tracked]
         return [optimizer for optimizer in found if optimizer is not None]
 
     @property
     def schedulers(self) -> list[LRScheduler]:
-        """Torch's schedulers of steps or epochs that are tracked as they are."""
+        """The tracked torch schedulers of steps or epochs."""
         values = [unwrap_scheduler(each.value) for each in self._tracked if isinstance(each, OtherState)]
         return [
             value for value in values if isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau)
@@ -76,25 +76,25 @@ class TrackedState:
 
     @property
     def schedulers_of_engines(self) -> list[Any]:
-        """What engines step themselves."""
+        """The schedulers that engines step."""
         found = [each.scheduler for each in self._tracked if isinstance(each, EngineState)]
         return [scheduler for scheduler in found if scheduler is not None]
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank holds all of the state."""
+        """Whether every rank holds the full state."""
         return all(each.replicated for each in self._tracked)
 
     @property
     def scales_gradients(self) -> bool:
-        """Whether a ``GradScaler`` is tracked, which does not bear an optimizer step without gradients."""
+        """Whether a ``GradScaler`` is tracked, which fails on an optimizer step without gradients."""
         return any(each.scales_gradients for each in self._tracked)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients, in the way of the engine where one is tracked.
+        """Compute the gradients, through the engine where one is tracked.
 
         Raises:
-            UsageError: the engine is set up for something else.
+            UsageError: the configuration of the engine does not allow it.
         """
         if self._engine is None:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -102,27 +102,27 @@ class TrackedState:
             self._engine.backward(loss)
 
     def accumulate(self, *, last: bool) -> None:
-        """Tell the engine, where one is tracked, whether the next pass is the last one of a step.
+        """Set on the engine, where one is tracked, whether the next pass is the last one of a step.
 
         Raises:
-            UsageError: it is not set up for several.
+            UsageError: the engine is not configured for several passes.
         """
         if self._engine is not None:
             self._engine.accumulate(last=last)
 
     def drop_gradients(self) -> None:
-        """Forget all gradients: an optimizer step then changes nothing."""
+        """Drop all gradients, so that an optimizer step changes nothing."""
         for each in self._tracked:
             if isinstance(each, ModuleState):
                 for parameter in each.module.parameters():
                     parameter.grad = None
 
     def others(self) -> dict[str, Any]:
-        """Return a copy of the states of what is neither module nor optimizer, such as schedulers."""
+        """Return a copy of the states of schedulers and other objects than modules and optimizers."""
         return {each.name: each.copy() for each in self._tracked if isinstance(each, OtherState)}
 
     def restore_others(self, states: Mapping[str, Any]) -> None:
-        """Put back what :meth:`others` returned."""
+        """Restore what :meth:`others` returned."""
         for each in self._tracked:
             if isinstance(each, OtherState):
                 each.put_back(states[each.name])
@@ -131,11 +131,11 @@ class TrackedState:
         """Return the state as JSON and as tensors that alias the live ones.
 
         Args:
-            is_main: whether this is rank 0, whose word counts for what all ranks hold a copy of but the library
-                does not keep equal: buffers, and objects that are neither module nor optimizer.
+            is_main: whether this is rank 0, which alone saves what may differ between ranks: buffers, and objects
+                that are neither module nor optimizer.
 
         Raises:
-            UsageError: a state holds what cannot be saved.
+            UsageError: a state cannot be saved.
         """
         plain: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -151,10 +151,10 @@ class TrackedState:
         """Return tensors to read a checkpoint into, by name.
 
         Args:
-            plain: the checkpoint's state as JSON.
+            plain: state of the checkpoint as JSON.
 
         Raises:
-            UsageError: it holds other names than are tracked, or does not fit an object.
+            UsageError: the checkpoint holds other names, or does not fit an object.
         """
         self.require_names(plain)
         tensors: dict[str, torch.Tensor] = {}
@@ -164,15 +164,15 @@ class TrackedState:
         return tensors
 
     def wants(self, tensor: str) -> bool:
-        """Tell by its name whether this rank needs a tensor of a checkpoint."""
+        """Return whether this rank needs a tensor of a checkpoint, by its name."""
         name = tensor.partition("/")[0]
         return all(each.wants(tensor) for each in self._tracked if each.name == name)
 
     def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back what :meth:`collect` returned.
+        """Restore what :meth:`collect` returned.
 
         Raises:
-            UsageError: the checkpoint holds other names than are tracked, or does not fit an object.
+            UsageError: the checkpoint holds other names, or does not fit an object.
         """
         self.require_names(plain)
         for each in self._tracked:
@@ -180,10 +180,10 @@ class TrackedState:
                 each.restore(plain[each.name], tensors)
 
     def require_names(self, saved: Mapping[str, Any]) -> None:
-        """Check that a checkpoint holds exactly what is tracked.
+        """Check that a checkpoint holds the names that are tracked.
 
         Raises:
-            UsageError: it does not.
+            UsageError: the names differ.
         """
         if sorted(saved) != self.names:
             raise UsageError(

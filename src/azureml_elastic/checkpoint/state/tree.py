@@ -1,8 +1,8 @@
-"""State dicts as JSON plus tensors, so that no pickle is ever loaded from a checkpoint.
+"""State dicts as JSON and tensors, so that no pickle is loaded from a checkpoint.
 
-A nested state is split into *plain* (JSON: everything that is no tensor, with placeholders) and a flat mapping of names
-to tensors for ``torch.distributed.checkpoint``. JSON knows neither tuples, nor keys that are no strings, nor infinity:
-such values are written as an object with one key that starts with ``$``.
+A nested state is split into *plain* JSON, with placeholders for tensors, and a flat mapping of names to tensors. JSON
+has neither tuples nor infinity nor keys other than strings: such values are stored as an object with one key that
+starts with ``$``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ __all__ = ["join", "split"]
 
 
 def split(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Separate the tensors from the rest.
+    """Split a state into plain JSON and tensors by name.
 
     Args:
-        name: of the state, the prefix of its tensors' names and the start of the path in messages.
+        name: name of the state, the prefix of the names of its tensors.
         value: nested mappings, lists, tuples, sets, tensors, numbers, text, bytes and ``None``.
 
-    Returns:
-        The rest as JSON, and the tensors by name.
-
     Raises:
-        UsageError: there is something else in it.
+        UsageError: the state holds an object of another type.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _split(name, value, tensors), tensors
@@ -69,10 +66,10 @@ def _split(path: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that :func:`split` took apart; named tuples come back as tuples.
+    """Return the state that :func:`split` was called with; named tuples become tuples.
 
     Raises:
-        CheckpointDamaged: a placeholder names a tensor that is not there, or is unknown.
+        CheckpointDamaged: a placeholder is unknown, or its tensor is missing.
     """
     if isinstance(plain, list):
         return [join(item, tensors) for item in plain]
@@ -100,4 +97,4 @@ def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return dict(items)
     if kind == "$counter":
         return Counter(dict(items))
-    raise CheckpointDamaged(f"The checkpoint's manifest holds {kind!r}, which this release does not know.")
+    raise CheckpointDamaged(f"The checkpoint's manifest holds {kind!r}, which this release does not support.")

@@ -1,7 +1,7 @@
-"""The state of ``torch.distributed.optim.ZeroRedundancyOptimizer``: each rank has that of its own parameters.
+"""The state of ``torch.distributed.optim.ZeroRedundancyOptimizer``, of which each rank holds that of its parameters.
 
-Torch can only gather it on one rank. Here each rank saves what it owns under the parameters' names, the names that the
-state of an ordinary optimizer has; at another world size each rank takes what it owns then.
+Torch can only gather it on one rank. Here each rank saves its part under the names that the state of an ordinary
+optimizer has, and reads the part of the parameters that it has at the new world size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WRAPPER = "module."
 
 
 def is_zero_redundancy(value: Any) -> bool:
-    """Whether this is such an optimizer; without importing it."""
+    """Return whether this is a ``ZeroRedundancyOptimizer``, without importing it."""
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(value).__mro__)
 
 
@@ -30,9 +30,9 @@ class ZeroRedundancyState(Tracked):
     """The state of a ``ZeroRedundancyOptimizer``.
 
     Args:
-        name: under which it is tracked.
-        optimizer: whose state it is.
-        owner: the module whose parameters it has.
+        name: name of the object.
+        optimizer: the optimizer.
+        owner: module with its parameters.
     """
 
     def __init__(self, name: str, optimizer: Any, owner: nn.Module) -> None:
@@ -42,14 +42,14 @@ class ZeroRedundancyState(Tracked):
 
     @property
     def replicated(self) -> bool:
-        """It never is."""
+        """Always false."""
         return False
 
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return the settings, the same on all ranks, and the tensors that this rank owns.
+        """Return the settings, the same on all ranks, and the tensors of this rank.
 
         Raises:
-            UsageError: its state holds something other than tensors.
+            UsageError: the state holds something other than tensors.
         """
         tensors = {}
         for parameter, path in self._owned():
@@ -63,18 +63,18 @@ class ZeroRedundancyState(Tracked):
         return {"param_groups": settings_of(self.optimizer.param_groups)}, tensors
 
     def common(self, tensors: Tensors) -> set[str]:
-        """Return all of them: they are this rank's own."""
+        """Return all names: the tensors belong to this rank."""
         return set(tensors)
 
     def wants(self, tensor: str) -> bool:
-        """Tell whether this rank owns the parameter."""
+        """Return whether this rank has the parameter."""
         return tensor.rpartition("/")[0] in self._paths
 
     def restore(self, plain: Any, tensors: Tensors) -> None:
-        """Put back what :meth:`collect` returned, of an ordinary optimizer as well.
+        """Restore what :meth:`collect` returned, or the state of an ordinary optimizer.
 
         Raises:
-            ValueError: it has another number of parameter groups.
+            ValueError: the number of parameter groups differs.
         """
         for mine in (self.optimizer.param_groups, self.optimizer.optim.param_groups):
             restore_settings(mine, plain["param_groups"])
@@ -84,7 +84,7 @@ class ZeroRedundancyState(Tracked):
             by_path.setdefault(path, {})[kind] = tensor
         for parameter, path in self._owned():
             if found := by_path.get(path):
-                # As torch has it: what has no dimension, such as Adam's step, stays on the CPU.
+                # As in torch, tensors without dimensions, such as Adam's step, stay on the CPU.
                 self.optimizer.optim.state[parameter] = {
                     kind: tensor.clone() if tensor.dim() == 0 else tensor.to(parameter.device, copy=True)
                     for kind, tensor in found.items()

@@ -1,8 +1,8 @@
 """The state of a DeepSpeed engine: saved at one world size and stage, restored at any other.
 
-What DeepSpeed writes itself is bound to the number of ranks, and to the stage. Here every rank names what it has as a
-part of each parameter, so that nothing needs to be converted. Saved are the parameters in the optimizer's 32 bits, or
-in their own type where they are not the optimizer's (frozen, say), the optimizer's state, buffers, the loss scaler, the
+DeepSpeed's own checkpoints depend on the number of ranks and the stage. Here every rank saves its data as parts of
+parameters, which need no conversion. Saved are the parameters, in the optimizer's 32 bits or in their own type where
+the optimizer does not have them (such as frozen ones), the state of the optimizer, buffers, the loss scaler, the
 scheduler, and the engine's counters.
 """
 
@@ -32,7 +32,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def is_engine(value: Any) -> bool:
-    """Whether this is a DeepSpeed engine; without importing it."""
+    """Return whether this is a DeepSpeed engine, without importing DeepSpeed."""
     return any(kind.__name__ == "DeepSpeedEngine" for kind in type(value).__mro__)
 
 
@@ -40,46 +40,46 @@ class EngineState(Tracked):
     """The state of a DeepSpeed engine.
 
     Args:
-        name: under which it is tracked.
-        engine: whose state it is.
+        name: name of the object.
+        engine: the engine.
 
     Raises:
-        UsageError: it uses what cannot be saved.
+        UsageError: the engine uses features whose state cannot be saved.
     """
 
     def __init__(self, name: str, engine: Any) -> None:
         super().__init__(name)
         self._engine = engine
         self._partitions = partitions_of(engine)
-        self._told = False
+        self._boundary_set = False
         self._names = {parameter: key for key, parameter in engine.module.named_parameters()}
 
     @staticmethod
     def parts(engine: Any) -> list[Any]:
-        """Return the objects whose state is the engine's."""
+        """Return the objects whose state belongs to the engine."""
         found = [engine.module, engine.optimizer, getattr(engine.optimizer, "optimizer", None), engine.lr_scheduler]
         return [part for part in found if part is not None]
 
     @property
     def replicated(self) -> bool:
-        """It is not handled as if it were."""
+        """Always false."""
         return False
 
     @property
     def scheduler(self) -> Any:
-        """What it steps with each optimizer step, ``None`` for nothing."""
+        """The scheduler that the engine steps, ``None`` without one."""
         return self._engine.lr_scheduler
 
     @property
     def optimizer(self) -> Optimizer:
-        """What steps in it."""
+        """The optimizer of the engine."""
         return self._partitions.optimizer
 
     def accumulate(self, *, last: bool) -> None:
-        """Say before a forward pass whether it is the last one of an optimizer step, whatever the configuration says.
+        """Set before a forward pass whether it is the last one of an optimizer step.
 
         Raises:
-            UsageError: there are to be several, but the configuration, or this release, does not allow for it.
+            UsageError: the configuration or the release of DeepSpeed does not support several passes.
         """
         if not last and self._engine.gradient_accumulation_steps() == 1:
             raise UsageError(
@@ -92,23 +92,23 @@ class EngineState(Tracked):
                 "and offloads the optimizer at stage 1 or 2. Update it (0.19.8 does not), or leave out one of both."
             )
         self._engine.set_gradient_accumulation_boundary(last)
-        self._told = True
+        self._boundary_set = True
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a loss that is weighted already."""
+        """Compute the gradients of a weighted loss."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return what this rank has.
+        """Return the state of this rank.
 
         Raises:
-            UsageError: an optimizer step is in the middle, or the optimizer keeps what cannot be saved.
+            UsageError: an optimizer step is incomplete, or the state cannot be saved.
         """
         engine = self._engine
-        if not self._told and engine.micro_steps % engine.gradient_accumulation_steps():
+        if not self._boundary_set and engine.micro_steps % engine.gradient_accumulation_steps():
             raise UsageError(
                 f"A checkpoint was due after {engine.micro_steps} batches, in the middle of "
-                f"{engine.gradient_accumulation_steps()} that are accumulated. Call run.commit() after the last of them."
+                f"{engine.gradient_accumulation_steps()} that are accumulated. Call run.commit() after the last one."
             )
         slots = self._slots()
         self._require_state(slots)
@@ -128,11 +128,11 @@ class EngineState(Tracked):
         return plain, {**tensors, **others}
 
     def common(self, tensors: Tensors) -> set[str]:
-        """Return what belongs to parameters."""
+        """Return the names of parts of parameters."""
         return {key for key, tensor in tensors.items() if isinstance(tensor, Fragment)}
 
     def targets(self, plain: Any) -> dict[str, torch.Tensor]:
-        """Return memory for a checkpoint of any stage and world size; the optimizer's is made where it is not yet.
+        """Return tensors to read a checkpoint of any stage and world size into; creates missing optimizer state.
 
         Raises:
             ValueError: the checkpoint is of another model.
@@ -154,20 +154,20 @@ class EngineState(Tracked):
         return self.collect()[1]
 
     def restore(self, plain: Any, tensors: Tensors) -> None:
-        """Put back a state of any stage and world size. A collective.
+        """Restore a state of any stage and world size. A collective.
 
         Raises:
-            ValueError: it is of another optimizer.
+            ValueError: the state is of another optimizer.
         """
         with self._partitions.changing():
             for name, own in self.collect()[1].items():
                 found = tensors.get(name)
-                if isinstance(own, Fragment) and not isinstance(found, Fragment):  # it is of another type than saved
+                if isinstance(own, Fragment) and not isinstance(found, Fragment):  # saved with another type
                     if found is None:
                         raise ValueError(f"it has no {name!r}")
                     own.held.copy_(found.narrow(0, own.start, own.held.numel()))
             restore_settings(self._groups, plain["optimizer"]["groups"])
-            on_device = any(group.get("fused") or group.get("capturable") for group in self._groups)  # as torch has it
+            on_device = any(group.get("fused") or group.get("capturable") for group in self._groups)  # as in torch
             for name, slot in self._slots().items():
                 numbers = plain["optimizer"]["state"][name]["numbers"]
                 device = slot.key.device if on_device else torch.device("cpu")
@@ -193,10 +193,10 @@ class EngineState(Tracked):
             yield f"{self.name}/parameters/{name}", Fragment(held, start, self._sizes[name].numel())
 
     def _require_state(self, slots: Mapping[str, Slot]) -> None:
-        """Check that the optimizer's state is where it is looked for, whatever release or setting this is.
+        """Check that the state of the optimizer is found, whatever the release and the settings.
 
         Raises:
-            UsageError: some parameters have it, and others do not.
+            UsageError: only some of the parameters have a state.
         """
         without = [name for name, slot in slots.items() if not self.optimizer.state.get(slot.key)]
         # Without ZeRO a parameter that never had a gradient has no state; a flat part of all always has a gradient.
@@ -207,7 +207,7 @@ class EngineState(Tracked):
             )
 
     def _kept(self, name: str, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return what the optimizer keeps for a parameter's flat tensor: tensors like it, and single numbers."""
+        """Return the optimizer's state for the flat tensor of a parameter: tensors like it, and numbers."""
         tensors: dict[str, torch.Tensor] = {}
         numbers: dict[str, Any] = {}
         for key, value in self.optimizer.state.get(slot.key, {}).items():
@@ -254,7 +254,7 @@ class EngineState(Tracked):
 
 
 def _is_like(slot: Slot, key: str, value: Any) -> bool:
-    """Whether a value that the optimizer keeps is laid out like what it steps on."""
+    """Return whether a value of the optimizer's state is laid out like the tensor that it steps on."""
     return isinstance(value, torch.Tensor) and value.shape == slot.key.shape and key != "step"
 
 
@@ -287,6 +287,6 @@ def _restore_scaler(scaler: Any, saved: Mapping[str, Any] | None) -> None:
 
 
 def _loses_gradients(optimizer: Any) -> bool:
-    """Tell whether sums in the CPU's memory are not written back, as up to 0.17.6 at least."""
+    """Return whether gradients accumulated in CPU memory are not written back, as in releases up to at least 0.17.6."""
     stages_1_and_2 = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
     return stages_1_and_2 and bool(optimizer.cpu_offload) and not hasattr(optimizer, "_record_offload_copy")

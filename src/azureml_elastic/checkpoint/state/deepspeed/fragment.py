@@ -1,4 +1,4 @@
-"""A part of a flat tensor, as ``torch.distributed.checkpoint`` wants to see it."""
+"""A part of a flat tensor with the protocol of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["Fragment"]
 
 
 class Fragment(torch.Tensor):
-    """A tensor of one dimension, of which this rank holds some consecutive elements, maybe none.
+    """A one-dimensional tensor of which this rank holds a range of elements, which may be empty.
 
-    It has the size of the whole and no memory of its own; nothing can be computed with it.
+    It has the size of the whole tensor but no memory of its own, and does not support computations.
 
     Args:
-        held: the elements, a view of one dimension of the live memory.
-        start: where they are in the whole.
-        total: elements of the whole.
+        held: elements of this rank, a flat view of the live memory.
+        start: index of the first of them in the whole tensor.
+        total: number of elements of the whole tensor.
     """
 
     held: torch.Tensor
     start: int
 
     def __new__(cls, held: torch.Tensor, start: int, total: int) -> Self:
-        """Make one."""
+        """Create a fragment."""
         whole: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, (total,), dtype=held.dtype, device=held.device
         )
@@ -35,13 +35,13 @@ class Fragment(torch.Tensor):
         return whole
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the box that is here: torch's protocol for reading and for writing."""
+        """Return the range of this rank (torch's protocol for reading and writing)."""
         if not self.held.numel() and self.numel():
             return []
         return [ChunkStorageMetadata(torch.Size([self.start]), torch.Size([self.held.numel()]))]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """Return what is to be written: torch's protocol for writing."""
+        """Return the items to write (torch's protocol for writing)."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -53,10 +53,10 @@ class Fragment(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
-        """Return the elements that are here: torch's protocol for both."""
+        """Return the elements of this rank (torch's protocol for reading and writing)."""
         return self.held
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, *_: Any) -> NoReturn:
-        """Refuse to compute."""
-        raise TypeError(f"{operation} on a Fragment, of which most elements are elsewhere")
+        """Refuse computations."""
+        raise TypeError(f"{operation} is not supported on a Fragment, whose other elements are on other ranks")

@@ -1,12 +1,12 @@
-"""Where DeepSpeed keeps what belongs to a parameter, at each stage of ZeRO.
+"""Location of the data of each parameter in DeepSpeed, at each stage of ZeRO.
 
-At stages 1 and 2 the optimizer's parameters are laid end to end, group by group, in one flat tensor that is cut into as
-many partitions as there are ranks; a parameter may lie in several of them. At stage 3 each parameter is cut by itself,
-padded to equal parts; the parts of a rank are laid end to end in several flat tensors. Without ZeRO each rank has all.
-In every case the optimizer steps on flat tensors of 32-bit numbers and keeps its state for these.
+At stages 1 and 2 the parameters of each group are concatenated in one flat tensor that is cut into as many partitions
+as there are ranks; a parameter may span several of them. At stage 3 each parameter is padded and cut into equal parts;
+the parts of a rank are concatenated in several flat tensors. Without ZeRO each rank has all. In every case the
+optimizer steps on flat tensors of 32-bit numbers, which its state belongs to.
 
-The places are private to DeepSpeed: what is read here was looked up in, and is tested with, the oldest and the newest
-version that this library supports. Source: ``deepspeed/runtime/zero/stage_1_and_2.py``, ``stage3.py`` and
+These attributes are private to DeepSpeed, and tested with the oldest and the newest supported release.
+Source: ``deepspeed/runtime/zero/stage_1_and_2.py``, ``stage3.py`` and
 ``deepspeed/runtime/bf16_optimizer.py``.
 """
 
@@ -29,13 +29,13 @@ __all__ = ["Partitions", "Slot", "Whole", "partitions_of", "size_of"]
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter of the optimizer is on this rank.
+    """Location of a parameter of the optimizer on this rank.
 
     Args:
-        key: what the optimizer steps on and keeps its state for.
-        offset: of the parameter's elements in that, flattened.
-        start: of these elements in the parameter, flattened.
-        count: of elements; none where the parameter is elsewhere.
+        key: tensor that the optimizer steps on, the key of its state.
+        offset: index of the parameter's first element in the flattened key.
+        start: index of that element in the flattened parameter.
+        count: number of elements; 0 where this rank has none of the parameter.
     """
 
     key: torch.Tensor
@@ -44,15 +44,15 @@ class Slot:
     count: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's part of a tensor that is laid out like the key."""
+        """Return the part of the parameter in a tensor that is laid out like the key."""
         return flat.detach().view(-1).narrow(0, self.offset, self.count)
 
 
 class Partitions(ABC):
-    """The parts that this rank has.
+    """The parts of parameters on this rank.
 
     Args:
-        optimizer: DeepSpeed's.
+        optimizer: optimizer of DeepSpeed.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -60,29 +60,29 @@ class Partitions(ABC):
 
     @property
     def optimizer(self) -> Optimizer:
-        """What steps."""
+        """The optimizer that steps."""
         base: Optimizer = self._zero.optimizer
         return base
 
     @abstractmethod
     def slots(self) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-        """Yield all parameters of the optimizer, also those that have no element here."""
+        """Yield all parameters of the optimizer, including those without elements on this rank."""
 
     def rest(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
-        """Return what this rank has of a parameter that is not the optimizer's: elements, and where they start."""
+        """Return the elements of a parameter that the optimizer does not have, and the index of the first."""
         return parameter.detach().view(-1), 0
 
     @abstractmethod
     def changing(self) -> AbstractContextManager[None]:
-        """Change what the rank has, and give it to the model in the end. A collective."""
+        """Context in which the parts may change; at its end they are copied to the model. A collective."""
 
 
 class Whole(Partitions):
-    """Without ZeRO, and without mixed precision: parameters are what the optimizer steps on."""
+    """Without ZeRO and mixed precision: the optimizer steps on the parameters."""
 
     @property
     def optimizer(self) -> Optimizer:
-        """What steps, which DeepSpeed has not wrapped."""
+        """The optimizer, which DeepSpeed has not wrapped."""
         base: Optimizer = self._zero
         return base
 
@@ -93,7 +93,7 @@ class Whole(Partitions):
                 yield parameter, Slot(parameter, 0, 0, parameter.numel())
 
     def changing(self) -> AbstractContextManager[None]:
-        """Change the model's parameters themselves."""
+        """Do nothing: the parts are the parameters of the model."""
         return contextlib.nullcontext()
 
 
@@ -108,7 +108,7 @@ class Cut(Partitions):
         return list(zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True))
 
     def slots(self) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-        """Yield all parameters of the optimizer, also those that have no element here."""
+        """Yield all parameters of the optimizer, including those without elements on this rank."""
         for parameters, flat in self._groups:
             for parameter in parameters:
                 place = parameter._hp_mapping  # type: ignore[attr-defined]  # noqa: SLF001
@@ -120,19 +120,19 @@ class Cut(Partitions):
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Round to the model's type in the end, and gather from all ranks."""
+        """Convert to the type of the model at the end, and gather from all ranks."""
         zero = self._zero
         yield
         zero.update_lp_params()
         if all(self.optimizer.state.get(flat) for _, flat in self._groups):
-            zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001 - DeepSpeed's own look at what a parameter has
+            zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001 - refreshes DeepSpeed's view of the parameters
 
 
 class Scattered(Partitions):
     """Stage 3."""
 
     def slots(self) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-        """Yield all parameters of the optimizer, also those that have nothing but padding here."""
+        """Yield all parameters of the optimizer, including those with only padding on this rank."""
         zero = self._zero
         for parameters in zero.fp16_groups:
             for parameter in parameters:
@@ -148,7 +148,7 @@ class Scattered(Partitions):
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Let go of gathered copies of small parameters; in the end round to the model's type, and gather them anew."""
+        """Drop gathered copies of small parameters; at the end convert to the type of the model, and gather them."""
         zero = self._zero
         zero.checkpoint_event_prologue()
         yield
@@ -156,7 +156,7 @@ class Scattered(Partitions):
             zero.fp16_partitioned_groups_flat[index].data.copy_(flat.data)
             zero._unflatten_partitioned_parameters(index)  # noqa: SLF001
         for parameter in zero.persistent_parameters:
-            # Of several at once, DeepSpeed waits for the last one alone: on the CPU the others may come later.
+            # One by one: of several, DeepSpeed waits for the last alone, and on the CPU the others may complete later.
             parameter.all_gather([parameter])
 
     def _extent(self, parameter: Any, part: int) -> tuple[int, int]:
@@ -166,10 +166,10 @@ class Scattered(Partitions):
 
 
 def partitions_of(engine: Any) -> Partitions:
-    """Return the parts of an engine's state.
+    """Return the parts of an engine's parameters.
 
     Raises:
-        UsageError: it has no optimizer, or uses what cannot be saved at one world size and restored at another.
+        UsageError: it has no optimizer, or features whose state cannot be restored at another world size.
     """
     problem = _problem(engine)
     if problem is not None:
@@ -186,7 +186,7 @@ def partitions_of(engine: Any) -> Partitions:
 
 
 def size_of(parameter: Any) -> torch.Size:
-    """Return the size of a parameter that may be scattered."""
+    """Return the size of a parameter, which may be partitioned."""
     size: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return size
 
@@ -230,7 +230,7 @@ def _problem(engine: Any) -> str | None:
 
 
 def _enabled(engine: Any, what: str) -> bool:
-    """Tell whether the engine says so; a release that has dropped it says nothing."""
+    """Return a flag of the engine, false in releases without it."""
     return bool(getattr(engine, what, lambda: False)())
 
 
