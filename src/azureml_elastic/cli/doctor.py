@@ -47,8 +47,7 @@ def doctor(
 
         from azureml_elastic.config import Plan, TableRendezvous
         from azureml_elastic.config import environment as variables
-        from azureml_elastic.node.diagnostics.doctor import NODE_COMMAND, examine, failed
-        from azureml_elastic.node.diagnostics.doctor.__main__ import make_rendezvous, read_peer
+        from azureml_elastic.node.diagnostics.doctor import NODE_COMMAND, examine, failed, make_rendezvous, read_peer
 
         logging.getLogger("azure").setLevel(logging.CRITICAL)
         plan = Plan.from_json(os.environ[variables.PLAN]) if node and os.environ.get(variables.PLAN) else None

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, start_preload: Callable[..., Preload
     try:
         program = parse_program(arguments.program)
         if program.kind == "module" and program.target == _DOCTOR:
-            from azureml_elastic.node.diagnostics.doctor.__main__ import main as examine
+            from azureml_elastic.node.diagnostics.doctor import main as examine
 
             return examine(program.arguments)  # in the node's place: it finds out why nodes fail
         return run_node(read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir), program, start_preload)

@@ -19,12 +19,14 @@ from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, NodeLeft, NodeStarted, Unreachable
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
-from azureml_elastic.node.diagnostics.health import Admission, HealthCheck, Probe, check_folders, node_probes
-from azureml_elastic.node.failures.host_strikes import Strikes
+from azureml_elastic.node.diagnostics.admission import Admission
+from azureml_elastic.node.diagnostics.findings import Check, CheckRunner
+from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
+from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangWatch
 from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.host.identity import NodeIdentity
-from azureml_elastic.node.preemption.watch import Preemption
+from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.rendezvous.reachability.reachability import UnreachablePair
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
@@ -87,7 +89,7 @@ class _Node:
         self._table = table = open_table(distribution.rendezvous, identity.run_id, os.environ)
         stack.callback(table.close)
         clock = ServerClock(table, identity.node)
-        self._strikes = strikes = Strikes(table, identity.host_id, identity.node, distribution.health, clock)
+        self._strikes = strikes = HostStrikes(table, identity.host_id, identity.node, distribution.health, clock)
         stack.callback(strikes.close)
         self._rendezvous = Rendezvous(
             table=table,
@@ -106,7 +108,7 @@ class _Node:
             ports=distribution.rendezvous.port_range,
             unreachable=self._cannot_reach,
         )
-        self._preemption = Preemption(distribution.preemption, self._rendezvous.wake.set, identity.node)
+        self._preemption = PreemptionWatcher(distribution.preemption, self._rendezvous.wake.set, identity.node)
         stack.callback(self._preemption.close)
         self._preemption.listen()
         self._preemption.watch()
@@ -137,7 +139,7 @@ class _Node:
             stack.callback(self._replacement.close)
         self._admission = Admission(
             distribution.health,
-            lambda: HealthCheck(self._probes(clock)),
+            lambda: CheckRunner(self._probes(clock)),
             table=table,
             strikes=strikes,
             incarnation=self._rendezvous.incarnation,
@@ -229,8 +231,8 @@ class _Node:
             opens_session=_opens_session(self._program),
         )
 
-    def _probes(self, clock: ServerClock) -> list[Probe]:
-        return node_probes(
+    def _probes(self, clock: ServerClock) -> list[Check]:
+        return node_checks(
             self._plan.distribution.health,
             node=self._identity.node,
             owner=self._identity.owner,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import HealthPolicy, TableRendezvous
 from azureml_elastic.errors import RowChanged, TableUnavailable
-from azureml_elastic.node.failures.fault_attribution import blamed, incident, strike_reason
-from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, Strikes
+from azureml_elastic.node.failures.fault_attribution import faulty_members, incident_id, strike_reason
+from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, HostStrikes
 from azureml_elastic.node.host.identity import host_id
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.table import open_table
@@ -65,7 +65,7 @@ def node(table, monkeypatch):
 
     def make(host, name="node", policy=HOUR, of=None, **clocks):
         of = table if of is None else of
-        made.append(Strikes(of, host, name, policy, ServerClock(of, f"{name}-{len(made)}", **clocks)))
+        made.append(HostStrikes(of, host, name, policy, ServerClock(of, f"{name}-{len(made)}", **clocks)))
         return made[-1]
 
     yield make
@@ -351,8 +351,8 @@ def sealed(count):
     ],
 )
 def test_one_lost_node_is_to_blame_but_not_a_crowd(count, lost, leaving, hosts):
-    assert [member.host_id for member in blamed(sealed(count), lost, leaving)] == hosts
-    assert incident(sealed(count)) == "round.000007"
+    assert [member.host_id for member in faulty_members(sealed(count), lost, leaving)] == hosts
+    assert incident_id(sealed(count)) == "round.000007"
 
 
 def test_a_machine_is_its_address_and_its_boot(tmp_path):

@@ -29,17 +29,17 @@ from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.peer_messages import Conversation
 from azureml_elastic.node.agent.worker_group import Crew
 from azureml_elastic.node.agent.worker_processes import Workers
-from azureml_elastic.node.failures.classification import Failure, first_failure, hung
-from azureml_elastic.node.failures.fault_attribution import blamed, incident, strike_reason
-from azureml_elastic.node.failures.host_strikes import Strikes
-from azureml_elastic.node.failures.restart_decision import charge
+from azureml_elastic.node.failures.classification import Failure, hang_failure, root_cause
+from azureml_elastic.node.failures.fault_attribution import faulty_members, incident_id, strike_reason
+from azureml_elastic.node.failures.host_strikes import HostStrikes
+from azureml_elastic.node.failures.restart_decision import apply_restart_policy
 from azureml_elastic.node.hangs.detector import HangWatch
 from azureml_elastic.node.hangs.policy import Hang
 from azureml_elastic.node.hangs.response import HangResponse
 from azureml_elastic.node.hangs.stack_dump import Worker
 from azureml_elastic.node.hangs.stack_report import StackDumper
 from azureml_elastic.node.host.identity import NodeIdentity
-from azureml_elastic.node.preemption.watch import Preemption
+from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.rendezvous.hub.messages import Done
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
@@ -94,8 +94,8 @@ class NodeAgent:
         channel: Channel,
         recorder: Recorder,
         table: Table,
-        preemption: Preemption,
-        strikes: Strikes,
+        preemption: PreemptionWatcher,
+        strikes: HostStrikes,
         watch: HangWatch,
         opens_session: bool,
     ) -> None:
@@ -277,19 +277,19 @@ class NodeAgent:
         round_ = self._rdzv.assignment.round
         if self._rdzv.reopen(reason, lost=lost, round_failed=round_failed):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
-            for member in blamed(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
+            for member in faulty_members(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
                 self._strike(member.host_id, strike_reason("lost"))
         return Ending.LEFT if leaving else None
 
     def _strike(self, host: str, reason: str | None) -> None:
         """Hold something against a host."""
         if reason is not None and host:
-            self._strikes.strike(host, reason, incident(self._rdzv.assignment.round))
+            self._strikes.strike(host, reason, incident_id(self._rdzv.assignment.round))
             self._record(HostStruck, host=host, reason=reason)
 
     def _worker_failed(self, result: RunResult) -> Ending | None:
         """Find out whose fault it is: a lost node's, this node's preemption, or the worker's own."""
-        failure = first_failure(result.failures, self._workers.stderrs)
+        failure = root_cause(result.failures, self._workers.stderrs)
         distribution = self._plan.distribution
         # SIGKILL is nobody's consequence. SIGTERM may be: a preempted container's processes all get it.
         killed = failure.exit_code == 128 + signal.SIGKILL
@@ -313,11 +313,11 @@ class NodeAgent:
     def _workers_hang(self, hang: Hang) -> Ending | None:
         """Start anew, which costs as much as a failure: a program may hang at the same place each time."""
         rank = global_ranks(self._rdzv.assignment.round, self._rdzv.assignment.rank)[0]
-        return self._charge(hung(rank, FAILED, hang.reason), hang.reason, lost=self._leavers)
+        return self._charge(hang_failure(rank, FAILED, hang.reason), hang.reason, lost=self._leavers)
 
     def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> Ending | None:
         self._workers.begin_stopping()
-        self.failure = charge(
+        self.failure = apply_restart_policy(
             failure,
             step=self._channel.step if self._opens_session or self._channel.in_session else None,
             reason=reason,

@@ -10,7 +10,7 @@ from azureml_elastic.errors import RunFailed
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.worker_environment import worker_environments
 from azureml_elastic.node.agent.worker_processes import Workers
-from azureml_elastic.node.failures.classification import first_failure
+from azureml_elastic.node.failures.classification import root_cause
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import global_ranks
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
@@ -142,5 +142,5 @@ class Crew:
                 'recovery="restart".',
                 1,
             )
-        failure = first_failure(failures, self._workers.stderrs)
+        failure = root_cause(failures, self._workers.stderrs)
         return RunFailed(f"{failure.message}\nA worker failed before it could take part.", failure.exit_code)

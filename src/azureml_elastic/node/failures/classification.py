@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.config.exit_codes import AGENT_LOST
-from azureml_elastic.node.failures.oom_kills import MemoryKills
+from azureml_elastic.node.failures.oom_kills import OomKillCounter
 from azureml_elastic.node.failures.restart_policy import FailureKind, FailureRecord
-from azureml_elastic.node.failures.tracebacks import Raised, Told, find_dump, find_error
+from azureml_elastic.node.failures.tracebacks import ExceptionInfo, ParsedError, find_dump, find_error
 
-__all__ = ["Failure", "first_failure", "hung", "last_error", "signature_of"]
+__all__ = ["Failure", "hang_failure", "last_error", "root_cause", "signature_of"]
 
 _READ_BYTES = 8 * 1024 * 1024
 """How far from its end a worker's standard error is searched: much may be printed after a traceback."""
@@ -30,7 +30,7 @@ _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGS
 _HEAD = 70
 _LONGEST_SIGNATURE = 120
 
-_MEMORY_KILLS = MemoryKills()
+_MEMORY_KILLS = OomKillCounter()
 # Made with the agent, before any worker runs: the kernel's counter is only of use beside an earlier value.
 
 _IMPORTS = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
@@ -93,8 +93,8 @@ class Failure:
         return FailureRecord(self.signature, self.kind, step, node, self.rank, self.exit_code)
 
 
-def first_failure(
-    failures: Mapping[int, Any], stderrs: Mapping[int, str], memory_kills: MemoryKills = _MEMORY_KILLS
+def root_cause(
+    failures: Mapping[int, Any], stderrs: Mapping[int, str], memory_kills: OomKillCounter = _MEMORY_KILLS
 ) -> Failure:
     """Return the failure of this node that explains the others.
 
@@ -120,7 +120,7 @@ def first_failure(
     return examined[min(examined, key=order)]
 
 
-def hung(rank: int, exit_code: int, message: str) -> Failure:
+def hang_failure(rank: int, exit_code: int, message: str) -> Failure:
     """Return the failure of a worker that was stopped because it made no step for too long.
 
     Args:
@@ -128,7 +128,7 @@ def hung(rank: int, exit_code: int, message: str) -> Failure:
         exit_code: with which the run ends if it is not restarted.
         message: where it hung: the stacks.
     """
-    raised = Raised("Hang", "no step for too long")
+    raised = ExceptionInfo("Hang", "no step for too long")
     return Failure(rank, exit_code, _shortened(message), "hang", signature_of(raised))
 
 
@@ -139,7 +139,7 @@ def last_error(path: Path) -> str:
     return _shortened(told.text if told else _last_lines(text))
 
 
-def signature_of(raised: Raised) -> str:
+def signature_of(raised: ExceptionInfo) -> str:
     """Return a short hash of what stays the same when an error happens again elsewhere, and a readable head.
 
     That is the exception's type, the first line of its message without numbers, addresses, ids and folders, and the
@@ -174,9 +174,9 @@ def _examine(rank: int, failure: Any, stderr: str | None, *, memory_killed: bool
     if name:
         return _ended_by_signal(rank, code, name, lines, text, memory_killed=memory_killed)
     if _NOT_LOADED.search(lines):
-        raised = Raised("NotLoaded", lines.rpartition("\n")[2].partition(": ")[2])
+        raised = ExceptionInfo("NotLoaded", lines.rpartition("\n")[2].partition(": ")[2])
         return Failure(rank, code, lines, "import", signature_of(raised), conclusive=True)
-    raised = Raised(f"exit code {code}", lines.rpartition("\n")[2])
+    raised = ExceptionInfo(f"exit code {code}", lines.rpartition("\n")[2])
     message = lines or f"It ended with exit code {code} and wrote nothing to its standard error."
     return Failure(rank, code, message, "exit", signature_of(raised), conclusive=code != AGENT_LOST)
 
@@ -188,11 +188,11 @@ def _ended_by_signal(rank: int, code: int, name: str, lines: str, text: str, *, 
         starved = name == "SIGKILL" and memory_killed
         if starved:
             message += "\nThe kernel killed it because the machine or the container ran out of memory."
-        return Failure(rank, code, message, "out_of_memory" if starved else "killed", signature_of(Raised(name)))
+        return Failure(rank, code, message, "out_of_memory" if starved else "killed", signature_of(ExceptionInfo(name)))
     if dump is None:
         # A signal by itself says too little: the next crash may be another one.
-        return Failure(rank, code, message, "crashed", signature_of(Raised(name)))
-    raised = Raised(name, dump.chain[-1].message, dump.chain[-1].frames)
+        return Failure(rank, code, message, "crashed", signature_of(ExceptionInfo(name)))
+    raised = ExceptionInfo(name, dump.chain[-1].message, dump.chain[-1].frames)
     if _WATCHDOG.search(dump.text):
         return Failure(rank, code, _shortened(dump.text), "peer", signature_of(raised))
     if _MEMORY.search(raised.message):
@@ -200,7 +200,7 @@ def _ended_by_signal(rank: int, code: int, name: str, lines: str, text: str, *, 
     return Failure(rank, code, _shortened(dump.text), "crashed", signature_of(raised), conclusive=True)
 
 
-def _kind_of(chain: Sequence[Raised]) -> FailureKind:
+def _kind_of(chain: Sequence[ExceptionInfo]) -> FailureKind:
     """Return the kind of the last exception, or of what it was raised from if it does not say itself."""
     kind = _own_kind(chain[-1])
     for raised, before in zip(reversed(chain), reversed(chain[:-1]), strict=False):
@@ -213,7 +213,7 @@ def _kind_of(chain: Sequence[Raised]) -> FailureKind:
     return kind
 
 
-def _without_consequences(chain: Sequence[Raised]) -> Sequence[Raised]:
+def _without_consequences(chain: Sequence[ExceptionInfo]) -> Sequence[ExceptionInfo]:
     """Leave off a broken connection that happened while another error was handled: cleaning up is often collective."""
     for at in range(len(chain) - 1, 0, -1):
         if _own_kind(chain[at]) != "peer":
@@ -223,7 +223,7 @@ def _without_consequences(chain: Sequence[Raised]) -> Sequence[Raised]:
     return chain
 
 
-def _own_kind(raised: Raised) -> FailureKind:
+def _own_kind(raised: ExceptionInfo) -> FailureKind:
     if raised.name in _IMPORTS:
         return "import"
     if raised.name in ("OutOfMemoryError", "MemoryError"):
@@ -249,7 +249,7 @@ def _signal_name(exitcode: int, text: str) -> str:
         return "" if exitcode > 0 else f"signal {number}"
 
 
-def _ended_by(told: Told, text: str, name: str) -> bool:
+def _ended_by(told: ParsedError, text: str, name: str) -> bool:
     """Tell whether a process that a signal ended had died of this error before.
 
     An interpreter that ends by an exception may still be aborted while it takes its libraries down, and Ctrl-C is an
@@ -264,7 +264,7 @@ def _ended_by(told: Told, text: str, name: str) -> bool:
     )
 
 
-def _uncaught(failure: Any) -> Told | None:
+def _uncaught(failure: Any) -> ParsedError | None:
     """Return the error that torch's ``record`` decorator has written to the worker's error file."""
     data = getattr(failure, "error_file_data", {}).get("message")
     stack = data.get("extraInfo", {}).get("py_callstack") if isinstance(data, Mapping) else None

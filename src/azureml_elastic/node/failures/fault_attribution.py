@@ -9,9 +9,9 @@ from typing import Literal
 
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
-__all__ = ["Trouble", "blamed", "incident", "strike_reason"]
+__all__ = ["FaultKind", "faulty_members", "incident_id", "strike_reason"]
 
-Trouble = Literal["silent", "lost", "worker", "health", "hang", "preempted", "left"]
+FaultKind = Literal["silent", "lost", "worker", "health", "hang", "preempted", "left"]
 """What happened to a node: it beat no longer, its connection broke, its worker failed, it failed its health check, a
 hang was located on it; it was told to go, it went by itself."""
 
@@ -48,7 +48,7 @@ _LIKELY = re.compile(
 """What a defect causes, or a rare kind of programming error; the decay forgives it."""
 
 
-def strike_reason(kind: Trouble, exit_code: int | None = None, message: str = "") -> str | None:
+def strike_reason(kind: FaultKind, exit_code: int | None = None, message: str = "") -> str | None:
     """Return why the host gets a strike, ``None`` when it gets none.
 
     Args:
@@ -69,7 +69,7 @@ def strike_reason(kind: Trouble, exit_code: int | None = None, message: str = ""
     return None
 
 
-def blamed(round_: Round, lost: Collection[str], leaving: Collection[str] = ()) -> list[Member]:
+def faulty_members(round_: Round, lost: Collection[str], leaving: Collection[str] = ()) -> list[Member]:
     """Return the members whose hosts are to blame for the end of a round.
 
     One node out of several that is gone has a fault of its own. When more than half of them are gone at once, a switch
@@ -86,7 +86,7 @@ def blamed(round_: Round, lost: Collection[str], leaving: Collection[str] = ()) 
     return [member for member in gone if member.node not in leaving]
 
 
-def incident(round_: Round) -> str:
+def incident_id(round_: Round) -> str:
     """Name what broke a round: a host gets one strike for it at most, whoever reports it."""
     return f"round.{round_.number:06d}"
 

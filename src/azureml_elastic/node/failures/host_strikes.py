@@ -20,7 +20,7 @@ from azureml_elastic.errors import ElasticError, RowExists, TableUnavailable
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.server_time import ServerClock
 
-__all__ = ["STRIKE_PREFIX", "Strikes"]
+__all__ = ["STRIKE_PREFIX", "HostStrikes"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Strike:
     """Monotonic seconds after which it is no longer tried to write."""
 
 
-class Strikes:
+class HostStrikes:
     """The strikes as one node sees them. Thread-safe; never raises, whatever the table does.
 
     Args:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["MemoryKills"]
+__all__ = ["OomKillCounter"]
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 
 
-class MemoryKills:
+class OomKillCounter:
     """The kernel's own counter of kills for want of memory, read now and again.
 
     Both generations of control groups count them: ``memory.events`` in the unified hierarchy, ``memory.oom_control``

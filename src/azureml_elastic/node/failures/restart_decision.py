@@ -11,15 +11,15 @@ from azureml_elastic.ledger.events import RoundReopened, RunEnded, WorkerFailed
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.failures.classification import Failure
 from azureml_elastic.node.failures.messages import closing_message
-from azureml_elastic.node.failures.restart_policy import judge
+from azureml_elastic.node.failures.restart_policy import decide_restart
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 
-__all__ = ["charge"]
+__all__ = ["apply_restart_policy"]
 
 _LOG = logging.getLogger(__name__)
 
 
-def charge(
+def apply_restart_policy(
     failure: Failure,
     *,
     step: int | None,
@@ -46,7 +46,7 @@ def charge(
     """
     round_ = rendezvous.assignment.round
     record = failure.record(rendezvous.node, step)
-    verdict = judge(
+    verdict = decide_restart(
         rendezvous.failures,
         record,
         distribution,

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from azureml_elastic.config import ElasticDistribution
 
-__all__ = ["MAX_RECORDS", "FailureKind", "FailureRecord", "Verdict", "aged", "judge", "read_records"]
+__all__ = ["MAX_RECORDS", "FailureKind", "FailureRecord", "RestartDecision", "aged", "decide_restart", "read_records"]
 
 FailureKind = Literal["out_of_memory", "peer", "import", "user", "killed", "crashed", "exit", "hang"]
 """What ended a worker; ``docs/failures.md`` says how each is told from the others."""
@@ -61,7 +61,7 @@ class FailureRecord:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     """What follows from a failure.
 
     Args:
@@ -91,7 +91,7 @@ def aged(records: Sequence[FailureRecord], seconds: float) -> tuple[FailureRecor
     return tuple(replace(record, age_seconds=round(record.age_seconds + max(0.0, seconds), 3)) for record in records)
 
 
-def judge(
+def decide_restart(
     history: Sequence[FailureRecord],
     failure: FailureRecord,
     terms: ElasticDistribution,
@@ -99,7 +99,7 @@ def judge(
     conclusive: bool,
     seconds: float,
     failed_rounds: int,
-) -> Verdict:
+) -> RestartDecision:
     """Decide what follows from a failure that neither a lost node nor another worker's failure explains.
 
     Args:
@@ -114,7 +114,9 @@ def judge(
     kept = _remembered(history, failure, window)
     earlier = _same_without_progress(kept, failure) if conclusive else None
     if earlier is not None:
-        return Verdict(restart=False, failures=_merged((*kept, failure)), round_failed=False, why=_same_again(earlier))
+        return RestartDecision(
+            restart=False, failures=_merged((*kept, failure)), round_failed=False, why=_same_again(earlier)
+        )
     in_vain = failure.kind == "peer" and _step(failure) <= max(
         (_step(record) for record in kept if record.kind == "peer"), default=0
     )
@@ -126,17 +128,17 @@ def judge(
             f"no worker failed that would explain it; the limit is "
             f"max_failed_rounds={terms.rendezvous.timings.max_failed_rounds}."
         )
-        return Verdict(restart=False, failures=failures, round_failed=True, why=why)
+        return RestartDecision(restart=False, failures=failures, round_failed=True, why=why)
     spent = sum(record.charge for record in failures)
     span = "of the run" if window is None else f"within {_span(window)}"
     if charged.charge and spent > terms.max_restarts:
         why = f"It is failure {spent} {span}, and max_restarts={terms.max_restarts} allows {terms.max_restarts}."
-        return Verdict(restart=False, failures=failures, round_failed=in_vain, why=why)
+        return RestartDecision(restart=False, failures=failures, round_failed=in_vain, why=why)
     if charged.charge:
         why = f"restart {spent} of {terms.max_restarts} {span}"
     else:
         why = "restart without charge: a connection broke, and neither a lost node nor a failed worker explains it"
-    return Verdict(restart=True, failures=failures, round_failed=in_vain, why=why)
+    return RestartDecision(restart=True, failures=failures, round_failed=in_vain, why=why)
 
 
 def _step(record: FailureRecord) -> int:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Frame", "Raised", "Told", "find_dump", "find_error"]
+__all__ = ["ExceptionInfo", "Frame", "ParsedError", "find_dump", "find_error"]
 
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _HEADER = re.compile(r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
@@ -56,7 +56,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Raised:
+class ExceptionInfo:
     """One exception of a chain.
 
     Args:
@@ -85,7 +85,7 @@ class Raised:
 
 
 @dataclass(frozen=True)
-class Told:
+class ParsedError:
     """An error in the program's own words.
 
     Args:
@@ -96,16 +96,16 @@ class Told:
     """
 
     text: str
-    chain: tuple[Raised, ...]
+    chain: tuple[ExceptionInfo, ...]
     uncaught: bool = False
     harmless: bool = False
 
 
-def find_error(text: str) -> Told | None:
+def find_error(text: str) -> ParsedError | None:
     """Return the last error that may have ended the program, ``None`` where there is no whole traceback."""
     raw = text.splitlines()
     lines = [_PREFIX.sub("", line) for line in raw]
-    found: list[Told] = []
+    found: list[ParsedError] = []
     at = 0
     while at < len(lines):
         if not (_HEADER.match(lines[at]) or _BARE_FRAME.match(lines[at])):
@@ -125,13 +125,13 @@ def find_error(text: str) -> Told | None:
             before = next((line for line in reversed(lines[max(0, start - 2) : start]) if line), "")
             told = "\n".join(lines[start:at]).strip("\n")
             uncaught = bool(_PREFIX.match(raw[start]))
-            found.append(Told(told, tuple(chain), uncaught=uncaught, harmless=bool(_HARMLESS.match(before))))
+            found.append(ParsedError(told, tuple(chain), uncaught=uncaught, harmless=bool(_HARMLESS.match(before))))
     fatal = [told for told in found if not told.harmless]
     best = fatal or found
     return best[-1] if best else None
 
 
-def find_dump(text: str) -> Told | None:
+def find_dump(text: str) -> ParsedError | None:
     """Return what a process that a signal ended said about it: ``faulthandler``'s dump, or C++'s last words."""
     lines = [_PREFIX.sub("", line) for line in text.splitlines()]
     for at in range(len(lines) - 1, -1, -1):
@@ -149,7 +149,7 @@ def find_dump(text: str) -> Told | None:
             break
         frames.append(frame)
     message = f"{block[0]} {what}".strip()
-    return Told("\n".join(block).strip("\n"), (Raised("", message, tuple(reversed(frames))),))
+    return ParsedError("\n".join(block).strip("\n"), (ExceptionInfo("", message, tuple(reversed(frames))),))
 
 
 def _frame(line: str) -> Frame | None:
@@ -157,7 +157,7 @@ def _frame(line: str) -> Frame | None:
     return Frame(match["file"], int(match["line"]), match["function"] or "") if match else None
 
 
-def _one(lines: Sequence[str], start: int) -> tuple[Raised | None, int]:
+def _one(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
     """Read one traceback; return its exception, if it is whole, and the index of the line after it."""
     if lines[start].startswith("  + "):
         return _group(lines, start)
@@ -185,10 +185,10 @@ def _one(lines: Sequence[str], start: int) -> tuple[Raised | None, int]:
         end += 1
     while end > at + 1 and not lines[end - 1]:
         end -= 1
-    return Raised(match["type"], "\n".join(message).strip(), tuple(frames)), end
+    return ExceptionInfo(match["type"], "\n".join(message).strip(), tuple(frames)), end
 
 
-def _group(lines: Sequence[str], start: int) -> tuple[Raised | None, int]:
+def _group(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
     """Read an exception group: its own frames, and the first of its exceptions, which stands for all."""
     end = start + 1
     while end < len(lines) and lines[end].startswith("  "):

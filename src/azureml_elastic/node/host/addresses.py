@@ -14,15 +14,15 @@ from azureml_elastic.config.environment import LOCAL_ADDRESS
 from azureml_elastic.errors import MissingExtra, UsageError
 
 __all__ = [
-    "Advertised",
+    "AdvertisedAddress",
     "IPAddress",
-    "advertised",
+    "advertised_address",
+    "format_address",
     "is_loopback",
     "listening_address",
     "local_address",
     "machine_interfaces",
-    "pick",
-    "place",
+    "select_address",
 ]
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -34,7 +34,7 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 @dataclass(frozen=True)
-class Advertised:
+class AdvertisedAddress:
     """Where the other nodes reach this one.
 
     Args:
@@ -46,7 +46,7 @@ class Advertised:
     interface: str | None = None
 
 
-def advertised(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Advertised:
+def advertised_address(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> AdvertisedAddress:
     """Return where the other nodes reach this one.
 
     Args:
@@ -58,15 +58,19 @@ def advertised(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Adver
     """
     if own := environ.get(LOCAL_ADDRESS):
         with contextlib.suppress(ValueError):
-            return Advertised(str(ipaddress.ip_address(own)))
+            return AdvertisedAddress(str(ipaddress.ip_address(own)))
         interfaces = machine_interfaces()
-        return pick(own, interfaces, LOCAL_ADDRESS) if own in interfaces or "/" in own else Advertised(own)
+        return (
+            select_address(own, interfaces, LOCAL_ADDRESS)
+            if own in interfaces or "/" in own
+            else AdvertisedAddress(own)
+        )
     if rendezvous.advertise is not None:
-        return pick(rendezvous.advertise, machine_interfaces(), "advertise")
-    return Advertised(local_address(rendezvous.endpoint))
+        return select_address(rendezvous.advertise, machine_interfaces(), "advertise")
+    return AdvertisedAddress(local_address(rendezvous.endpoint))
 
 
-def pick(wanted: str, interfaces: Mapping[str, tuple[IPAddress, ...]], who: str) -> Advertised:
+def select_address(wanted: str, interfaces: Mapping[str, tuple[IPAddress, ...]], who: str) -> AdvertisedAddress:
     """Return the address that was asked for; of several an IPv4 one.
 
     Args:
@@ -88,10 +92,10 @@ def pick(wanted: str, interfaces: Mapping[str, tuple[IPAddress, ...]], who: str)
         problem = f"no address of this machine is in {network}"
     else:
         with contextlib.suppress(ValueError):
-            return Advertised(str(ipaddress.ip_address(wanted)))
+            return AdvertisedAddress(str(ipaddress.ip_address(wanted)))
         found, problem = [], f"this machine has no network interface {wanted!r}"
     for address, name in sorted(found, key=lambda each: each[0].version):
-        return Advertised(str(address), name)
+        return AdvertisedAddress(str(address), name)
     there = ", ".join(
         f"{name} ({', '.join(map(str, addresses)) or 'no address'})" for name, addresses in sorted(interfaces.items())
     )
@@ -161,7 +165,7 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def place(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """Return a host and a port as one word."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

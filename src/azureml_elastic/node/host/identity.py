@@ -15,7 +15,7 @@ from azureml_elastic.checkpoint.storage.opening import join_path
 from azureml_elastic.config import Plan, PreemptionPolicy
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import PlanError, UsageError
-from azureml_elastic.node.host.addresses import advertised, is_loopback
+from azureml_elastic.node.host.addresses import advertised_address, is_loopback
 
 __all__ = ["NodeIdentity", "host_id", "read_identity"]
 
@@ -88,7 +88,7 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
     if (address := environ.get(variables.SCHEDULED_EVENTS)) is not None:
         plan = _with_scheduled_events(plan, address.strip() or None)
     node = environ.get(variables.NODE_ID) or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
-    here = advertised(plan.distribution.rendezvous, environ)
+    here = advertised_address(plan.distribution.rendezvous, environ)
     return NodeIdentity(
         plan=plan,
         run_id=run_id,

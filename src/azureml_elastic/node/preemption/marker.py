@@ -12,12 +12,12 @@ from pathlib import Path
 
 from azureml_elastic.node.preemption.notices import Announcement
 
-__all__ = ["MarkerWatch"]
+__all__ = ["MarkerFileWatcher"]
 
 _LOG = logging.getLogger(__name__)
 
 
-class MarkerWatch:
+class MarkerFileWatcher:
     """Looks for the file again and again.
 
     Args:

@@ -20,7 +20,15 @@ from typing import Any
 from azureml_elastic.node.preemption.metadata_service import Answer, MetadataError, call, read_time
 from azureml_elastic.node.preemption.notices import Announcement
 
-__all__ = ["EventWatch", "Patience", "ScheduledEvent", "concerns", "judge", "read_document", "seconds_left"]
+__all__ = [
+    "MetadataTimeouts",
+    "ScheduledEvent",
+    "ScheduledEventsWatcher",
+    "concerns",
+    "leave_announcements",
+    "read_document",
+    "seconds_left",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,7 +103,7 @@ def seconds_left(event: ScheduledEvent, now: datetime) -> float | None:
     return None if event.not_before is None or event.started else (event.not_before - now).total_seconds()
 
 
-def judge(
+def leave_announcements(
     events: Iterable[ScheduledEvent], *, name: str | None, host_name: str, now: datetime, lead: float, past: set[str]
 ) -> dict[str, Announcement]:
     """Return, by id, the events for which this node must leave now.
@@ -120,7 +128,7 @@ def judge(
 
 
 @dataclass(frozen=True)
-class Patience:
+class MetadataTimeouts:
     """How long to wait for the service. All in seconds, but ``attempts``.
 
     Args:
@@ -142,7 +150,7 @@ class Patience:
     longest: float = 10.0
 
 
-class EventWatch:
+class ScheduledEventsWatcher:
     """Asks the service again and again, one request at a time, on a thread of its own.
 
     What was last heard stands while the service fails.
@@ -151,7 +159,7 @@ class EventWatch:
         address: of the service.
         announce: called after each document with the events for which this node must leave.
         host_name: of this machine.
-        lead: see :func:`judge`.
+        lead: see :func:`leave_announcements`.
         interval: seconds between two requests.
         patience: with the service.
     """
@@ -164,14 +172,14 @@ class EventWatch:
         host_name: str,
         lead: float = 120.0,
         interval: float = 1.0,
-        patience: Patience | None = None,
+        patience: MetadataTimeouts | None = None,
     ) -> None:
         self._address = address
         self._announce = announce
         self._host_name = host_name
         self._lead = lead
         self._interval = interval
-        self._patience = patience or Patience()
+        self._patience = patience or MetadataTimeouts()
         self._name: str | None = None
         self._answered = False
         self._unreached = 0
@@ -220,7 +228,9 @@ class EventWatch:
         self._past &= {event.id for event in events}
         self._log(events)
         self._announce(
-            judge(events, name=self._name, host_name=self._host_name, now=now, lead=self._lead, past=self._past)
+            leave_announcements(
+                events, name=self._name, host_name=self._host_name, now=now, lead=self._lead, past=self._past
+            )
         )
         return self._interval
 

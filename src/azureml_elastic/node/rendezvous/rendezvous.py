@@ -16,7 +16,7 @@ from dataclasses import replace
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
 from azureml_elastic.node.failures.restart_policy import FailureRecord, aged
-from azureml_elastic.node.host.addresses import listening_address, place
+from azureml_elastic.node.host.addresses import format_address, listening_address
 from azureml_elastic.node.host.ports import Ports
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.link import Link
@@ -268,7 +268,7 @@ class Rendezvous:
             seconds: timeout of the connection.
         """
         first, number = self.assignment.round.members[0], self.assignment.round.number
-        reason = f"{self.node} cannot reach the store of {first.node} at {place(first.host, first.store_port)}: {error}"
+        reason = f"{self.node} cannot reach the store of {first.node} at {format_address(first.host, first.store_port)}: {error}"
         if is_unreachable(error):
             purpose = f"the store of round {number}"
             reason = str(

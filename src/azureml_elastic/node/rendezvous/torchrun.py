@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
-from azureml_elastic.node.host.addresses import advertised
+from azureml_elastic.node.host.addresses import advertised_address
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import Limits
@@ -165,7 +165,7 @@ def create_handler(parameters: RendezvousParameters) -> TableRendezvousHandler:
     rendezvous = Rendezvous(
         table=open_table(where, parameters.run_id, os.environ),
         node=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
-        host=parameters.local_addr or advertised(where, os.environ).host,
+        host=parameters.local_addr or advertised_address(where, os.environ).host,
         slots=1,
         limits=Limits(parameters.min_nodes, parameters.max_nodes),
         timings=timings,

@@ -14,12 +14,12 @@ import pytest
 
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
-from azureml_elastic.node.diagnostics.doctor import __main__ as command
+from azureml_elastic.node.diagnostics import doctor as command
+from azureml_elastic.node.diagnostics.checks.endpoints import check_host, check_peer
+from azureml_elastic.node.diagnostics.checks.identity import claims_of
+from azureml_elastic.node.diagnostics.checks.roles import why_refused
 from azureml_elastic.node.diagnostics.doctor import examine, failed, text_of
-from azureml_elastic.node.diagnostics.doctor.hosts import check_host, check_peer
-from azureml_elastic.node.diagnostics.doctor.identities import claims_of
-from azureml_elastic.node.diagnostics.doctor.roles import why_refused
-from azureml_elastic.node.diagnostics.health.findings import Finding
+from azureml_elastic.node.diagnostics.findings import Finding
 from azureml_elastic.testing.api.certificates import server_context, write_bundle
 from azureml_elastic.testing.api.gateway import Gateway
 from azureml_elastic.testing.api.messages import Answer, document, refusal

@@ -27,25 +27,19 @@ from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, HostStruck, read_event
 from azureml_elastic.local.board import Board
 from azureml_elastic.local.view import describe
-from azureml_elastic.node.diagnostics.health import (
-    Admission,
-    Finding,
-    HealthCheck,
-    HealthReport,
-    Probe,
-    check_folders,
-    node_probes,
-)
-from azureml_elastic.node.diagnostics.health.accelerator import check_ecc, check_gpus, examine, read_ecc
-from azureml_elastic.node.diagnostics.health.machine import (
+from azureml_elastic.node.diagnostics.admission import Admission
+from azureml_elastic.node.diagnostics.checks.accelerator import check_ecc, check_gpus, examine, read_ecc
+from azureml_elastic.node.diagnostics.checks.machine import (
     available_memory,
     check_folder,
     check_memory,
     check_open_files,
     check_shared_memory,
 )
-from azureml_elastic.node.diagnostics.health.network import check_clock, check_hub, check_peers
-from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, Strikes
+from azureml_elastic.node.diagnostics.checks.network import check_clock, check_hub, check_peers
+from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, DiagnosticReport, Finding
+from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
+from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, HostStrikes
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
@@ -132,7 +126,7 @@ def find(report, name):
 
 
 def probe(name, look, limit=60.0, late="fail"):
-    return Probe(name, look, limit, Finding(name, late, "", "an answer", "Look at it."))
+    return Check(name, look, limit, Finding(name, late, "", "an answer", "Look at it."))
 
 
 def test_probes_run_side_by_side_and_keep_their_order():
@@ -145,7 +139,7 @@ def test_probes_run_side_by_side_and_keep_their_order():
 
         return look
 
-    report = HealthCheck([probe(str(index), meet(str(index))) for index in range(4)]).wait()
+    report = CheckRunner([probe(str(index), meet(str(index))) for index in range(4)]).wait()
     assert [finding.name for finding in report.findings] == ["0", "1", "2", "3"]
     assert report.status == "ok"
     assert not report.failed
@@ -162,7 +156,7 @@ def test_a_probe_that_hangs_is_left_behind_and_one_that_raises_is_a_warning():
         raise ValueError("broken probe")
 
     started = time.monotonic()
-    report = HealthCheck([probe("hangs", hang, 0.2), probe("raises", wrong)]).wait()
+    report = CheckRunner([probe("hangs", hang, 0.2), probe("raises", wrong)]).wait()
     assert time.monotonic() - started < 30
     release.set()
     assert find(report, "hangs") == Finding("hangs", "fail", "no answer within 0.2 s", "an answer", "Look at it.")
@@ -178,18 +172,18 @@ def test_an_answer_that_came_before_anybody_asked_counts_however_late():
         done.wait(0.3)
         return Finding("slow", "ok", "there")
 
-    check = HealthCheck([probe("slow", slow, 0.05)])
+    check = CheckRunner([probe("slow", slow, 0.05)])
     wait_for_answer("slow")  # the agent is busy importing
     assert check.wait().status == "ok"
 
 
 def test_a_report_says_what_to_do():
-    report = HealthReport((Finding("a", "ok", "1"), Finding("b", "warn", "2", "3", "Do it.")), 0.5)
+    report = DiagnosticReport((Finding("a", "ok", "1"), Finding("b", "warn", "2", "3", "Do it.")), 0.5)
     assert report.lines("warn", "fail") == ("b: 2 (wanted: 3). Do it.",)
     text = report.table()
     assert re.search(r"^b +warn +2 +3$", text, re.MULTILINE)
     assert text.endswith("b: Do it.\nwarn after 0.50 s")
-    assert HealthReport().status == "ok"
+    assert DiagnosticReport().status == "ok"
 
 
 # --- this machine
@@ -291,7 +285,7 @@ def test_a_mount_that_hangs_does_not_hang_the_check(tmp_path):
     folder = tmp_path / "mount"
     with hanging(folder, "n"):
         started = time.monotonic()
-        check = HealthCheck(node_probes(QUICK, node="n", folders={"run": folder, "other": tmp_path}))
+        check = CheckRunner(node_checks(QUICK, node="n", folders={"run": folder, "other": tmp_path}))
         wait_for_answer("disk: other")
         report = check.wait()
         assert time.monotonic() - started < 30
@@ -384,7 +378,7 @@ def test_without_a_running_round_there_is_nobody_to_reach(local_table):
 
 
 def test_a_hub_that_accepts_or_refuses_can_be_reached(local_table, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.diagnostics.health.network._CONNECT_SECONDS", 30.0)
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.network._CONNECT_SECONDS", 30.0)
     with listening() as port:
         seal_round(local_table, port)
         assert "accepts" in peers(local_table).value
@@ -408,7 +402,7 @@ def test_a_hub_that_is_silent_convicts_only_while_the_round_lives(table):
 
 
 def test_other_members_that_answer_acquit_this_node(local_table, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.diagnostics.health.network._CONNECT_SECONDS", 4.0)
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.network._CONNECT_SECONDS", 4.0)
     local_table.insert(TABLE_HEARTBEAT_KEY, {"round": 3, "beats": 1})
     with silent() as first, listening() as second:
         seal_round(local_table, first, second)
@@ -418,10 +412,10 @@ def test_other_members_that_answer_acquit_this_node(local_table, monkeypatch):
 
 
 def test_the_whole_check_of_a_healthy_node_waits_for_no_limit(table, tmp_path, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.diagnostics.health.network._CONNECT_SECONDS", 60.0)
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.network._CONNECT_SECONDS", 60.0)
     with listening() as port:
         seal_round(table, port)
-        probes = node_probes(
+        probes = node_checks(
             HealthPolicy(shm_mib=0, disk_mib=0, memory_mib=0, open_files=0, timeout=60, mount_timeout=60),
             node="me",
             folders=check_folders(tmp_path, str(tmp_path / "checkpoints")),
@@ -429,7 +423,7 @@ def test_the_whole_check_of_a_healthy_node_waits_for_no_limit(table, tmp_path, m
             clock=ServerClock(table, "me"),
             hub=("127.0.0.1", port),
         )
-        report = HealthCheck(probes).wait()
+        report = CheckRunner(probes).wait()
     assert report.seconds < 30
     assert report.status == "ok", report.table()
     assert len(report.findings) == 9
@@ -445,8 +439,8 @@ def test_a_table_that_is_away_keeps_nobody_from_joining(local_table, tmp_path):
 
             return call
 
-    probes = node_probes(QUICK, node="me", folders={}, table=Away(), clock=ServerClock(Away(), "me"))
-    report = HealthCheck(probes).wait()
+    probes = node_checks(QUICK, node="me", folders={}, table=Away(), clock=ServerClock(Away(), "me"))
+    report = CheckRunner(probes).wait()
     assert find(report, "clock").status == find(report, "peers").status == "warn"
     assert not report.failed
 
@@ -455,7 +449,7 @@ def test_every_check_can_be_switched_off(tmp_path, local_table):
     off = HealthPolicy(
         disk_mib=None, memory_mib=None, shm_mib=None, open_files=None, clock_skew=None, peers=False, gpu_timeout=None
     )
-    probes = node_probes(
+    probes = node_checks(
         off,
         node="me",
         folders={"run": tmp_path},
@@ -478,12 +472,12 @@ def test_the_strikes_are_read_with_the_check(local_table):
         quarantine_strikes=1,
         timeout=60,
     )
-    strikes = Strikes(local_table, "host-1", "n", policy, ServerClock(local_table, "n"))
-    check = HealthCheck(node_probes(policy, node="n", folders={}, strikes=strikes))
+    strikes = HostStrikes(local_table, "host-1", "n", policy, ServerClock(local_table, "n"))
+    check = CheckRunner(node_checks(policy, node="n", folders={}, strikes=strikes))
     assert check.wait().findings == (Finding("strikes", "ok", "0 against host-1", "fewer than 1"),)
     strikes.strike("host-1", "went silent", "round.000001")
     strikes.close()
-    (finding,) = HealthCheck(node_probes(policy, node="n", folders={}, strikes=strikes)).wait().findings
+    (finding,) = CheckRunner(node_checks(policy, node="n", folders={}, strikes=strikes)).wait().findings
     assert (finding.status, finding.value) == ("warn", "1 against host-1")
 
 
@@ -535,7 +529,7 @@ def test_the_process_ends_itself_when_nobody_else_does():
     command = [
         sys.executable,
         "-m",
-        "azureml_elastic.node.diagnostics.health.accelerator",
+        "azureml_elastic.node.diagnostics.checks.accelerator",
         "--device",
         "cpu",
         "--seconds",
@@ -609,14 +603,14 @@ class Node:
             **{"shm_mib": None, "open_files": None, "memory_mib": None, "retry_interval": 0.01, "disk_mib": 0} | policy
         )
         self.table = table
-        self.strikes = Strikes(table, "host-1", "n", self.policy, ServerClock(table, "n"))
+        self.strikes = HostStrikes(table, "host-1", "n", self.policy, ServerClock(table, "n"))
         self.reports, self.away, self.pauses, self.paused = [], [], 0, 0.0
         self.when_paused = lambda: None
 
     def admission(self, **more):
         return Admission(
             self.policy,
-            lambda: HealthCheck(node_probes(self.policy, node="n", folders={"run": self.folder})),
+            lambda: CheckRunner(node_checks(self.policy, node="n", folders={"run": self.folder})),
             table=self.table,
             strikes=self.strikes,
             incarnation="abc",
@@ -671,7 +665,7 @@ def test_a_check_that_is_switched_off_lets_everybody_in(node):
 
 def test_a_node_that_stays_ill_strikes_its_host_once_and_is_turned_away(node, monkeypatch):
     ill = node(retry_interval=0.25, retry_for=1)
-    monkeypatch.setattr("azureml_elastic.node.diagnostics.health.admission.time", ill)
+    monkeypatch.setattr("azureml_elastic.node.diagnostics.admission.time", ill)
     ill.folder.write_text("no folder")
     assert ill.admission().wait() is False
     assert len(ill.away) == 1

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.node.failures.classification import first_failure, hung, last_error, signature_of
-from azureml_elastic.node.failures.oom_kills import MemoryKills
-from azureml_elastic.node.failures.tracebacks import Frame, Raised, find_dump, find_error
+from azureml_elastic.node.failures.classification import hang_failure, last_error, root_cause, signature_of
+from azureml_elastic.node.failures.oom_kills import OomKillCounter
+from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, find_dump, find_error
 
 ENDINGS = Path(__file__).parent / "endings"
 NAMES = sorted(path.stem for path in ENDINGS.glob("*.txt"))
@@ -39,11 +39,11 @@ def ending(name: str) -> tuple[int, str]:
     return int(first.removeprefix("exit code ")), text
 
 
-def examined(tmp_path: Path, code: int, text: str | bytes, kills: MemoryKills | None = None, **more):
+def examined(tmp_path: Path, code: int, text: str | bytes, kills: OomKillCounter | None = None, **more):
     path = tmp_path / "stderr.log"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     options = {} if kills is None else {"memory_kills": kills}
-    return first_failure({3: failure(0, code, **more)}, {0: str(path)}, **options)
+    return root_cause({3: failure(0, code, **more)}, {0: str(path)}, **options)
 
 
 def kind_of(name: str) -> str:
@@ -136,7 +136,7 @@ def test_the_same_error_elsewhere_has_the_same_signature(tmp_path, name):
 def test_what_varies_from_process_to_process_is_left_out(number, address, identity, folder):
     def signature(number, address, identity, folder):
         message = f"rank {number} at {address:#x} of {identity} cannot read /scratch/{folder}/data.bin: {number}.5 s"
-        return signature_of(Raised("OSError", message, (Frame(f"/mnt/{folder}/train.py", 3, "load"),)))
+        return signature_of(ExceptionInfo("OSError", message, (Frame(f"/mnt/{folder}/train.py", 3, "load"),)))
 
     assert signature(number, address, identity, folder) == signature(
         1, 0x7F, "123e4567-e89b-12d3-a456-426614174000", "a"
@@ -145,7 +145,7 @@ def test_what_varies_from_process_to_process_is_left_out(number, address, identi
 
 def test_another_line_is_another_error():
     def at(line: int) -> str:
-        return signature_of(Raised("ValueError", "no", (Frame("/mnt/job/train.py", line, "f"),)))
+        return signature_of(ExceptionInfo("ValueError", "no", (Frame("/mnt/job/train.py", line, "f"),)))
 
     assert at(3) != at(4)
 
@@ -200,9 +200,9 @@ def test_the_first_failure_wins_and_signals_become_exit_codes(tmp_path):
     path = tmp_path / "stderr.log"
     path.write_text(TRACEBACK)
     failures = {4: failure(0, 1, 20), 5: failure(1, -9, 10)}
-    first = first_failure(failures, {0: str(path), 1: str(tmp_path / "none")})
+    first = root_cause(failures, {0: str(path), 1: str(tmp_path / "none")})
     assert (first.rank, first.exit_code, first.message) == (5, 137, "It ended with SIGKILL.")
-    assert first_failure({4: failures[4]}, {0: str(path)}).message == TRACEBACK
+    assert root_cause({4: failures[4]}, {0: str(path)}).message == TRACEBACK
 
 
 def test_a_shell_between_does_not_hide_the_signal(tmp_path):
@@ -215,14 +215,14 @@ def test_siblings_that_were_ended_with_it_are_not_blamed(tmp_path):
     path = tmp_path / "stderr.log"
     path.write_text(TRACEBACK)
     failures = {0: failure(0, -15), 1: failure(1, 75), 2: failure(2, 1)}
-    first = first_failure(failures, {2: str(path)})
+    first = root_cause(failures, {2: str(path)})
     assert (first.rank, first.exit_code, first.message) == (2, 1, TRACEBACK)
 
 
 def test_of_two_at_once_the_one_that_says_why_is_told(tmp_path):
     path = tmp_path / "stderr.log"
     path.write_text(TRACEBACK)
-    assert first_failure({0: failure(0, 1), 1: failure(1, 1)}, {1: str(path)}).rank == 1
+    assert root_cause({0: failure(0, 1), 1: failure(1, 1)}, {1: str(path)}).rank == 1
 
 
 @pytest.mark.parametrize("late", [10, 12])
@@ -232,14 +232,14 @@ def test_the_cause_comes_before_its_consequence(tmp_path, cause, late):
     for rank, name in enumerate(("peer_killed", cause)):
         (tmp_path / str(rank)).write_text(ending(name)[1])
     failures = {0: failure(0, 1, 10), 1: failure(1, ending(cause)[0], late)}
-    assert first_failure(failures, {0: str(tmp_path / "0"), 1: str(tmp_path / "1")}).rank == 1
+    assert root_cause(failures, {0: str(tmp_path / "0"), 1: str(tmp_path / "1")}).rank == 1
 
 
 def test_a_cause_that_hung_at_its_exit_and_was_stopped_is_still_the_cause(tmp_path):
     for rank, name in enumerate(("peer_killed", "user_rank")):
         (tmp_path / str(rank)).write_text(ending(name)[1])
     failures = {0: failure(0, 1), 1: failure(1, -signal.SIGTERM)}
-    first = first_failure(failures, {0: str(tmp_path / "0"), 1: str(tmp_path / "1")})
+    first = root_cause(failures, {0: str(tmp_path / "0"), 1: str(tmp_path / "1")})
     assert (first.rank, first.kind, first.exit_code) == (1, "user", 143)
 
 
@@ -282,8 +282,8 @@ class Kernel:
     def count(self, kills: int) -> None:
         self._file.write_text(f"low 0\noom 7\noom_kill {kills}\nunder_oom 0\n")
 
-    def kills(self) -> MemoryKills:
-        return MemoryKills(self.root, self.own)
+    def kills(self) -> OomKillCounter:
+        return OomKillCounter(self.root, self.own)
 
 
 @pytest.mark.parametrize("generation", [1, 2])
@@ -311,17 +311,17 @@ def test_a_data_loaders_process_that_the_kernel_killed_is_out_of_memory_too(tmp_
 
 
 def test_without_the_kernels_counter_nothing_is_claimed(tmp_path):
-    kills = MemoryKills(tmp_path / "none", tmp_path / "nobody")
+    kills = OomKillCounter(tmp_path / "none", tmp_path / "nobody")
     assert not kills.more()
     assert examined(tmp_path, -9, "", kills).kind == "killed"
 
 
 def test_this_machines_own_counter_can_be_asked():
-    assert not MemoryKills().more()
+    assert not OomKillCounter().more()
 
 
 def test_a_hang_is_told_by_its_watchdog():
-    found = hung(2, 1, "rank 2 waits in all_reduce")
+    found = hang_failure(2, 1, "rank 2 waits in all_reduce")
     assert (found.kind, found.exit_code, found.message, found.conclusive) == (
         "hang",
         1,

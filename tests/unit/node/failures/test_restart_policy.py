@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from azureml_elastic.config import ElasticDistribution, RendezvousTimings, TableRendezvous
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED, of_failed_run
 from azureml_elastic.node.failures.messages import WORDS, closing_message
-from azureml_elastic.node.failures.restart_policy import MAX_RECORDS, FailureRecord, Verdict, aged, judge, read_records
+from azureml_elastic.node.failures.restart_policy import (
+    MAX_RECORDS,
+    FailureRecord,
+    RestartDecision,
+    aged,
+    decide_restart,
+    read_records,
+)
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.sealing import reopened
 
@@ -42,8 +49,8 @@ class Run:
         self.round = Round(state="sealed", members=(Member("node-0", "i"),))
         self.rounds = 1
 
-    def fails(self, failure: FailureRecord, seconds: float = 1.0, *, conclusive: bool = False) -> Verdict:
-        verdict = judge(
+    def fails(self, failure: FailureRecord, seconds: float = 1.0, *, conclusive: bool = False) -> RestartDecision:
+        verdict = decide_restart(
             aged(self.round.failures, seconds),
             failure,
             self.terms,
@@ -242,7 +249,7 @@ def test_ages_add_up(known, first, second):
 
 @given(st.lists(records, max_size=3 * MAX_RECORDS), records)
 def test_the_row_stays_small_and_no_charge_is_lost(known, failure):
-    verdict = judge(known, failure, terms(10_000, None), conclusive=False, seconds=1.0, failed_rounds=0)
+    verdict = decide_restart(known, failure, terms(10_000, None), conclusive=False, seconds=1.0, failed_rounds=0)
     assert len(verdict.failures) <= MAX_RECORDS
     charge = 0 if failure.kind == "peer" else 1
     assert sum(one.charge for one in verdict.failures) == sum(one.charge for one in known) + charge

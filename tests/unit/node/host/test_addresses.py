@@ -12,14 +12,14 @@ from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.host.addresses import (
-    Advertised,
-    advertised,
+    AdvertisedAddress,
+    advertised_address,
+    format_address,
     is_loopback,
     listening_address,
     local_address,
     machine_interfaces,
-    pick,
-    place,
+    select_address,
 )
 from azureml_elastic.node.host.identity import read_identity
 
@@ -47,7 +47,7 @@ THERE = {
     ],
 )
 def test_an_interface_a_range_or_an_address(wanted, host, interface):
-    assert pick(wanted, THERE, "advertise") == Advertised(host, interface)
+    assert select_address(wanted, THERE, "advertise") == AdvertisedAddress(host, interface)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_an_interface_a_range_or_an_address(wanted, host, interface):
 )
 def test_what_is_not_there_is_refused_with_what_is(wanted, problem):
     with pytest.raises(UsageError) as caught:
-        pick(wanted, THERE, "advertise")
+        select_address(wanted, THERE, "advertise")
     assert str(caught.value).startswith(f"advertise={wanted!r}: {problem}. There are: docker0 (no address), ")
     for there in ("eth0 (fd00::4, 10.0.0.4)", "ib0 (172.16.1.4)", "lo (127.0.0.1, ::1)"):
         assert there in str(caught.value)
@@ -76,14 +76,14 @@ def test_the_interfaces_of_this_machine():
 
 def test_the_environment_comes_before_the_job():
     job = TableRendezvous(endpoint="/tmp/t.sqlite", advertise="10.9.9.9")
-    assert advertised(job, {}).host == "10.9.9.9"
-    assert advertised(job, {variables.LOCAL_ADDRESS: "10.1.1.1"}) == Advertised("10.1.1.1")
-    assert advertised(job, {variables.LOCAL_ADDRESS: "a-name.example"}) == Advertised("a-name.example")
-    assert advertised(job, {variables.LOCAL_ADDRESS: "lo"}) == Advertised("127.0.0.1", "lo")
-    assert advertised(job, {variables.LOCAL_ADDRESS: "127.0.0.0/8"}) == Advertised("127.0.0.1", "lo")
+    assert advertised_address(job, {}).host == "10.9.9.9"
+    assert advertised_address(job, {variables.LOCAL_ADDRESS: "10.1.1.1"}) == AdvertisedAddress("10.1.1.1")
+    assert advertised_address(job, {variables.LOCAL_ADDRESS: "a-name.example"}) == AdvertisedAddress("a-name.example")
+    assert advertised_address(job, {variables.LOCAL_ADDRESS: "lo"}) == AdvertisedAddress("127.0.0.1", "lo")
+    assert advertised_address(job, {variables.LOCAL_ADDRESS: "127.0.0.0/8"}) == AdvertisedAddress("127.0.0.1", "lo")
     with pytest.raises(UsageError, match=rf"{variables.LOCAL_ADDRESS}='203\.0\.113\.0/24'"):
-        advertised(job, {variables.LOCAL_ADDRESS: "203.0.113.0/24"})
-    assert advertised(TableRendezvous(endpoint="/tmp/t.sqlite"), {}) == Advertised("127.0.0.1")
+        advertised_address(job, {variables.LOCAL_ADDRESS: "203.0.113.0/24"})
+    assert advertised_address(TableRendezvous(endpoint="/tmp/t.sqlite"), {}) == AdvertisedAddress("127.0.0.1")
 
 
 def test_a_nodes_identity_has_the_address_and_its_interface():
@@ -121,5 +121,5 @@ def test_a_loopback_address_is_listened_on_alone(host, listens_on):
 
 
 def test_a_host_and_a_port_in_one_word():
-    assert place("10.0.0.4", 29400) == "10.0.0.4:29400"
-    assert place("fd00::4", 29400) == "[fd00::4]:29400"
+    assert format_address("10.0.0.4", 29400) == "10.0.0.4:29400"
+    assert format_address("fd00::4", 29400) == "[fd00::4]:29400"

@@ -14,16 +14,16 @@ import pytest
 from azureml_elastic.local.faults.metadata_service import MetadataService, Trouble
 from azureml_elastic.node.preemption.metadata_service import MetadataError, call, read_time
 from azureml_elastic.node.preemption.scheduled_events import (
-    EventWatch,
-    Patience,
+    MetadataTimeouts,
     ScheduledEvent,
+    ScheduledEventsWatcher,
     concerns,
-    judge,
+    leave_announcements,
     read_document,
     seconds_left,
 )
 
-PATIENT = Patience(connect=30.0, first=60.0, request=60.0, name=60.0, attempts=3, rarely=40.0, longest=10.0)
+PATIENT = MetadataTimeouts(connect=30.0, first=60.0, request=60.0, name=60.0, attempts=3, rarely=40.0, longest=10.0)
 NOW = datetime(2026, 4, 11, 22, 26, 28, tzinfo=timezone.utc)
 
 
@@ -32,7 +32,7 @@ class Watched:
 
     def __init__(self, address, host_name="host", **options):
         self.said = []
-        self.watch = EventWatch(
+        self.watch = ScheduledEventsWatcher(
             address, self.said.append, host_name=host_name, **{"patience": PATIENT, "interval": 0.5, **options}
         )
 
@@ -204,7 +204,9 @@ def test_a_bad_answer_changes_nothing_and_takes_no_longer_than_its_time(service,
 
 def test_requests_to_a_service_that_hangs_never_pile_up(service):
     service.trouble = Trouble(silent=True)
-    watched = Watched(service.address("vm"), interval=0.01, patience=Patience(first=0.2, request=0.2, longest=0.02))
+    watched = Watched(
+        service.address("vm"), interval=0.01, patience=MetadataTimeouts(first=0.2, request=0.2, longest=0.02)
+    )
     watched.watch.start()
     while service.documents < 5:
         time.sleep(0.01)
@@ -312,8 +314,8 @@ def test_decisions():
     assert not concerns(event, "b", "a")
     assert concerns(event, None, "A")
     one = {"name": "a", "host_name": "", "past": set()}
-    assert judge([event], now=NOW, lead=49, **one) == {}
-    assert judge([event], now=NOW, lead=50, **one)["e"].event == "e"
-    assert judge([event], now=NOW, lead=50, **{**one, "past": {"e"}}) == {}
+    assert leave_announcements([event], now=NOW, lead=49, **one) == {}
+    assert leave_announcements([event], now=NOW, lead=50, **one)["e"].event == "e"
+    assert leave_announcements([event], now=NOW, lead=50, **{**one, "past": {"e"}}) == {}
     unknown = ScheduledEvent("e", "Terminate", "Scheduled", ("a",))
-    assert judge([unknown], now=NOW, lead=0, **one)["e"].seconds_left is None
+    assert leave_announcements([unknown], now=NOW, lead=0, **one)["e"].seconds_left is None

@@ -10,7 +10,7 @@ import pytest
 
 from azureml_elastic.config import HealthPolicy, RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import RunSucceeded
-from azureml_elastic.node.failures.host_strikes import Strikes
+from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.rendezvous.state.row_keys import member_key
@@ -137,7 +137,7 @@ def test_a_node_that_was_lost_reads_what_was_held_against_it(cluster):
     made = []
 
     def strikes(name):
-        made.append(Strikes(cluster.table, f"host-of-{name}", name, policy, ServerClock(cluster.table, name)))
+        made.append(HostStrikes(cluster.table, f"host-of-{name}", name, policy, ServerClock(cluster.table, name)))
         return made[-1]
 
     here, there = strikes("here"), strikes("there")

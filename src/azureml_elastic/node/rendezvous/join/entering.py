@@ -12,7 +12,7 @@ import socket
 from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.node.host.addresses import place
+from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.membership import Membership
 from azureml_elastic.node.rendezvous.reachability.quorum_check import QuorumCheck, is_leader_unreachable
@@ -134,4 +134,4 @@ class RoundEntry:
 
 
 def _refusal(me: Member, leader: Member, error: OSError) -> str:
-    return f"{me.node} cannot reach {leader.node} at {place(leader.host, leader.hub_port)}: {error}"
+    return f"{me.node} cannot reach {leader.node} at {format_address(leader.host, leader.hub_port)}: {error}"

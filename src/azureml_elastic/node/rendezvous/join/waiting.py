@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import TableUnavailable, ValueTooLarge
-from azureml_elastic.node.host.addresses import place
+from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.watch import HubWatch
 from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints
@@ -156,7 +156,7 @@ class JoinWaiter:
                 logged = link.unreachable_from
                 _LOG.warning(
                     "Round %d makes no room for %s (%s), which %s cannot reach. %s",
-                    round_.number, me.node, place(me.host, me.hub_port), ", ".join(logged), self._reachability.advice,
+                    round_.number, me.node, format_address(me.host, me.hub_port), ", ".join(logged), self._reachability.advice,
                 )  # fmt: skip
             connected = link is not None and self._watch.member == first
             if connected:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from azureml_elastic.node.host.addresses import place
+from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.state.round import Member
 
 __all__ = ["Reachability", "Target", "UnreachablePair", "describe_absence", "describe_error", "is_unreachable"]
@@ -66,7 +66,7 @@ class UnreachablePair:
     @property
     def address(self) -> str:
         """Host and port that cannot be reached."""
-        return place(self.peer_host, self.port)
+        return format_address(self.peer_host, self.port)
 
     def __str__(self) -> str:
         return f"{self.node} ({self.host}) cannot reach {self.peer} ({self.address}), {self.purpose}: {self.error}"
@@ -101,7 +101,7 @@ def describe_absence(member: Member, row: Member | None, leader: Member, seconds
         seconds: time that the member had to connect.
     """
     if row is None or row.incarnation != member.incarnation or not row.reason:
-        hub = place(leader.host, leader.hub_port)
+        hub = format_address(leader.host, leader.hub_port)
         return f"{member.node} ({member.host}) did not reach {leader.node} ({hub}) within {seconds:g} s"
     reasons = row.reason.split("; ")
     return next((reason for reason in reasons if f" cannot reach {leader.node} (" in reason), reasons[-1])

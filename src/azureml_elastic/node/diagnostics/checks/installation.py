@@ -12,10 +12,10 @@ from importlib import metadata
 from azureml_elastic.config import HealthPolicy, TableRendezvous
 from azureml_elastic.config.rendezvous import PORTS_OF_A_NODE
 from azureml_elastic.errors import UsageError
-from azureml_elastic.node.diagnostics.health.findings import Finding
-from azureml_elastic.node.diagnostics.health.machine import check_shared_memory
-from azureml_elastic.node.diagnostics.health.network import check_hub
-from azureml_elastic.node.host.addresses import advertised, is_loopback, listening_address
+from azureml_elastic.node.diagnostics.checks.machine import check_shared_memory
+from azureml_elastic.node.diagnostics.checks.network import check_hub
+from azureml_elastic.node.diagnostics.findings import Finding
+from azureml_elastic.node.host.addresses import advertised_address, is_loopback, listening_address
 from azureml_elastic.node.host.ports import Ports
 
 __all__ = ["check_machine", "check_packages"]
@@ -54,7 +54,7 @@ def check_machine(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> It
         environ: of the process.
     """
     try:
-        where = advertised(rendezvous, environ)
+        where = advertised_address(rendezvous, environ)
     except UsageError as error:
         yield Finding("address", "fail", str(error))
         return

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.errors import ElasticError
-from azureml_elastic.node.diagnostics.health.findings import HealthCheck, HealthReport
-from azureml_elastic.node.failures.host_strikes import Strikes
+from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
+from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.table import Table
@@ -40,12 +40,12 @@ class Admission:
     def __init__(
         self,
         policy: HealthPolicy,
-        check: Callable[[], HealthCheck],
+        check: Callable[[], CheckRunner],
         *,
         table: Table,
-        strikes: Strikes,
+        strikes: HostStrikes,
         incarnation: str,
-        record: Callable[[HealthReport], None],
+        record: Callable[[DiagnosticReport], None],
         away: Callable[[str], None],
         pause: Callable[[float], object],
         stay: bool = False,
@@ -60,7 +60,7 @@ class Admission:
         self._pause = pause
         self._stay = stay
         self._check = check() if policy.check else None
-        self.report = HealthReport()
+        self.report = DiagnosticReport()
         """The newest report."""
 
     def wait(self) -> bool:
@@ -94,7 +94,7 @@ class Admission:
             self._pause(interval if self._stay else min(interval, left))
             self._check = self._make()
 
-    def _tell(self, report: HealthReport) -> None:
+    def _tell(self, report: DiagnosticReport) -> None:
         before, self.report = self.report, report
         known = {(finding.name, finding.status) for finding in before.findings}
         if {(finding.name, finding.status) for finding in report.findings} == known:

@@ -13,9 +13,9 @@ from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.azure.clouds import Cloud
 from azureml_elastic.node.azure.http import Reply
 from azureml_elastic.node.azure.workspace import Arm, Workspace, account_in, table_url_in
-from azureml_elastic.node.diagnostics.doctor.identities import Identity
-from azureml_elastic.node.diagnostics.doctor.roles import READER, grant
-from azureml_elastic.node.diagnostics.health.findings import Finding
+from azureml_elastic.node.diagnostics.checks.identity import CallerIdentity
+from azureml_elastic.node.diagnostics.checks.roles import READER, grant
+from azureml_elastic.node.diagnostics.findings import Finding
 
 __all__ = ["Account", "find_account", "named_account"]
 
@@ -43,7 +43,9 @@ def named_account(endpoint: str) -> Account:
     return Account(endpoint.rstrip("/"))
 
 
-def find_account(workspace: Workspace, identity: Identity, cloud: Cloud) -> Generator[Finding, None, Account | None]:
+def find_account(
+    workspace: Workspace, identity: CallerIdentity, cloud: Cloud
+) -> Generator[Finding, None, Account | None]:
     """Yield what is found about the workspace and its account; return the account.
 
     Args:
@@ -74,7 +76,7 @@ def find_account(workspace: Workspace, identity: Identity, cloud: Cloud) -> Gene
     return None if reply.status == HTTPStatus.OK and url is None else Account(url or usual, account)
 
 
-def _about_workspace(workspace: Workspace, identity: Identity, reply: Reply, took: str) -> Finding:
+def _about_workspace(workspace: Workspace, identity: CallerIdentity, reply: Reply, took: str) -> Finding:
     where = f"{workspace.name} of resource group {workspace.group}, subscription {workspace.subscription}"
     instead = "Or name the account with endpoint=, which needs no look at the workspace."
     if reply.status == HTTPStatus.OK:
@@ -91,7 +93,7 @@ def _about_workspace(workspace: Workspace, identity: Identity, reply: Reply, too
     return Finding("workspace", "fail", said, "", advice)
 
 
-def _about_account(account: str, usual: str, url: str | None, reply: Reply, identity: Identity) -> Finding:
+def _about_account(account: str, usual: str, url: str | None, reply: Reply, identity: CallerIdentity) -> Finding:
     name = "storage account"
     if reply.status != HTTPStatus.OK:
         value = f"{account}; its address follows from its name ({usual}), because it may not be read: {_code(reply)}"

@@ -13,11 +13,11 @@ from types import FrameType
 
 from azureml_elastic.config.distribution import PreemptionPolicy
 from azureml_elastic.config.exit_codes import PREEMPTED
-from azureml_elastic.node.preemption.marker import MarkerWatch
+from azureml_elastic.node.preemption.marker import MarkerFileWatcher
 from azureml_elastic.node.preemption.notices import Announcement, Notice, first, merge
-from azureml_elastic.node.preemption.scheduled_events import EventWatch
+from azureml_elastic.node.preemption.scheduled_events import ScheduledEventsWatcher
 
-__all__ = ["Preemption"]
+__all__ = ["PreemptionWatcher"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIGNAL_BASE = 128
 
 
-class Preemption:
+class PreemptionWatcher:
     """Gathers the notices: SIGTERM and SIGINT, Azure's scheduled events, and a marker file.
 
     Events and the file can be withdrawn, and then :attr:`noticed` is false again, until the node has committed itself
@@ -50,19 +50,21 @@ class Preemption:
         self._to_tell: queue.SimpleQueue[bool] = queue.SimpleQueue()
         threading.Thread(target=self._tell, name="preemption", daemon=True).start()
         interval = policy.poll_interval.total_seconds()
-        self._events: EventWatch | None = None
+        self._events: ScheduledEventsWatcher | None = None
         if policy.scheduled_events is not None:
-            self._events = EventWatch(
+            self._events = ScheduledEventsWatcher(
                 policy.scheduled_events,
                 lambda announced: self.announce("event", announced),
                 host_name=socket.gethostname(),
                 lead=policy.lead.total_seconds(),
                 interval=interval,
             )
-        self._marker: MarkerWatch | None = None
+        self._marker: MarkerFileWatcher | None = None
         if policy.marker is not None:
             path = policy.marker.replace("{node}", node)
-            self._marker = MarkerWatch(path, lambda announced: self.announce("marker", announced), interval=interval)
+            self._marker = MarkerFileWatcher(
+                path, lambda announced: self.announce("marker", announced), interval=interval
+            )
 
     def listen(self) -> None:
         """Take the signals; to be called again whenever someone else has taken them."""

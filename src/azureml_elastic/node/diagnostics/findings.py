@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["Finding", "HealthCheck", "HealthReport", "Probe", "Status"]
+__all__ = ["Check", "CheckRunner", "DiagnosticReport", "Finding", "Status"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class HealthReport:
+class DiagnosticReport:
     """All findings about a node.
 
     Args:
@@ -82,7 +82,7 @@ class HealthReport:
 
 
 @dataclass(frozen=True)
-class Probe:
+class Check:
     """Something to look at.
 
     Args:
@@ -98,7 +98,7 @@ class Probe:
     late: Finding
 
 
-class HealthCheck:
+class CheckRunner:
     """Runs probes side by side from the moment it is made.
 
     A probe that hangs, as a system call on a dead mount does, is left behind on its daemon thread.
@@ -107,7 +107,7 @@ class HealthCheck:
         probes: what to look at.
     """
 
-    def __init__(self, probes: Iterable[Probe]) -> None:
+    def __init__(self, probes: Iterable[Check]) -> None:
         self._probes = tuple(probes)
         self._started = time.monotonic()
         self._changed = threading.Condition()
@@ -116,7 +116,7 @@ class HealthCheck:
         for index, probe in enumerate(self._probes):
             threading.Thread(target=self._run, args=(index, probe), name=f"health {probe.name}", daemon=True).start()
 
-    def wait(self) -> HealthReport:
+    def wait(self) -> DiagnosticReport:
         """Return the findings once each probe has answered or its time is over. Never raises."""
         grace = time.monotonic() + _GRACE_SECONDS
         findings: list[Finding] = []
@@ -129,9 +129,9 @@ class HealthCheck:
                 if index not in self._found:
                     self._finished = time.monotonic()
                 findings += self._found.get(index, (late,))
-            return HealthReport(tuple(findings), self._finished - self._started)
+            return DiagnosticReport(tuple(findings), self._finished - self._started)
 
-    def _run(self, index: int, probe: Probe) -> None:
+    def _run(self, index: int, probe: Check) -> None:
         try:
             found = probe.look()
         except Exception as error:  # noqa: BLE001 - a probe that is broken must not stop a node that may be well

@@ -15,9 +15,9 @@ import pytest
 
 from azureml_elastic.config import PreemptionPolicy
 from azureml_elastic.local.faults.metadata_service import MetadataService, Trouble
-from azureml_elastic.node.preemption.marker import MarkerWatch
+from azureml_elastic.node.preemption.marker import MarkerFileWatcher
 from azureml_elastic.node.preemption.notices import Announcement, Notice, first, merge
-from azureml_elastic.node.preemption.watch import Preemption
+from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from tests.support.waiting import until
 
 PATIENCE = 20.0
@@ -47,7 +47,7 @@ def woken():
 
 @pytest.fixture
 def preemption(woken):
-    with opened(Preemption(policy(grace=0), woken.set)) as made:
+    with opened(PreemptionWatcher(policy(grace=0), woken.set)) as made:
         yield made
 
 
@@ -89,7 +89,7 @@ def test_a_storm_of_signals_while_the_wake_is_used_deadlocks_nobody(preemption, 
 
 
 def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
-    with opened(Preemption(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
         event = service.announce("Preempt", "vm_1")
         assert woken.wait(PATIENCE)
         assert preemption.noticed
@@ -105,7 +105,7 @@ def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
 
 def test_a_committed_node_leaves_although_the_event_is_withdrawn(service, woken, caplog):
     caplog.set_level(logging.INFO)
-    with opened(Preemption(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         assert preemption.commit_to_leave()
@@ -117,7 +117,7 @@ def test_a_committed_node_leaves_although_the_event_is_withdrawn(service, woken,
 
 
 def test_a_withdrawn_event_leaves_a_signal_standing(service, woken):
-    with opened(Preemption(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         os.kill(os.getpid(), signal.SIGINT)
@@ -129,7 +129,7 @@ def test_a_withdrawn_event_leaves_a_signal_standing(service, woken):
 
 
 def test_what_was_heard_stands_while_the_service_fails(service, woken):
-    with opened(Preemption(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         service.trouble = Trouble(status=500)
@@ -142,21 +142,21 @@ def test_what_was_heard_stands_while_the_service_fails(service, woken):
 
 
 def test_the_time_that_is_left_is_the_end_of_the_grace(service, woken, monkeypatch):
-    with opened(Preemption(policy(grace=60, scheduled_events=service.address("vm_1")), woken.set)) as preemption:
+    with opened(PreemptionWatcher(policy(grace=60, scheduled_events=service.address("vm_1")), woken.set)) as preemption:
         service.announce("Preempt", "vm_1", notice=30)
         until(lambda: preemption.noticed)
         assert not preemption.overdue
         (notice,) = preemption._notices()
         assert 0 < notice.until - notice.since <= 30
         clock = SimpleNamespace(monotonic=lambda: notice.until)
-        monkeypatch.setattr("azureml_elastic.node.preemption.watch.time", clock)
+        monkeypatch.setattr("azureml_elastic.node.preemption.watcher.time", clock)
         assert preemption.overdue
 
 
 @pytest.mark.parametrize(("acknowledge", "machines"), [(True, ("vm_1",)), (False, ("vm_1",)), (True, ("vm_1", "vm_2"))])
 def test_an_event_of_this_machine_alone_is_acknowledged_on_request(service, woken, acknowledge, machines):
     asked = policy(scheduled_events=service.address("vm_1"), acknowledge=acknowledge)
-    with opened(Preemption(asked, woken.set)) as preemption:
+    with opened(PreemptionWatcher(asked, woken.set)) as preemption:
         preemption.acknowledge()
         event = service.announce("Preempt", *machines)
         until(lambda: preemption.noticed)
@@ -168,7 +168,7 @@ def test_an_event_of_this_machine_alone_is_acknowledged_on_request(service, woke
 
 def test_a_service_that_fails_keeps_nobody_from_leaving(service, woken):
     asked = policy(scheduled_events=service.address("vm_1"), acknowledge=True)
-    with opened(Preemption(asked, woken.set)) as preemption:
+    with opened(PreemptionWatcher(asked, woken.set)) as preemption:
         service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
         service.trouble = Trouble(status=503)
@@ -177,7 +177,7 @@ def test_a_service_that_fails_keeps_nobody_from_leaving(service, woken):
 
 
 def test_a_marker_is_a_notice_while_it_is_there(tmp_path, woken):
-    with opened(Preemption(policy(marker=str(tmp_path / "leave-{node}")), woken.set, "node-7")) as preemption:
+    with opened(PreemptionWatcher(policy(marker=str(tmp_path / "leave-{node}")), woken.set, "node-7")) as preemption:
         (tmp_path / "leave-node-8").touch()
         marker = tmp_path / "leave-node-7"
         time.sleep(0.1)
@@ -193,7 +193,7 @@ def test_a_marker_is_a_notice_while_it_is_there(tmp_path, woken):
 def test_a_marker_that_cannot_be_looked_at_says_nothing(tmp_path):
     said = []
     loop = tmp_path / "loop"
-    watch = MarkerWatch(str(loop / "leave"), said.append)
+    watch = MarkerFileWatcher(str(loop / "leave"), said.append)
     watch.look()
     assert said == [{}]
     loop.symlink_to(loop)

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.config.environment import LOCAL_ADDRESS
-from azureml_elastic.node.diagnostics.health.findings import Finding, HealthCheck, Probe, Status
+from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, Finding, Status
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
@@ -87,7 +87,7 @@ def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_int
     members = [member for member in round_.members if member.node != node][:_PEERS]
     if round_.state != "sealed" or not members:
         return Finding(name, "ok", "no round of other nodes is running", limit)
-    report = HealthCheck([_call(member) for member in members]).wait()
+    report = CheckRunner([_call(member) for member in members]).wait()
     first, *others = report.findings
     if first.status == "ok":
         return Finding(name, "ok", str(first), limit)
@@ -101,7 +101,7 @@ def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_int
     return Finding(name, "warn", f"{first}; round {round_.number} may have ended", limit, _ADVICE)
 
 
-def _call(member: Member) -> Probe:
+def _call(member: Member) -> Check:
     where = f"{member.node} at {member.host}:{member.hub_port}"
 
     def look() -> Finding | Sequence[Finding]:
@@ -114,7 +114,7 @@ def _call(member: Member) -> Probe:
             return Finding(where, "fail", f"{type(error).__name__}: {error}")
         return Finding(where, "ok", "accepts")
 
-    return Probe(where, look, _CONNECT_SECONDS, Finding(where, "fail", ""))
+    return Check(where, look, _CONNECT_SECONDS, Finding(where, "fail", ""))
 
 
 def _connect(host: str, port: int) -> None:

@@ -1,6 +1,6 @@
 """Probes of the GPUs, in processes of their own: no CUDA context is ever made in the agent.
 
-``python -m azureml_elastic.node.diagnostics.health.accelerator`` is that process. It multiplies two matrices of small whole numbers
+``python -m azureml_elastic.node.diagnostics.checks.accelerator`` is that process. It multiplies two matrices of small whole numbers
 on each GPU and on the CPU. Every factor, product and sum is a whole number that single precision holds exactly, the
 factors also where they are rounded to TensorFloat-32. Any order of addition therefore gives the same result, and a
 single wrong bit shows.
@@ -18,11 +18,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from azureml_elastic.node.diagnostics.health.findings import Finding
+from azureml_elastic.node.diagnostics.findings import Finding
 
 __all__ = ["check_ecc", "check_gpus", "examine", "read_ecc"]
 
-_MODULE = "azureml_elastic.node.diagnostics.health.accelerator"
+_MODULE = "azureml_elastic.node.diagnostics.checks.accelerator"
 _SIZE = 512
 _LARGEST = 4
 _GIB = 1 << 30

@@ -9,10 +9,10 @@ from datetime import timedelta
 
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.errors import ElasticError, RowChanged, TableForbidden, TableNotFound
-from azureml_elastic.node.diagnostics.doctor.accounts import Account
-from azureml_elastic.node.diagnostics.doctor.identities import Identity
-from azureml_elastic.node.diagnostics.doctor.roles import refusal_code, why_refused
-from azureml_elastic.node.diagnostics.health.findings import Finding
+from azureml_elastic.node.diagnostics.checks.account import Account
+from azureml_elastic.node.diagnostics.checks.identity import CallerIdentity
+from azureml_elastic.node.diagnostics.checks.roles import refusal_code, why_refused
+from azureml_elastic.node.diagnostics.findings import Finding
 from azureml_elastic.node.table import Table, open_table
 
 __all__ = ["check_table"]
@@ -26,7 +26,7 @@ class _WrongError(Exception):
 
 
 def check_table(
-    rendezvous: TableRendezvous, environ: Mapping[str, str], account: Account | None, identity: Identity | None
+    rendezvous: TableRendezvous, environ: Mapping[str, str], account: Account | None, identity: CallerIdentity | None
 ) -> Iterator[Finding]:
     """Make the table where it is missing, and write, read, replace and delete a row, as a run does.
 
@@ -50,7 +50,7 @@ def check_table(
         table.close()
 
 
-def _round_trip(table: Table, account: Account | None, identity: Identity | None) -> Iterator[Finding]:
+def _round_trip(table: Table, account: Account | None, identity: CallerIdentity | None) -> Iterator[Finding]:
     etags: list[str] = []
 
     def insert() -> None:
@@ -104,7 +104,7 @@ def _took(what: str, began: float, more: str = "") -> Finding:
     return Finding(f"table: {what}", "warn" if slow else "ok", f"{seconds * 1000:.0f} ms{more}", "", advice)
 
 
-def _refused(what: str, error: ElasticError, account: Account | None, identity: Identity | None) -> Finding:
+def _refused(what: str, error: ElasticError, account: Account | None, identity: CallerIdentity | None) -> Finding:
     name = f"table: {what}"
     if isinstance(error, TableForbidden) and account is not None:
         code = refusal_code(error)

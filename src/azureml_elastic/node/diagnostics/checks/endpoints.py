@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from azureml_elastic.node.diagnostics.health.findings import Finding
-from azureml_elastic.node.host.addresses import place
+from azureml_elastic.node.diagnostics.findings import Finding
+from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.reachability.reachability import describe_error
 
 __all__ = ["check_host", "check_peer"]
@@ -62,7 +62,7 @@ def check_host(what: str, url: str, environ: Mapping[str, str]) -> Finding:
 
 def check_peer(host: str, port: int) -> Finding:
     """Connect to a port of another node."""
-    name = f"peer {place(host, port)}"
+    name = f"peer {format_address(host, port)}"
     began = time.monotonic()
     try:
         socket.create_connection((host, port), _SECONDS).close()

@@ -10,20 +10,20 @@ from pathlib import Path
 
 from azureml_elastic.checkpoint.storage.opening import is_remote
 from azureml_elastic.config import HealthPolicy
-from azureml_elastic.node.diagnostics.health.accelerator import check_ecc, check_gpus
-from azureml_elastic.node.diagnostics.health.findings import Finding, Probe, Status
-from azureml_elastic.node.diagnostics.health.machine import (
+from azureml_elastic.node.diagnostics.checks.accelerator import check_ecc, check_gpus
+from azureml_elastic.node.diagnostics.checks.machine import (
     check_folder,
     check_memory,
     check_open_files,
     check_shared_memory,
 )
-from azureml_elastic.node.diagnostics.health.network import check_clock, check_hub, check_peers
-from azureml_elastic.node.failures.host_strikes import Strikes
+from azureml_elastic.node.diagnostics.checks.network import check_clock, check_hub, check_peers
+from azureml_elastic.node.diagnostics.findings import Check, Finding, Status
+from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.server_time import ServerClock
 
-__all__ = ["check_folders", "node_probes"]
+__all__ = ["check_folders", "node_checks"]
 
 _Look = Callable[[], Finding | Sequence[Finding]]
 
@@ -42,7 +42,7 @@ def check_folders(run: Path, checkpoints: str | None) -> dict[str, Path]:
     return {what: folder for folder, what in known.items()}
 
 
-def node_probes(
+def node_checks(
     policy: HealthPolicy,
     *,
     node: str,
@@ -53,8 +53,8 @@ def node_probes(
     clock: ServerClock | None = None,
     table_heartbeat_interval: timedelta = timedelta(seconds=5),
     hub: tuple[str, int] | None = None,
-    strikes: Strikes | None = None,
-) -> list[Probe]:
+    strikes: HostStrikes | None = None,
+) -> list[Check]:
     """Return the probes of one node, those that the policy switches off left out.
 
     Args:
@@ -71,10 +71,10 @@ def node_probes(
         strikes: against this node's host, read now so that asking for a place need not wait for them.
     """
     quick, mount = policy.timeout.total_seconds(), policy.mount_timeout.total_seconds()
-    probes: list[Probe] = []
+    probes: list[Check] = []
 
     def add(name: str, look: _Look, limit: float, late: Status, advice: str) -> None:
-        probes.append(Probe(name, look, limit, Finding(name, late, "", f"an answer within {limit:g} s", advice)))
+        probes.append(Check(name, look, limit, Finding(name, late, "", f"an answer within {limit:g} s", advice)))
 
     if policy.disk_mib is not None:
         for what, folder in folders.items():
@@ -107,7 +107,7 @@ def node_probes(
     return probes
 
 
-def _check_strikes(strikes: Strikes, quarantine: int | None) -> Finding:
+def _check_strikes(strikes: HostStrikes, quarantine: int | None) -> Finding:
     count = strikes.mine(fresh=True)
     value = f"{count} against {strikes.host}"
     limit = "any" if quarantine is None else f"fewer than {quarantine}"

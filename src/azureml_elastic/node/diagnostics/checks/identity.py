@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.azure.credentials import STORAGE_SCOPE, TableCredential, choose_credential
-from azureml_elastic.node.diagnostics.health.findings import Finding
+from azureml_elastic.node.diagnostics.findings import Finding
 
-__all__ = ["Identity", "check_identity", "claims_of"]
+__all__ = ["CallerIdentity", "check_identity", "claims_of"]
 
 _ADVICE = (
     "On your own machine: `az login`. In a job: give the compute a managed identity, or submit with "
@@ -23,7 +23,7 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class Identity:
+class CallerIdentity:
     """Who asks.
 
     Args:
@@ -40,7 +40,7 @@ class Identity:
         return self.object_id or "<object id of the identity>"
 
 
-def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> tuple[Identity | None, Finding]:
+def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> tuple[CallerIdentity | None, Finding]:
     """Find the identity that opens the table, and get a token of it.
 
     Args:
@@ -65,7 +65,7 @@ def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> t
         "tenant": claims.get("tid"),
     }
     told = [f"{what} {value}".strip() for what, value in known.items() if value]
-    return Identity(login, str(claims.get("oid") or "")), Finding(name, "ok", ", ".join([login.name, *told]))
+    return CallerIdentity(login, str(claims.get("oid") or "")), Finding(name, "ok", ", ".join([login.name, *told]))
 
 
 def claims_of(token: str) -> dict[str, Any]:

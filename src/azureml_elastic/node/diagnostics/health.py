@@ -15,7 +15,8 @@ from pathlib import Path
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import ElasticError
-from azureml_elastic.node.diagnostics.health import HealthCheck, check_folders, node_probes
+from azureml_elastic.node.diagnostics.findings import CheckRunner
+from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.host.identity import NodeIdentity, read_identity
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.server_time import ServerClock
@@ -62,8 +63,8 @@ def _check(identity: NodeIdentity | None, folders: list[Path], checkpoints: str 
             stack.callback(table.close)
             clock = ServerClock(table, node)
         gpus = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
-        probes = node_probes(policy, node=node, folders=wanted, gpus=gpus, table=table, clock=clock)
-        report = HealthCheck(probes).wait()
+        probes = node_checks(policy, node=node, folders=wanted, gpus=gpus, table=table, clock=clock)
+        report = CheckRunner(probes).wait()
         if clock is not None:
             clock.forget()
     print(report.table())

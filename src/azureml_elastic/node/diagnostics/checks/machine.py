@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from azureml_elastic.errors import MissingExtra
-from azureml_elastic.node.diagnostics.health.findings import Finding, Status
+from azureml_elastic.node.diagnostics.findings import Finding, Status
 
 __all__ = ["available_memory", "check_folder", "check_memory", "check_open_files", "check_shared_memory"]
 

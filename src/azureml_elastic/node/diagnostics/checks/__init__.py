@@ -1,0 +1,1 @@
+"""Checks, one module per subject; each function returns or yields findings."""
