@@ -1,4 +1,4 @@
-"""The command line's root: its commands and what they have in common."""
+"""Root of the command line, with its commands and common options."""
 
 from __future__ import annotations
 

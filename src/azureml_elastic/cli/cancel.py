@@ -17,7 +17,7 @@ def cancel(
     group: GroupOption = None,
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Cancel a run: its job, and the jobs that brought it nodes later."""
+    """Cancel a run: its job, and the jobs of replacement nodes."""
     with explained(GOES_ON):
         _, submitted = open_run(run, subscription, group, workspace)
 
@@ -25,11 +25,11 @@ def cancel(
 
         asked: list[str] = []
 
-        def tell(name: str) -> None:
+        def report(name: str) -> None:
             asked.append(name)
             typer.echo(f"cancelling {name}")
 
         with readable_errors(f"cancel the run {run!r}"):
-            submitted.cancel(tell)
+            submitted.cancel(report)
         if not asked:
             typer.echo(f"{run} has ended already.")

@@ -32,9 +32,9 @@ def compile_(
 ) -> None:
     """Write JOB.YML as standard YAML, for 'az ml job create -f' and azure-ai-ml's load_job.
 
-    Contacts nobody. With --output, paths are relative to its folder, and the library for the nodes lies beside it.
+    Sends no request. With --output, paths are relative to its folder, and the library for the nodes is written beside.
     """
-    # azure-ai-ml announces each of its experimental classes and fields, which nobody here has chosen.
+    # azure-ai-ml logs a warning for every experimental class and field, none of which the user has chosen.
     for name in ("_utils._experimental", "_schema.core.fields"):
         logging.getLogger(f"azure.ai.ml.{name}").setLevel(logging.ERROR)
     with explained():

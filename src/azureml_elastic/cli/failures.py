@@ -1,4 +1,4 @@
-"""Turns errors into one paragraph on stderr and an exit code."""
+"""Conversion of errors to a message on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from azureml_elastic.errors import ElasticError, MissingExtra, UsageError
 __all__ = ["GOES_ON", "USAGE", "explained", "require"]
 
 USAGE = 2
-"""Exit code for input that is wrong."""
+"""Exit code for invalid input."""
 
 GOES_ON = "Interrupted; a run that was submitted goes on. 'azureml-elastic cancel RUN' ends it."
-"""What Ctrl-C means for a run in Azure ML."""
+"""Message after Ctrl-C for commands about a run in Azure ML."""
 
 FAILED = 1
 INTERRUPTED = 130
@@ -25,10 +25,10 @@ INTERRUPTED = 130
 
 @contextlib.contextmanager
 def explained(interrupted: str = "Interrupted; all nodes have been ended.") -> Iterator[None]:
-    """Give each error of the body its message and exit code: 2 for wrong input, 130 for Ctrl-C, else 1.
+    """Convert errors of the body to a message and an exit code: 2 for invalid input, 130 for Ctrl-C, otherwise 1.
 
     Args:
-        interrupted: what Ctrl-C means for the nodes.
+        interrupted: message after Ctrl-C.
     """
     try:
         yield
@@ -46,10 +46,10 @@ def require(*packages: tuple[str, str, str]) -> None:
     """Check that optional packages are installed, without importing them.
 
     Args:
-        packages: module, distribution and the extra that brings it.
+        packages: tuples of module, distribution, and the extra that installs it.
 
     Raises:
-        MissingExtra: one is not.
+        MissingExtra: a package is not installed.
     """
     for module, distribution, extra in packages:
         if importlib.util.find_spec(module) is None:
@@ -62,7 +62,7 @@ def _exit(message: str, code: int) -> typer.Exit:
 
 
 def _paragraph(error: ValidationError) -> str:
-    """Return what is wrong with a model's fields in one line."""
+    """Return the invalid fields of a model in one line."""
     faults = []
     for detail in error.errors(include_url=False):
         place = ".".join(str(part) for part in detail["loc"])

@@ -1,4 +1,4 @@
-"""``azureml-elastic logs``: what a node has written, while it writes it."""
+"""``azureml-elastic logs``: streams the log of a node."""
 
 from __future__ import annotations
 

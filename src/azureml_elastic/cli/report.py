@@ -1,4 +1,4 @@
-"""``azureml-elastic report``: shows what became of a run."""
+"""``azureml-elastic report``: shows the report of a run."""
 
 from __future__ import annotations
 

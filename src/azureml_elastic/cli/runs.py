@@ -1,4 +1,4 @@
-"""What the commands about a submitted run have in common."""
+"""Options and functions shared by the commands about a submitted run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["NodeOption", "RunName", "open_run"]
 
-RunName = Annotated[str, typer.Argument(help="The name of the job that submitting returned.")]
+RunName = Annotated[str, typer.Argument(help="Name of the run, as printed by 'submit'.")]
 
 NodeOption = Annotated[
     str | None,
-    typer.Option("--node", help="Such as node_0 or spot_1, see 'status'; by default one that runs or has run."),
+    typer.Option("--node", help="Node such as node_0 or spot_1, see 'status'; by default one that runs or has run."),
 ]
 
 
@@ -25,14 +25,14 @@ def open_run(run: str, subscription: str | None, group: str | None, workspace: s
     """Return the client of the workspace, and the run.
 
     Args:
-        run: name of its job.
-        subscription: from the command line, as the next two.
-        group: the resource group.
-        workspace: its name.
+        run: name of the run's job.
+        subscription: id of the subscription; ``None`` searches it, as the next two, with ``find_workspace``.
+        group: name of the resource group.
+        workspace: name of the workspace.
 
     Raises:
-        UsageError: nothing names the workspace.
-        SubmitError: there is no such job, or it is no elastic one.
+        UsageError: the workspace is not specified.
+        SubmitError: the job does not exist or is not elastic.
         MissingExtra: azure-ai-ml is not installed.
     """
     place = find_workspace(subscription, group, workspace)
@@ -41,5 +41,5 @@ def open_run(run: str, subscription: str | None, group: str | None, workspace: s
     from azureml_elastic.submit.submitted import SubmittedRun
 
     client = connect(place.subscription, place.group, place.name)
-    with readable_errors(f"give the run {run!r}"):
+    with readable_errors(f"read the run {run!r}"):
         return client, SubmittedRun(client, run)

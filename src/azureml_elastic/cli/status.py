@@ -1,4 +1,4 @@
-"""``azureml-elastic status``: what became of a run and of each of its nodes."""
+"""``azureml-elastic status``: shows the status of a run and of its nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def status(
     group: GroupOption = None,
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Show a run's job and the jobs of its nodes, those that were asked for later among them."""
+    """Show the status of a run and of its nodes, including replacement nodes."""
     with explained(GOES_ON):
         _, submitted = open_run(run, subscription, group, workspace)
 

@@ -17,7 +17,7 @@ def submit(
     job_file: JobFile,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be submitted, and contact nobody.")
+        bool, typer.Option("--dry-run", help="Print the compiled job without sending a request.")
     ] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Show the run until it ends.")] = False,
     subscription: SubscriptionOption = None,
@@ -26,8 +26,8 @@ def submit(
 ) -> None:
     """Submit JOB.YML; prints the name of the run, for the other commands.
 
-    The workspace is that of config.json, of the variables of Azure ML, or of the options. The login is the one that
-    azure-identity finds: az login, the variables of a service principal, a managed identity.
+    The workspace is given by the options, by Azure ML's environment variables, or by config.json. The login is that
+    of azure-identity: az login, the environment variables of a service principal, or a managed identity.
     """
     with explained(GOES_ON):
         from azureml_elastic.submit.client import connect, readable_errors, silence_sdk_logs

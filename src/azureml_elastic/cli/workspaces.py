@@ -1,4 +1,4 @@
-"""Which workspace a command is about: by its options, by variables, or by the ``config.json`` that the SDK reads."""
+"""Selection of the workspace by options, environment variables, or the ``config.json`` of the SDK."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _SHORTEST_SCOPE = 9
 
 @dataclass(frozen=True)
 class WorkspaceName:
-    """A workspace.
+    """Identification of a workspace.
 
     Args:
-        subscription: id.
-        group: the resource group.
-        name: of the workspace.
+        subscription: id of the subscription.
+        group: name of the resource group.
+        name: name of the workspace.
     """
 
     subscription: str
@@ -51,7 +51,7 @@ class WorkspaceName:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """The variables by which a job of the workspace knows it."""
+        """The environment variables that identify the workspace in its jobs."""
         return {
             "AZUREML_ARM_SUBSCRIPTION": self.subscription,
             "AZUREML_ARM_RESOURCEGROUP": self.group,
@@ -67,20 +67,20 @@ def find_workspace(
     start: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> WorkspaceName:
-    """Return the workspace that options, variables and ``config.json`` name, in this order.
+    """Return the workspace given by options, environment variables or ``config.json``, in this order of precedence.
 
-    The file is looked for as ``MLClient.from_config()`` does: in ``.azureml``, in ``aml_config`` and in the folder
-    itself, then in the folders above.
+    As in ``MLClient.from_config()``, the file is searched in ``.azureml``, ``aml_config`` and the folder itself, then
+    in the parent folders.
 
     Args:
-        subscription: from the command line.
-        group: from the command line.
-        workspace: from the command line.
-        start: folder to begin in; ``None`` for the current one.
-        environ: has the variables of a job of Azure ML, or those of Azure's command line.
+        subscription: value of the option, as in the next two arguments.
+        group: name of the resource group.
+        workspace: name of the workspace.
+        start: folder in which the search starts; ``None`` for the current one.
+        environ: environment variables.
 
     Raises:
-        UsageError: something is not named, or the file cannot be read.
+        UsageError: a part of the identification is missing, or the file cannot be read.
     """
     given = {
         "subscription_id": subscription or environ.get("AZUREML_ARM_SUBSCRIPTION"),

@@ -1,4 +1,4 @@
-"""The frozen models that both sides share: what a user asks for, and the plan that the nodes receive."""
+"""Frozen configuration models shared by submission and nodes: the user's policies, and the plan for the nodes."""
 
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Ramp
 from azureml_elastic.config.checkpoint import CheckpointPolicy

@@ -1,4 +1,4 @@
-"""The one document that crosses from the submission to the nodes."""
+"""The plan: the document that the submission passes to the nodes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ PLAN_VERSION = 1
 
 
 class Plan(ConfigModel):
-    """Everything that a node must know, and nothing secret.
+    """The configuration of a run that its nodes receive. It contains no secrets.
 
     Args:
-        version: of this document; a node refuses one that it does not know.
-        resources: the node counts.
-        distribution: the processes.
-        checkpoint: the checkpoints.
-        batch: what becomes of it when the world size changes.
-        pools: the computes in the order of preference; none where all nodes have one compute.
-        replacement: how lost nodes are replaced; ``None`` for not at all.
-        run_id: names the run in the table; ``None`` takes the id that Azure ML gave the run, which every
-            submission gets anew.
-        audit: whether workers write down the samples of each step, so that "exactly once" can be proven.
-        profile: the steps and ranks that PyTorch's profiler records; ``None`` for none.
+        version: version of the document; nodes reject unknown versions.
+        resources: minimum and maximum number of nodes.
+        distribution: configuration of the processes.
+        checkpoint: checkpoint policy.
+        batch: policy for batch size and learning rate when the world size changes.
+        pools: node pools in the order of preference; empty if all nodes have one compute.
+        replacement: policy for replacing lost nodes; ``None`` disables replacement.
+        run_id: identifier of the run in the table; ``None`` selects Azure ML's run id, which is new for each
+            submission.
+        audit: whether workers record the samples of each step, to verify that each was trained exactly once.
+        profile: steps and ranks that PyTorch's profiler records; ``None`` disables it.
     """
 
     version: Literal[1] = Field(default=1)
@@ -50,18 +50,15 @@ class Plan(ConfigModel):
     profile: Profile | None = None
 
     def to_json(self) -> str:
-        """Return the document, one line, keys in order: the same plan gives the same text."""
+        """Return the plan as one line of JSON with sorted keys, so that equal plans have equal texts."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a document.
-
-        Args:
-            text: what :meth:`to_json` returned.
+        """Parse the result of :meth:`to_json`.
 
         Raises:
-            PlanError: the text is no JSON object, is of an unknown version, or has wrong fields.
+            PlanError: the text is no JSON object, has an unknown version, or has invalid fields.
         """
         try:
             document = json.loads(text)

@@ -1,11 +1,11 @@
-"""Best practice for large training jobs on Azure ML, each piece with a switch: network, mounts, data, profiler.
+"""Recommended settings for large training jobs on Azure ML: network, mounts, data and profiler.
 
-What a preset sets are environment variables and modes of inputs, visible in the compiled job, and the job's own
-``environment_variables`` and modes go before them. The sources:
+Presets set environment variables and modes of inputs, which are visible in the compiled job and which the job's own
+settings override. Sources:
 
-- VM sizes: the letter ``r`` among the features in a size's name says that it has InfiniBand
-  (https://learn.microsoft.com/azure/virtual-machines/vm-naming-conventions). Its machines reach each other by it within
-  one scale set or cluster alone (https://learn.microsoft.com/azure/virtual-machines/sizes-hpc).
+- VM sizes: the feature letter ``r`` in the name of a size indicates InfiniBand
+  (https://learn.microsoft.com/azure/virtual-machines/vm-naming-conventions), which connects only the machines of one
+  scale set or cluster (https://learn.microsoft.com/azure/virtual-machines/sizes-hpc).
 - NCCL: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; the values are those of Azure's own images
   for such machines (https://github.com/Azure/azhpc-images, ``customizations``) and of its example for Azure ML
   (https://github.com/Azure/mlops-project-template, ``cv/aml-cli-v2/data-science/src/environment/Dockerfile``).
@@ -37,7 +37,7 @@ _NETWORKS: Mapping[str | None, Mapping[str, str]] = {
 }
 
 _FRESH = {"DATASET_MOUNT_ATTRIBUTE_CACHE_TTL": "1"}
-"""In milliseconds. By default a node never looks again whether a file is there, and would miss what others write."""
+"""Cache lifetime in milliseconds. By default nodes cache file attributes forever and miss other nodes' files."""
 
 _MOUNTS: Mapping[str | None, Mapping[str, str]] = {
     None: {},
@@ -68,18 +68,19 @@ _TYPES_WITH_MODES = frozenset({"mltable", "uri_file", "uri_folder"})
 
 
 class Presets(ConfigModel):
-    """What is set in a job beside what its author has said. ``None`` switches a preset off.
+    """Settings for network, mounts, data and profiler. ``None`` disables a preset.
 
     Args:
-        network: ``"infiniband"`` sets what NCCL needs on VM sizes that have it, ``"ethernet"`` keeps NCCL away from it.
-            ``"auto"`` takes the first where the VM size is known to have it and all nodes are in one cluster or one
-            job, the second where nodes of several have or may have it, and sets nothing else.
-        mount: how mounted folders, of inputs and outputs alike, are read: ``"uncached"`` shows each node at once what
-            another one has written; ``"prefetched"`` does too, and reads ahead; ``"cached"`` also keeps what was read
-            in memory and on the node's disk, for data that are read several times.
-        data: the mode of inputs that name none: ``"mount"``, ``"download"``, or ``"stream"``, which hands the script
-            the address. ``None`` leaves it to Azure ML, which mounts.
-        profile: steps and ranks for PyTorch's profiler.
+        network: NCCL settings. ``"infiniband"`` configures NCCL for VM sizes with InfiniBand; ``"ethernet"`` disables
+            InfiniBand in NCCL. ``"auto"`` selects ``"infiniband"`` if the VM sizes are known to have it and all nodes
+            are in one cluster or one job, ``"ethernet"`` if nodes of several clusters have or may have it, and nothing
+            otherwise.
+        mount: caching of mounted inputs and outputs. ``"uncached"`` makes files of other nodes visible at once;
+            ``"prefetched"`` also reads ahead; ``"cached"`` also caches in memory and on the node's disk, for data that
+            are read repeatedly.
+        data: default mode of inputs: ``"mount"``, ``"download"``, or ``"stream"``, which passes the address to the
+            script. ``None`` selects Azure ML's default, a mount.
+        profile: steps and ranks that PyTorch's profiler records.
     """
 
     network: Literal["auto", "infiniband", "ethernet"] | None = "auto"
@@ -88,21 +89,17 @@ class Presets(ConfigModel):
     profile: Profile | None = None
 
     def environment_variables(self, sizes: Collection[str | None], *, together: bool) -> dict[str, str]:
-        """Return the variables that the presets set.
+        """Return the environment variables of the presets.
 
         Args:
-            sizes: the VM sizes of the nodes; ``None`` for one that is not known.
-            together: whether all nodes are in one cluster, or in one job.
+            sizes: VM sizes of the nodes, ``None`` for an unknown one.
+            together: whether all nodes are in one cluster or one job.
         """
         return {**_NETWORKS[connection(self.network, sizes, together=together)], **_MOUNTS[self.mount]}
 
 
 def has_infiniband(size: str) -> bool:
-    """Return whether a VM size has InfiniBand, by its name.
-
-    Args:
-        size: such as ``"Standard_ND96asr_v4"``, in any case.
-    """
+    """Return whether a VM size, such as ``"Standard_ND96asr_v4"``, has InfiniBand according to its name."""
     match = _SIZE.fullmatch(size.strip().lower())
     return match is not None and "r" in match["features"]
 
@@ -110,15 +107,15 @@ def has_infiniband(size: str) -> bool:
 def connection(
     network: Literal["auto", "infiniband", "ethernet"] | None, sizes: Collection[str | None], *, together: bool
 ) -> Literal["infiniband", "ethernet"] | None:
-    """Return how NCCL is to connect the nodes; ``None`` leaves it to NCCL.
+    """Return the network that NCCL is configured for; ``None`` for NCCL's default.
 
-    NCCL takes InfiniBand wherever it sees a card, and waits in vain for peers that the card does not reach: those in
-    another cluster, or on machines without one.
+    NCCL uses InfiniBand wherever it detects a card, and hangs if a peer is not reachable through it, such as a machine
+    of another cluster or one without a card.
 
     Args:
-        network: of the presets.
-        sizes: the VM sizes of the nodes; ``None`` for one that is not known.
-        together: whether all nodes are in one cluster, or in one job.
+        network: network preset.
+        sizes: VM sizes of the nodes, ``None`` for an unknown one.
+        together: whether all nodes are in one cluster or one job.
     """
     if network != "auto":
         return network
@@ -131,10 +128,10 @@ def connection(
 
 
 def mode_of_input(data: str | None, kind: str) -> str | None:
-    """Return the mode of an input that names none; ``None`` leaves it to Azure ML.
+    """Return the mode of an input without one; ``None`` for Azure ML's default.
 
     Args:
-        data: of the presets.
-        kind: the input's type; models and literals are left alone.
+        data: data preset.
+        kind: type of the input; models and literals have no preset mode.
     """
     return _MODES[data] if data is not None and kind in _TYPES_WITH_MODES else None

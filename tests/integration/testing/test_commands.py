@@ -83,7 +83,7 @@ def test_a_run_is_watched_read_and_downloaded(run):
         assert "has ended already" in shown.output
         shown = run("status", "no-such-run")
         assert shown.exit_code == 2
-        assert "give the run 'no-such-run'" in shown.output
+        assert "read the run 'no-such-run'" in shown.output
         shown = run("logs", job.name, "--node", "node_7")
         assert "has no node 'node_7'. There are: node_0, node_1" in shown.output
 

@@ -86,7 +86,7 @@ def test_what_is_said_is_what_is_taken(sizes, together):
 
 
 @given(sizes=st.lists(st.sampled_from([RDMA, PLAIN, None]), min_size=1), together=st.booleans())
-def test_nobody_waits_for_a_peer_that_infiniband_does_not_reach(sizes, together):
+def test_infiniband_is_disabled_where_it_does_not_reach_every_peer(sizes, together):
     chosen = connection("auto", sizes, together=together)
     if chosen == "infiniband":
         assert together

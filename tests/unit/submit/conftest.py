@@ -223,7 +223,7 @@ class Adapter:
 
 
 class Credential:
-    """Mints tokens that name the audience that Azure ML asks for, and that nobody signed."""
+    """Mints tokens that name the audience that Azure ML asks for, without a signature."""
 
     def get_token(self, *scopes, **_):
         from azure.core.credentials import AccessToken

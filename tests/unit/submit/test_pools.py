@@ -46,7 +46,7 @@ def test_serverless_pools_have_their_own_size_and_tier(client, sent):
     assert node["computeId"] == sure_node["computeId"] == body["properties"]["computeId"]
 
 
-def test_the_counts_are_those_of_the_pools_where_nobody_gives_others():
+def test_counts_default_to_those_of_the_pools():
     job = make(SPOT, DEDICATED)
     assert (job.resources.min_instance_count, job.resources.max_instance_count) == (1, 5)
     assert job.plan.pools == (SPOT, DEDICATED)

@@ -55,7 +55,7 @@ def test_holds_the_library_its_starter_and_what_they_need(tmp_path):
     assert all(";" not in requirement and ">=" in requirement for requirement in needed.values())
 
 
-def test_equal_content_is_in_the_same_place_whoever_stages_it(tmp_path):
+def test_equal_content_is_in_the_same_place_for_every_user(tmp_path):
     first, second = stage_runtime(tmp_path / "a"), stage_runtime(tmp_path / "b")
     assert first.relative_to(tmp_path / "a") == second.relative_to(tmp_path / "b")
     assert listing(first) == listing(second)

@@ -1,4 +1,4 @@
-"""Compiled YAML says the same as the job: whoever loads and submits it sends the same bodies."""
+"""Compiled YAML is equivalent to the job: loading and submitting it sends the same bodies."""
 
 import json
 import re

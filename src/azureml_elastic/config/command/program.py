@@ -1,9 +1,8 @@
-"""The Python program that a job starts: found in the job's shell command, understood on the node.
+"""The Python program that a job starts.
 
-A job's command may prepare the node first (``pip install -r r.txt && python train.py | tee log``). Submission
-only has to know *where* the program stands in that text, for everything around it stays the shell's business:
-:func:`find_program` reads the command as a shell would, without running or rewriting a character of it. On the
-node the shell has already split the words, and :func:`parse_program` reads those.
+At submission, :func:`find_program` locates the program in the job's shell command, which may also prepare the node
+(``pip install -r r.txt && python train.py | tee log``); the rest of the command is left to the shell unchanged. On the
+node, :func:`parse_program` parses the words into which the shell has split the program.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _NEXT_STEP = "Give the script itself, as in 'python train.py --epochs 10' or 'py
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program and how it is started.
+    """A Python program with its interpreter and arguments.
 
     Args:
-        interpreter: as it was given (``"python3.11"``, ``"/opt/bin/python"``); ``None`` where only the script was.
-        interpreter_options: for the interpreter itself (``("-u", "-W", "error")``).
-        kind: whether ``target`` is a file or the name of a module.
-        target: the script's path or the module's dotted name.
-        arguments: for the program.
+        interpreter: interpreter as given (``"python3.11"``, ``"/opt/bin/python"``); ``None`` for a bare script.
+        interpreter_options: options of the interpreter (``("-u", "-W", "error")``).
+        kind: whether ``target`` is a script or a module.
+        target: path of the script, or dotted name of the module.
+        arguments: arguments of the program.
     """
 
     interpreter: str | None
@@ -54,7 +53,7 @@ class Program:
 
 
 class FoundProgram(NamedTuple):
-    """A shell command, cut in three; the parts joined are the command, character for character."""
+    """The three consecutive parts of a shell command, which concatenate to the command."""
 
     before: str
     program: str
@@ -62,14 +61,14 @@ class FoundProgram(NamedTuple):
 
 
 def parse_program(argv: Sequence[str]) -> Program:
-    """Read the words that start a Python program.
+    """Parse the words that start a Python program.
 
     Args:
-        argv: the interpreter, its options, the script or ``-m module``, and the program's arguments; or just a
-            script that ends in ``.py`` with its arguments; or one string that holds all of it.
+        argv: interpreter, its options, script or ``-m module``, and arguments; or a script that ends in ``.py`` and
+            its arguments; or a single string with all of these.
 
     Raises:
-        CommandError: the words start no Python program that the elastic agent could run.
+        CommandError: the words start no Python program that the agent could run.
     """
     words = list(argv)
     if len(words) == 1 and any(character.isspace() or character in _QUOTES for character in words[0]):
@@ -84,10 +83,10 @@ def parse_program(argv: Sequence[str]) -> Program:
 
 
 def require_script(program: Program) -> None:
-    """Check that the script is there, so that nothing is started for one that is not.
+    """Check that the script exists. Modules are not checked, because only their own interpreter can find them.
 
     Raises:
-        CommandError: it is not. A module is found only by its own interpreter, and not checked.
+        CommandError: the script does not exist.
     """
     if program.kind == "script" and not Path(program.target).is_file():
         raise CommandError(
@@ -97,16 +96,16 @@ def require_script(program: Program) -> None:
 
 
 def find_program(shell_command: str) -> FoundProgram:
-    """Find the one Python program that a shell command starts.
+    """Locate the one Python program that a shell command starts.
 
-    Commands before it may prepare the node, ``python -m pip`` and ``python -c`` among them; what follows may be
-    a pipe, a redirection or a clean-up. ``${{...}}`` expressions of Azure ML are words like any other.
+    Commands before it may prepare the node, including ``python -m pip`` and ``python -c``; a pipe, redirection or
+    clean-up may follow. Expressions of Azure ML (``${{...}}``) are treated as words.
 
     Args:
         shell_command: one or more lines for ``bash``.
 
     Raises:
-        CommandError: no Python program is there, or more than one, or it is started in a loop.
+        CommandError: the command starts no Python program, more than one, or one in a loop.
     """
     found: list[FoundProgram] = []
     others: list[list[str]] = []
@@ -184,7 +183,7 @@ def _parse_interpreted(words: list[str]) -> Program:
 
 
 def _prepares(words: list[str]) -> bool:
-    """Whether a call of Python installs packages or runs one line, and so is no program of the job."""
+    """Return whether a call of Python only prepares the node: it installs packages or runs a ``-c`` command."""
     for position, word in enumerate(words[1:], start=1):
         if not word.startswith("-"):
             return False

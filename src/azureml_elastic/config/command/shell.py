@@ -1,8 +1,7 @@
-"""A shell command read into its simple commands, each word with its place in the text.
+"""Parser that splits a shell command into simple commands, with the position of each word.
 
-Enough of the shell's grammar to find a program in a job's command: quotes, line continuations, comments,
-operators, redirections, substitutions, and the ``${{...}}`` expressions of Azure ML. Nothing is expanded.
-:mod:`shlex` knows neither the places nor the expressions.
+It covers quotes, line continuations, comments, operators, redirections, substitutions, and the ``${{...}}`` expressions
+of Azure ML, without expanding anything. :mod:`shlex` supports neither positions nor these expressions.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class Word(NamedTuple):
     """A word of a command.
 
     Args:
-        text: as the program would receive it, but for expansions.
-        start: the place of its first character in the whole text.
-        end: the place after its last character.
+        text: text without quotes, as a program would receive it before expansion.
+        start: index of the first character in the command.
+        end: index after the last character.
     """
 
     text: str
@@ -38,16 +37,16 @@ class Word(NamedTuple):
 
 
 def simple_commands(text: str) -> Iterator[list[Word]]:
-    """Yield the commands between the shell's operators, without their redirections.
+    """Yield the words of each command between the shell's operators, without redirections.
 
     Args:
         text: one or more lines of shell.
 
     Raises:
-        CommandError: a quotation or expression is not closed, or the text holds a here-document.
+        CommandError: a quotation or expression is not closed, or the text has a here-document.
     """
     words: list[Word] = []
-    redirected = False  # whether the next word names a redirection's file
+    redirected = False  # whether the next word is the file of a redirection
     position = 0
     while position < len(text):
         if match := _SPACE.match(text, position) or _COMMENT.match(text, position):
@@ -55,8 +54,8 @@ def simple_commands(text: str) -> Iterator[list[Word]]:
         elif match := _REDIRECTION.match(text, position):
             if match.group().endswith("<<"):
                 raise CommandError(
-                    "The command holds a here-document or here-string (<<), whose lines cannot be told from "
-                    "commands. Put the text into a file next to the script."
+                    "The command holds a here-document or here-string (<<), which is not supported because its lines "
+                    "look like commands. Put the text into a file next to the script."
                 )
             redirected = True
             position = match.end()
@@ -102,7 +101,7 @@ def _word(text: str, start: int) -> Word:
 
 
 def _end_of_expansion(text: str, start: int) -> int:
-    """Return the place after the ``${{...}}``, ``${...}`` or ``$(...)`` that begins at ``start``."""
+    """Return the index after the ``${{...}}``, ``${...}`` or ``$(...)`` that begins at ``start``."""
     if text.startswith("${{", start):
         return _end_at(text, start, "}}", 3)
     if text.startswith("${", start):
