@@ -60,8 +60,8 @@ class Rendezvous:
         timings: heartbeat interval and timeouts.
         cancelled: function that returns whether to end a wait with ``InterruptedError``.
         host_id: identifier of the machine, against which strikes are counted.
-        strikes: function that returns the number of live strikes against the machine; the argument is whether other nodes may have
-            written new ones.
+        strikes: function that returns the number of live strikes against the machine; the argument is whether
+            other nodes may have written new ones.
         runtime: clock, threads and sockets; by default those of this machine.
         ports: first and last port to listen on; ``None`` for any.
         unreachable: callback with each node that this one cannot reach.

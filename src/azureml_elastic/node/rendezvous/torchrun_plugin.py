@@ -1,4 +1,4 @@
-"""The entry point through which torchrun finds the rendezvous. torch loads it in every process, so it imports nothing."""
+"""The entry point through which torchrun finds the rendezvous. torch loads it everywhere, so it imports nothing."""
 
 from __future__ import annotations
 

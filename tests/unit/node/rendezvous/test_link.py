@@ -69,3 +69,28 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
         beating.close()
         silent.close()
         hub.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"op": "hello"},
+        {"op": "hello", "node": 1, "round": 1},
+        {"op": "round_changed", "round": "not packed"},
+        {"op": "x"},
+    ],
+)
+def test_a_hub_closes_connections_that_send_malformed_messages_and_serves_others(fields, caplog):
+    hub = Hub("127.0.0.1", RendezvousTimings(), lambda: None)
+    closed = threading.Event()
+    client = LineClient(("127.0.0.1", hub.port), lambda *_: None, lambda _: closed.set())
+    try:
+        client.send(fields)
+        assert closed.wait(60)
+        assert "sent a malformed message" in caplog.text
+        link = Link(("127.0.0.1", hub.port), Hello("node", 1), RendezvousTimings(), lambda: None)
+        until(lambda: link.must_read)
+        link.close()
+    finally:
+        client.close()
+        hub.close()

@@ -59,7 +59,8 @@ class Hub:
         runtime: clock and sockets.
         quarantine: number of strikes from which no room is made for a node; ``None`` for never.
         latest: receives each version of the round.
-        reached_leader: function that returns whether this node has reached rank 0's hub of a round, ``None`` if it does not know yet.
+        reached_leader: function that returns whether this node has reached rank 0's hub of a round, ``None`` while
+            it still tries.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import PlainSerializer, PlainValidator
 
@@ -213,7 +213,4 @@ Message = (
     | Broadcast
 )
 
-CODEC: MessageCodec[Message] = MessageCodec(
-    Beat, RoundChanged, Hello, Done, Report, Unreachable, Reached,
-    Watch, LeaderQuery, LeaderAnswer, SealPosition, Lost, AllDone, Broadcast,
-)  # fmt: skip
+CODEC: MessageCodec[Message] = MessageCodec(*get_args(Message))
