@@ -41,7 +41,7 @@ class WorkerEnvironment:
 
     @property
     def stays(self) -> bool:
-        """Whether the agent wants this process to outlive its round: it is told its place later."""
+        """Whether this process is to outlive its round; the agent sends its rank later."""
         return self.channel is not None and self.identity.round == 0
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Processes killed at any byte of a save, files damaged in any way: what is restored is the newest that is whole."""
+"""After a kill at any byte of a save and any damage to files, the newest undamaged checkpoint is restored."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ RUNS = 8
 
 
 class Run:
-    """A run that is killed, damaged and restored again and again."""
+    """A run that is killed, damaged and restored repeatedly."""
 
     def __init__(self, folder, seed):
         self.folder = folder
         self.folder.mkdir()
         self.moments = random.Random(seed)
         self.storage = LocalStorage(folder)
-        self.agent = StandaloneAgent(self.storage, Identity(1, 0, 2, 0))  # not the one that listens to SIGTERM
+        self.agent = StandaloneAgent(self.storage, Identity(1, 0, 2, 0))  # without a SIGTERM handler
         self.step, self.parent, self.round = 0, None, 0
         self.committed = set()
         self.written = {}
 
     def save(self):
-        """Save until killed; take note of what was committed and is there."""
+        """Save until the process is killed."""
         self.round += 1
         process = CONTEXT.Process(
             target=damages.save_until_killed,
@@ -51,11 +51,11 @@ class Run:
         assert process.exitcode == 9
 
     def whole(self):
-        """Return the committed checkpoints that are there as they were written: step and folder."""
+        """Return step and folder of the undamaged committed checkpoints."""
         return {(FolderName.parse(name).step, name) for name in self.committed if self._is_as_written(name)}
 
     def note(self):
-        """Take note of what is committed: the pointer, and what it descends from."""
+        """Record the committed checkpoints and the content of all files."""
         pointer = self.agent.pointer()
         if pointer is not None:
             self.committed.add(pointer.directory)
@@ -68,7 +68,7 @@ class Run:
         return pointer
 
     def restore(self):
-        """Restore, and check that it is the newest whole checkpoint, with all that it had."""
+        """Restore, and check that the result is the newest undamaged checkpoint with its full content."""
         pointer = self.note()
         if pointer is None:
             return
@@ -100,7 +100,7 @@ def memory():
 
 
 @pytest.mark.parametrize("seed", range(RUNS))
-def test_what_is_restored_is_the_newest_whole_checkpoint(seed, memory):
+def test_the_newest_undamaged_checkpoint_is_restored(seed, memory):
     run, lives = Run(memory / "0", seed), 0
     for _ in range(CASES // RUNS):
         run.save()

@@ -1,4 +1,4 @@
-"""A lost peer costs no completed step: the survivors hand their state over, or stay and go on."""
+"""A lost peer costs no completed step: the survivors hand their state over, or continue in a new process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = EPOCHS * 4
 
 
 class Rounds(FakeAgent):
-    """Gives parked workers their places, as soon as as many as expected wait."""
+    """An agent that assigns ranks to parked workers once the expected number waits."""
 
     def __init__(self, path):
         super().__init__(path)
@@ -38,12 +38,12 @@ class Rounds(FakeAgent):
             self._assign()
 
     def expect(self, size):
-        """Begin a round of this size once so many wait."""
+        """Start a round of this size once as many workers wait."""
         self.size = size
         self._assign()
 
     def interrupt(self, victim=2):
-        """Tell all but the victim, whose agent is lost with it, that the round is over."""
+        """Send the end of the round to all but the victim, whose agent is lost with it."""
         for connection in self.server.connections:
             if connection.state["local_rank"] != victim:
                 connection.send({"op": "interrupt"})
@@ -76,14 +76,14 @@ def environment(agent, number, victim):
 
 
 def until_hit(process):
-    """Wait until a process is dead or frozen: no agent is told earlier."""
+    """Wait until a process is dead or frozen."""
     over = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
     with suppress(psutil.NoSuchProcess):
         recovering.until(lambda: psutil.Process(process.pid).status() in over)
 
 
 def queued(process):
-    """Return how many bytes the connections of a process have taken and not delivered."""
+    """Return the number of bytes queued in the connections of a process."""
     ports = {each.laddr.port for each in psutil.Process(process.pid).net_connections("tcp4") if each.raddr}
     table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(int(line[4].split(":")[0], 16) for line in table if int(line[1].split(":")[1], 16) in ports)
@@ -94,11 +94,11 @@ def undisturbed(tmp_path):
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_survivors_hand_over_and_new_processes_go_on(agent, tmp_path, fault):
+def test_survivors_hand_over_and_new_processes_continue(agent, tmp_path, fault):
     arguments = (tmp_path / "c", EPOCHS, fault, 9)
     world = World(3, recovering.train_on, *arguments, **environment(agent, 1, victim=2))
-    heard = agent.wait_for_all(connected=3, step=3 * 8)
-    assert {rank for rank, _ in heard["connected"]} == {0, 1, 2}
+    received = agent.wait_for_all(connected=3, step=3 * 8)
+    assert {rank for rank, _ in received["connected"]} == {0, 1, 2}
     until_hit(world.processes[2])
     agent.interrupt()
     agent.wait_for("gone", 2)
@@ -114,12 +114,12 @@ def test_survivors_hand_over_and_new_processes_go_on(agent, tmp_path, fault):
 
 @pytest.mark.parametrize("normalised", [False, True], ids=["plain", "buffers"])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_survivors_stay_and_a_new_process_joins_them(agent, tmp_path, fault, normalised):
+def test_survivors_continue_and_a_new_process_joins(agent, tmp_path, fault, normalised):
     arguments = (tmp_path / "c", EPOCHS, fault, 9, normalised)
     agent.expect(3)
     world = World(3, recovering.train_on, *arguments, **environment(agent, 0, victim=2))
-    heard = agent.wait_for_all(connected=3, step=3 * 8)
-    assert {rank for rank, _ in heard["connected"]} == {0, 1, 2}
+    received = agent.wait_for_all(connected=3, step=3 * 8)
+    assert {rank for rank, _ in received["connected"]} == {0, 1, 2}
     until_hit(world.processes[2])
     agent.interrupt()
     agent.expect(2)
@@ -162,5 +162,5 @@ def test_a_rank_that_is_a_step_behind_catches_up(tmp_path):
     assert first[:2] == [4, 48]
 
 
-def test_an_abort_leaves_connections_alone_that_other_threads_opened_meanwhile(tmp_path):
+def test_an_abort_keeps_connections_of_other_threads(tmp_path):
     assert World(2, recovering.abort_beside_other_connections, tmp_path / "c").values() == [[True, b"open"], [True]]

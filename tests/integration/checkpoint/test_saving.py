@@ -23,7 +23,7 @@ from tests.support.train import workers
 
 
 class Agent(StandaloneAgent):
-    """Commits when it is told to, in the way it is told to."""
+    """An agent whose commits wait for a signal and may fail."""
 
     def __init__(self, folder):
         super().__init__(LocalStorage(folder), Identity(1, 0, 2, 0))

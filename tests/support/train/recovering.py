@@ -1,4 +1,4 @@
-"""What the processes of the tests of recovery do."""
+"""Training processes for the tests of recovery."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.waiting import until
 
 
 def train_on(folder, epochs, fault=None, at=0, normalised=False):
-    """Train; at a step, let a signal hit this process in the middle of the backward pass, or before the forward one."""
+    """Train; at one step, send this process a signal in the middle of the backward pass."""
     run = train.start(workers.policy(folder))
     victim = fault is not None and int(os.environ["LOCAL_RANK"]) == int(os.environ["VICTIM"])
     model = workers.network()
@@ -110,7 +110,7 @@ def at_rest():
 
 
 def user_collective(folder, at):
-    """Train until, at a step, one rank dies before a collective that the script itself calls."""
+    """Train until one rank dies before a collective of the script."""
     for run in steps(folder, workers.network()):
         if run.steps == at:
             if os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
@@ -123,7 +123,7 @@ def user_collective(folder, at):
 
 
 def different_steps(folder):
-    """Two ranks of which one is a step ahead: the other one catches up."""
+    """Restore the state of a rank that is a step ahead on the other rank."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     torch.manual_seed(rank)

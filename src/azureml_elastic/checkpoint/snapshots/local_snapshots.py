@@ -7,7 +7,7 @@ folder, each snapshot is written there too. Each agent locks a folder of its own
     FOLDER/run id/node/<snapshot>/rank-00000.safetensors       a shard
     FOLDER/run id/node/<snapshot>/rank-00000.safetensors.json  its description, written last
 
-An agent that starts also offers the snapshots of folders that nobody has locked. The description has the checksum of
+An agent that starts also offers the snapshots of folders without a lock. The description has the checksum of
 the shard, so that a torn shard is never used.
 """
 
