@@ -1,4 +1,4 @@
-"""The run's only shared truth: rows of one table, behind one small protocol with two backends."""
+"""The table of a run: its only shared state, rows behind one protocol with two backends."""
 
 from azureml_elastic.node.table.opening import open_table
 from azureml_elastic.node.table.protocol import Row, Table

@@ -1,8 +1,8 @@
-"""The table in Azure Tables, or in its emulator Azurite.
+"""The table in Azure Tables or its emulator Azurite.
 
-The only importer of ``azure.data``. Each write carries a random nonce. When the service did write a row but its answer
-was lost, the repetition finds the row in its way; the nonce in the row then tells that it is ours. A write that failed
-as ``TableUnavailable`` keeps its nonce: the same call, made again, goes on with the same write.
+The only importer of ``azure.data``. Each write carries a random nonce. If the service wrote a row but its answer was
+lost, the retry finds the row in place, and the nonce identifies it as written by this call. A write that failed with
+``TableUnavailable`` keeps its nonce: the same call, repeated, continues the same write.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ T = TypeVar("T")
 _CONNECT_TIMEOUT_S = 3.0
 _READ_TIMEOUT_S = 4.0
 _DELETION_TIMEOUT = timedelta(seconds=90)  # Azure keeps the name of a deleted table for 40 s and more
-_CONNECTIONS = 256  # kept open; threads beyond that make one for each call
+_CONNECTIONS = 256  # kept open; further threads open one per call
 _PAGE = 1000
-_UNSETTLED = 256  # writes whose outcome is unknown; beyond that the oldest are forgotten
+_UNSETTLED = 256  # maximum number of writes with unknown outcome; the oldest are dropped first
 
 _NONCE = "nonce"
 _PIECE = "value"
 
 
 class AzureTable:
-    """Rows of one run in an Azure table, which is made when missing; implements ``Table``.
+    """Rows of one run in an Azure table, created if missing; implements ``Table``.
 
     Args:
-        endpoint: the account's table URL; ``None`` takes that of the login's connection string.
-        table: the table's name.
-        partition: the run.
-        login: the identity.
-        timeout: for one call, all its attempts together.
+        endpoint: table URL of the account; ``None`` means that of the connection string.
+        table: name of the table.
+        partition: run id.
+        credential: credential of the account.
+        timeout: time limit of one call, all attempts together.
 
     Raises:
         TableNotFound: the account cannot be reached.
         TableForbidden: the identity lacks a role.
-        TableUnavailable: the account answers, but not in time.
-        UsageError: the connection string is malformed or is one for another account.
+        TableUnavailable: the account does not answer in time.
+        UsageError: the connection string is malformed or belongs to another account.
         KeyInvalid: the partition is empty or too long.
     """
 
@@ -80,16 +80,16 @@ class AzureTable:
         endpoint: str | None,
         table: str,
         partition: str,
-        login: TableCredential,
+        credential: TableCredential,
         *,
         timeout: timedelta = CALL_TIMEOUT,
     ) -> None:
         self._timeout = timeout
         self._partition = write_key(partition)
-        self._client = _client(endpoint, table, login)
+        self._client = _client(endpoint, table, credential)
         self._unsettled: OrderedDict[tuple[str, str, str | None], str] = OrderedDict()
         self._lock = threading.Lock()
-        self._place = TableContext(self._client.url.partition("?")[0], table, login.name)
+        self._context = TableContext(self._client.url.partition("?")[0], table, credential.name)
         try:
             self._ensure_table()
         except BaseException:
@@ -97,16 +97,16 @@ class AzureTable:
             raise
 
     def get(self, key: str) -> Row | None:
-        """Return the row, or ``None`` where there is none."""
+        """Return the row, or ``None`` if it does not exist."""
         entity = self._find(key, write_key(key))
         return None if entity is None else _row(entity)
 
     def insert(self, key: str, value: Mapping[str, Any]) -> str:
-        """Write a row that does not exist yet and return its etag."""
+        """Insert a new row and return its etag."""
         return self._write(key, value, None, self._client.create_entity)
 
     def replace(self, key: str, value: Mapping[str, Any], etag: str) -> str:
-        """Overwrite the row if it still has this version, and return the new etag."""
+        """Replace the row if its version is ``etag``, and return the new etag."""
         same = MatchConditions.IfNotModified
 
         def send(entity: Mapping[str, str], **timeouts: Any) -> Mapping[str, Any]:
@@ -115,14 +115,14 @@ class AzureTable:
         return self._write(key, value, etag, send)
 
     def delete(self, key: str, etag: str | None = None) -> None:
-        """Remove the row; a row that is not there is no error unless an etag was given."""
+        """Delete the row. A missing row is an error only if an etag is given."""
         where = (self._partition, write_key(key))
         if etag is None:
             self._call(key, lambda **timeouts: self._client.delete_entity(*where, **timeouts))
             return
 
         def send(**timeouts: Any) -> bool:
-            status: list[int] = []  # the SDK itself takes a row that is gone for one deleted
+            status: list[int] = []  # the SDK reports a missing row as deleted
             self._client.delete_entity(
                 *where,
                 etag=etag,
@@ -132,14 +132,14 @@ class AzureTable:
             )
             return HTTPStatus.NOT_FOUND not in status
 
-        answer, unsure = self._send(key, send)
+        answer, uncertain = self._send(key, send)
         if answer is True:
             return
-        if unsure:
-            raise self._unsure(key)
+        if uncertain:
+            raise self._unknown_outcome(key)
         if answer is False:
             raise RowChanged(f"Row {key!r} is gone; version {etag} was expected. Read it again.")
-        raise translate(answer, self._place, key) from cause(answer)
+        raise translate(answer, self._context, key) from cause(answer)
 
     def query(self, prefix: str) -> Iterator[Row]:
         """Yield all rows whose key starts with ``prefix``, page by page."""
@@ -181,14 +181,7 @@ class AzureTable:
     def _write(
         self, key: str, value: Mapping[str, Any], etag: str | None, send: Callable[..., Mapping[str, Any]]
     ) -> str:
-        """Write the row and return its new etag.
-
-        Args:
-            key: of the row.
-            value: of the row.
-            etag: that the row must have, ``None`` where there must be no row.
-            send: takes the entity and time-outs.
-        """
+        """Write the row with ``send``, a call that takes the entity and timeouts, and return its new etag."""
         written, text = write_key(key), write_value(key, value)
         call = (written, text, etag)
         with self._lock:
@@ -197,7 +190,7 @@ class AzureTable:
         pieces = {f"{_PIECE}{index:02d}": piece for index, piece in enumerate(cut(text))}
         entity = {"PartitionKey": self._partition, "RowKey": written, _NONCE: nonce, **pieces}
         try:
-            answer, unsure = self._send(key, lambda **timeouts: str(send(entity, **timeouts)["etag"]))
+            answer, uncertain = self._send(key, lambda **timeouts: str(send(entity, **timeouts)["etag"]))
             if isinstance(answer, str):
                 return answer
             # One of our own attempts, or a proxy that repeats calls, may have written the row and lost the answer.
@@ -210,39 +203,41 @@ class AzureTable:
             raise
         if found is not None and found.get(_NONCE) == nonce:
             return str(found.metadata["etag"])
-        raise (self._unsure(key) if unsure or earlier else translate(answer, self._place, key)) from cause(answer)
+        raise (
+            self._unknown_outcome(key) if uncertain or earlier else translate(answer, self._context, key)
+        ) from cause(answer)
 
     def _send(self, key: str, send: Callable[..., T]) -> tuple[T | Exception, bool]:
-        """Return the answer, or the error that says that the row is not as expected.
+        """Return the answer, or the error for a row that is not as expected.
 
-        The second value tells whether an earlier attempt, whose answer was lost, may have been carried out.
+        The second value is true if an earlier attempt, whose answer was lost, may have been carried out.
         """
-        unsure = False
+        uncertain = False
 
         def attempt(**timeouts: Any) -> T | Exception:
-            nonlocal unsure
+            nonlocal uncertain
             try:
                 return send(**timeouts)
             except VENDOR_ERRORS as error:
-                if isinstance(translate(error, self._place, key), (RowExists, RowChanged)):
+                if isinstance(translate(error, self._context, key), (RowExists, RowChanged)):
                     return error
-                unsure = unsure or may_have_arrived(error)
+                uncertain = uncertain or may_have_arrived(error)
                 raise
 
         answer = self._call(key, attempt)
-        return answer, unsure
+        return answer, uncertain
 
-    def _unsure(self, key: str) -> TableUnavailable:
+    def _unknown_outcome(self, key: str) -> TableUnavailable:
         return TableUnavailable(
-            f"Table {self._place.table!r} of {self._place.account}, row {key!r}: the answer to the first attempt was "
-            "lost, and by now somebody else has changed the row. The call may or may not have been carried out before; "
+            f"Table {self._context.table!r} of {self._context.account}, row {key!r}: the answer to the first attempt "
+            "was lost, and another process has changed the row since. The call may or may not have been carried out; "
             "read the row again."
         )
 
     def _ensure_table(self) -> None:
         def exists(**timeouts: Any) -> bool:
             try:
-                self._client.get_entity(self._partition, "=", **timeouts)  # no key is written like this
+                self._client.get_entity(self._partition, "=", **timeouts)  # not the encoded form of any key
             except VENDOR_ERRORS as error:
                 if row_is_missing(error):
                     return True
@@ -255,48 +250,50 @@ class AzureTable:
             try:
                 self._client.create_table(**timeouts)
             except VENDOR_ERRORS as error:
-                if error_code(error) != "TableAlreadyExists":  # another node was faster
+                if error_code(error) != "TableAlreadyExists":  # created by another node meanwhile
                     raise
 
-        # Asking first also serves identities that may use the table but not make one.
+        # Some identities may use the table but not create one.
         if not self._call(None, exists, opening=True):
             self._call(None, create, opening=True, timeout=_DELETION_TIMEOUT)
 
     def _call(
         self, key: str | None, send: Callable[..., T], *, opening: bool = False, timeout: timedelta | None = None
     ) -> T:
-        """Call the SDK, retry what may be repeated, and raise our errors."""
+        """Call the SDK with retries, and raise errors of this package."""
 
         def attempt(left_s: float) -> T:
             return send(connection_timeout=min(_CONNECT_TIMEOUT_S, left_s), read_timeout=min(_READ_TIMEOUT_S, left_s))
 
-        def passing(error: BaseException) -> bool:
-            return isinstance(error, VENDOR_ERRORS) and isinstance(translate(error, self._place, key), TableUnavailable)
+        def retryable(error: BaseException) -> bool:
+            return isinstance(error, VENDOR_ERRORS) and isinstance(
+                translate(error, self._context, key), TableUnavailable
+            )
 
         try:
-            return retry(attempt, passing, timeout or self._timeout, retry_after)
+            return retry(attempt, retryable, timeout or self._timeout, retry_after)
         except VENDOR_ERRORS as error:
-            raise translate(error, self._place, key, opening=opening) from cause(error)
+            raise translate(error, self._context, key, opening=opening) from cause(error)
 
 
-def _client(endpoint: str | None, table: str, login: TableCredential) -> TableClient:
-    # No retries of the SDK's own beneath ours.
+def _client(endpoint: str | None, table: str, credential: TableCredential) -> TableClient:
+    # The SDK's own retries are off: see node.azure.retry.
     options: dict[str, Any] = {"transport": Transport(_CONNECTIONS), "retry_total": 0}
-    if login.connection_string is None:
+    if credential.connection_string is None:
         assert endpoint is not None
-        return TableClient(endpoint, table, credential=login.token, **options)
+        return TableClient(endpoint, table, credential=credential.token, **options)
     try:
-        client = TableClient.from_connection_string(login.connection_string, table, **options)
+        client = TableClient.from_connection_string(credential.connection_string, table, **options)
     except ValueError as error:
         raise UsageError(
-            f"The {login.name} cannot be read: {error}. Copy it again from the storage account's page 'Access keys' or "
-            "'Shared access signature'."
+            f"The {credential.name} cannot be read: {error}. Copy it again from the storage account's page "
+            "'Access keys' or 'Shared access signature'."
         ) from error
     if endpoint is not None and _address(endpoint) != _address(client.url):
         client.close()
         raise UsageError(
-            f"The rendezvous endpoint is {endpoint!r}, but the {login.name} is for {client.url.partition('?')[0]!r}. "
-            "Make them agree, or leave one of them out."
+            f"The rendezvous endpoint is {endpoint!r}, but the {credential.name} is for "
+            f"{client.url.partition('?')[0]!r}. Make them agree, or leave one of them out."
         )
     return client
 
@@ -310,5 +307,5 @@ def _row(entity: TableEntity) -> Row:
     key = read_key(entity["RowKey"])
     text = "".join(entity[name] for name in sorted(entity) if name.startswith(_PIECE))
     timestamp = entity.metadata["timestamp"]
-    assert timestamp is not None  # the service gives every row one
+    assert timestamp is not None  # set by the service for every row
     return Row(key, read_value(key, text), str(entity.metadata["etag"]), timestamp)

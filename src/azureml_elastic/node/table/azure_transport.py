@@ -1,8 +1,7 @@
-"""The way to the service: its answers, and nobody else's.
+"""Transport that accepts only answers of the table service.
 
-Between a node and its table stand gateways, proxies and firewalls, which answer with pages of their own. To the SDK a
-page with the status 404 is a row that does not exist, and one with 200 is an error that no repetition helps; a node
-that believed it would leave its round. Only an answer that looks like the service's own is passed on.
+Gateways, proxies and firewalls between a node and its table answer with pages of their own. The SDK reads such a page
+with status 404 as a missing row, and one with 200 as a permanent error, on which the node would leave its round.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _DOCUMENTS = ("application/json", "application/xml", "application/atom+xml")
 
 
 class Transport(RequestsTransport):  # type: ignore[misc] # untyped here
-    """Raises ``ServiceResponseError``, which may be repeated, where the answer is torn or is not the service's.
+    """Transport that raises the retryable ``ServiceResponseError`` for torn or foreign answers.
 
     Args:
-        connections: kept open; threads beyond that make one for each call.
+        connections: number of connections kept open; further threads open one per call.
     """
 
     def __init__(self, connections: int) -> None:
@@ -41,7 +40,7 @@ class Transport(RequestsTransport):  # type: ignore[misc] # untyped here
         try:
             response = super().send(request, **options)
         except HttpResponseError as error:
-            # The connection broke within the answer's body. The SDK's callers expect such an error to have an answer.
+            # The connection broke within the body; callers of the SDK expect an HttpResponseError to have a response.
             raise ServiceResponseError(str(error), error=error) from error
         kind = str(response.headers.get("Content-Type") or "")
         named = any(name.lower().startswith("x-ms-") for name in response.headers)

@@ -1,12 +1,12 @@
-"""The row ``checkpoint``: which checkpoint is *the* checkpoint.
+"""The row ``checkpoint``, which names the committed checkpoint.
 
-The row carries the number of the round that may write it. The agent of rank 0 takes the row over when its round begins;
-from then on a commit by an older round fails at the compare-and-swap, whatever that round believes. A stale mount or a
-torn file can therefore never lead anyone astray: readers follow this row alone.
+The row carries the number of the round that may write it, as a fencing token. The agent of rank 0 takes the row over
+when its round begins; from then on the compare-and-swap of an older round fails. Readers follow this row alone, so a
+stale mount or a torn file cannot mislead them.
 
-Training waits for a commit, so a table that is away must not hold it up. The row is written on a thread of its own.
-Whoever commits waits for it, but not for long: a later commit takes the place of this one. Only who asks again for the
-same checkpoint shows that there will be no later one, and is given more time.
+Training waits for a commit, so an unavailable table must not delay it. The row is written on a separate thread, and a
+commit waits for it briefly: a later commit replaces it. A repeated commit of the same checkpoint shows that there will
+be no later one, and waits longer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["CHECKPOINT_KEY", "CheckpointPointer"]
 CHECKPOINT_KEY = "checkpoint"
 
 _FIRST_WAIT_SECONDS = 1.0
-_AGAIN_WAIT_SECONDS = 12.0  # a table call gives up after 10
+_REPEATED_WAIT_SECONDS = 12.0  # a table call ends after 10
 
 
 class CheckpointPointer:
-    """The pointer as one round sees it. Thread-safe.
+    """Checkpoint pointer of one round. Thread-safe.
 
     Args:
-        table: opened for the run.
-        number: of the round, whose rank 0 this node is.
-        owner: this agent's incarnation.
+        table: table of the run.
+        number: number of the round in which this node has rank 0.
+        owner: incarnation of this agent.
     """
 
     def __init__(self, table: Table, number: int, owner: str) -> None:
@@ -43,37 +43,37 @@ class CheckpointPointer:
         self._etag: str | None = None
         self._pointer: Mapping[str, Any] | None = None
         self._lock = threading.Lock()
-        self._turn = threading.Lock()
+        self._commit_lock = threading.Lock()
         self._current: _Commit | None = None
-        self._asked: Mapping[str, Any] | None = None
+        self._requested: Mapping[str, Any] | None = None
 
     def take_over(self) -> Mapping[str, Any] | None:
-        """Fence off all older rounds and return the checkpoint that they committed last.
+        """Fence off older rounds and return the checkpoint that they committed last.
 
         Raises:
             Fenced: a newer round has taken over.
-            TableUnavailable: the table is away; call again.
+            TableUnavailable: the table is not available; the call may be repeated.
         """
         with self._lock:
             self._require_row()
             return self._pointer
 
     def commit(self, pointer: Mapping[str, Any]) -> None:
-        """Make this checkpoint the one that everyone restores.
+        """Make this checkpoint the one that is restored.
 
-        Asked for a checkpoint for the first time, it gives the table a second; asked again for the same one, as long
-        as a call to the table takes. Nothing is written twice.
+        The first call for a checkpoint waits a second for the table, a repeated one as long as a table call takes.
+        Nothing is written twice.
 
         Raises:
             Fenced: a newer round has taken over; nothing was written.
-            TableUnavailable: the table is away; the commit may still happen, and may be repeated.
+            TableUnavailable: the table is not available; the commit may still happen, and may be repeated.
         """
-        with self._turn:
-            again, self._asked = self._asked == pointer, dict(pointer)
-            timeout = _AGAIN_WAIT_SECONDS if again else _FIRST_WAIT_SECONDS
+        with self._commit_lock:
+            again, self._requested = self._requested == pointer, dict(pointer)
+            timeout = _REPEATED_WAIT_SECONDS if again else _FIRST_WAIT_SECONDS
             current = self._current
             if current is not None and current.pointer != pointer and current.running:
-                # The table does not even answer what it was asked before: training is not held up for it once more.
+                # The previous write is still unanswered: training does not wait for another one.
                 if not again:
                     raise TableUnavailable(f"{current.trouble} The commit of {_name(pointer)} was not begun.")
                 current.wait(timeout)
@@ -87,7 +87,7 @@ class CheckpointPointer:
             while True:
                 self._require_row()
                 if self._pointer == pointer:
-                    return  # an earlier attempt, whose answer was lost, has written it
+                    return  # written by an attempt whose answer was lost
                 assert self._etag is not None
                 etag, self._etag = self._etag, None
                 try:
@@ -98,7 +98,7 @@ class CheckpointPointer:
                 return
 
     def _require_row(self) -> None:
-        """Have the row's version, of a row that is this round's."""
+        """Read or create the row of this round, and keep its version."""
         while self._etag is None:
             row = self._table.get(CHECKPOINT_KEY)
             if row is not None and row.value["round"] > self._number:
@@ -122,7 +122,7 @@ class CheckpointPointer:
 
 
 class _Commit:
-    """One commit on its way to the table."""
+    """Write of one commit in progress."""
 
     def __init__(self, pointer: Mapping[str, Any]) -> None:
         self.pointer = dict(pointer)
@@ -144,20 +144,20 @@ class _Commit:
         return f"The table has not answered the commit of {_name(self.pointer)} for {since:.1f} s."
 
     def start(self, write: Callable[[Mapping[str, Any]], None]) -> None:
-        """Write on a thread, which may be cut off at any time: the row changes in one step or not at all."""
+        """Start writing on a daemon thread; it may be cut off at any time, as the row changes atomically."""
         threading.Thread(target=self._run, args=(write,), name="commit", daemon=True).start()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it has ended, well or not.
+        """Wait for the end of the write.
 
         Raises:
-            TableUnavailable: it takes longer.
+            TableUnavailable: the write takes longer than the timeout.
         """
         if not self._done.wait(timeout_s):
             raise TableUnavailable(f"{self.trouble} It may still be carried out, and may be repeated.")
 
     def result(self, timeout_s: float) -> None:
-        """Return when the row is written, or raise why not."""
+        """Wait for the write and raise its error."""
         self.wait(timeout_s)
         if self._error is not None:
             raise self._error
@@ -165,7 +165,7 @@ class _Commit:
     def _run(self, write: Callable[[Mapping[str, Any]], None]) -> None:
         try:
             write(self.pointer)
-        except Exception as error:  # noqa: BLE001 - it is raised where the result is asked for
+        except Exception as error:  # noqa: BLE001 - raised by result()
             self._error = error
         finally:
             self._done.set()

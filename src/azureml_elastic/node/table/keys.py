@@ -1,9 +1,8 @@
-"""Row keys: any text, written in the few characters that every backend stores, compares and escapes alike.
+"""Encoding of row keys in characters that every backend stores, compares and escapes alike.
 
-Letters, digits and ``-._`` stand for themselves; every other byte of the text's UTF-8 form becomes ``=XX`` in
-hexadecimal. The code works character by character, so the written form of a prefix is a prefix of the written form,
-and no written character is greater than ``=``, ``_`` or a letter: all keys with one prefix lie between it and the same
-followed by ``~``.
+Letters, digits and ``-._`` are kept; every other byte of the UTF-8 form becomes ``=XX`` in hexadecimal. The encoding
+works byte by byte, so the encoded form of a prefix is a prefix of the encoded form. No encoded character is greater
+than a letter: all keys with a prefix lie between its encoded form and the same followed by ``~``.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from azureml_elastic.errors import KeyInvalid
 __all__ = ["MAX_KEY_CHARACTERS", "MAX_WRITTEN_CHARACTERS", "key_range", "read_key", "write_key"]
 
 MAX_KEY_CHARACTERS = 250
-"""Characters of a key as its user sees it."""
+"""Maximum length of a key."""
 
 MAX_WRITTEN_CHARACTERS = 1024
-"""Characters of the written form: Azure Tables holds no longer partition or row key."""
+"""Maximum length of an encoded key, which is the limit of Azure Tables for partition and row keys."""
 
 _PLAIN = frozenset((string.ascii_letters + string.digits + "-._").encode())
 _WRITTEN = re.compile(r"(?:[A-Za-z0-9._-]|=[0-9A-F]{2})+")
@@ -38,13 +37,10 @@ def _write(text: str) -> str:
 
 
 def write_key(text: str) -> str:
-    """Return the form of a key in which the backends store it.
-
-    Args:
-        text: 1 to 250 characters; the written form must not exceed 1,024.
+    """Return the encoded form of a key of 1 to 250 characters.
 
     Raises:
-        KeyInvalid: the key is empty or too long.
+        KeyInvalid: the key is empty, or too long as it is or in its encoded form.
     """
     if not text:
         raise KeyInvalid("The key is empty; a row of the table needs a key of 1 to 250 characters.")
@@ -64,10 +60,10 @@ def write_key(text: str) -> str:
 
 
 def read_key(written: str) -> str:
-    """Return the key that :func:`write_key` has written.
+    """Return the key whose encoded form this is.
 
     Raises:
-        KeyInvalid: the text was not made by it.
+        KeyInvalid: the text is not an encoded key.
     """
     if _WRITTEN.fullmatch(written):
         try:
@@ -75,19 +71,16 @@ def read_key(written: str) -> str:
         except UnicodeDecodeError:
             pass
     raise KeyInvalid(
-        f"The table holds a row with the key {written!r}, which this library has not written. Give the run a table of "
-        "its own."
+        f"The table holds a row with the key {written!r}, which is not an encoded key of this library. Give "
+        "the run a table of its own."
     )
 
 
 def key_range(prefix: str) -> tuple[str, str]:
-    """Return the first written form that a key with this prefix may have, and the first one beyond them all.
-
-    Args:
-        prefix: of the keys; empty for all of them.
+    """Return the inclusive lower and exclusive upper bound of the encoded keys with a prefix; empty for all keys.
 
     Raises:
-        KeyInvalid: the prefix holds half a surrogate pair.
+        KeyInvalid: the prefix contains half a surrogate pair.
     """
     written = _write(prefix)
     return written, written + "~"

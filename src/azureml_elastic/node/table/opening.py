@@ -1,4 +1,4 @@
-"""From the plan's words to the open table."""
+"""Opening of the table that the plan configures."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["EMULATOR_ACCOUNT", "OPENING_TIMEOUT", "emulator_connection_string", 
 _LOG = logging.getLogger(__name__)
 
 OPENING_TIMEOUT = timedelta(minutes=5)
-"""With a table that is away when a node starts."""
+"""Time limit for a table that is not available when a node starts."""
 
 _PAUSE_S = (0.1, 1.0)
-"""Between two attempts, each of which has had timeout of its own; at random, as nodes often start together."""
+"""Bounds of the random pause between two attempts, each of which has its own retries."""
 
 EMULATOR_ACCOUNT = "devstoreaccount1"
-"""The one account of every emulator."""
+"""The only account of every emulator."""
 
-# Published by Microsoft, the same in every emulator, and of no use anywhere else.
+# Published by Microsoft and the same in every emulator.
 _EMULATOR_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+|[\w-]+\.table\.[\w.-]+/?")
@@ -44,7 +44,7 @@ _ACCEPTED = (
 
 
 def emulator_connection_string(endpoint: str, service: str = "table") -> str:
-    """Return the connection string for the URL of one of an emulator's services."""
+    """Return the connection string for the URL of one of the emulator's services."""
     scheme = urlsplit(endpoint).scheme
     return (
         f"DefaultEndpointsProtocol={scheme};AccountName={EMULATOR_ACCOUNT};AccountKey={_EMULATOR_KEY};"
@@ -59,24 +59,23 @@ def open_table(
     *,
     timeout: timedelta = OPENING_TIMEOUT,
 ) -> Table:
-    """Open the table of a run, which is made when missing.
+    """Open the table of a run, created if missing.
 
-    A node that comes while the table is away waits for it, and says so in its log. A host that has no address is not
-    waited for: its name is wrong.
+    A node that starts while the table is not available waits for it and logs so, unless the host name has no address.
 
     Args:
-        rendezvous: says where, and with which identity.
-        run_id: names the run; its rows are apart from those of all other runs.
-        environ: of the node.
-        timeout: with a table that is away.
+        rendezvous: configuration of endpoint and credential.
+        run_id: run id; rows of different runs are separate.
+        environ: environment of the node.
+        timeout: time limit for a table that is not available.
 
     Raises:
-        UsageError: the endpoint is of no known form, or the identity asked for is not there.
+        UsageError: the form of the endpoint is unknown, or the configured credential is not available.
         TableForbidden: the account refuses the identity.
         TableNotFound: the account does not exist or cannot be reached.
         TableUnavailable: the account does not answer in time.
-        KeyInvalid: the run's name is empty or too long.
-        MissingExtra: the backend's packages are not installed.
+        KeyInvalid: the run id is empty or too long.
+        MissingExtra: the packages of the backend are not installed.
     """
     endpoint = rendezvous.endpoint
     if endpoint is None:
@@ -94,17 +93,17 @@ def open_table(
     raise _bad_form(endpoint)
 
 
-def _retry_while_unavailable(opened: Callable[[], Table], timeout: timedelta) -> Table:
-    """Open the table, again and again while it may only be away."""
-    from azureml_elastic.node.table.azure_errors import may_pass
+def _retry_while_unavailable(open_once: Callable[[], Table], timeout: timedelta) -> Table:
+    """Open the table, with retries while it is temporarily unavailable."""
+    from azureml_elastic.node.table.azure_errors import is_temporary
 
     until = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            return opened()
+            return open_once()
         except (TableUnavailable, TableNotFound) as error:
             left = until - time.monotonic()
-            if left <= 0 or not may_pass(error):
+            if left <= 0 or not is_temporary(error):
                 raise
             _LOG.warning("%s Trying for %.0f s more.", error, left)
             time.sleep(random.uniform(*_PAUSE_S))
@@ -119,14 +118,14 @@ def _open_default(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str
     if rendezvous.credential == "auto" and not in_azure_ml:
         if not environ.get(rendezvous.connection_string_variable):
             raise UsageError(
-                "The rendezvous names no endpoint, this is no job of Azure ML whose workspace could be asked "
+                "The rendezvous names no endpoint, this is no job in an Azure ML workspace "
                 f"({', '.join(WORKSPACE_VARIABLES)} are not all set), and {rendezvous.connection_string_variable} "
                 f"holds no connection string. {_ACCEPTED}"
             )
         rendezvous = rendezvous.model_copy(update={"credential": "connection_string"})
-    login = choose_credential(rendezvous, environ)
-    endpoint = None if login.token is None else workspace_endpoint(environ, login.token)
-    return AzureTable(endpoint, rendezvous.table, run_id, login)
+    credential = choose_credential(rendezvous, environ)
+    endpoint = None if credential.token is None else workspace_endpoint(environ, credential.token)
+    return AzureTable(endpoint, rendezvous.table, run_id, credential)
 
 
 def _open_azure(endpoint: str, rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
@@ -142,18 +141,20 @@ def _open_plain_http(endpoint: str, rendezvous: TableRendezvous, run_id: str, en
 
     given = environ.get(rendezvous.connection_string_variable)
     if rendezvous.credential == "connection_string" or (rendezvous.credential == "auto" and given):
-        login = choose_credential(rendezvous.model_copy(update={"credential": "connection_string"}), environ)
+        credential = choose_credential(rendezvous.model_copy(update={"credential": "connection_string"}), environ)
     elif rendezvous.credential != "auto":
         raise UsageError(
             f"credential={rendezvous.credential!r} sends a token, which must not travel over plain HTTP to "
             f"{endpoint!r}. Use the https:// address, or credential='auto' for an emulator."
         )
     elif urlsplit(endpoint).path.strip("/") == EMULATOR_ACCOUNT:
-        login = TableCredential("the emulator's published key", connection_string=emulator_connection_string(endpoint))
+        credential = TableCredential(
+            "the emulator's published key", connection_string=emulator_connection_string(endpoint)
+        )
     else:
         raise _bad_form(endpoint)
-    return AzureTable(endpoint, rendezvous.table, run_id, login)
+    return AzureTable(endpoint, rendezvous.table, run_id, credential)
 
 
 def _bad_form(endpoint: str) -> UsageError:
-    return UsageError(f"The rendezvous endpoint {endpoint!r} is of no known form. {_ACCEPTED}")
+    return UsageError(f"The rendezvous endpoint {endpoint!r} has an unknown form. {_ACCEPTED}")

@@ -1,8 +1,8 @@
-"""The table as the rest of the library sees it.
+"""The table protocol.
 
-A table is opened for one run (its *partition*); keys are unique within it. Each row is one JSON object with a
-version (``etag``) that changes on every write and a time that the *server* set. There is no unconditional
-overwrite: whoever replaces a row says which version it has read.
+A table is opened for one run (its *partition*); keys are unique within it. Each row is a JSON object with a version
+(``etag``) that changes with every write and a timestamp set by the *server*. There is no unconditional overwrite:
+replacing a row requires the version that was read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ __all__ = ["Row", "Table"]
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it was read.
+    """Row as it was read.
 
     Args:
-        key: unique within the run; any text of 1 to 250 characters whose encoded form has at most 1,024 bytes, which
-            every ASCII text of that length keeps.
-        value: a JSON object.
-        etag: the row's version, opaque.
-        timestamp: when the row was last written, by the server's clock, timezone-aware.
+        key: key, unique within the run: text of 1 to 250 characters whose encoded form has at most 1,024 bytes.
+        value: JSON object.
+        etag: opaque version of the row.
+        timestamp: time of the last write by the server's clock, timezone-aware.
     """
 
     key: str
@@ -38,37 +37,37 @@ class Table(Protocol):
 
     Every method may raise:
 
-    - ``TableUnavailable``: throttled, timed out or reset, after the backend's own bounded retries.
-      The write may or may not have happened.
+    - ``TableUnavailable``: throttled, timed out or reset, after the backend's own limited retries.
+      A write may or may not have happened.
     - ``TableForbidden``: the identity lacks a role.
-    - ``TableNotFound``: the account does not exist or cannot be reached at all.
+    - ``TableNotFound``: the account does not exist or cannot be reached.
     - ``KeyInvalid``: the key is empty or too long.
     """
 
     def get(self, key: str) -> Row | None:
-        """Return the row, or ``None`` where there is none."""
+        """Return the row, or ``None`` if it does not exist."""
 
     def insert(self, key: str, value: Mapping[str, Any]) -> str:
-        """Write a row that does not exist yet and return its etag.
+        """Insert a new row and return its etag.
 
         Raises:
-            RowExists: there is one; nothing was written.
-            ValueTooLarge: the value does not fit; nothing was written.
+            RowExists: the row exists; nothing was written.
+            ValueTooLarge: the value exceeds the limit of a row; nothing was written.
         """
 
     def replace(self, key: str, value: Mapping[str, Any], etag: str) -> str:
-        """Overwrite the row if it still has this version, and return the new etag.
+        """Replace the row if its version is ``etag``, and return the new etag.
 
         Raises:
-            RowChanged: the row has another version or is gone; nothing was written.
-            ValueTooLarge: the value does not fit; nothing was written.
+            RowChanged: the row has another version or does not exist; nothing was written.
+            ValueTooLarge: the value exceeds the limit of a row; nothing was written.
         """
 
     def delete(self, key: str, etag: str | None = None) -> None:
-        """Remove the row; a row that is not there is no error unless an etag was given.
+        """Delete the row. A missing row is an error only if an etag is given.
 
         Raises:
-            RowChanged: an etag was given and the row has another version or is gone.
+            RowChanged: an etag was given and the row has another version or does not exist.
         """
 
     def query(self, prefix: str) -> Iterator[Row]:

@@ -1,8 +1,7 @@
-"""The table server's time, as one process can tell it: the only clock by which two machines may judge one event.
+"""The time of the table's server, the only clock by which two machines may compare an event.
 
-A row that was just written carries the time that the *server* has set. Between two looks at this machine's own clock
-that time bounds how far the two clocks differ, and what has passed since then this process measures on its own
-monotonic clock. No time of another machine enters anything here.
+A written row carries the server's time. Two readings of the local clock around the write bound the difference of the
+two clocks; the time since then is measured on this process's monotonic clock.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Reading:
-    """One row's time between two looks at this machine's clock.
+    """Server time of one write between two readings of the local clock.
 
     Args:
-        before: seconds since the epoch by this machine, before the write.
-        server: when the server says that it was written.
-        after: seconds since the epoch by this machine, after the write.
-        taken: monotonic seconds of this process, after the write.
+        before: local seconds since the epoch before the write.
+        server: server time of the write.
+        after: local seconds since the epoch after the write.
+        taken: monotonic seconds of this process after the write.
     """
 
     before: float
@@ -42,22 +41,22 @@ class Reading:
 
     @property
     def skew(self) -> float:
-        """Seconds that this machine's clock is at least ahead of the server's, negative where it is behind.
+        """Minimum number of seconds by which the local clock is ahead of the server's, negative if behind.
 
-        The write happened somewhere between the two looks, so that a server's time between them proves no difference.
+        The write happened between the two readings, so a server time between them shows no difference.
         """
         server = self.server.timestamp()
         return self.before - server if server < self.before else min(0.0, self.after - server)
 
 
 class ServerClock:
-    """Reads the server's time once, and counts on from there. Thread-safe.
+    """Clock of the server's time, read once and continued on the monotonic clock. Thread-safe.
 
     Args:
-        table: opened for the run.
-        node: this node's name; its row is ``clock.<node>``.
-        wall: returns seconds since the epoch.
-        monotonic: returns monotonic seconds.
+        table: table of the run.
+        node: name of this node; its row is ``clock.<node>``.
+        wall: function that returns seconds since the epoch.
+        monotonic: function that returns monotonic seconds.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class ServerClock:
         """Return the first reading, which costs one write and one read.
 
         Raises:
-            TableError: the table is away, or another process writes this node's row.
+            TableError: the table is not available, or another process writes this node's row.
             UsageError: the table cannot be used.
         """
         with self._lock:
@@ -88,16 +87,12 @@ class ServerClock:
             return self._reading
 
     def now(self) -> datetime:
-        """Return the server's time.
-
-        Raises:
-            TableError, UsageError: as :meth:`reading` does, the first time.
-        """
+        """Return the server's time; the first call raises as :meth:`reading`."""
         reading = self.reading()
         return reading.server + timedelta(seconds=max(0.0, self.monotonic() - reading.taken))
 
     def forget(self) -> None:
-        """Remove this node's row, for a process that is no node of the run. Never raises."""
+        """Delete this node's row, for a process that is no node of the run. Never raises."""
         with contextlib.suppress(ElasticError):
             self._table.delete(self._key)
 
@@ -112,7 +107,7 @@ class ServerClock:
                 else:
                     written = self._table.replace(self._key, value, etag)
             except (RowExists, RowChanged):
-                written = ""  # an earlier agent's row, or an insert that was repeated because its answer was lost
+                written = ""  # row of an earlier agent, or of an insert whose answer was lost
             after, taken = self._wall(), self.monotonic()
             row = self._table.get(self._key)
             if row is not None and row.etag == written:
@@ -120,5 +115,5 @@ class ServerClock:
             etag = row.etag if row is not None else None
         raise RowChanged(
             f"Row {self._key!r} has changed {_ATTEMPTS} times while it was read, so the server's time is not known. "
-            "Two nodes seem to share a name; give each its own."
+            "Two nodes may share a name; give each its own."
         )

@@ -1,8 +1,8 @@
-"""The table in one SQLite file, for nodes that share a machine.
+"""The table in one SQLite file, for nodes on one machine.
 
-Any number of processes and threads may have the file open; a process that is killed while it writes leaves nothing
-behind, because every write is one transaction of SQLite's write-ahead log. The log needs shared memory, so the
-file must lie on a local disk and not on a network mount.
+Any number of processes and threads may open the file. A process killed during a write leaves nothing behind, because
+each write is one transaction of SQLite's write-ahead log. The log requires shared memory, so the file must be on a
+local disk, not on a network mount.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["SqliteTable"]
 
 _BUSY_TIMEOUT_S = 10.0
 
-# ``clock`` has one row. Its version numbers every write of the file, so that no etag ever comes twice, and its time
-# never goes back, even where the machine's clock does.
+# ``clock`` has one row. Its version counts the writes of the file, so that etags are unique, and its time never goes
+# back, even if the machine's clock does.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rows (
     name TEXT NOT NULL, partition TEXT NOT NULL, key TEXT NOT NULL,
@@ -47,14 +47,14 @@ class SqliteTable:
     """Rows of one run in an SQLite file; implements ``Table``.
 
     Args:
-        path: of the file; it and its folder are made when missing.
-        table: the table's name; one file holds any number of tables.
-        partition: the run.
+        path: path of the file; created with its folder if missing.
+        table: name of the table; one file holds any number of tables.
+        partition: run id.
 
     Raises:
-        TableNotFound: the file cannot be made or is no SQLite database.
-        TableForbidden: the file cannot be written.
-        TableUnavailable: others kept the file locked.
+        TableNotFound: the file cannot be created or is not an SQLite database.
+        TableForbidden: the file is not writable.
+        TableUnavailable: the file stayed locked by other processes.
         KeyInvalid: the partition is empty or too long.
     """
 
@@ -65,14 +65,14 @@ class SqliteTable:
         self._connection = self._open()
 
     def get(self, key: str) -> Row | None:
-        """Return the row, or ``None`` where there is none."""
+        """Return the row, or ``None`` if it does not exist."""
         written = write_key(key)
-        with self._turn():
+        with self._locked():
             record = self._find(written)
         return None if record is None else _row(record)
 
     def insert(self, key: str, value: Mapping[str, Any]) -> str:
-        """Write a row that does not exist yet and return its etag."""
+        """Insert a new row and return its etag."""
         written, text = write_key(key), write_value(key, value)
         with self._transaction():
             if self._find(written) is not None:
@@ -80,14 +80,14 @@ class SqliteTable:
             return self._write(written, text)
 
     def replace(self, key: str, value: Mapping[str, Any], etag: str) -> str:
-        """Overwrite the row if it still has this version, and return the new etag."""
+        """Replace the row if its version is ``etag``, and return the new etag."""
         written, text = write_key(key), write_value(key, value)
         with self._transaction():
             self._match(key, written, etag)
             return self._write(written, text)
 
     def delete(self, key: str, etag: str | None = None) -> None:
-        """Remove the row; a row that is not there is no error unless an etag was given."""
+        """Delete the row. A missing row is an error only if an etag is given."""
         written = write_key(key)
         with self._transaction():
             if etag is not None:
@@ -97,8 +97,8 @@ class SqliteTable:
             )
 
     def query(self, prefix: str) -> Iterator[Row]:
-        """Yield all rows whose key starts with ``prefix``: those of one moment."""
-        with self._turn():
+        """Yield all rows whose key starts with ``prefix``, as of one point in time."""
+        with self._locked():
             records: list[_Record] = self._connection.execute(
                 "SELECT key, value, version, time_us FROM rows "
                 "WHERE name = ? AND partition = ? AND key >= ? AND key < ?",
@@ -138,8 +138,8 @@ class SqliteTable:
         return str(version)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Hold the connection; SQLite's errors leave as ours."""
+    def _locked(self) -> Iterator[None]:
+        """Lock the connection; translate errors of SQLite."""
         with self._lock:
             try:
                 yield
@@ -148,8 +148,8 @@ class SqliteTable:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Hold the connection and the file's write lock; commit at the end, or roll back after an error."""
-        with self._turn():
+        """Lock the connection and the file; commit at the end, roll back on an error."""
+        with self._locked():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -173,8 +173,10 @@ class SqliteTable:
             _retry_while_locked(lambda: connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;"))
         except sqlite3.Error as error:
             connection.close()
-            ours = self._translate(error)
-            raise (ours if isinstance(ours, TableForbidden) or _busy(error) else self._not_a_table(error)) from error
+            translated = self._translate(error)
+            raise (
+                translated if isinstance(translated, TableForbidden) or _busy(error) else self._not_a_table(error)
+            ) from error
         return connection
 
     def _not_a_table(self, error: Exception) -> TableNotFound:
@@ -186,10 +188,10 @@ class SqliteTable:
     def _translate(self, error: sqlite3.Error) -> TableError | TableForbidden:
         if "readonly" in str(error):
             return TableForbidden(
-                f"The table's file {str(self._path)!r} cannot be written: {error}. Give its owner's rights to this "
-                "process, on the file and on its folder."
+                f"The table's file {str(self._path)!r} cannot be written: {error}. Give this process "
+                "write access to the file and its folder."
             )
-        reason = f"others kept it locked for {_BUSY_TIMEOUT_S:g} s" if _busy(error) else "the call failed"
+        reason = f"other processes kept it locked for {_BUSY_TIMEOUT_S:g} s" if _busy(error) else "the call failed"
         return TableUnavailable(f"The table's file {str(self._path)!r} is not available, {reason}: {error}.")
 
 
@@ -206,10 +208,10 @@ def _busy(error: sqlite3.Error) -> bool:
 
 
 def _retry_while_locked(step: Callable[[], object]) -> None:
-    """Repeat a step of the opening while others hold the file.
+    """Retry a step of opening while other processes lock the file.
 
-    SQLite gives up at once, whatever its busy timeout is, where waiting for one lock while holding another could block
-    two processes for ever, as when two of them switch a new file to the write-ahead log.
+    SQLite fails at once, whatever its busy timeout, if waiting for one lock while holding another could deadlock two
+    processes, as when both switch a new file to the write-ahead log.
     """
     deadline = time.monotonic() + _BUSY_TIMEOUT_S
     while True:

@@ -1,7 +1,7 @@
-r"""Row values: a JSON object as text, cut into pieces that fit a table's string properties.
+r"""Row values: JSON text, cut into pieces that fit a table's string properties.
 
-The text is pure ASCII (JSON writes everything else as ``\uXXXX``), so that each character is one UTF-16 unit in the
-table, no cut can divide a surrogate pair, and every backend stores the same text under the same limit.
+The text is ASCII (JSON escapes everything else as ``\uXXXX``): each character is one UTF-16 unit in the table, no cut
+divides a surrogate pair, and every backend stores the same text with the same limit.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from azureml_elastic.errors import TableError, UsageError, ValueTooLarge
 __all__ = ["MAX_PIECE_CHARACTERS", "MAX_VALUE_CHARACTERS", "cut", "read_value", "write_value"]
 
 MAX_PIECE_CHARACTERS = 32 * 1024
-"""Characters of one string property: 64 KiB in UTF-16."""
+"""Maximum length of one string property: 64 KiB in UTF-16."""
 
 MAX_VALUE_CHARACTERS = 450 * 1024
-"""Characters of one value: 900 KiB in UTF-16, which leaves room for keys and names within an entity's 1 MiB."""
+"""Maximum length of one value: 900 KiB in UTF-16, which leaves room for keys and names within an entity's 1 MiB."""
 
 
 def write_value(key: str, value: Mapping[str, Any]) -> str:
     """Return the value as JSON text.
 
     Args:
-        key: of the row, for the message.
-        value: a JSON object; tuples become lists, as JSON has it.
+        key: key of the row, for error messages.
+        value: JSON object; tuples become lists.
 
     Raises:
         ValueTooLarge: the text is too long for one row.
-        UsageError: the value is not JSON: an object of another type, NaN, an infinity.
+        UsageError: the value is not JSON, such as an object of another type, NaN or an infinity.
     """
     try:
         text = json.dumps(dict(value), allow_nan=False, separators=(",", ":"))
@@ -49,32 +49,32 @@ def write_value(key: str, value: Mapping[str, Any]) -> str:
 
 
 def read_value(key: str, text: str) -> dict[str, Any]:
-    """Return the value that :func:`write_value` has written.
+    """Return the value of a JSON text.
 
     Args:
-        key: of the row, for the message.
-        text: as it was stored.
+        key: key of the row, for error messages.
+        text: stored text.
 
     Raises:
-        TableError: the text is no JSON object.
+        TableError: the text is not a JSON object.
     """
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise _not_ours(key, text) from error
+        raise _not_json(key, text) from error
     if not isinstance(value, dict):
-        raise _not_ours(key, text)
+        raise _not_json(key, text)
     return value
 
 
 def cut(text: str, size: int = MAX_PIECE_CHARACTERS) -> Iterable[str]:
-    """Yield the text in pieces of at most this many characters; joined they are the text again."""
+    """Yield the text in pieces of at most ``size`` characters."""
     for start in range(0, len(text), size):
         yield text[start : start + size]
 
 
-def _not_ours(key: str, text: str) -> TableError:
+def _not_json(key: str, text: str) -> TableError:
     return TableError(
-        f"Row {key!r} of the table holds {text[:60]!r}, which is no JSON object: something else writes to this table. "
-        "Give the run a table of its own."
+        f"Row {key!r} of the table holds {text[:60]!r}, which is not a JSON object: another program writes to this "
+        "table. Give the run a table of its own."
     )

@@ -156,11 +156,11 @@ def test_a_lost_page_is_asked_for_again(pair):
     assert {first.key, *(row.key for row in rows)} == {f"{n:04}" for n in range(1001)}
 
 
-def test_patience_ends(faulty, open_azure, monkeypatch):
+def test_retries_end_at_the_time_limit(faulty, open_azure, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.azure.retry._SHORTEST_ATTEMPT_S", 60.0)  # each attempt gets its answer
     faults, connection_string = faulty
     table = open_azure(connection_string)
-    table._patience = timedelta(seconds=0.5)
+    table._timeout = timedelta(seconds=0.5)
     faults.spoil("GET", *[busy(503)] * 1000)
     start = time.monotonic()
     with pytest.raises(TableUnavailable, match=r"HTTP 503.*may be repeated") as caught:
@@ -237,7 +237,7 @@ def _get_after_the_end(azurite, open_azure):
 
     with Azurite() as short_lived:
         table = open_azure(short_lived.connection_string)
-    table._patience = timedelta(seconds=0.3)
+    table._timeout = timedelta(seconds=0.3)
     with socket.socket() as nobody:  # else another test's service may come by the port, with the same account
         nobody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):  # what we cannot have yet, nobody can

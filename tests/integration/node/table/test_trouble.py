@@ -59,10 +59,10 @@ def writes(proxy, row):
 @contextlib.contextmanager
 def given_up_soon(table):
     """A call that fails for want of an answer."""
-    patience, table._patience = table._patience, timedelta(seconds=0.6)
+    patience, table._timeout = table._patience, timedelta(seconds=0.6)
     with pytest.raises(TableUnavailable):
         yield
-    table._patience = patience
+    table._timeout = patience
 
 
 @pytest.mark.parametrize("arrives", [True, False])
@@ -110,7 +110,7 @@ def test_a_page_of_something_in_between_is_never_the_tables_word(proxy, pair, st
 def test_such_pages_without_end_say_what_they_are(proxy, pair, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.azure.retry._SHORTEST_ATTEMPT_S", 60.0)  # each attempt gets its answer
     table, _ = pair
-    table._patience = timedelta(seconds=0.5)
+    table._timeout = timedelta(seconds=0.5)
     proxy.set(Disturbance("garbage", statuses=(404,)))
     with pytest.raises(TableUnavailable, match=r"text/html.*HTTP 404.*a gateway, a proxy or a firewall"):
         table.get("row")
