@@ -176,7 +176,7 @@ class RoundBroken(ElasticError):
 
 
 class Fenced(ElasticError):
-    """A newer round has taken over the run; whoever sees this must not write and should join again."""
+    """A newer round has taken over the run; a node that gets this error must not write and should join again."""
 
 
 class CheckpointError(ElasticError):

@@ -1,7 +1,4 @@
-"""Takes out of a text what looks like a secret: for messages that quote what somebody has written.
-
-Secrets belong into neither commands nor addresses, and are found there all the same.
-"""
+"""Masking of likely secrets in messages that quote commands or addresses."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def masked(text: str) -> str:
     What follows ``?`` in an address, and the user in it, go too.
 
     Args:
-        text: any.
+        text: text that may contain secrets.
     """
     for pattern in (_OPTION, _ASSIGNED, _QUERY, _LOGIN, _BEARER):
         text = pattern.sub(rf"\g<said>{MASK}", text)

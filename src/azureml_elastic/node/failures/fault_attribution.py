@@ -1,4 +1,4 @@
-"""What is held against a host, and what is not. Pure functions."""
+"""Attribution of faults to hosts: which events count as a strike. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _CERTAIN = re.compile(
     r"|fallen off the bus|gpu is lost|unable to determine the device handle",
     re.IGNORECASE,
 )
-"""What no program can cause."""
+"""Messages of hardware faults that no program can cause."""
 
 _SOFTWARE = re.compile(
     r"out of memory|device-side assert|no kernel image|insufficient driver|driver version"
-    # Whoever loses a peer is well.
+    # A lost connection to a peer is a fault of the peer or of the network.
     r"|ncclRemoteError|remote process exited|connection (?:closed|reset) by|connection refused|broken pipe|timed out",
     re.IGNORECASE,
 )
-"""What no host is to blame for, whatever else the message says."""
+"""Messages of software or network errors; they rule out a likely hardware fault."""
 
 _LIKELY = re.compile(
     r"cuda error: (?:unspecified launch failure|an illegal (?:memory access|instruction)|misaligned address"
@@ -45,16 +45,16 @@ _LIKELY = re.compile(
     r"|ncclUnhandledCudaError|unhandled cuda error",
     re.IGNORECASE,
 )
-"""What a defect causes, or a rare kind of programming error; the decay forgives it."""
+"""Messages of likely hardware faults. A rare programming error looks the same; its strike decays."""
 
 
 def strike_reason(kind: FaultKind, exit_code: int | None = None, message: str = "") -> str | None:
     """Return why the host gets a strike, ``None`` when it gets none.
 
     Args:
-        kind: what happened.
-        exit_code: of a failed worker, as a shell reports it (128 + n) or as Python does (-n).
-        message: of a failed worker or check.
+        kind: kind of the fault.
+        exit_code: exit code of the failed worker, as a shell (128 + n) or Python (-n) reports it.
+        message: message of the failed worker or check.
     """
     if kind == "silent":
         return "went silent"
@@ -70,15 +70,15 @@ def strike_reason(kind: FaultKind, exit_code: int | None = None, message: str = 
 
 
 def faulty_members(round_: Round, lost: Collection[str], leaving: Collection[str] = ()) -> list[Member]:
-    """Return the members whose hosts are to blame for the end of a round.
+    """Return the lost members whose hosts get a strike.
 
-    One node out of several that is gone has a fault of its own. When more than half of them are gone at once, a switch
-    has failed, or the node that reports it is itself the one that is cut off: nobody is blamed.
+    When more than half of the members are lost at once, a switch has failed or the reporting node itself is cut off, so
+    that no host gets a strike.
 
     Args:
-        round_: the sealed round.
-        lost: members that are gone.
-        leaving: those of them that had been told to go, or had gone by themselves.
+        round_: sealed round.
+        lost: names of the lost members.
+        leaving: names of the members that were preempted or left on their own.
     """
     gone = [member for member in round_.members if member.node in lost]
     if 2 * len(gone) > len(round_.members):
@@ -87,7 +87,7 @@ def faulty_members(round_: Round, lost: Collection[str], leaving: Collection[str
 
 
 def incident_id(round_: Round) -> str:
-    """Name what broke a round: a host gets one strike for it at most, whoever reports it."""
+    """Return the key of the incident that ended a round, the same on every node that reports it."""
     return f"round.{round_.number:06d}"
 
 

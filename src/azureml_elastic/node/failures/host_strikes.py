@@ -2,8 +2,8 @@
 
 A strike counts for ``strike_decay``. Its age is the difference of two times of the table's server: of its row, and of
 a row that this node has written (:class:`~azureml_elastic.node.table.server_time.ServerClock`). A row holds nothing of a
-node's own clock. The incident is named the same by everybody who sees it, and a row is inserted, never replaced: one
-incident is one strike, however many nodes report it and however often.
+node's own clock. Every node derives the same key for an incident, and rows are only inserted: one incident is one strike,
+however many nodes report it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _KEPT = 16
 _WAITING = 64
 """Strikes that wait for a table that is away."""
 
-_PATIENCE_SECONDS = 120.0
-"""For writing one strike."""
+_WRITE_TIMEOUT_SECONDS = 120.0
+"""Time limit for writing one strike."""
 
 _RETRY_SECONDS = (0.5, 10.0)
 
@@ -52,14 +52,14 @@ class _Strike:
 
 
 class HostStrikes:
-    """The strikes as one node sees them. Thread-safe; never raises, whatever the table does.
+    """Reader and writer of strikes for one node. Thread-safe; errors of the table are logged, not raised.
 
     Args:
-        table: opened for the run.
-        host: this node's own host.
-        node: this node's name, for people who read the rows.
-        policy: the decay.
-        clock: tells the server's time.
+        table: open table of the run.
+        host: id of this node's host.
+        node: this node's name, stored in the rows for diagnosis.
+        policy: health policy, for the decay of strikes.
+        clock: clock of the table's server.
     """
 
     def __init__(self, table: Table, host: str, node: str, policy: HealthPolicy, clock: ServerClock) -> None:
@@ -77,19 +77,19 @@ class HostStrikes:
         self._closing = threading.Event()
 
     def strike(self, host: str, reason: str, incident: str) -> None:
-        """Hold something against a host. Returns at once; a thread writes.
+        """Record a strike against a host. Returns at once; a background thread writes the row.
 
         Args:
-            host: which, see :func:`~azureml_elastic.node.host.identity.host_id`.
-            reason: what happened, for people.
-            incident: names what happened, the same for everybody who reports it, such as the round that it broke.
+            host: id of the host, see :func:`~azureml_elastic.node.host.identity.host_id`.
+            reason: description of the incident.
+            incident: key of the incident, equal on all nodes that report it.
         """
         if not self._decay:
             return
         now = self._monotonic()
         key = f"{STRIKE_PREFIX}{host}.{incident}"
         _LOG.warning("A strike against %s: %s.", host, reason.splitlines()[0] if reason else "no reason was given")
-        strike = _Strike(host, key, reason[:_REASON_CHARACTERS], now + _PATIENCE_SECONDS)
+        strike = _Strike(host, key, reason[:_REASON_CHARACTERS], now + _WRITE_TIMEOUT_SECONDS)
         with self._lock:
             if host in self._known or host == self.host:
                 self._known.setdefault(host, {}).setdefault(key, now + self._decay.total_seconds())
@@ -104,7 +104,7 @@ class HostStrikes:
             _LOG.debug("The table has been away for too long; the strike against %s is not written.", host)
 
     def live(self, host: str) -> int:
-        """Read the table and return the strikes that still count; what was known last where the table is away."""
+        """Return the number of live strikes from the table, or the last known number if the table is unavailable."""
         if not self._decay:
             return 0
         with self._lock:
@@ -132,7 +132,7 @@ class HostStrikes:
         return self.live(self.host) if fresh or not known else self._count(self.host)
 
     def close(self) -> None:
-        """Write what is waiting, for a short time."""
+        """Flush queued strikes within a short time limit."""
         self._closing.set()
         if self._thread is not None:
             try:

@@ -1,4 +1,4 @@
-"""Whether the kernel has killed processes of this container because its memory was used up."""
+"""Detection of processes of this container that the kernel killed because memory was exhausted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _OWN = Path("/proc/self/cgroup")
 
 
 class OomKillCounter:
-    """The kernel's own counter of kills for want of memory, read now and again.
+    """Counter of the kernel's out-of-memory kills, from this process's control group.
 
     Both generations of control groups count them: ``memory.events`` in the unified hierarchy, ``memory.oom_control``
-    in the older one. Where neither can be read, nothing is ever told.
+    in the older one. Where neither can be read, no kill is reported.
 
     Args:
-        root: where the hierarchies are mounted.
-        own: the file that names this process's groups.
+        root: mount point of the control group hierarchies.
+        own: path of the file that lists this process's groups.
     """
 
     def __init__(self, root: Path = _ROOT, own: Path = _OWN) -> None:
@@ -26,7 +26,7 @@ class OomKillCounter:
         self._seen = self._count()
 
     def more(self) -> bool:
-        """Return whether there were kills since this was asked last, or since the start."""
+        """Return whether there were kills since the last call, or since construction."""
         count, before = self._count(), self._seen
         self._seen = count
         return count is not None and before is not None and count > before

@@ -1,4 +1,4 @@
-"""Finds the error that ended a Python program in what it wrote to standard error, and takes it apart. Pure functions.
+"""Parser of the error that ended a Python program, from its standard error. Pure functions.
 
 The forms are those of the interpreter's ``traceback`` and ``faulthandler`` modules: a chain of tracebacks joined by two
 well-known sentences, exception groups in a margin of bars, a syntax error without a header, and the stacks of a process
@@ -36,7 +36,7 @@ _AFTERWARDS = re.compile(
 """A line that is no part of the exception's message any more."""
 _FOREIGN = re.compile(
     r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python\d[\d.]*[/\\]|^<frozen "
-    r"|[/\\]azureml_elastic[/\\](?:train|wire|spec|ledger|node)[/\\]"
+    r"|[/\\]azureml_elastic[/\\](?:train|checkpoint|ipc|config|distributed|ledger|node)[/\\]"
 )
 _MESSAGE_LINES = 40
 
@@ -60,9 +60,9 @@ class ExceptionInfo:
     """One exception of a chain.
 
     Args:
-        type: as the traceback names it, with its module.
-        message: what follows it; may have several lines.
-        frames: outermost first.
+        type: qualified name of the exception type, as printed in the traceback.
+        message: text after the type; may have several lines.
+        frames: stack frames, outermost first.
         caused: whether it was raised ``from`` the one before; otherwise it was raised while that one was handled.
     """
 
@@ -86,7 +86,7 @@ class ExceptionInfo:
 
 @dataclass(frozen=True)
 class ParsedError:
-    """An error in the program's own words.
+    """An error as the program printed it.
 
     Args:
         text: the whole chain of tracebacks.
@@ -132,7 +132,7 @@ def find_error(text: str) -> ParsedError | None:
 
 
 def find_dump(text: str) -> ParsedError | None:
-    """Return what a process that a signal ended said about it: ``faulthandler``'s dump, or C++'s last words."""
+    """Return the report of a process that was ended by a signal: ``faulthandler``'s dump, or the message of C++'s ``terminate``."""
     lines = [_PREFIX.sub("", line) for line in text.splitlines()]
     for at in range(len(lines) - 1, -1, -1):
         if lines[at].startswith(("Fatal Python error: ", "terminate called ")):

@@ -30,7 +30,7 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 _HTTPS = 443
 
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses of documentation, which are nobody's: the kernel's way to them is its way to everywhere."""
+"""Addresses of documentation, which no machine has: the route to them is the default route."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def advertised_address(rendezvous: TableRendezvous, environ: Mapping[str, str]) 
     """Return where the other nodes reach this one.
 
     Args:
-        rendezvous: may say so with ``advertise``.
+        rendezvous: rendezvous settings, with the optional ``advertise``.
         environ: of the node; its ``AZUREML_ELASTIC_LOCAL_ADDRESS`` comes before the rendezvous.
 
     Raises:
@@ -76,8 +76,8 @@ def select_address(wanted: str, interfaces: Mapping[str, tuple[IPAddress, ...]],
     Args:
         wanted: the name of an interface, a range of addresses, or an address, which need not be this machine's own:
             it may be that of a gateway that leads here.
-        interfaces: of this machine.
-        who: asks for it, for the message.
+        interfaces: network interfaces of this machine, with their addresses.
+        who: name of the setting, for the error message.
 
     Raises:
         UsageError: there is no such interface, or no address in the range.
@@ -131,7 +131,7 @@ def local_address(endpoint: str | None) -> str:
     loopback address serves. Where the table's host has no address, as behind a proxy, the way to everywhere serves.
 
     Args:
-        endpoint: of the rendezvous.
+        endpoint: endpoint of the rendezvous.
     """
     parts = urlsplit(endpoint) if endpoint else None
     target = ""
@@ -166,7 +166,7 @@ def is_loopback(host: str) -> bool:
 
 
 def format_address(host: str, port: int) -> str:
-    """Return a host and a port as one word."""
+    """Return ``host:port``, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

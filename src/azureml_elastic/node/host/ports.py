@@ -13,10 +13,10 @@ __all__ = ["Ports"]
 
 
 class Ports:
-    """Gives out listening sockets. For one thread at a time.
+    """Allocator of listening sockets. Not thread-safe.
 
-    Within a range each socket gets the port after the one before, so that whoever still means an earlier round's port
-    meets nobody there. Several nodes of one machine can share a range.
+    Within a range each socket gets the port after the one before, so that a client with an earlier round's port
+    finds no listener there. Several nodes of one machine can share a range.
 
     Args:
         allowed: the first and the last port; ``None`` takes any that is free.
@@ -30,12 +30,12 @@ class Ports:
         """Return a socket that listens on a free port.
 
         Args:
-            interface: the address to listen on.
-            backlog: how many connections may wait to be accepted.
+            interface: address to listen on.
+            backlog: maximum number of connections waiting to be accepted.
 
         Raises:
             UsageError: all ports of the range are taken.
-            OSError: the interface is not ours.
+            OSError: the interface is not an address of this machine.
         """
         if self.allowed is None:
             return listen((interface, 0), backlog=backlog)

@@ -1,6 +1,6 @@
-"""A file that, while it exists, is the notice to leave: for an operator, a sidecar, or another scheduler.
+"""Marker file whose existence is a preemption notice, for an operator, a sidecar or another scheduler.
 
-It may lie on a mount that hangs, so it has a thread of its own.
+The file may be on a mount that hangs, so that it is polled on a separate thread.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class MarkerFileWatcher:
-    """Looks for the file again and again.
+    """Poller of the marker file.
 
     Args:
-        path: of the file.
-        announce: called after each look that could tell, with the notice or with nothing.
-        interval: seconds between two looks.
+        path: path of the marker file.
+        announce: callback for each conclusive poll, with the announcement or an empty mapping.
+        interval: seconds between two polls.
     """
 
     def __init__(
@@ -36,21 +36,21 @@ class MarkerFileWatcher:
         self._thread = threading.Thread(target=self._run, name="preemption-marker", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start polling."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, after the look that is under way."""
+        """Stop polling, after the poll in progress."""
         self._stopped.set()
 
     def look(self) -> None:
-        """Look once."""
+        """Poll once."""
         try:
             self._path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             self._announce({})
         except OSError as error:
-            # A mount that is away says nothing about the file: what was known stands.
+            # An unavailable mount is inconclusive: the last known state remains.
             _LOG.debug("The marker %s cannot be looked at: %s", self._path, error)
         else:
             self._announce({str(self._path): Announcement(f"marker file {self._path}")})

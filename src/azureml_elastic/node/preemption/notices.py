@@ -1,4 +1,4 @@
-"""The notices that stand against a node, as data: what was announced, since when, and until when."""
+"""Active preemption notices of a node: source, time of arrival and deadline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Announcement", "Notice", "first", "merge"]
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a source says now.
+    """A current announcement of one source.
 
     Args:
-        reason: names the source.
-        seconds_left: until the node may be gone, ``None`` or nothing positive if that is not known.
+        reason: description of the source.
+        seconds_left: seconds until the node may be lost; ``None`` or at most 0 if unknown.
         event: the id of the scheduled event that concerns this machine alone, so that it may be acknowledged.
     """
 
@@ -25,13 +25,13 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Notice:
-    """A notice that stands.
+    """An active notice.
 
     Args:
-        reason: names the source.
-        since: when it came, in seconds of the monotonic clock.
-        until: when the workers have had their time, by the same clock.
-        exit_code: of a node that leaves for it.
+        reason: description of the source.
+        since: arrival, in seconds of the monotonic clock.
+        until: deadline of the workers, by the same clock.
+        exit_code: exit code of a node that leaves because of the notice.
         event: see :class:`Announcement`.
     """
 
@@ -43,7 +43,7 @@ class Notice:
 
     @classmethod
     def of(cls, announcement: Announcement, now: float, grace: float, exit_code: int) -> Notice:
-        """Return the notice of an announcement that is new."""
+        """Return the notice for a new announcement."""
         until = _until(announcement, now, grace)
         return cls(announcement.reason, now, until, exit_code, announcement.event)
 
@@ -57,18 +57,17 @@ def merge(
     grace: float,
     exit_code: int,
 ) -> dict[str, Notice]:
-    """Return the notices that stand after a source has spoken: all of its own, and nothing else of its own.
+    """Return the active notices after a source has announced its complete current state.
 
-    A notice keeps the time at which it came. Its end only ever comes nearer: whoever was told to hurry cannot rely on
-    having understood the second announcement better than the first.
+    A notice keeps its arrival time, and its deadline is never extended.
 
     Args:
-        standing: by key; the source's keys begin with its name and a colon.
-        source: its name.
-        announced: what it says now, by its own keys.
-        now: seconds of the monotonic clock.
-        grace: seconds.
-        exit_code: of a node that leaves for it.
+        standing: active notices by key, ``<source>:<name>``.
+        source: name of the source.
+        announced: current announcements of the source, by its own keys.
+        now: current monotonic time in seconds.
+        grace: seconds that workers have to save and leave.
+        exit_code: exit code of a node that leaves because of the notice.
     """
     merged = {key: notice for key, notice in standing.items() if not key.startswith(f"{source}:")}
     for name, announcement in announced.items():

@@ -336,3 +336,9 @@ def test_no_text_is_too_strange(text):
     find_error(text)
     find_dump(text)
     find_error(f"Traceback (most recent call last):\n{text}\nValueError: x")
+
+
+@pytest.mark.parametrize("package", ["train", "checkpoint", "ipc", "config", "distributed", "ledger", "node"])
+def test_frames_of_this_library_are_not_the_programs_own_code(package):
+    assert not Frame(f"/job/runtime/azureml_elastic/{package}/module.py", 1).own
+    assert Frame(f"/job/src/{package}/module.py", 1).own
