@@ -119,7 +119,7 @@ class TableRendezvous(ConfigModel):
                 ipaddress.ip_network(value, strict=False)
             except ValueError as error:
                 raise ValueError(
-                    f"advertise={value!r} is not a range of addresses: {error}. Give one such as 10.0.0.0/16, the name of "
-                    "a network interface, or an address"
+                    f"advertise={value!r} is not a range of addresses: {error}. Give one such as 10.0.0.0/16, the name "
+                    "of a network interface, or an address"
                 ) from error
         return value
