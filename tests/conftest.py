@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from azureml_elastic.local.azurite import Azurite
 
-# Whoever starts the tests in the background has told them to ignore Ctrl-C, which they are about.
+# A shell that starts the tests in the background makes them ignore Ctrl-C, which some of them test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Explore at home, repeat in CI: a failure there must be the change's own.

@@ -16,7 +16,7 @@ from azureml_elastic.local.cluster import LocalCluster
 
 TRAINING = PROGRAMS
 
-PATIENT = TableRendezvous(timings=RendezvousTimings(heartbeat_timeout=timedelta(seconds=30)))
+SLOW_HEARTBEAT = TableRendezvous(timings=RendezvousTimings(heartbeat_timeout=timedelta(seconds=30)))
 """A node whose worker has met a peer's end waits this long for the peer's own word, which names the cause."""
 
 
@@ -25,7 +25,7 @@ def run(tmp_path: Path, way: str = "", *steps: int, program: str = "failing.py",
         options.pop("nodes", (2, 2)),
         run_dir=tmp_path / "run",
         timeout_s=150,
-        distribution=ElasticDistribution(rendezvous=PATIENT),
+        distribution=ElasticDistribution(rendezvous=SLOW_HEARTBEAT),
         **{"checkpoint_steps": 5, **options},
     )
     return cluster.run([str(TRAINING / program), way, str(tmp_path / "notes"), *map(str, steps)])
@@ -36,12 +36,12 @@ def failures(report: Report) -> list[WorkerFailed]:
     return [event for event in events if isinstance(event, WorkerFailed)]
 
 
-def assert_told_by_every_node(report: Report, error: str, *details: str) -> None:
+def assert_reported_by_every_node(report: Report, error: str, *details: str) -> None:
     """The traceback is the first thing behind ``error:``, then comes the paragraph."""
     for node in report.nodes:
-        _, _, told = (report.paths.logs / f"{node.name}.log").read_text().partition("\nerror:")
-        assert told.startswith("\nTraceback (most recent call last):\n"), (node.name, told)
-        traceback, _, paragraph = told.partition("\n\nWorker ")
+        _, _, reported = (report.paths.logs / f"{node.name}.log").read_text().partition("\nerror:")
+        assert reported.startswith("\nTraceback (most recent call last):\n"), (node.name, reported)
+        traceback, _, paragraph = reported.partition("\n\nWorker ")
         assert error in traceback.splitlines()[-1]
         for detail in details:
             assert detail in paragraph
@@ -59,7 +59,9 @@ def test_the_same_error_without_progress_ends_the_run_at_its_first_repeat(tmp_pa
     """Also when another rank has it the second time, and when all ranks have it at once, which is one failure."""
     report = run(tmp_path, way, 7)
     assert_failed(report, 1, rounds=2)
-    assert_told_by_every_node(report, "ValueError: the loss is nan at step 7", "at step 7", "not restarted", "round 2")
+    assert_reported_by_every_node(
+        report, "ValueError: the loss is nan at step 7", "at step 7", "not restarted", "round 2"
+    )
     assert len({failure.signature for failure in failures(report)}) == 1
     assert {(failure.failure_kind, failure.step) for failure in failures(report)} == {("user", 7)}
 
@@ -67,7 +69,9 @@ def test_the_same_error_without_progress_ends_the_run_at_its_first_repeat(tmp_pa
 def test_a_program_that_cannot_be_loaded_is_tried_twice(tmp_path):
     report = run(tmp_path, program="unloadable.py")
     assert_failed(report, 1, rounds=2)
-    assert_told_by_every_node(report, "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'", "environment")
+    assert_reported_by_every_node(
+        report, "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'", "environment"
+    )
 
 
 def test_the_same_error_after_progress_is_restarted(tmp_path):
@@ -90,7 +94,7 @@ def test_the_budget_is_the_runs_and_not_each_nodes(tmp_path):
 def test_out_of_memory_says_what_to_do(tmp_path):
     report = run(tmp_path, "memory", 3, nodes=(1, 1))
     assert_failed(report, 1, rounds=2)
-    assert_told_by_every_node(report, "DefaultCPUAllocator: can't allocate memory", "ran out of memory", "batch")
+    assert_reported_by_every_node(report, "DefaultCPUAllocator: can't allocate memory", "ran out of memory", "batch")
 
 
 def test_an_exit_code_of_the_programs_own_is_the_runs(tmp_path):

@@ -47,12 +47,12 @@ def test_a_hanging_run_tells_where_and_goes_on(tmp_path):
     for rank, node in enumerate(first.members):
         log = (report.paths.logs / f"{node}.log").read_text()
         written = (report.paths.run_dir / "stacks" / f"round-1.{node}.txt").read_text()
-        for told in (log, written):
-            assert f"===== Stacks of {node}, round 1: hang: no step after step 20" in told
-            assert f"----- rank {rank}, pid " in told
-            assert "after step 20: " in told
-            assert f'File "{PROGRAM}", line ' in told
-            assert ("in sleep_for_ever" in told) == (rank == victim)
+        for text in (log, written):
+            assert f"===== Stacks of {node}, round 1: hang: no step after step 20" in text
+            assert f"----- rank {rank}, pid " in text
+            assert "after step 20: " in text
+            assert f'File "{PROGRAM}", line ' in text
+            assert ("in sleep_for_ever" in text) == (rank == victim)
         assert "Stacks of" not in log.partition("===== End of the stacks")[2]
     assert all(node.leftovers == 0 for node in report.nodes)
 

@@ -22,7 +22,7 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import AtStep, Preempt, Schedule
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
-PATIENT_S = 30.0
+LONG_NOTICE_S = 30.0
 FIRST, LAST = (int(number) for number in os.environ.get("NOTICE_SEEDS", "0:3").split(":"))
 
 
@@ -42,7 +42,7 @@ def steps_of(node: str, run_dir: Path) -> set[int]:
 def test_what_a_preempted_node_has_trained_is_committed(tmp_path, seed, record_property):
     moments = random.Random(seed)
     # Every third one has its 30 s; the others are gone before they have left, many of them while they write.
-    notice = PATIENT_S if seed % 3 == 0 else moments.uniform(0.25, 0.85)
+    notice = LONG_NOTICE_S if seed % 3 == 0 else moments.uniform(0.25, 0.85)
     victim = moments.choice(["node-0", "node-1"])
     fault = Preempt(victim, AtStep(moments.randint(8, 40)), notice)
     cluster = LocalCluster(
@@ -66,7 +66,7 @@ def test_what_a_preempted_node_has_trained_is_committed(tmp_path, seed, record_p
     if not trained:
         pytest.skip(f"{trail}: on a busy machine it was gone before it had joined")
     agreed = "All workers stop after the same step" in (report.paths.logs / f"{victim}.log").read_text()
-    if notice < PATIENT_S and not agreed:
+    if notice < LONG_NOTICE_S and not agreed:
         pytest.skip(f"{trail}: on a busy machine it was gone before all had agreed; test_recovery has such deaths")
     assert agreed, trail
     entered = max(event.round for event in events if isinstance(event, RoundEntered) and event.node == victim)

@@ -20,7 +20,7 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.metadata_service import MetadataService
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
-PATIENCE = 120.0
+TIMEOUT_S = 120.0
 SIGTERM_EXIT = 143
 
 
@@ -101,7 +101,7 @@ def test_events_that_are_not_for_leaving_change_nothing(tmp_path):
             service.announce("Preempt", "node-7")
             service.announce("Redeploy", "node-1", notice=7 * 86_400)
             asked = service.documents
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + TIMEOUT_S
             while service.documents < asked + 6 and time.monotonic() < deadline:
                 time.sleep(0.02)
 

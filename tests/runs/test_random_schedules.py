@@ -57,7 +57,7 @@ def test_random_losses_and_new_nodes(tmp_path, seed, request, monkeypatch):
         audit=True,
         checkpoint_steps=7,
         table=table,
-        # Whoever is frozen twice shall come back all the same.
+        # A node that is frozen twice joins again all the same.
         distribution=ElasticDistribution(
             recovery="in_process" if seed % 2 else "restart", health=HealthPolicy(quarantine_strikes=None)
         ),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 CONTEXT = multiprocessing.get_context("forkserver")
 # Modules beside the tests it would not find.
 CONTEXT.set_forkserver_preload(["torch.distributed", "azureml_elastic.train", "torch._dynamo"])
-PATIENCE = 60.0
+TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -91,7 +91,7 @@ class World:
 
     def outcomes(self) -> list[Outcome]:
         """Wait for all to end; what does not end in time is killed, with ``code`` None."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_S
         found = []
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             value, error = None, None

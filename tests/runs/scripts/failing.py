@@ -1,4 +1,4 @@
-"""Trains 20 steps and fails after those that it is told: ``failing.py WAY NOTES [STEP ...]``.
+"""Trains 20 steps and fails after the given ones: ``failing.py WAY NOTES [STEP ...]``.
 
 It fails in the middle of the next step: what is completed is not lost.
 

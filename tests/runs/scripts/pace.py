@@ -20,7 +20,7 @@ class Pace:
     come quickly little is lost, and on a busy machine they have minutes.
 
     Args:
-        arguments: parsed by a parser that :meth:`add_arguments` has seen.
+        arguments: arguments from a parser with those of :meth:`add_arguments`.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 steps, progress = int(sys.argv[1]), Path(sys.argv[2])
 go = Path(sys.argv[3]) if len(sys.argv) > 3 else None
 if steps < 0:
-    sys.exit("this script was told to fail")
+    sys.exit("this script fails as requested")
 dist.init_process_group("gloo")
 print("world", dist.get_world_size(), flush=True)
 step = torch.tensor([int(progress.read_text()) if progress.exists() else 0])

@@ -82,6 +82,11 @@ def test_names_docstrings_comments_and_strings_are_checked():
     assert check_python(source) == expected
 
 
+def test_the_name_of_another_librarys_parameter_is_allowed_beside_its_class():
+    source = "patience = 3\nReduceLROnPlateau(optimizer, patience=patience)\n"
+    assert check_python(source) == [(1, "patience")]
+
+
 def test_pages_are_checked_line_by_line():
     assert check_text("# Nodes\n\nA node's crew.\n") == [(3, "crew")]
 
