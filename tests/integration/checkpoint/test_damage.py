@@ -19,7 +19,7 @@ from azureml_elastic.errors import CheckpointDamaged
 from azureml_elastic.ipc.agent_interface import Identity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from tests.support.train import damages
-from tests.support.worlds import CONTEXT, PATIENCE
+from tests.support.worlds import CONTEXT, TIMEOUT_S
 
 CASES = int(os.environ.get("CHECKPOINT_CASES", "160"))
 RUNS = 8
@@ -47,7 +47,7 @@ class Run:
             daemon=True,
         )
         process.start()
-        process.join(PATIENCE)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 9
 
     def whole(self):

@@ -14,7 +14,7 @@ import pytest
 
 from azureml_elastic.ipc import LineServer, listen
 from tests.support.train import workers
-from tests.support.worlds import PATIENCE, World
+from tests.support.worlds import TIMEOUT_S, World
 
 
 def committed(folder):
@@ -28,7 +28,7 @@ def test_kills_at_any_moment_lose_no_committed_step(tmp_path):
     folder, moments, before = tmp_path / "c", random.Random(4), 0
     for _ in range(5):
         world = World(1, workers.train_each_saved, folder)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_S
         while committed(folder) < before + 3 and time.monotonic() < deadline:
             time.sleep(moments.uniform(0.001, 0.01))
         time.sleep(moments.uniform(0, 0.02))  # any moment of a save, which takes about as long
@@ -50,7 +50,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(tmp_path):
     server = LineServer(listen(str(tmp_path / "s")), lambda *_: None, gone.put)
     world = World(1, workers.connect_fork_and_die, server.address, str(fifo))
     with fifo.open("wb"):  # opens once the child listens; the child ends when this closes
-        assert gone.get(timeout=PATIENCE).reason
+        assert gone.get(timeout=TIMEOUT_S).reason
     assert [outcome.code for outcome in world.outcomes()] == [9]
     server.close()
     assert gone.empty()
