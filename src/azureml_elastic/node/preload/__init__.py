@@ -1,1 +1,1 @@
-"""Workers that start from a process which has already imported what they need; see ``docs/warm-workers.md``."""
+"""Workers forked from a preload server, which has imported the modules of the script."""

@@ -1,4 +1,4 @@
-"""The agent's side of the warm process: starts it, asks it for workers, and hears how they end."""
+"""Client of the preload server: starts it, requests forked workers, and receives their exit codes."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ __all__ = ["ForkRefused", "ForkedWorker", "PreloadServer"]
 _LOG = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 15.0
-"""A request waits for one import at most; see ``LATER`` in :mod:`.loading`."""
+"""A request waits for at most one import; see ``LATER`` in :mod:`.import_loader`."""
 
 _END_SECONDS = 2.0
 _MOST_BYTES = 1 << 16
 
 
 class ForkRefused(Exception):
-    """No worker can be started from the warm process now; the message says why. Start it cold."""
+    """No worker can be forked now, for the reason in the message. Start it plainly."""
 
 
 class PreloadServer:
-    """A process that has imported what a program imports, and becomes that program in each of its forks.
+    """Handle of a process that has imported a program's modules, and whose forks become that program.
 
-    It is started at once and imports in the background. It never outlives this process, nor do its workers outlive it.
-    All methods may be called from any thread.
+    The process starts at once and imports in the background. It ends with this process, and its workers end with it.
+    Thread-safe.
 
     Args:
-        interpreter: to start, as the workers' would be.
-        options: of the interpreter.
-        program: that the workers run.
-        environ: the environment of the workers. Variables of single workers in it (``RANK``) are ignored.
-        popen: function that starts the process; it takes arguments of ``subprocess.Popen``.
+        interpreter: path of the Python interpreter.
+        options: command line options of the interpreter.
+        program: program of the workers.
+        environ: environment of the workers; variables of single workers (``RANK``) are ignored.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class PreloadServer:
     ) -> None:
         target = ("-m", program.target) if program.kind == "module" else (program.target,)
         self.command = (interpreter, *options, *target, *program.arguments)
-        """The command that starts the same worker cold."""
+        """Command for a plain start of the same worker."""
         self._environ = lasting(environ)
         self._changes = threading.Condition(threading.RLock())
         self._ready = self._settled = False
@@ -100,50 +99,43 @@ class PreloadServer:
 
     @property
     def pid(self) -> int | None:
-        """The process id; ``None`` if it could not be started."""
+        """Process id; ``None`` if the process could not be started."""
         return None if self._process is None else self._process.pid
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can be started from it now."""
+        """Whether a worker can be forked now."""
         with self._changes:
             return self._ready and self._refusal is None
 
     @property
     def refusal(self) -> str | None:
-        """Why no worker can be started from it any more; said in the log when it came up."""
+        """Reason why no worker can be forked any more, or ``None``; logged once."""
         with self._changes:
             return self._refusal
 
     def wait_ready(self, timeout: float) -> bool:
-        """Wait until the imports are done, or cannot be.
-
-        Args:
-            timeout: in seconds.
-
-        Returns:
-            :attr:`ready`.
-        """
+        """Wait up to ``timeout`` seconds for the imports to finish or fail; return :attr:`ready`."""
         with self._changes:
             self._changes.wait_for(lambda: self._ready or self._refusal is not None, timeout)
             return self.ready
 
     @property
     def settled(self) -> bool:
-        """Whether also what torch imports in its first steps is imported, or cannot be."""
+        """Whether the modules that torch imports in its first steps are imported too, or cannot be."""
         with self._changes:
             return self._settled or self._refusal is not None
 
     def start(self, environ: Mapping[str, str], stdout: Path | None, stderr: Path | None) -> ForkedWorker:
-        """Start a worker.
+        """Fork a worker.
 
         Args:
-            environ: its whole environment.
-            stdout: a file that takes its output, written from the start; ``None`` leaves it this process's.
-            stderr: likewise.
+            environ: complete environment of the worker.
+            stdout: file for standard output, truncated; ``None`` inherits that of this process.
+            stderr: file for standard error, likewise.
 
         Raises:
-            ForkRefused: it must be started cold.
+            ForkRefused: the worker must be started plainly.
             OSError: a file cannot be written.
         """
         self._check(environ)
@@ -162,7 +154,7 @@ class PreloadServer:
             return self._answer(number)
 
     def close(self) -> None:
-        """End the process and the workers that still run."""
+        """End the process and its running workers."""
         with self._changes:
             self._closed = True
             if self._refusal is None:
@@ -220,7 +212,7 @@ class PreloadServer:
                 return
             self._refusal = reason
             self._changes.notify_all()
-        _LOG.warning("Workers start without the warm process, and take some seconds longer: %s.", reason)
+        _LOG.warning("Workers are started without the preload server, which takes some seconds longer: %s.", reason)
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -245,9 +237,11 @@ class PreloadServer:
         with self._changes:
             if operation == "ready":
                 self._ready = True
-                _LOG.info("The warm process is ready after %s s (%s imports).", message["seconds"], message["imports"])
+                _LOG.info(
+                    "The preload server is ready after %s s (%s imports).", message["seconds"], message["imports"]
+                )
                 for reason in message["excluded"].values():
-                    _LOG.info("Left to each worker: %s.", reason)
+                    _LOG.info("Imported by each worker: %s.", reason)
             elif operation == "settled":
                 self._settled = True
             elif operation == "unsafe":
@@ -265,7 +259,7 @@ class PreloadServer:
             self._changes.notify_all()
 
     def _has_ended(self) -> None:
-        """Account for the process and its workers, which the kernel ends with it."""
+        """Record the end of the process and of its workers, which the kernel ends with it."""
         assert self._process is not None
         try:
             code = self._process.wait(_END_SECONDS)
@@ -297,7 +291,7 @@ class PreloadServer:
 
 
 def _end_orphan(pid: int, until: float) -> None:
-    """Make sure that a worker of a dead warm process is gone, as the kernel has been told to see to."""
+    """Ensure that a worker of a dead preload server is gone; the kernel kills it, too."""
     while time.monotonic() < until:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -305,7 +299,7 @@ def _end_orphan(pid: int, until: float) -> None:
             return
         if state in "ZX":
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)  # this process adopts orphans where it is the first one of a container
+                os.waitpid(pid, os.WNOHANG)  # as the init process of a container, this process adopts orphans
             return
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -313,7 +307,7 @@ def _end_orphan(pid: int, until: float) -> None:
 
 
 def _scratch() -> IO[bytes]:
-    """Return an empty file without a name."""
+    """Return an empty anonymous file."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("azureml-elastic"), "w+b")
     return tempfile.TemporaryFile()

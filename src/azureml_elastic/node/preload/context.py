@@ -1,6 +1,6 @@
-"""torch's context of worker processes, which redirects and prefixes their output, with workers from the warm process.
+"""torch's multiprocessing context, which redirects and prefixes output, with workers forked by the preload server.
 
-Where the warm process refuses, torch's own start is used, for all workers of the round.
+If the preload server refuses, torch's own start is used for all workers of the round.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class ForkedHandler:
-    """What torch's ``SubprocessHandler`` is to its context, for a forked worker.
+    """Counterpart of torch's ``SubprocessHandler`` for a forked worker.
 
     Args:
-        proc: the worker, the leader of a session and so of a process group.
-        local_rank_id: of the worker.
+        proc: worker, the leader of a session and of a process group.
+        local_rank_id: local rank of the worker.
     """
 
     def __init__(self, proc: ForkedWorker, local_rank_id: int) -> None:
@@ -33,26 +33,26 @@ class ForkedHandler:
         self.local_rank_id = local_rank_id
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send a signal, by default SIGTERM, to the worker's process group."""
+        """Send a signal, by default SIGTERM, to the process group of the worker."""
         if self.proc.poll() is not None:
             return
         try:
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
         except ProcessLookupError:
-            self.proc.send_signal(death_sig or signal.SIGTERM)  # it was started just now and leads no group yet
+            self.proc.send_signal(death_sig or signal.SIGTERM)  # just forked, not yet leader of a group
 
 
 class PreloadContext(SubprocessContext):
-    """torch's context of worker processes, which come from the warm process where that can give them.
+    """torch's context of worker processes, forked by the preload server if possible.
 
     Args:
-        warm: the warm process.
-        name: of the workers, as torch's other arguments.
-        entrypoint: the executable.
-        args: of the executable, by local rank.
-        envs: additions to this process's environment, by local rank.
-        logs_specs: where the output goes.
-        log_line_prefixes: by local rank.
+        server: preload server.
+        name: name of the workers; this and the following as in torch.
+        entrypoint: executable.
+        args: arguments of the executable by local rank.
+        envs: additions to this process's environment by local rank.
+        logs_specs: destinations of the output.
+        log_line_prefixes: prefixes of output lines by local rank.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PreloadContext(SubprocessContext):
         )
         self._warm = warm
         self.warm = False
-        """Whether the workers came from the warm process."""
+        """Whether the workers were forked by the preload server."""
 
     def _start(self) -> None:
         start = time.monotonic()
@@ -85,7 +85,7 @@ class PreloadContext(SubprocessContext):
             for local_rank in range(self.nprocs):
                 handlers[local_rank] = ForkedHandler(self._fork(local_rank), local_rank)
         except ForkRefused as refusal:
-            _LOG.info("This round's workers start cold: %s.", refusal)
+            _LOG.info("The workers of this round are started plainly: %s.", refusal)
             for handler in handlers.values():
                 handler.close(signal.SIGKILL)
                 handler.proc.wait()
@@ -93,7 +93,9 @@ class PreloadContext(SubprocessContext):
             return
         self.subprocess_handlers = handlers  # type: ignore[assignment] # all that torch uses of them
         self.warm = True
-        _LOG.info("Started %d workers in %.0f ms from the warm process.", self.nprocs, (time.monotonic() - start) * 1e3)
+        _LOG.info(
+            "Forked %d workers in %.0f ms from the preload server.", self.nprocs, (time.monotonic() - start) * 1e3
+        )
 
     def _fork(self, local_rank: int) -> ForkedWorker:
         if (self.entrypoint, *self.args[local_rank]) != self._warm.command:
@@ -103,5 +105,5 @@ class PreloadContext(SubprocessContext):
 
 
 def _path(name: str) -> Path | None:
-    """Return torch's name of a log file as a path; it calls the console ``""``."""
+    """Return the path of a log file; torch denotes the console by ``""``."""
     return Path(name) if name else None

@@ -1,8 +1,7 @@
-"""Which environment variables a worker may be given after its imports were done, without noticing.
+"""Environment variables that may differ between the imports and a worker without effect on the imports.
 
-Libraries read variables when they are imported (``OMP_NUM_THREADS``), and what they have read stays. A worker that is
-forked after the imports must therefore have the environment that they were made in, but for variables that nobody
-reads before the script runs.
+Libraries read variables at import (``OMP_NUM_THREADS``) and keep the values. A worker forked after the imports must
+therefore have the same environment, except for variables that are read later.
 """
 
 from __future__ import annotations
@@ -48,21 +47,21 @@ _READ_LATE_FAMILIES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_")
 
 
 def is_per_worker(name: str) -> bool:
-    """Tell whether a variable is a worker's own, and so absent while its imports are made."""
+    """Return whether a variable belongs to a single worker, and so is unset during the imports."""
     return name in _PER_WORKER or name.startswith(_PER_WORKER_FAMILIES)
 
 
 def is_read_late(name: str) -> bool:
-    """Tell whether a variable may be set after the imports."""
+    """Return whether a variable may be set after the imports."""
     return is_per_worker(name) or name in _READ_LATE or name.startswith(_READ_LATE_FAMILIES)
 
 
 def lasting(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that all workers of a node share, round after round."""
+    """Return the variables shared by all workers of a node in all rounds."""
     return {name: value for name, value in environ.items() if not is_per_worker(name)}
 
 
 def changed(imported_in: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables that differ and may have been read by an import."""
+    """Return the names of the variables that differ and may have been read at import."""
     names = {*imported_in, *wanted}
     return sorted(name for name in names if not is_read_late(name) and imported_in.get(name) != wanted.get(name))

@@ -1,7 +1,7 @@
-"""Whether the warm process may be forked.
+"""Checks whether the preload server may be forked.
 
-A fork copies one thread: locks that others hold stay locked in the child. And a process that has opened a GPU driver
-leaves its children a broken one.
+A fork copies one thread: locks held by others stay locked in the child. A process that has opened a GPU driver leaves
+its children an unusable one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["leftover_threads", "open_devices", "trial_fork", "why_unsafe"]
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 _SETTLE_SECONDS = 0.2
-"""A joined thread stays in ``/proc`` for a moment."""
+"""Time for which a joined thread may remain in ``/proc``."""
 
 
 def why_unsafe() -> str | None:
-    """Return why this process must not be forked; native threads are judged after a fork, see below."""
+    """Return why this process must not be forked, or ``None``; native threads are counted after a fork."""
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
         return f"the script's imports started {_count(len(threads), 'thread')} ({', '.join(threads)})"
@@ -35,9 +35,9 @@ def why_unsafe() -> str | None:
 
 
 def leftover_threads() -> str | None:
-    """Return, just after a fork, which threads did not stop for it.
+    """Return, just after a fork, which native threads are left, or ``None``.
 
-    Thread pools that are made for it, OpenBLAS's for one, stop before a fork and start again when they are needed.
+    Thread pools with fork handlers, such as OpenBLAS's, stop before a fork and restart on demand.
     """
     until = time.monotonic() + _SETTLE_SECONDS
     while (number := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < until:  # noqa: PTH208
@@ -46,12 +46,12 @@ def leftover_threads() -> str | None:
 
 
 def trial_fork() -> str | None:
-    """Fork a process that does nothing, and return why that was not safe."""
+    """Fork a process that exits at once, and return why that was not safe, or ``None``."""
     reason = why_unsafe()
     if reason is not None:
         return reason
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python's own about threads, which are counted below
+        warnings.simplefilter("ignore")  # Python warns of threads, which are counted below
         child = os.fork()
     if child == 0:
         os._exit(0)
@@ -61,7 +61,7 @@ def trial_fork() -> str | None:
 
 
 def open_devices(prefixes: tuple[str, ...]) -> list[str]:
-    """Return the paths that begin with one of these and that this process has open."""
+    """Return the open paths of this process that begin with one of the prefixes."""
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

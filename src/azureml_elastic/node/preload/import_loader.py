@@ -1,8 +1,7 @@
-"""The imports of the warm process, made as the script would make them.
+"""Imports of the preload server, made as the script would make them.
 
-What an import prints would be in each worker's log, had the worker made it; it is kept, for each worker to print. What
-an import changes in the environment is kept as well. A module that reads ``RANK`` or another variable of a single
-worker while it is imported must be left to the workers.
+Output of the imports and their changes of the environment are recorded, for each worker to repeat. A package that
+reads ``RANK`` or another variable of a single worker at import is left to the workers.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ LATER = (
     "multiprocessing.synchronize",
     "multiprocessing.popen_fork",
 )
-"""What torch 2.13 imports by itself between ``import torch`` and the third step of a script with
-``DistributedDataParallel``, optimizers, a ``DataLoader`` with workers and ``torch.save``; measured, and put in an
-order in which none takes more than 0.5 s. The constructor of ``DistributedDataParallel`` imports ``torch._dynamo``,
-which needs the ones before and would take 1.2 s, most of the time of torch itself. Older releases have fewer of them.
+"""Modules that torch 2.13 imports between ``import torch`` and the third step of a script with
+``DistributedDataParallel``, optimizers, a ``DataLoader`` with workers and ``torch.save``. Measured, and ordered so
+that none takes more than 0.5 s: ``DistributedDataParallel`` imports ``torch._dynamo``, which needs the ones before it
+and would take 1.2 s. Older releases have fewer of them.
 """
 
 _MOST_BYTES = 1 << 20
@@ -54,8 +53,8 @@ class ReadsRank(Exception):
     """An import has read a variable of a single worker.
 
     Args:
-        package: that was being imported.
-        variable: that it has read.
+        package: package that was being imported.
+        variable: name of the variable.
     """
 
     def __init__(self, package: str, variable: str) -> None:
@@ -64,18 +63,18 @@ class ReadsRank(Exception):
 
 
 class Output:
-    """What has been written to standard output and standard error, which are files of nobody else."""
+    """Recorder of standard output and standard error, which are files of this process alone."""
 
     def __init__(self) -> None:
         self._flush_c = ctypes.CDLL(None).fflush
 
     def sizes(self) -> tuple[int, int]:
-        """Return how much there is of each."""
+        """Return the sizes of both in bytes."""
         self._flush()
         return os.fstat(1).st_size, os.fstat(2).st_size
 
     def forget_after(self, sizes: tuple[int, int]) -> None:
-        """Forget what was written since there was this much."""
+        """Truncate both to the given sizes."""
         self._flush()
         for descriptor, size in zip((1, 2), sizes, strict=True):
             os.ftruncate(descriptor, size)
@@ -94,10 +93,10 @@ class Output:
 
 
 def prepare(kind: str, target: str, arguments: Sequence[str]) -> None:
-    """Give ``sys.argv`` and ``sys.path`` the values that the program will find.
+    """Set ``sys.argv`` and ``sys.path`` to the values of the program.
 
-    The interpreter does the same before it runs a script (``Modules/main.c``): the folder of the resolved script, or
-    for ``-m`` the working directory, comes first on the path, unless ``-P`` or ``-I`` forbid it.
+    As the interpreter does (``Modules/main.c``): the folder of the resolved script, or for ``-m`` the working directory,
+    comes first on the path, unless ``-P`` or ``-I`` is given.
     """
     sys.argv[:] = [target if kind == "script" else "-m", *arguments]
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
@@ -105,10 +104,10 @@ def prepare(kind: str, target: str, arguments: Sequence[str]) -> None:
 
 
 def shadowed() -> str | None:
-    """Return a module that this process has imported and the script would take from its own folder.
+    """Return the path of a module beside the script that shadows one this process has imported, or ``None``.
 
-    Scripts find ``random.py`` beside them before the standard library's. This process has imported some of the
-    standard library before it knew of the script.
+    A script imports ``random.py`` beside it before the standard library's, part of which this process has imported before
+    the script's folder was on the path.
     """
     if not sys.path:
         return None
@@ -124,19 +123,19 @@ def shadowed() -> str | None:
 
 
 def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output) -> int:
-    """Import what the script imports, in its order, and torch.
+    """Import torch and what the script imports, in its order.
 
     Args:
-        found: in the script.
-        excluded: top-level packages that are left to the workers.
-        output: of the imports.
+        found: imports of the script.
+        excluded: top-level packages left to the workers.
+        output: recorder of the imports' output.
 
     Returns:
-        How many of the imports were made. One that fails is left to the script, for which it will fail again.
+        The number of successful imports. One that fails is left to the script.
 
     Raises:
         ImportError: torch cannot be imported.
-        ReadsRank: an import has read a variable of a single worker. This process is spoilt by that.
+        ReadsRank: an import has read a variable of a single worker; this process is not usable any more.
     """
     made = 0
     with _watched(os.environ) as read:
@@ -159,17 +158,17 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
 
 
 def import_later(name: str, output: Output) -> None:
-    """Import one of :data:`LATER`, if this release of torch has it, and without a word."""
+    """Import one of :data:`LATER` if this release of torch has it; discard output and new warning filters."""
     before = output.sizes()
     filters = warnings.filters[:]
     with contextlib.suppress(Exception):
         importlib.import_module(name)
-    warnings.filters[:] = filters  # type: ignore[index] # a list, and what the script would not have yet, it does not see
+    warnings.filters[:] = filters  # type: ignore[index] # a list in fact
     output.forget_after(before)
 
 
 def _import_below(package: str) -> None:
-    """Import the modules that a package imports only when they are needed."""
+    """Import the submodules that a package imports lazily."""
     for module in pkgutil.iter_modules(sys.modules[package].__path__, package + "."):
         with contextlib.suppress(Exception):
             importlib.import_module(module.name)
@@ -177,9 +176,9 @@ def _import_below(package: str) -> None:
 
 @contextlib.contextmanager
 def _watched(environ: os._Environ[str]) -> Iterator[list[str]]:
-    """Note which variables of single workers are read meanwhile.
+    """Record the variables of single workers that are read meanwhile.
 
-    Modules keep references to ``os.environ``, so it has to stay the same object: only its class changes for a while.
+    Modules keep references to ``os.environ``, so the object stays the same: only its class changes for a while.
     """
     usual = type(environ)
     read: list[str] = []
@@ -198,6 +197,6 @@ def _watched(environ: os._Environ[str]) -> Iterator[list[str]]:
 
 
 def difference(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that imports have set, and ``None`` for those that they have removed."""
+    """Return the variables that were set, and ``None`` for removed ones."""
     names = {*before, *after}
     return {name: after.get(name) for name in sorted(names) if before.get(name) != after.get(name)}

@@ -1,12 +1,12 @@
-"""What a training script imports, read from its text without running a line of it.
+"""Scan of the imports of a program, from its text and without execution.
 
 Imports at the top level count, also inside ``if``, ``try``, ``with``, loops and class bodies; those in functions do
-not. Modules of the user's own folder are read in the same way, in the order in which Python would run them, so that
-the installed modules come out in the order of their import. Nothing of the user's is executed.
+not. Modules of the user's own folder are scanned recursively in the order of execution, so that the installed modules
+are listed in the order of their import.
 
-A script may prepare an import: ``os.environ["X"] = ...`` or ``sys.path.insert(0, ...)`` before it. What follows such a
-line is not imported early, but for torch, numpy and the standard library; and where the variable is one that those
-read, they must not be either (:attr:`Findings.obstacle`).
+A script may prepare an import, as by ``os.environ["X"] = ...`` or ``sys.path.insert(0, ...)``. After such a statement
+only torch, numpy and the standard library are imported early; if these read the variable, not even they may be
+(:attr:`Findings.obstacle`).
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _ALWAYS_INSTALLED = "azureml_elastic"
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement, as ``__import__`` takes it.
+    """Import statement, in the form of ``__import__``'s arguments.
 
     Args:
-        module: absolute name.
-        names: that follow ``from module import``.
+        module: absolute module name.
+        names: names after ``from module import``.
     """
 
     module: str
@@ -76,17 +76,17 @@ class Import:
 
     @property
     def package(self) -> str:
-        """The top-level package."""
+        """Top-level package."""
         return self.module.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a program imports.
+    """Result of the scan.
 
     Args:
-        imports: of installed modules, in order, each once.
-        obstacle: why torch must not be imported before the script runs; ``None`` if it may be.
+        imports: imports of installed modules, in order and without duplicates.
+        obstacle: reason why torch must not be imported before the script runs, or ``None``.
     """
 
     imports: tuple[Import, ...]
@@ -94,13 +94,13 @@ class Findings:
 
 
 def find_imports(kind: str, target: str) -> Findings:
-    """Find the installed modules that a program imports first of all.
+    """Return the installed modules that a program imports at its start.
 
-    Modules are looked for on ``sys.path`` as it is, which must be the program's.
+    Modules are located on the current ``sys.path``, which must be that of the program.
 
     Args:
         kind: ``"script"`` or ``"module"``.
-        target: the script's path or the module's dotted name. What cannot be found or read has no imports.
+        target: path of the script or dotted name of the module; without imports if it cannot be read.
     """
     walk = _Walk()
     if kind == "script":
@@ -121,7 +121,7 @@ class _Walk:
     # --- modules -----------------------------------------------------------------------------------------------------
 
     def enter(self, name: str, names: Sequence[str] = (), *, is_main: bool = False) -> bool:
-        """Follow the import of a module; return whether there is one."""
+        """Follow the import of a module; return whether it exists."""
         package = name.partition(".")[0]
         spec = _find_top(package)
         if spec is None:
@@ -164,7 +164,7 @@ class _Walk:
         self._read_main(spec)
 
     def _read_main(self, spec: ModuleSpec) -> None:
-        """Read what ``python -m`` runs: the module, or a package's ``__main__`` after the package."""
+        """Scan what ``python -m`` runs: the module, or the ``__main__`` of a package after the package."""
         if spec.submodule_search_locations is not None:
             if not self._is_installed(spec.name.partition(".")[0], spec):
                 self._read_spec(spec)
@@ -182,13 +182,13 @@ class _Walk:
             self.read(Path(spec.origin), spec.name, is_package=is_package, is_main=is_main)
 
     def read(self, path: Path, name: str, *, is_package: bool, is_main: bool) -> None:
-        """Read a module's text, once."""
+        """Scan the text of a module, once."""
         if name in self._seen:
             return
         self._seen.add(name)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # they belong to the script's own compilation
+                warnings.simplefilter("ignore")  # shown when the script itself is compiled
                 tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return
@@ -216,7 +216,7 @@ class _Walk:
     # --- statements --------------------------------------------------------------------------------------------------
 
     def _run(self, body: Iterable[ast.stmt], place: _Module) -> bool:
-        """Go through statements in the order of their execution; return whether all imports can be found."""
+        """Scan statements in the order of execution; return whether all imports can be found."""
         complete = True
         for statement in body:
             if isinstance(statement, ast.Import):
@@ -262,7 +262,7 @@ class _Walk:
         return self._run(statement.finalbody, place) and complete
 
     def _heed(self, expressions: Iterable[ast.AST], place: _Module) -> None:
-        """Take note of statements that prepare the imports after them."""
+        """Record statements that prepare later imports."""
         for node in executed(expressions):
             serious = [name for name in variables_set(node) if not is_read_late(name)]
             if serious or changes_path(node):

@@ -1,8 +1,8 @@
-"""How a forked child becomes the process that ``python script.py`` or ``python -m module`` would have made.
+"""Turns a forked child into the process that ``python script.py`` or ``python -m module`` would create.
 
-The interpreter's own start is described in ``Modules/main.c`` and ``Python/pylifecycle.c``. Whatever this module cannot
-do exactly like it (a script that is a folder, has no valid syntax, or is missing) it leaves to the interpreter: the
-child executes the very command of a worker that starts cold.
+The interpreter's own start is in ``Modules/main.c`` and ``Python/pylifecycle.c``. Cases that cannot be reproduced
+exactly (a script that is a folder, has a syntax error, or is missing) are left to the interpreter: the child executes
+the command of a plain start.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ except BaseException:
 else:
     __import__("sys").modules["azureml_elastic.node.preload.script_runner"].on_end()
 """
-"""The code that the warm process runs with ``-c``.
+"""Code that the preload server runs with ``-c``.
 
-``serve`` returns only in children, and what it returns runs the script: so no frame but this outermost one is below
-the script's. The names that it defines are removed from ``__main__`` before that. The working directory leaves the path
-before anything is imported from it.
+``serve`` returns only in children, with a function that runs the script, so this outermost frame is the only one below
+the script's. Its names are removed from ``__main__`` first. The working directory leaves the path before any import.
 """
 
 _NAMES_OF_MAIN = frozenset(
@@ -63,7 +62,7 @@ _STANDARD_ERROR = 2
 
 
 def adopt_descriptors(stdout: int, stderr: int) -> None:
-    """Make these standard output and standard error."""
+    """Use these descriptors as standard output and standard error."""
     for source, target in ((stdout, 1), (stderr, 2)):
         os.dup2(source, target)
         os.close(source)
@@ -73,17 +72,17 @@ def adopt_descriptors(stdout: int, stderr: int) -> None:
 
 
 def adopt_environment(wanted: Mapping[str, str]) -> None:
-    """Make this the environment."""
+    """Replace the environment."""
     os.environ.clear()
     os.environ.update(wanted)
 
 
 def adopt_imports(printed: Iterable[bytes], variables: Mapping[str, str | None]) -> None:
-    """Do what this process would have done had it made the imports itself.
+    """Repeat the effects that the imports had in the preload server.
 
     Args:
-        printed: by them, on standard output and standard error.
-        variables: that they have set, ``None`` for those that they have removed.
+        printed: output on standard output and standard error.
+        variables: environment variables that were set, ``None`` for removed ones.
     """
     for descriptor, text in enumerate(printed, start=1):
         while text:
@@ -96,7 +95,7 @@ def adopt_imports(printed: Iterable[bytes], variables: Mapping[str, str | None])
 
 
 def freshen() -> None:
-    """Renew what each process has for itself: random numbers, keys, caches. Python renews :mod:`random` by itself."""
+    """Renew state that each process has of its own: random numbers, keys, caches. Python reseeds :mod:`random` itself."""
     sys.modules["torch"].default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -112,12 +111,12 @@ def freshen() -> None:
 
 
 def become(kind: str, target: str, command: Sequence[str]) -> Callable[[], Any]:
-    """Make ``__main__`` and :data:`sys.orig_argv` those of the program and return the call that runs it.
+    """Set up ``__main__`` and :data:`sys.orig_argv` for the program and return the function that runs it.
 
     Args:
         kind: ``"script"`` or ``"module"``.
-        target: the script's path or the module's name.
-        command: that starts the same program cold; executed where the program cannot be run from here.
+        target: path of the script or name of the module.
+        command: command of a plain start, executed if the program cannot be run from here.
     """
     sys.orig_argv[:] = command
     namespace = sys.modules["__main__"].__dict__
@@ -142,7 +141,7 @@ def become(kind: str, target: str, command: Sequence[str]) -> Callable[[], Any]:
 
 
 def execute(command: Sequence[str]) -> NoReturn:
-    """Start cold, in this very process."""
+    """Replace this process by a plainly started one."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(
             number, signal.SIG_DFL
@@ -155,10 +154,9 @@ def execute(command: Sequence[str]) -> NoReturn:
 
 
 def on_uncaught() -> None:
-    """Take the outermost frame, which is not the user's, from the traceback that is about to be shown.
+    """Remove the outermost frame, which is not the user's, from the traceback of an uncaught exception.
 
-    The interpreter is left to do what it does at an uncaught exception. ``sys.excepthook``, which it calls for that,
-    is replaced for this one call.
+    ``sys.excepthook``, which the interpreter calls, is replaced for this one call.
     """
     hook = sys.excepthook
 
@@ -179,7 +177,7 @@ def on_uncaught() -> None:
 
 
 def on_end() -> None:
-    """Remove from ``__main__`` what the interpreter removes from a script's after its last line."""
+    """Remove from ``__main__`` what the interpreter removes after a script's last line."""
     main = sys.modules.get("__main__")
     if main is not None and main.__spec__ is None:
         for name in ("__file__", "__cached__"):
@@ -187,7 +185,7 @@ def on_end() -> None:
 
 
 def _names_of_scripts() -> frozenset[str]:
-    """Return the names that this version of the interpreter gives the ``__main__`` of a script, beyond the usual."""
+    """Return the additional names that this version of the interpreter sets in the ``__main__`` of a script."""
     return frozenset({"__file__", "__cached__"}) if sys.version_info < (3, 15) else frozenset({"__file__"})
 
 
@@ -197,7 +195,7 @@ def _clear(namespace: dict[str, Any]) -> None:
 
 
 def _compile(path: str) -> CodeType | None:
-    """Compile a script; ``None`` where the interpreter has to say what is wrong with it, or knows another way."""
+    """Compile a script; return ``None`` if only the interpreter can run it or report its error."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123
             source = file.read()
@@ -209,7 +207,7 @@ def _compile(path: str) -> CodeType | None:
 
 
 def _has_option_x(command: Sequence[str]) -> bool:
-    """Tell whether ``-x`` may be among the interpreter's options: it skips the script's first line."""
+    """Return whether the option ``-x``, which skips the first line of the script, may be given."""
     for word in command[1:]:
         if not word.startswith("-") or word == "-":
             return False
@@ -219,10 +217,9 @@ def _has_option_x(command: Sequence[str]) -> bool:
 
 
 def _disguise(path: str) -> None:
-    """Give the outermost frame, which stack walkers find below the script's own, the file name of the script.
+    """Set the file name of the outermost frame to that of the script.
 
-    Programs look for "the script" at the end of ``inspect.stack()``. Importlib has this function to correct the file
-    names in compiled files that were moved.
+    Programs look for the script at the end of ``inspect.stack()``. Importlib has this function for moved compiled files.
     """
     frame = sys._getframe()  # noqa: SLF001
     while frame.f_back is not None:
@@ -234,10 +231,10 @@ def _disguise(path: str) -> None:
 
 
 def _reopen(stream: Any, descriptor: int, mode: str) -> None:
-    """Make a standard stream anew, on what its descriptor is now.
+    """Reinitialize a standard stream on its current descriptor.
 
-    A stream caches whether it is a terminal and can seek. Modules keep references to the streams, so that the objects
-    have to stay; the arguments are those of ``create_stdio`` in ``pylifecycle.c``.
+    A stream caches whether it is a terminal and can seek, and modules keep references to it, so the object stays. The
+    arguments are those of ``create_stdio`` in ``pylifecycle.c``.
     """
     if stream is None:
         return

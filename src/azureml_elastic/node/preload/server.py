@@ -1,19 +1,19 @@
-"""The warm process: imports what the script will import, then forks a worker whenever the agent asks for one.
+"""The preload server: imports the modules of the script, then forks workers on request of the agent.
 
-It is started as ``python <options> -c <OUTERMOST> <descriptor> <excluded> <kind> <target> <arguments>`` and speaks over
-the socket with that descriptor, of type ``SOCK_SEQPACKET``, so that a message is sent or received whole by one call::
+It is started as ``python <options> -c <OUTERMOST> <descriptor> <excluded> <kind> <target> <arguments>`` and communicates
+over the ``SOCK_SEQPACKET`` socket with that descriptor, on which each message is sent or received whole::
 
-    agent: {"op": "fork", "id": 7, "folder": "/home"}   with three descriptors: environment as JSON, stdout, stderr
-    warm:  {"op": "started", "id": 7, "pid": 4711}  or  {"op": "declined", "id": 7, "reason": "..."}
-    warm:  {"op": "ended", "pid": 4711, "code": -9}      the worker stays a zombie, so that its id stays its own, until
-    agent: {"op": "reap", "pid": 4711}
-    warm:  {"op": "ready", "seconds": 2.1, "imports": 12, "excluded": {}}  or  {"op": "unsafe", "reason": "..."}
+    agent:  {"op": "fork", "id": 7, "folder": "/home"}   with three descriptors: environment as JSON, stdout, stderr
+    server: {"op": "started", "id": 7, "pid": 4711}  or  {"op": "declined", "id": 7, "reason": "..."}
+    server: {"op": "ended", "pid": 4711, "code": -9}     the worker stays a zombie, which reserves its id, until
+    agent:  {"op": "reap", "pid": 4711}
+    server: {"op": "ready", "seconds": 2.1, "imports": 12, "excluded": {}}  or  {"op": "unsafe", "reason": "..."}
 
-The end of the socket is the end of the agent: the warm process kills its workers and exits. Should it be killed itself,
-the kernel kills the workers (``PR_SET_PDEATHSIG``).
+When the agent's end of the socket closes, the server kills its workers and exits. If the server is killed, the kernel
+kills the workers (``PR_SET_PDEATHSIG``).
 
-Everything runs on one thread. An import may take seconds and only a fork has to wait for it: ended workers and the end
-of the agent are handled by signal handlers, which Python runs in the middle of an import too.
+The server has one thread. An import may take seconds, and only forks wait for it: ends of workers and of the agent are
+handled by signal handlers, which Python also runs during an import.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ _PR_SET_PDEATHSIG = 1
 _MOST_BYTES = 1 << 16
 _DESCRIPTORS = 3
 _IDLE_SECONDS = 0.1
-"""Without a request for this long, the warm process imports what torch will import later."""
+"""Idle time after which the server imports the modules that torch imports later."""
 
 _REST_SECONDS = 2.0
-"""And this long after a fork, for new workers need the processors themselves until their first step."""
+"""Idle time after a fork, as new workers need the processors until their first step."""
 
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 def serve() -> Callable[[], Any]:
-    """Serve the agent. Returns only in workers: the call that runs the script."""
+    """Serve the agent. Returns only in workers, with the function that runs the script."""
     descriptor, excluded, kind, target, *arguments = sys.argv[1:]
     process = _Server(socket.socket(fileno=int(descriptor)), json.loads(excluded), kind, target)
     try:
         process.make_imports(arguments)
-    except Exception as error:  # noqa: BLE001 - the agent is told, and starts its workers cold
+    except Exception as error:  # noqa: BLE001 - reported to the agent, which starts its workers plainly
         process.refuse(f"{type(error).__name__}: {error}")
     while True:
         run = process.turn()
@@ -76,13 +76,13 @@ def serve() -> Callable[[], Any]:
 
 
 class _Server:
-    """The state of this process.
+    """State of the preload server.
 
     Args:
-        link: to the agent.
-        excluded: packages that are not imported, and why.
+        link: socket to the agent.
+        excluded: packages that are not imported, with the reasons.
         kind: ``"script"`` or ``"module"``.
-        target: the script's path or the module's name.
+        target: path of the script or name of the module.
     """
 
     def __init__(self, link: socket.socket, excluded: dict[str, str], kind: str, target: str) -> None:
@@ -96,7 +96,7 @@ class _Server:
         self._printed: tuple[bytes, bytes] = (b"", b"")
         self._output = Output()
         self._workers: dict[int, bool] = {}
-        """By process id, whether its end has been told."""
+        """Whether the end was reported, by process id."""
         self._unsafe: str | None = None
         self._later = list(LATER)
         self._quiet_until = time.monotonic() + _IDLE_SECONDS
@@ -113,7 +113,7 @@ class _Server:
     # --- imports -----------------------------------------------------------------------------------------------------
 
     def make_imports(self, arguments: list[str]) -> None:
-        """Import what the program imports, find out whether that was safe, and tell the agent."""
+        """Import the modules of the program, check that forking is safe, and report to the agent."""
         start = time.monotonic()
         prepare(self._kind, self._target, arguments)
         if shadow := shadowed():
@@ -149,12 +149,12 @@ class _Server:
         self._quiet_until = time.monotonic() + _IDLE_SECONDS
 
     def refuse(self, reason: str) -> None:
-        """Fork no more."""
+        """Refuse all further forks."""
         self._unsafe, self._later = reason, []
         self._tell(op="unsafe", reason=reason)
 
     def _start_again(self, excluded: dict[str, str]) -> NoReturn:
-        """Replace this process by a new one, which imports less."""
+        """Replace this process by a new one that imports less."""
         words = list(sys.orig_argv)
         words[words.index(running.OUTERMOST) + 2] = json.dumps(excluded)
         self._output.forget_after((0, 0))
@@ -177,7 +177,7 @@ class _Server:
     # --- the agent's requests ----------------------------------------------------------------------------------------
 
     def turn(self) -> Callable[[], Any] | None:
-        """Wait for a request and fulfil it, or use the time for an import."""
+        """Handle one request, or use the idle time for an import."""
         patience = None
         if self._later:
             patience = max(0.0, self._quiet_until - time.monotonic()) * 1000
@@ -203,7 +203,7 @@ class _Server:
             self._decline(request, reason)
             return None
         warm = os.getpid()
-        # A signal to the worker waits until the worker has its usual dispositions, even one that is ignored here.
+        # Signals to the worker, even those ignored here, stay pending until it has restored its handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             worker = os.fork()
@@ -242,8 +242,8 @@ class _Server:
     def _become_worker(self, warm: int, descriptors: list[int]) -> Callable[[], Any]:
         try:
             return self._worker(warm, descriptors)
-        except Exception as error:  # noqa: BLE001 - a worker is asked for, and a cold one always is possible
-            os.write(2, f"A warm start has failed ({type(error).__name__}: {error}); starting cold.\n".encode())
+        except Exception as error:  # noqa: BLE001 - a plain start is always possible
+            os.write(2, f"The forked start failed ({type(error).__name__}: {error}); starting plainly.\n".encode())
             running.execute(self._command)
 
     def _worker(self, warm: int, descriptors: list[int]) -> Callable[[], Any]:
@@ -273,9 +273,9 @@ class _Server:
     # --- signals -----------------------------------------------------------------------------------------------------
 
     def _take_signals(self) -> None:
-        """Ignore what stops the workers; heed the workers' ends and the agent's.
+        """Ignore signals meant for the workers; install handlers for the ends of workers and agent.
 
-        What an import has installed instead is kept for the workers.
+        Handlers installed by imports are kept for the workers.
         """
         wanted: dict[int, Any] = dict.fromkeys(_IGNORED, signal.SIG_IGN)
         wanted |= {signal.SIGCHLD: self._on_child, signal.SIGIO: self._on_link}
@@ -301,14 +301,14 @@ class _Server:
         self._end_with_agent()
 
     def _end_with_agent(self) -> None:
-        poll = select.poll()  # the other one may be waiting at this moment
+        poll = select.poll()  # self._poll may be in use
         poll.register(self._link, select.POLLRDHUP)
         if poll.poll(0):
             self._end()
 
     def _end(self) -> NoReturn:
         for worker in self._workers:
-            for kill in (os.killpg, os.kill):  # one that is not yet a group's leader is killed alone
+            for kill in (os.killpg, os.kill):  # a worker that leads no group yet is killed alone
                 with contextlib.suppress(OSError):
                     kill(worker, signal.SIGKILL)
         os._exit(0)
@@ -321,6 +321,6 @@ class _Server:
 
 
 def _cold_command(words: list[str], kind: str) -> list[str]:
-    """Return the command of a worker that starts cold, from the command of this process."""
+    """Return the command of a plain start, from the command of this process."""
     position = words.index(running.OUTERMOST)
     return [*words[: position - 1], *(["-m"] if kind == "module" else []), *words[position + 4 :]]

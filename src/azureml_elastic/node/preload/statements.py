@@ -1,4 +1,4 @@
-"""What single statements do, as far as their text says so."""
+"""Static analysis of single statements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 UNKNOWN = "?"
-"""Stands for a variable whose name is not in the text."""
+"""Placeholder for a variable whose name is not in the text."""
 
 _ENVIRON = frozenset({"os.environ", "environ"})
 _ENVIRON_CALLS = frozenset({"clear", "pop", "popitem", "setdefault", "update"})
@@ -25,7 +25,7 @@ _PATH_CALLS = frozenset({"clear", "insert", "pop", "remove", "reverse", "sort"})
 
 
 def own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield what a statement executes itself, without the blocks in it."""
+    """Yield the expressions that a statement evaluates itself, without its blocks."""
     if not list(blocks(statement)):
         yield statement
         return
@@ -45,7 +45,7 @@ def blocks(statement: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def executed(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield all nodes, but for the insides of functions."""
+    """Yield all nodes except the bodies of functions."""
     for node in nodes:
         if isinstance(node, (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -60,12 +60,12 @@ def _dotted(node: ast.AST) -> str:
 
 
 def is_type_checking(test: ast.expr) -> bool:
-    """Tell whether a condition holds for type checkers only."""
+    """Return whether a condition is true for type checkers only."""
     return _dotted(test).rpartition(".")[2] == "TYPE_CHECKING"
 
 
 def is_main_check(test: ast.expr) -> bool:
-    """Tell whether a condition asks for ``__main__``."""
+    """Return whether a condition compares ``__name__``."""
     return isinstance(test, ast.Compare) and _dotted(test.left) == "__name__"
 
 
@@ -76,7 +76,7 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 
 
 def variables_set(node: ast.AST) -> list[str]:
-    """Return the environment variables that a node changes."""
+    """Return the names of the environment variables that a node changes."""
     names: list[str] = []
     for target in _targets(node):
         if isinstance(target, ast.Subscript) and _dotted(target.value) in _ENVIRON:
@@ -107,7 +107,7 @@ def _text(node: ast.AST) -> str:
 
 
 def changes_path(node: ast.AST) -> bool:
-    """Tell whether later imports may find another module; entries appended to the path shadow none."""
+    """Return whether a node may redirect later imports; entries appended to the path do not."""
     for target in _targets(node):
         if _dotted(target.value if isinstance(target, ast.Subscript) else target) == "sys.path":
             return True

@@ -1,4 +1,4 @@
-"""A worker that was forked from the warm process, as the agent sees it."""
+"""Handle of a worker forked by the preload server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["ForkedWorker"]
 
 
 class ForkedWorker:
-    """A forked worker, with the part of :class:`subprocess.Popen` that torch's contexts use.
+    """Forked worker, with the part of the :class:`subprocess.Popen` interface that torch uses.
 
     Args:
-        pid: of the worker.
-        command: that would have started it cold.
-        changes: notified when it has ended.
-        reap: called once its end has been noticed, after which its process id may be given to another process.
+        pid: process id.
+        command: command for a plain start of the same worker.
+        changes: condition that is notified when a worker ends.
+        reap: function called once the end was read; afterwards the kernel may reuse the process id.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class ForkedWorker:
         self.pid = pid
         self.args = list(command)
         self.returncode: int | None = None
-        """The exit code, negative for the signal that ended it; ``None`` until :meth:`poll` has seen it end."""
+        """Exit code, negative for a signal; ``None`` until :meth:`poll` has returned it."""
         self._changes = changes
         self._reap = reap
         self._ended: int | None = None
@@ -41,13 +41,13 @@ class ForkedWorker:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the worker's end and return its exit code.
+        """Wait for the worker and return its exit code.
 
         Args:
-            timeout: in seconds; ``None`` waits for ever.
+            timeout: limit in seconds; ``None`` waits without limit.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs.
+            subprocess.TimeoutExpired: the worker is still running.
         """
         with self._changes:
             self._changes.wait_for(lambda: self._ended is not None, timeout)
@@ -72,10 +72,10 @@ class ForkedWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether its end has not been told yet, be it noticed or not."""
+        """Whether the end of the worker has not been reported yet."""
         return self._ended is None
 
     def end(self, code: int) -> None:
-        """Take note of its end. For the warm process's own reader, which holds ``changes``."""
+        """Record the exit code; the caller holds ``changes``."""
         self._ended = code
         self._changes.notify_all()

@@ -1,4 +1,4 @@
-"""The life of the warm process, and the death of everyone around it."""
+"""Life cycle of the preload server, its agent and its workers."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_imports_that_start_threads_are_refused(tmp_path, caplog):
             process.start(environ, None, None)
         said = [record.getMessage() for record in caplog.records if "3 threads" in record.getMessage()]
         assert len(said) == 1
-        assert said[0].startswith("Workers start without the warm process")
+        assert said[0].startswith("Workers are started without the preload server")
     finally:
         process.close()
 

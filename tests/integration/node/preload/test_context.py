@@ -1,4 +1,4 @@
-"""Workers of torchrun, and those of a node from the warm process."""
+"""Workers of torchrun, and those forked by the preload server of a node."""
 
 from __future__ import annotations
 
