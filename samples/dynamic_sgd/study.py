@@ -98,7 +98,7 @@ class Simulation:
         self._batching = Batching(policy)
         self._position = Position(_identity(world_size))
         self._stream = self._position.add("digits", self._spec)
-        self.rate = LearningRate(policy, self._position, void=lambda: False)
+        self.rate = LearningRate(policy, self._position, discarded=lambda: False)
         self.rate.attach([self.optimizer])
         self.rate.enter(world_size)
         decay = MultiStepLR(self.optimizer, [setting.steps_until(share) for share in setting.decays])
