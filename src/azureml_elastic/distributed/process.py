@@ -16,7 +16,7 @@ from azureml_elastic.config import CheckpointPolicy, Plan
 from azureml_elastic.config import environment as names
 from azureml_elastic.distributed.forks import freeze_inherited_garbage
 from azureml_elastic.errors import PlanError, UsageError
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
 __all__ = ["WorkerEnvironment", "close_group", "open_group", "pick_device", "read_history", "trace_folder"]
 
@@ -33,7 +33,7 @@ class WorkerEnvironment:
         node: name of the node for file names.
     """
 
-    identity: Identity
+    identity: WorkerIdentity
     channel: str | None
     run_dir: str | None
     plan: Plan | None
@@ -52,7 +52,7 @@ class WorkerEnvironment:
             PlanError: the plan cannot be read.
             UsageError: a value is not a number, or ``MASTER_ADDR`` or ``MASTER_PORT`` is missing beside ``WORLD_SIZE``.
         """
-        identity = Identity(
+        identity = WorkerIdentity(
             rank=_number(variables, "RANK", 0),
             local_rank=_number(variables, "LOCAL_RANK", 0),
             world_size=_number(variables, "WORLD_SIZE", 1),
@@ -114,7 +114,7 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
         raise UsageError(f"{name}={text!r} is not a whole number; the node agent or torchrun sets it.") from error
 
 
-def pick_device(identity: Identity) -> torch.device:
+def pick_device(identity: WorkerIdentity) -> torch.device:
     """Return this process's GPU, or the CPU where there is none.
 
     Raises:
@@ -133,7 +133,7 @@ def pick_device(identity: Identity) -> torch.device:
     return device
 
 
-def open_group(identity: Identity, device: torch.device) -> bool:
+def open_group(identity: WorkerIdentity, device: torch.device) -> bool:
     """Join the process group, unless the script already has.
 
     Returns:

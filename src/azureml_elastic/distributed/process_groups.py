@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process import close_group, open_group
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
 __all__ = ["ProcessGroups", "is_peer_error"]
 
@@ -51,7 +51,7 @@ class ProcessGroups:
     control: ControlGroup
     background: ControlGroup
 
-    def __init__(self, identity: Identity, device: torch.device) -> None:
+    def __init__(self, identity: WorkerIdentity, device: torch.device) -> None:
         self.identity = identity
         self.device = device
         self.owns_group = False
@@ -69,7 +69,7 @@ class ProcessGroups:
         self._controls = (ControlGroup(), ControlGroup())
         self.control, self.background = self._controls
 
-    def reopen(self, identity: Identity) -> None:
+    def reopen(self, identity: WorkerIdentity) -> None:
         """Leave the groups, if they are open, and join those of another round.
 
         Raises:

@@ -1,16 +1,16 @@
 r"""Messages between processes: JSON objects, one a line, over stream sockets.
 
-A message is a JSON object in one line of at most :data:`MAX_LINE` bytes, ended by ``\n``. Whoever sends
-anything else is cut off. A request carries an ``"id"``, its reply the same number as ``"re"``.
+A message is a JSON object in one line of at most :data:`MAX_LINE` bytes, ended by ``\n``. The connection of
+a peer that sends anything else is closed. A request carries an ``"id"``, its reply the same number as ``"re"``.
 
-:class:`LineServer` serves any number of connections and :class:`LineClient` one, each from a single daemon
+:class:`MessageServer` serves any number of connections and :class:`MessageClient` one, each from a single daemon
 thread that never blocks on a peer: what a peer does not take at once waits in a bounded buffer, and a peer
 that lets the buffer fill is cut off. All callbacks run on that thread. An exception in a callback ends its
 connection, never the thread.
 """
 
 from azureml_elastic.ipc.connection import Connection
-from azureml_elastic.ipc.endpoints import Address, LineClient, LineServer, listen
+from azureml_elastic.ipc.endpoints import Address, MessageClient, MessageServer, listen
 from azureml_elastic.ipc.line_codec import MAX_LINE, LineReader, encode
 
-__all__ = ["MAX_LINE", "Address", "Connection", "LineClient", "LineReader", "LineServer", "encode", "listen"]
+__all__ = ["MAX_LINE", "Address", "Connection", "LineReader", "MessageClient", "MessageServer", "encode", "listen"]

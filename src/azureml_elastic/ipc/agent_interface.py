@@ -1,7 +1,7 @@
 """What a training process needs of the agent that started it.
 
 Two implementations: :class:`~azureml_elastic.train.agent_client.channel.ChannelAgent` speaks to the node's agent, and
-:class:`~azureml_elastic.train.agent_client.standalone.StandaloneAgent` stands in for it where there is none.
+:class:`~azureml_elastic.train.agent_client.standalone.StandaloneAgent` replaces it where there is none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED
 
-__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "HandedOverState", "Identity"]
+__all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "HandedOverState", "WorkerIdentity"]
 
 EXIT_AGENT_LOST = AGENT_LOST
 """Exit code of a worker whose agent is gone: it must not go on, and may be started again (``EX_TEMPFAIL``)."""
@@ -27,14 +27,14 @@ this place, while the state stays in memory. Who has given up its place exits, o
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Who a training process is.
+class WorkerIdentity:
+    """Position of a training process in a round.
 
     Args:
-        rank: among all processes of the round.
-        local_rank: among those of the node.
-        world_size: processes of the round.
-        round: its number, 0 without an agent.
+        rank: rank in the round.
+        local_rank: rank on the node.
+        world_size: number of processes of the round.
+        round: number of the round, 0 without an agent.
     """
 
     rank: int
@@ -48,10 +48,10 @@ class HandedOverState:
     """A state that the agent holds for the workers of the next round.
 
     Args:
-        path: to be opened and mapped.
+        path: path of the memory, to be mapped.
         step: optimizer steps completed.
-        round: in which they were.
-        rank: of the worker that handed it over.
+        round: number of the round that completed them.
+        rank: rank of the worker that handed it over.
     """
 
     path: str
@@ -84,8 +84,8 @@ class Agent(Protocol):
         """Make this the checkpoint that the next round starts from.
 
         Args:
-            reference: of a complete checkpoint.
-            stall_seconds: for which the training loop was held up.
+            reference: reference to a complete checkpoint.
+            stall_seconds: seconds during which the training loop was blocked.
 
         Raises:
             Fenced: a newer round has taken over; nothing was committed.
@@ -101,7 +101,7 @@ class Agent(Protocol):
     def completed(self, step: int) -> Action | None:
         """Report a completed step and return what is to be done now.
 
-        Every rank is told the same at the same step. Returns at once, unless the agent has announced a decision for
+        Every rank gets the same result at the same step. Returns at once, unless the agent has announced a decision for
         this very step.
 
         Raises:
@@ -141,11 +141,11 @@ class Agent(Protocol):
     """Whether the agent holds on to copies of the state."""
 
     def hold_shard(self, descriptor: int, description: Mapping[str, Any]) -> None:
-        """Have the agent hold on to a share of a copy of the state, until it is told to let go.
+        """Have the agent hold a shard of a snapshot until it is discarded.
 
         Args:
-            descriptor: of the memory.
-            description: with ``folder``, which names the copy, ``file``, and whatever the next worker wants to know.
+            descriptor: file descriptor of the memory.
+            description: ``folder``, which names the snapshot, ``file``, and further fields for the next worker.
 
         Raises:
             ElasticError: it does not.
@@ -160,7 +160,7 @@ class Agent(Protocol):
     def held_shards(self) -> list[dict[str, Any]]:
         """Return the descriptions of what this node's agent holds on to, each with the ``path`` of the memory."""
 
-    def park(self) -> Identity:
+    def park(self) -> WorkerIdentity:
         """Wait for a place in the next round, and return it. The process ends where there will be none."""
 
     def stopped(self, step: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from azureml_elastic.ipc.connection import Connection
 from azureml_elastic.ipc.event_loop import Loop, OnClose, OnMessage, OnTick
 
-__all__ = ["Address", "LineClient", "LineServer", "listen"]
+__all__ = ["Address", "MessageClient", "MessageServer", "listen"]
 
 Address = str | tuple[str, int]
 """The path of a Unix socket, or the host (a name, IPv4 or IPv6) and port of a TCP one."""
@@ -40,14 +40,14 @@ def listen(address: Address, *, backlog: int = 128) -> socket.socket:
     return listener
 
 
-class LineServer:
+class MessageServer:
     """Serves the connections of a listening socket.
 
     Args:
         listener: see :func:`listen`; from here on it belongs to the server.
-        on_message: called with each message.
-        on_close: called exactly once for each connection, whatever ended it; ``connection.reason`` says what.
-        on_tick: called about every ``tick`` seconds.
+        on_message: callback for each message.
+        on_close: callback, exactly once for each connection; ``connection.reason`` says what.
+        on_tick: callback about every ``tick`` seconds.
         tick: seconds.
     """
 
@@ -82,15 +82,15 @@ class LineServer:
         self._loop.stop()
 
 
-class LineClient:
-    """A connection to a :class:`LineServer`.
+class MessageClient:
+    """A connection to a :class:`MessageServer`.
 
     Args:
-        address: of the server.
-        on_message: called with each message that is no reply.
+        address: the server's address.
+        on_message: callback for each message that is no reply.
         on_close: called exactly once when the server, a failure or torn input ends the connection, and not
             after :meth:`close`.
-        on_tick: called about every ``tick`` seconds.
+        on_tick: callback about every ``tick`` seconds.
         tick: seconds.
         timeout: seconds to connect in.
 

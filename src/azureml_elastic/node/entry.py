@@ -19,11 +19,12 @@ from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
 from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, NodeLeft, NodeStarted, Unreachable
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.findings import Check, CheckRunner
 from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.failures.host_strikes import HostStrikes
-from azureml_elastic.node.hangs.detector import HangWatch
+from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
@@ -49,7 +50,7 @@ def run_node(
     """Run one node until the run ends or the node must leave.
 
     Args:
-        identity: of the node.
+        identity: identity of the node.
         program: the user's training program.
         start_preload: function that starts the preload server, with the arguments of :class:`PreloadServer`.
 
@@ -68,7 +69,7 @@ class _Node:
     """The parts of one node, made in the order in which time is best used: whatever is slow begins early.
 
     Args:
-        identity: of the node.
+        identity: identity of the node.
         program: the user's training program.
         stack: takes the node apart at its end.
         start_preload: function that starts the preload server.
@@ -117,7 +118,7 @@ class _Node:
         stack.callback(self._recorder.close)
         stack.callback(self._rendezvous.shutdown)
         self._recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
-        self._watch = HangWatch(HangPolicy.of(distribution))
+        self._watch = HangDetector(HangPolicy.of(distribution))
         self._channel = Channel(self._recorder, self._rendezvous.wake.set, self._watch, _local_snapshots(identity))
         stack.callback(self._channel.close)
         os.environ[variables.RUN_DIR] = str(identity.folder)
@@ -168,7 +169,7 @@ class _Node:
 
     def _take_part(self, agent: NodeAgent) -> tuple[int, str]:
         """Return the exit code and why the node ends."""
-        from azureml_elastic.node.agent.agent import Ending
+        from azureml_elastic.node.agent.agent import ExitReason
 
         try:
             if not self._admission.wait():
@@ -180,12 +181,12 @@ class _Node:
             _tell(str(end))
             return end.exit_code, str(end)
         except InterruptedError:
-            ending = Ending.LEFT
-        if ending is not Ending.LEFT and self._replacement is not None:
+            ending = ExitReason.LEFT
+        if ending is not ExitReason.LEFT and self._replacement is not None:
             self._replacement.finish()
-        if ending is Ending.SUCCEEDED:
+        if ending is ExitReason.SUCCEEDED:
             return 0, "the run ended well"
-        if ending is Ending.FAILED:
+        if ending is ExitReason.FAILED:
             assert agent.failure is not None
             _tell(agent.failure.message)
             return agent.failure.exit_code, agent.failure.message
@@ -228,7 +229,7 @@ class _Node:
             preemption=self._preemption,
             strikes=self._strikes,
             watch=self._watch,
-            opens_session=_opens_session(self._program),
+            opens_session=opens_session(self._program),
         )
 
     def _probes(self, clock: ServerClock) -> list[Check]:
@@ -269,27 +270,18 @@ class _Node:
         """Wait before another health check.
 
         Raises:
-            InterruptedError: this node was told to leave.
+            InterruptedError: this node must leave.
         """
         self._rendezvous.wake.wait(seconds)
         self._rendezvous.wake.clear()
         if self._preemption.commit_to_leave():
-            raise InterruptedError("the node was told to leave")
+            raise InterruptedError("the node is being preempted")
 
 
 def _tell(failure: str) -> None:
     """Print why the run failed: a traceback begins on a line of its own, as the program printed it."""
     separator = "\n" if "\n" in failure else " "
     print(f"error:{separator}{failure}", file=sys.stderr)
-
-
-def _opens_session(program: Program) -> bool:
-    """Tell by its text whether a script uses this library; of a module that is not found here, assume it."""
-    path = Path(program.target) if program.kind == "script" else Path(*program.target.split(".")).with_suffix(".py")
-    try:
-        return b"azureml_elastic" in path.read_bytes()
-    except OSError:
-        return True
 
 
 def worker_command(program: Program) -> tuple[str, ...]:
@@ -307,7 +299,7 @@ def _interpreter(program: Program) -> tuple[str, tuple[str, ...]]:
 
 
 def _slots(count: int | str) -> int:
-    """Return the workers of this node: as told, or one per GPU."""
+    """Return the number of workers of this node: as configured, or one per GPU."""
     if isinstance(count, int):
         return count
     from importlib.util import find_spec

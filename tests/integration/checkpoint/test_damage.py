@@ -16,7 +16,7 @@ from azureml_elastic.checkpoint.load.reading import load
 from azureml_elastic.checkpoint.load.selection import CheckpointSelector
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.errors import CheckpointDamaged
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from tests.support.train import damages
 from tests.support.worlds import CONTEXT, TIMEOUT_S
@@ -33,7 +33,7 @@ class Run:
         self.folder.mkdir()
         self.moments = random.Random(seed)
         self.storage = LocalStorage(folder)
-        self.agent = StandaloneAgent(self.storage, Identity(1, 0, 2, 0))  # without a SIGTERM handler
+        self.agent = StandaloneAgent(self.storage, WorkerIdentity(1, 0, 2, 0))  # without a SIGTERM handler
         self.step, self.parent, self.round = 0, None, 0
         self.committed = set()
         self.written = {}

@@ -17,7 +17,7 @@ from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointError, Fenced, TableUnavailable
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from tests.support.train import workers
 
@@ -26,7 +26,7 @@ class Agent(StandaloneAgent):
     """An agent whose commits wait for a signal and may fail."""
 
     def __init__(self, folder):
-        super().__init__(LocalStorage(folder), Identity(1, 0, 2, 0))
+        super().__init__(LocalStorage(folder), WorkerIdentity(1, 0, 2, 0))
         self.asked = threading.Event()
         self.may = threading.Event()
         self.may.set()
@@ -46,7 +46,7 @@ class One:
     def __init__(self, folder):
         folder.mkdir()
         self.folder = folder
-        self.world = ProcessGroups(Identity(0, 0, 1, 0), torch.device("cpu"))
+        self.world = ProcessGroups(WorkerIdentity(0, 0, 1, 0), torch.device("cpu"))
         self.world.open()
         self.agent = Agent(folder)
         self.checkpoints = Checkpoints(

@@ -11,7 +11,7 @@ import pytest
 
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.errors import ElasticError, Fenced, TableUnavailable
-from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Identity
+from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, WorkerIdentity
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 from tests.support.train import workers
 from tests.support.train.fake_agent import FakeAgent
@@ -28,7 +28,7 @@ def agent(tmp_path):
 
 @pytest.fixture
 def channel(agent):
-    with closing(ChannelAgent(agent.path, Identity(0, 1, 4, 7), decision_timeout=PATIENCE)) as opened:
+    with closing(ChannelAgent(agent.path, WorkerIdentity(0, 1, 4, 7), decision_timeout=PATIENCE)) as opened:
         agent.wait_for("hello")  # before that it would not hear a broadcast
         yield opened
 
@@ -97,7 +97,7 @@ def test_the_loop_waits_at_the_boundary_for_the_decision(agent, channel):
 
 
 def test_a_decision_that_does_not_come_fails_the_worker(agent):
-    with closing(ChannelAgent(agent.path, Identity(0, 0, 1, 1), decision_timeout=0.05)) as channel:
+    with closing(ChannelAgent(agent.path, WorkerIdentity(0, 0, 1, 1), decision_timeout=0.05)) as channel:
         channel.restored(0, None)
         agent.wait_for("restored")
         assert prepare(agent, 1, 1) == (True, 0)

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from azureml_elastic.ipc import LineServer, listen
+from azureml_elastic.ipc import MessageServer, listen
 from tests.support.train import workers
 from tests.support.worlds import TIMEOUT_S, World
 
@@ -47,7 +47,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     gone = queue.Queue()
-    server = LineServer(listen(str(tmp_path / "s")), lambda *_: None, gone.put)
+    server = MessageServer(listen(str(tmp_path / "s")), lambda *_: None, gone.put)
     world = World(1, workers.connect_fork_and_die, server.address, str(fifo))
     with fifo.open("wb"):  # opens once the child listens; the child ends when this closes
         assert gone.get(timeout=TIMEOUT_S).reason

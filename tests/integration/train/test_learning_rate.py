@@ -15,7 +15,7 @@ from azureml_elastic.checkpoint.state.tracked import unwrap_optimizer
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch, Ramp
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.position import MicroBatch, Position, Window
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
@@ -65,7 +65,7 @@ def optimizer_of(model, kind="sgd", how="plain", rate=RATE, **options):
 
 def scaled(optimizer, policy=LINEAR, world_size=K):
     """Have an optimizer's rates follow a world size."""
-    found = LearningRate(policy, Position(Identity(0, 0, world_size, 0)), lambda: False)
+    found = LearningRate(policy, Position(WorkerIdentity(0, 0, world_size, 0)), lambda: False)
     found.attach([optimizer])
     found.enter(world_size)
     return found
@@ -433,7 +433,7 @@ def test_momentum_that_was_divided_before_a_restart_is_not_divided_again():
     for world_size, divisor in [(4, 1), (8, 2)]:
         again = optimizer_of(network(), "momentum")
         again.load_state_dict(copy.deepcopy(state))
-        rate = LearningRate(policy, Position(Identity(0, 0, world_size, 0)), lambda: False)
+        rate = LearningRate(policy, Position(WorkerIdentity(0, 0, world_size, 0)), lambda: False)
         rate.attach([again])
         rate.load(saved)
         rate.enter(world_size)
@@ -466,7 +466,7 @@ def test_a_ramp_counts_steps_of_the_run_not_of_an_optimizer():
     model = network()
     first, second = (torch.optim.SGD(model[at].parameters(), lr=RATE, momentum=0.9) for at in (0, 2))
     rate = LearningRate(
-        FixedPerWorkerBatch(scaling="linear", momentum=Ramp(steps=4)), Position(Identity(0, 0, 1, 0)), bool
+        FixedPerWorkerBatch(scaling="linear", momentum=Ramp(steps=4)), Position(WorkerIdentity(0, 0, 1, 0)), bool
     )
     rate.attach([first, second])
     rate.enter(1)
@@ -542,7 +542,7 @@ def test_an_optimizer_step_in_the_middle_of_accumulation_is_refused(policy, tmp_
 
 def accumulating(optimizer, discarded=lambda: False):
     """Have an optimizer's steps looked after, in the middle of accumulation."""
-    position = Position(Identity(0, 0, K, 0))
+    position = Position(WorkerIdentity(0, 0, K, 0))
     rate = LearningRate(LINEAR, position, discarded)
     rate.attach([optimizer])
     rate.enter(K)
@@ -605,7 +605,7 @@ def test_accelerates_optimizer_is_unwrapped(accelerator, tmp_path):
     assert unwrap_optimizer(wrapped) is unwrap_optimizer(optimizer) is optimizer
     state = TrackedState({"model": model, "optimizer": wrapped})
     assert state.optimizers == [optimizer]
-    rate = LearningRate(LINEAR, Position(Identity(0, 0, K, 0)), lambda: False)
+    rate = LearningRate(LINEAR, Position(WorkerIdentity(0, 0, K, 0)), lambda: False)
     rate.attach(state.optimizers)
     rate.enter(K)
     expected = fit(reference, optimizer_of(reference, "momentum", rate=RATE * K))

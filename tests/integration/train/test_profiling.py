@@ -22,7 +22,7 @@ from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, Profile
 from azureml_elastic.config import environment as names
 from azureml_elastic.distributed.process import trace_folder
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
@@ -168,7 +168,7 @@ def test_the_folder_may_name_variables_of_the_node():
 @pytest.fixture
 def profiling(tmp_path):
     """A recording from step 3 to 4 of each round, and one step of a model."""
-    identity = Identity(0, 0, 1, 1)
+    identity = WorkerIdentity(0, 0, 1, 1)
     agent = StandaloneAgent(LocalStorage(tmp_path), identity)
     yield Profiling(Profile(**SHORT, each_round=True), tmp_path / "t", "n", CPU, agent)
     agent.close()
@@ -182,7 +182,7 @@ def go(profiling, identity, begin, end):
 
 @pytest.mark.parametrize("lost_after", [2, 3])
 def test_a_round_that_ends_in_the_middle_of_a_recording_leaves_none(profiling, tmp_path, lost_after):
-    before, after = Identity(0, 0, 2, 1), Identity(0, 0, 1, 2)
+    before, after = WorkerIdentity(0, 0, 2, 1), WorkerIdentity(0, 0, 1, 2)
     profiling.enter(before, 0)
     go(profiling, before, 1, lost_after)
     go(profiling, after, lost_after + 1, lost_after + 6)  # the first of them in the new round is what it enters with
@@ -193,7 +193,7 @@ def test_a_round_that_ends_in_the_middle_of_a_recording_leaves_none(profiling, t
 
 
 def test_a_rank_that_is_chosen_no_more_stops(profiling, tmp_path):
-    before, after = Identity(0, 0, 2, 1), Identity(1, 1, 2, 2)
+    before, after = WorkerIdentity(0, 0, 2, 1), WorkerIdentity(1, 1, 2, 2)
     profiling.enter(before, 0)
     go(profiling, before, 1, 3)
     go(profiling, after, 4, 20)

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from azureml_elastic import train
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.loader import Batching, MapLoader
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
@@ -53,14 +53,14 @@ class Walk:
     def __init__(self, spec, policy):
         self.spec = spec
         self.policy = policy
-        self.position = Position(Identity(0, 0, 1, 0))
+        self.position = Position(WorkerIdentity(0, 0, 1, 0))
         self.stream = self.position.add("train", spec)
         self.rate = LearningRate(policy, self.position, lambda: False)
         self.due = None
 
     def live(self, world_size, steps):
         """Yield for each step of a round its window and the steps of a schedule that it stands for."""
-        self.position.enter(Identity(0, 0, world_size, 0))
+        self.position.enter(WorkerIdentity(0, 0, world_size, 0))
         self.rate.load(json.loads(json.dumps(self.rate.to_json())))
         self.rate.enter(world_size)
         loader = MapLoader(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from azureml_elastic.config import environment as variables
-from azureml_elastic.ipc import LineServer, listen
+from azureml_elastic.ipc import MessageServer, listen
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST
 from tests.support.paths import SUPPORT
 from tests.support.worlds import store_on_a_free_port
@@ -38,7 +38,7 @@ class Agent:
         self._connection = None
         self._folder = folder
         path = str(folder / "agent")
-        self.server = LineServer(listen(path), self._on_message)
+        self.server = MessageServer(listen(path), self._on_message)
         self._store = store_on_a_free_port()
         torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "TORCHELASTIC_USE_AGENT_STORE": True}
         torchrun |= {"MASTER_ADDR": self._store.host, "MASTER_PORT": self._store.port}

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.stack_file import StackFile, stack_files
 from azureml_elastic.node.hangs.stack_dump import ProcessStacks, Worker, collect, main_thread_first, py_spy
-from azureml_elastic.node.hangs.stack_report import StackDumper, render
+from azureml_elastic.node.hangs.stack_report import StackReporter, render
 from azureml_elastic.train.agent_client.stack_dump import register_stack_dump, unregister_stack_dump
 from tests.support.train import hangs
 from tests.support.waiting import until
@@ -240,8 +240,8 @@ def test_workers_below_a_shell_are_found_by_their_files(tmp_path):
 def test_the_file_tells_the_signal_and_registering_again_replaces_it(tmp_path):
     before = descriptors()
     try:
-        first = register_stack_dump(tmp_path, Identity(rank=3, local_rank=1, world_size=4, round=1))
-        again = register_stack_dump(tmp_path, Identity(rank=2, local_rank=1, world_size=3, round=2))
+        first = register_stack_dump(tmp_path, WorkerIdentity(rank=3, local_rank=1, world_size=4, round=1))
+        again = register_stack_dump(tmp_path, WorkerIdentity(rank=2, local_rank=1, world_size=3, round=2))
         assert first.signal == again.signal >= signal.SIGRTMIN
         assert [entry for _, entry in stack_files(tmp_path)] == [again]
         assert (again.rank, again.pid, again.main_thread) == (2, os.getpid(), threading.main_thread().ident)
@@ -256,11 +256,11 @@ def test_the_file_tells_the_signal_and_registering_again_replaces_it(tmp_path):
 
 def test_a_signal_that_the_program_handles_is_left_to_it(tmp_path):
     took = []
-    free = register_stack_dump(tmp_path, Identity(0, 0, 1, 1)).signal
+    free = register_stack_dump(tmp_path, WorkerIdentity(0, 0, 1, 1)).signal
     unregister_stack_dump()
     previous = signal.signal(free, lambda number, _: took.append(number))
     try:
-        entry = register_stack_dump(tmp_path, Identity(0, 0, 1, 1))
+        entry = register_stack_dump(tmp_path, WorkerIdentity(0, 0, 1, 1))
         assert entry.signal == free + 1
         os.kill(os.getpid(), free)
         assert took == [free]
@@ -271,7 +271,7 @@ def test_a_signal_that_the_program_handles_is_left_to_it(tmp_path):
 
 def test_a_folder_that_is_not_there_is_no_reason_to_fail(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        assert register_stack_dump(tmp_path / "gone", Identity(0, 0, 1, 1)) is None
+        assert register_stack_dump(tmp_path / "gone", WorkerIdentity(0, 0, 1, 1)) is None
     assert "stacks cannot be written" in caplog.text
 
 
@@ -288,7 +288,7 @@ def test_the_dumper_writes_a_file_and_the_log(asleep, tmp_path, caplog):
     standing, folder = asleep
     woken = threading.Event()
     reports = tmp_path / "run" / "stacks"
-    dumper = StackDumper(folder, reports, "node-1", lambda: [standing.worker], woken.set, seconds=30)
+    dumper = StackReporter(folder, reports, "node-1", lambda: [standing.worker], woken.set, seconds=30)
     with caplog.at_level(logging.ERROR):
         dumper.start("hang: no step", 7, {0: 20})
         assert woken.wait(60)
@@ -306,7 +306,7 @@ def test_a_dump_that_cannot_be_written_is_still_in_the_log(asleep, tmp_path, cap
     (tmp_path / "run").write_text("a file where the folder should be")
     woken = threading.Event()
     reports = tmp_path / "run" / "stacks"
-    dumper = StackDumper(folder, reports, "node-1", lambda: [standing.worker], woken.set, seconds=30)
+    dumper = StackReporter(folder, reports, "node-1", lambda: [standing.worker], woken.set, seconds=30)
     with caplog.at_level(logging.WARNING):
         dumper.start("hang", 1, {})
         assert woken.wait(60)

@@ -113,7 +113,7 @@ def _decode(line: bytes) -> dict[str, Any]:
 
 
 class SimulatedServer:
-    """Replaces ``LineServer``."""
+    """Replaces ``MessageServer``."""
 
     def __init__(self, node: Node, port: int, on_message: Callable, on_close: Callable, on_tick: Callable, tick: float):
         self.node = node
@@ -151,7 +151,7 @@ class SimulatedServer:
 
 
 class SimulatedClient:
-    """Replaces ``LineClient``."""
+    """Replaces ``MessageClient``."""
 
     def __init__(self, node: Node, connection: End, on_tick: Callable, tick: float) -> None:
         self.connection = connection

@@ -15,10 +15,10 @@ from azureml_elastic.checkpoint.save.background_save import SaveTask
 from azureml_elastic.checkpoint.state.layout import held
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.errors import CheckpointError
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 
-IDENTITY = Identity(0, 0, 1, 0)
+IDENTITY = WorkerIdentity(0, 0, 1, 0)
 
 
 class Alone:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 
-from azureml_elastic.ipc import LineServer, listen
+from azureml_elastic.ipc import MessageServer, listen
 
 __all__ = ["PATIENCE", "FakeAgent"]
 
@@ -24,7 +24,7 @@ class FakeAgent:
         self.commits = []
         self.heard = queue.Queue()
         self.on_step = None
-        self.server = LineServer(listen(self.path), self._on_message, self._on_close)
+        self.server = MessageServer(listen(self.path), self._on_message, self._on_close)
 
     def _on_message(self, connection, message):
         kind = message["op"]

@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.stack_dump import register_stack_dump
 
 
@@ -31,7 +31,7 @@ def stand(way: str, folder: Path, rank: int, argument: str = "", pipe=None) -> N
     if pipe is not None:
         ears.append(pipe)
     if way != "stranger":
-        register_stack_dump(folder, Identity(rank=rank, local_rank=rank, world_size=2, round=1))
+        register_stack_dump(folder, WorkerIdentity(rank=rank, local_rank=rank, world_size=2, round=1))
     globals()[way](argument)
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from azureml_elastic.train.agent_client.sigterm_filter import shield_children, shielded, survive
+from azureml_elastic.train.agent_client.sigterm_filter import filter_sigterm_in_children, ignore_signal, sigterm_blocked
 
 
 class Slow:
@@ -93,8 +93,8 @@ def main():
     folder = arguments.folder
     context = multiprocessing.get_context(arguments.method)
     if arguments.ends:
-        signal.signal(signal.SIGTERM, survive)
-        shield_children()
+        signal.signal(signal.SIGTERM, ignore_signal)
+        filter_sigterm_in_children()
         for index in range(3):
             attempt = folder / str(index)
             attempt.mkdir()
@@ -111,7 +111,7 @@ def main():
     with train.start(CheckpointPolicy(path=str(folder / "checkpoints"), every=None)) as run:
         helper = context.Process(target=linger)
         helper.start()
-        with shielded():
+        with sigterm_blocked():
             needed = subprocess.Popen(["sleep", "1000"])
         other = subprocess.Popen(["sleep", "1000"])
         (folder / "pids.tmp").write_text(json.dumps([os.getpid(), helper.pid, needed.pid, other.pid]))

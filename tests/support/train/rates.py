@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as lrs
 from azureml_elastic import train
 from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
 from azureml_elastic.train.optim.learning_rate import LearningRate
@@ -50,7 +50,7 @@ def _step(model, optimizer, number):
 
 
 def _scaled(optimizer, policy, world_size):
-    rate = LearningRate(policy, Position(Identity(0, 0, world_size, 0)), lambda: False)
+    rate = LearningRate(policy, Position(WorkerIdentity(0, 0, world_size, 0)), lambda: False)
     rate.attach([optimizer])
     rate.enter(world_size)
     return rate

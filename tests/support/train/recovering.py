@@ -22,7 +22,7 @@ from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import FixedGlobalBatch
 from azureml_elastic.distributed.process_groups import ProcessGroups
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
@@ -132,7 +132,7 @@ def different_steps(folder):
     for _ in range(3 + rank):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
-    identity = Identity(rank, 0, 2, 4)
+    identity = WorkerIdentity(rank, 0, 2, 4)
     storage = LocalStorage(Path(folder))
     agent = StandaloneAgent(storage, identity)
     position = Position(identity)
@@ -146,7 +146,7 @@ def different_steps(folder):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
     training_state.steps, stream.cursor = 3 + rank, Cursor(0, 12 * (3 + rank))
-    world.identity = Identity(1 - rank, 0, 2, 5)
+    world.identity = WorkerIdentity(1 - rank, 0, 2, 5)
     training_state.enter()
     steps = [int(state["step"]) for state in optimizer.state.values()]
     return [training_state.steps, stream.cursor.consumed, steps, workers.flat(model.parameters()).tolist()]
@@ -155,7 +155,7 @@ def different_steps(folder):
 def abort_beside_other_connections(folder):
     """Abort the groups of a process that opened a connection of its own meanwhile; return what still works."""
     opened = Path(folder).with_suffix(".opened")
-    groups = ProcessGroups(Identity(int(os.environ["RANK"]), 0, 2, 1), torch.device("cpu"))
+    groups = ProcessGroups(WorkerIdentity(int(os.environ["RANK"]), 0, 2, 1), torch.device("cpu"))
     if groups.identity.rank == 1:
         until(opened.exists)
         groups.open()

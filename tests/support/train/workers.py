@@ -24,7 +24,7 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.process import WorkerEnvironment
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
-from azureml_elastic.ipc import LineClient
+from azureml_elastic.ipc import MessageClient
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 
 torch.set_num_threads(1)
@@ -289,7 +289,7 @@ def failing_saves(folder):
 
 def connect_fork_and_die(address, fifo):
     """Leave a child behind that lives until the other end of the fifo is closed."""
-    client = LineClient(address, lambda *_: None)
+    client = MessageClient(address, lambda *_: None)
     client.send({"op": "here"})
     if os.fork() == 0:
         with open(fifo, "rb") as stream:  # noqa: PTH123

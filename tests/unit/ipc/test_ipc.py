@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.ipc import MAX_LINE, LineClient, LineReader, LineServer, encode, listen
+from azureml_elastic.ipc import MAX_LINE, LineReader, MessageClient, MessageServer, encode, listen
 
 PATIENCE = 20.0
 
@@ -59,7 +59,7 @@ def recorder():
 
 @pytest.fixture
 def server(address, recorder):
-    with closing(LineServer(listen(address), recorder.on_message, recorder.on_close)) as serving:
+    with closing(MessageServer(listen(address), recorder.on_message, recorder.on_close)) as serving:
         yield serving
 
 
@@ -107,14 +107,14 @@ def test_lines_are_bounded():
 
 
 def test_thousands_of_messages_arrive_in_order(server, recorder):
-    with closing(LineClient(server.address, recorder.on_message)) as client:
+    with closing(MessageClient(server.address, recorder.on_message)) as client:
         for number in range(5000):
             assert client.send({"n": number, "padding": "." * (number % 300)})
         assert [recorder.next()[1]["n"] for _ in range(5000)] == list(range(5000))
 
 
 def test_requests_find_their_replies_from_many_threads(server, recorder):
-    with closing(LineClient(server.address, recorder.on_message)) as client:
+    with closing(MessageClient(server.address, recorder.on_message)) as client:
         wrong = []
 
         def ask(base):
@@ -133,7 +133,7 @@ def test_requests_find_their_replies_from_many_threads(server, recorder):
 
 def test_a_request_without_a_reply_times_out_and_one_without_a_peer_fails(server, recorder):
     owner = Recorder()
-    with closing(LineClient(server.address, owner.on_message, owner.on_close)) as client:
+    with closing(MessageClient(server.address, owner.on_message, owner.on_close)) as client:
         with pytest.raises(TimeoutError, match="'silence'"):
             client.request({"op": "silence"}, 0.01)
         connection, message = recorder.next()
@@ -152,7 +152,7 @@ def test_a_request_without_a_reply_times_out_and_one_without_a_peer_fails(server
 
 @pytest.mark.parametrize("torn", [b"{\n", b"[1]\n", b"x" * (MAX_LINE + 1), b"[" * 100_000 + b"\n"])
 def test_torn_input_ends_that_connection_only(server, recorder, torn):
-    with closing(raw(server)) as bad, closing(LineClient(server.address, recorder.on_message)) as good:
+    with closing(raw(server)) as bad, closing(MessageClient(server.address, recorder.on_message)) as good:
         bad.sendall(encode({"n": 1}))
         assert recorder.next()[1] == {"n": 1}
         with suppress(ConnectionError):  # cut off before all was sent or read
@@ -166,13 +166,13 @@ def test_torn_input_ends_that_connection_only(server, recorder, torn):
 
 def test_a_failing_callback_ends_its_connection_and_is_logged(server, recorder, caplog):
     owner = Recorder()
-    client = LineClient(server.address, owner.on_message, owner.on_close)
+    client = MessageClient(server.address, owner.on_message, owner.on_close)
     client.send({"op": "fail"})
     assert "asked to fail" in recorder.next_closed().reason
     assert "asked to fail" in caplog.text
     assert owner.next_closed().reason == "the peer closed the connection"
     client.close()
-    with closing(LineClient(server.address, recorder.on_message)) as other:
+    with closing(MessageClient(server.address, recorder.on_message)) as other:
         assert other.request({"op": "echo", "value": 3}, PATIENCE)["value"] == 3
 
 
@@ -205,7 +205,7 @@ def test_what_waits_is_sent_when_the_slow_peer_reads_at_last(server, recorder):
 
 def test_broadcast_reaches_all(server, recorder):
     owners = [Recorder() for _ in range(5)]
-    clients = [LineClient(server.address, owner.on_message) for owner in owners]
+    clients = [MessageClient(server.address, owner.on_message) for owner in owners]
     for client in clients:
         client.request({"op": "echo", "value": 0}, PATIENCE)
     server.broadcast({"news": 1})
@@ -215,7 +215,7 @@ def test_broadcast_reaches_all(server, recorder):
 
 
 def test_last_received_and_state_belong_to_the_connection(server, recorder):
-    with closing(LineClient(server.address, recorder.on_message)) as client:
+    with closing(MessageClient(server.address, recorder.on_message)) as client:
         client.send({"n": 1})
         connection, _ = recorder.next()
         connection.state["rank"] = 3
@@ -232,7 +232,7 @@ def test_ticks_go_on_and_survive_a_failing_one(address, recorder):
         recorder.on_tick()
         raise RuntimeError("tick")
 
-    with closing(LineServer(listen(address), recorder.on_message, None, tick, tick=0.01)):
+    with closing(MessageServer(listen(address), recorder.on_message, None, tick, tick=0.01)):
         for _ in range(3):
             recorder.ticks.get(timeout=PATIENCE)
 
@@ -241,8 +241,8 @@ def test_ticks_go_on_and_survive_a_failing_one(address, recorder):
 def test_close_races_call_on_close_exactly_once(address, who):
     for _ in range(20):
         at_server, at_client = Recorder(), Recorder()
-        server = LineServer(listen(address), at_server.on_message, at_server.on_close)
-        client = LineClient(server.address, at_client.on_message, at_client.on_close)
+        server = MessageServer(listen(address), at_server.on_message, at_server.on_close)
+        client = MessageClient(server.address, at_client.on_message, at_client.on_close)
         client.request({"op": "echo", "value": 1}, PATIENCE)
         ends = {"client": [client.close], "server": [server.close], "both": [client.close, server.close]}[who]
         threads = [threading.Thread(target=end) for end in ends for _ in range(2)]
@@ -261,7 +261,7 @@ def test_close_races_call_on_close_exactly_once(address, who):
 
 def test_nobody_listens(tmp_path):
     with pytest.raises(OSError, match="nobody"):
-        LineClient(str(tmp_path / "nobody"), lambda *_: None)
+        MessageClient(str(tmp_path / "nobody"), lambda *_: None)
 
 
 def test_a_path_too_long_for_a_socket_is_named(tmp_path):
@@ -271,8 +271,8 @@ def test_a_path_too_long_for_a_socket_is_named(tmp_path):
 
 def test_threads_end(address):
     before = set(threading.enumerate())
-    server = LineServer(listen(address), lambda *_: None)
-    clients = [LineClient(server.address, lambda *_: None) for _ in range(5)]
+    server = MessageServer(listen(address), lambda *_: None)
+    clients = [MessageClient(server.address, lambda *_: None) for _ in range(5)]
     server.close()
     for client in clients:
         client.close()

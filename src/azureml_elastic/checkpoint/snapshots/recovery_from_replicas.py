@@ -26,7 +26,7 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.background_task import TaskOutcome
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
-from azureml_elastic.ipc.agent_interface import Agent, Identity
+from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 
 __all__ = ["ReplicaShard", "choose_replicas", "recover_from_replicas"]
 
@@ -99,7 +99,7 @@ def recover_from_replicas(
     storage: Storage,
     control: ControlGroup,
     agent: Agent,
-    identity: Identity,
+    identity: WorkerIdentity,
     committed: Reference | None,
     policy: CheckpointPolicy,
     *,

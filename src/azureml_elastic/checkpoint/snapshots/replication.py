@@ -22,7 +22,7 @@ from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.distributed.background_task import BackgroundTask, TaskOutcome
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import ElasticError
-from azureml_elastic.ipc.agent_interface import Agent, Identity
+from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 
 __all__ = ["PeerBuffers", "ReplicationTask", "partners"]
 
@@ -99,7 +99,7 @@ class ReplicationTask(BackgroundTask):
         copy: ShardCopy | None,
         error: str | None,
         *,
-        identity: Identity,
+        identity: WorkerIdentity,
         buffers: PeerBuffers,
         control: ControlGroup,
         agent: Agent,

@@ -1,4 +1,4 @@
-"""The agent of one node: it takes its workers through all rounds of the run, and no other node's death takes it along.
+"""Agent of one node: runs its workers through all rounds of the run, independently of the loss of other nodes.
 
 torch's launcher starts the workers and collects their output. Everything that torch's own agent does through rank 0's
 store between rendezvous and exit (rank assignment, exit barrier) is replaced: ranks follow from the sealed round, the
@@ -26,18 +26,18 @@ from azureml_elastic.ledger.events import (
 )
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
-from azureml_elastic.node.agent.peer_messages import Conversation
-from azureml_elastic.node.agent.worker_group import Crew
+from azureml_elastic.node.agent.peer_messages import PeerMessenger
+from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.failures.classification import Failure, hang_failure, root_cause
 from azureml_elastic.node.failures.fault_attribution import faulty_members, incident_id, strike_reason
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.failures.restart_decision import apply_restart_policy
-from azureml_elastic.node.hangs.detector import HangWatch
+from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.policy import Hang
 from azureml_elastic.node.hangs.response import HangResponse
 from azureml_elastic.node.hangs.stack_dump import Worker
-from azureml_elastic.node.hangs.stack_report import StackDumper
+from azureml_elastic.node.hangs.stack_report import StackReporter
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.rendezvous.hub.messages import Done
@@ -48,7 +48,7 @@ from azureml_elastic.node.rendezvous.torchrun import enter
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
-__all__ = ["Ending", "NodeAgent"]
+__all__ = ["ExitReason", "NodeAgent"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ _CLOSING_SECONDS = 2.0
 """How long rank 0's node has to mark the end of the run before another one does."""
 
 
-class Ending(Enum):
+class ExitReason(Enum):
     """How this node's part ended."""
 
     SUCCEEDED = "succeeded"
@@ -71,17 +71,17 @@ class NodeAgent:
     """Runs this node's workers through all rounds of the run.
 
     Args:
-        workers: the processes.
-        slots: how many there are.
-        identity: of the node, with the plan of the run.
+        workers: worker processes of the node.
+        slots: number of workers.
+        identity: identity of the node, with the plan of the run.
         rendezvous: this node's part in the run.
-        channel: to the workers' sessions.
-        recorder: of the ledger.
-        table: for the checkpoint's row.
-        preemption: tells when this node must go.
-        strikes: against the hosts of lost nodes.
-        watch: notices that workers hang.
-        opens_session: whether the program's own text says that it opens a session, for which newcomers then wait.
+        channel: server for the workers' sessions.
+        recorder: writer of the ledger.
+        table: table with the checkpoint's row.
+        preemption: watch for notices of this node's preemption.
+        strikes: records of faults of hosts.
+        watch: detector of hanging workers.
+        opens_session: whether the program uses this library, see :mod:`~azureml_elastic.node.agent.session_detection`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class NodeAgent:
         table: Table,
         preemption: PreemptionWatcher,
         strikes: HostStrikes,
-        watch: HangWatch,
+        watch: HangDetector,
         opens_session: bool,
     ) -> None:
         self._workers = workers
@@ -110,7 +110,7 @@ class NodeAgent:
         self._preemption = preemption
         self._strikes = strikes
         self._opens_session = opens_session
-        self._crew = Crew(
+        self._group = WorkerGroup(
             workers,
             channel,
             slots,
@@ -120,7 +120,7 @@ class NodeAgent:
             wait=self._wait_for_a_place,
             started=preemption.listen,  # older launchers of torch have just taken the signals
         )
-        dumper = StackDumper(
+        dumper = StackReporter(
             channel.folder, identity.folder / "stacks", identity.node, self._processes, rendezvous.wake.set
         )
         hangs = HangResponse(
@@ -131,26 +131,26 @@ class NodeAgent:
             broadcast=rendezvous.hub.broadcast,
             send=lambda message: rendezvous.link.report(message),  # noqa: PLW0108 - another one in each round
         )
-        self._conversation = Conversation(rendezvous, channel, hangs, opens_session=opens_session)
+        self._peers = PeerMessenger(rendezvous, channel, hangs, opens_session=opens_session)
         self._store: Any = None
         self._announced = False
         self._done = False
         self.failure: Failure | None = None
         """Set when this node's worker ended the run."""
 
-    def take_part(self) -> Ending:
+    def take_part(self) -> ExitReason:
         """Take part in the run until it ends or this node has to leave.
 
         Raises:
             RunSucceeded, RunFailed: another node has ended the run, or the workers cannot be started.
-            InterruptedError: this node was told to leave while it waited for a place.
+            InterruptedError: this node must leave while it waits for a round.
         """
         try:
             if self._rdzv.running():
-                self._crew.warm_up()
+                self._group.warm_up()
             while True:
-                if self._crew.stays:
-                    self._crew.get_ready(self._rdzv.given_up)
+                if self._group.stays:
+                    self._group.get_ready(self._rdzv.given_up)
                 self._enter_round()
                 ending = self._watch_round()
                 if ending is not None:
@@ -168,13 +168,13 @@ class NodeAgent:
         leads = assignment.rank == 0
         pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
         names = tuple(member.node for member in round_.members)
-        self._conversation.begin(round_, leads=leads)
+        self._peers.begin(round_, leads=leads)
         self._announced = self._done = False
         self._record(RoundEntered, rank=assignment.rank, members=names, world_size=round_.world_size)
         _LOG.info(
             "Round %d: rank %d of %d nodes, %d workers.", round_.number, assignment.rank, len(names), round_.world_size
         )
-        self._crew.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts)
+        self._group.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts)
         self._record(WorkersStarted, pids=self._workers.pids)
 
     def _processes(self) -> list[Worker]:
@@ -184,7 +184,7 @@ class NodeAgent:
 
     @property
     def _leavers(self) -> frozenset[str]:
-        return frozenset(self._conversation.leavers)
+        return frozenset(self._peers.leavers)
 
     def _wait(self) -> None:
         self._rdzv.wake.wait(self._plan.distribution.monitor_interval.total_seconds())
@@ -193,55 +193,55 @@ class NodeAgent:
     def _wait_for_a_place(self) -> None:
         self._wait()
         if self._preemption.noticed and self._preemption.commit_to_leave():
-            raise InterruptedError("the node was told to leave")
+            raise InterruptedError("the node is being preempted")
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
-    def _watch_round(self) -> Ending | None:
+    def _watch_round(self) -> ExitReason | None:
         """Watch the workers until the round is over; ``None`` means that another round follows."""
         while True:
             self._wait()
             status = self._rdzv.status()
             if status.broken:
                 return self._end_round(_why(status), lost=status.lost)
-            self._conversation.talk()
-            if (reason := self._conversation.lead(status, done=self._done)) is not None:
+            self._peers.talk()
+            if (reason := self._peers.lead(status, done=self._done)) is not None:
                 return self._end_round(reason, lost=self._leavers)
             if self._preemption.noticed:
                 self._announce_leaving()
                 if self._announced and self._preemption.overdue:
                     return self._end_round(f"{self._rdzv.node} was preempted", lost=frozenset({self._rdzv.node}))
-            if (gap := self._conversation.gap()) is not None:
+            if (gap := self._peers.gap()) is not None:
                 return self._end_round(f"the workers cannot connect: {gap}", lost=frozenset(), round_failed=True)
-            if (hang := self._conversation.hang()) is not None:
+            if (hang := self._peers.hang()) is not None:
                 return self._workers_hang(hang)
             if self._done:
                 if status.all_done:
                     return self._close_run()
                 continue
-            if self._crew.all(self._channel.stopped):
-                # All have saved; how a process ends after that, or who is told to by torch, is of no interest.
+            if self._group.all(self._channel.stopped):
+                # All have saved; exit codes after that are irrelevant.
                 return self._end_round("rescale at a step boundary", lost=self._leavers)
             codes = self._workers.exit_codes
             if any(codes.values()):
                 return self._some_failed()
             if len(codes) == self._slots:
-                self._crew.hear_last_words()
-                if self._crew.all(self._channel.stopped):
+                self._group.wait_for_final_messages()
+                if self._group.all(self._channel.stopped):
                     continue
                 self._done = True
                 self._rdzv.link.send(Done())
 
-    def _some_failed(self) -> Ending | None:
+    def _some_failed(self) -> ExitReason | None:
         self._workers.wait_for_siblings()
-        self._crew.hear_last_words()
+        self._group.wait_for_final_messages()
         ranks = global_ranks(self._rdzv.assignment.round, self._rdzv.assignment.rank)
         failures = {ranks[local_rank]: failure for local_rank, failure in self._workers.failures().items()}
         if all(failure.exitcode == AGENT_LOST for failure in failures.values()):
             return self._workers_gave_way()
         return self._worker_failed(RunResult(state=WorkerState.FAILED, failures=failures))
 
-    def _workers_gave_way(self) -> Ending | None:
+    def _workers_gave_way(self) -> ExitReason | None:
         """Start anew: a session has seen the end of the round, or cannot go on with this one."""
         until = time.monotonic() + _SETTLE_SECONDS
         while not self._rdzv.status().broken and time.monotonic() < until:
@@ -256,9 +256,9 @@ class NodeAgent:
         if not self._announced and self._preemption.commit_to_leave():
             self._announced = True
             _LOG.warning("This node is being preempted (%s); leaving at the next step.", self._preemption.reason)
-            self._conversation.announce_leaving()
+            self._peers.announce_leaving()
 
-    def _end_round(self, reason: str, *, lost: frozenset[str], round_failed: bool = False) -> Ending | None:
+    def _end_round(self, reason: str, *, lost: frozenset[str], round_failed: bool = False) -> ExitReason | None:
         """Interrupt the workers and end the round, so that the next one forms; or leave, where this node has to.
 
         Args:
@@ -268,18 +268,18 @@ class NodeAgent:
         """
         leaving = self._preemption.noticed and self._preemption.commit_to_leave()
         lost |= frozenset({self._rdzv.node}) if leaving else frozenset()
-        if leaving or not self._crew.stays:
+        if leaving or not self._group.stays:
             self._workers.begin_stopping()
         else:
             self._channel.interrupt()
         if leaving:
-            self._rdzv.disconnect()  # the others hear of it before the table does
+            self._rdzv.disconnect()  # the hub notices this before the table is updated
         round_ = self._rdzv.assignment.round
         if self._rdzv.reopen(reason, lost=lost, round_failed=round_failed):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
             for member in faulty_members(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
                 self._strike(member.host_id, strike_reason("lost"))
-        return Ending.LEFT if leaving else None
+        return ExitReason.LEFT if leaving else None
 
     def _strike(self, host: str, reason: str | None) -> None:
         """Hold something against a host."""
@@ -287,7 +287,7 @@ class NodeAgent:
             self._strikes.strike(host, reason, incident_id(self._rdzv.assignment.round))
             self._record(HostStruck, host=host, reason=reason)
 
-    def _worker_failed(self, result: RunResult) -> Ending | None:
+    def _worker_failed(self, result: RunResult) -> ExitReason | None:
         """Find out whose fault it is: a lost node's, this node's preemption, or the worker's own."""
         failure = root_cause(result.failures, self._workers.stderrs)
         distribution = self._plan.distribution
@@ -308,14 +308,14 @@ class NodeAgent:
         self._strike(self._strikes.host, strike_reason("worker", failure.exit_code, failure.message))
         reason = f"worker {failure.rank} on {self._rdzv.node} failed with exit code {failure.exit_code}"
         # Where processes stay, the others do not wait for this node's new ones.
-        return self._charge(failure, reason, lost=frozenset({self._rdzv.node}) if self._crew.stays else frozenset())
+        return self._charge(failure, reason, lost=frozenset({self._rdzv.node}) if self._group.stays else frozenset())
 
-    def _workers_hang(self, hang: Hang) -> Ending | None:
+    def _workers_hang(self, hang: Hang) -> ExitReason | None:
         """Start anew, which costs as much as a failure: a program may hang at the same place each time."""
         rank = global_ranks(self._rdzv.assignment.round, self._rdzv.assignment.rank)[0]
         return self._charge(hang_failure(rank, FAILED, hang.reason), hang.reason, lost=self._leavers)
 
-    def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> Ending | None:
+    def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> ExitReason | None:
         self._workers.begin_stopping()
         self.failure = apply_restart_policy(
             failure,
@@ -326,7 +326,7 @@ class NodeAgent:
             recorder=self._recorder,
             distribution=self._plan.distribution,
         )
-        return Ending.FAILED if self.failure is not None else None
+        return ExitReason.FAILED if self.failure is not None else None
 
     def _died_after_training(self, result: RunResult) -> bool:
         """Tell whether torch has aborted a worker that had finished, as its threads sometimes do at interpreter exit.
@@ -341,7 +341,7 @@ class NodeAgent:
             and {failure.local_rank for failure in aborted} <= self._channel.finished
         )
 
-    def _close_run(self) -> Ending | None:
+    def _close_run(self) -> ExitReason | None:
         """Mark the run's good end. Rank 0 writes; the others make sure that it has."""
         if not self._rdzv.leads:
             until = time.monotonic() + _CLOSING_SECONDS
@@ -350,7 +350,7 @@ class NodeAgent:
                 self._rdzv.wake.clear()
         if self._rdzv.close(succeeded=True):
             self._record(RunEnded, succeeded=True)
-            return Ending.SUCCEEDED
+            return ExitReason.SUCCEEDED
         return None  # closed by another node, which joining tells, or reopened
 
     def _record(self, kind: type[Any], **fields: Any) -> None:

@@ -1,8 +1,8 @@
 """The agent's side of the channel to its workers: a Unix socket that the training session connects to.
 
-Workers never see the table. They tell the agent their steps, ask it for the committed checkpoint, have it commit a new
-one, and hear from it at which step to save or to leave. A script without a session never connects, and is restarted at
-each change as under torchrun. The messages are listed in ``docs/channel.md``.
+Workers never access the table. They report their steps to the agent, request the committed checkpoint, request commits
+of new ones, and receive the step at which to save or to leave. A script without a session never connects, and is
+restarted at each change as under torchrun. The messages are listed in ``docs/channel.md``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
 from azureml_elastic.errors import ElasticError, Fenced
-from azureml_elastic.ipc import Connection, LineServer, listen
+from azureml_elastic.ipc import Connection, MessageServer, listen
 from azureml_elastic.ledger.events import CheckpointCommitted, CheckpointQuarantined, Progress, Restored
 from azureml_elastic.node.agent.event_recorder import Recorder
-from azureml_elastic.node.agent.step_boundary import Ballot
-from azureml_elastic.node.hangs.detector import HangWatch
+from azureml_elastic.node.agent.step_boundary import BoundaryVote
+from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["Channel"]
@@ -40,9 +40,9 @@ class Channel:
     """Serves the local workers. Its methods are for the agent's thread.
 
     Args:
-        recorder: for progress, restores and commits.
+        recorder: writer of the ledger's events.
         wake: called, from the channel's thread, when something has changed.
-        watch: is told what the workers do.
+        watch: detector of hanging workers.
         local: copies of the state on this node's disk, if there are any.
 
     Attributes:
@@ -50,7 +50,7 @@ class Channel:
     """
 
     def __init__(
-        self, recorder: Recorder, wake: Callable[[], None], watch: HangWatch, local: LocalSnapshots | None = None
+        self, recorder: Recorder, wake: Callable[[], None], watch: HangDetector, local: LocalSnapshots | None = None
     ) -> None:
         self._recorder = recorder
         self._watch = watch
@@ -77,18 +77,18 @@ class Channel:
         self.trained = False
         """Whether a local worker has completed a step in this round."""
         self._recorded = 0.0
-        self._ballot: Ballot | None = None
+        self._ballot: BoundaryVote | None = None
         self._reports: list[dict[str, Any]] = []
         self._table_calls = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-row")
-        self._server = LineServer(listen(self.path), self._on_message, self._on_close)
+        self._server = MessageServer(listen(self.path), self._on_message, self._on_close)
 
     def begin(self, number: int, size: int, pointer: CheckpointPointer | None, *, keep: bool = False) -> None:
         """Serve a new round's workers; what is left of older ones is cut off.
 
         Args:
-            number: of the round.
+            number: number of the round.
             size: how many workers this node has.
-            pointer: of the checkpoint, on rank 0's node only.
+            pointer: the checkpoint's row in the table, on rank 0's node only.
             keep: whether the workers that have parked stay, to be assigned to this round.
         """
         if not keep:
@@ -105,10 +105,10 @@ class Channel:
             self._table_calls.submit(_quietly, pointer.take_over)
 
     def assign(self, places: Mapping[int, Mapping[str, Any]]) -> None:
-        """Tell the parked workers their places in the round.
+        """Send the parked workers their assignments in the round.
 
         Args:
-            places: by local rank: ``rank``, ``world_size`` and ``environment``.
+            places: ``rank``, ``world_size`` and ``environment`` of each local rank.
         """
         with self._lock:
             number, pointer = self._round, self._pointer
@@ -120,7 +120,7 @@ class Channel:
             connection.send({"op": "assign", "round": number, **place})
 
     def interrupt(self) -> None:
-        """Tell the workers that their round is over: they hand their state over, or park."""
+        """Notify the workers that their round is over: they hand their state over, or park."""
         with self._lock:
             targets = [link for rank, link in self._workers.items() if rank not in self._stopped | self._parked]
         for connection in targets:
@@ -183,7 +183,7 @@ class Channel:
 
     @property
     def connected(self) -> bool:
-        """Whether the ranks of this round have found each other, as far as a local worker has told."""
+        """Whether the ranks of this round have found each other, as far as local workers have reported."""
         with self._lock:
             return self._connected
 
@@ -197,7 +197,7 @@ class Channel:
         """Pass a proposal on to the workers; the node's report follows in :meth:`take_reports`."""
         with self._lock:
             voters = frozenset(self._workers) if len(self._workers) == self._size else frozenset()
-            self._ballot = Ballot(message["boundary"], voters)
+            self._ballot = BoundaryVote(message["boundary"], voters)
             targets = list(self._workers.values()) if voters else []
             if not voters:
                 self._reports.append(self._ballot.report(finished=bool(self._finished)))
@@ -210,7 +210,7 @@ class Channel:
         """Pass a decision on to the workers.
 
         Args:
-            message: with ``stay``, whether this node will be in the next round.
+            message: the decision; ``stay`` says whether this node will be in the next round.
         """
         with self._lock:
             targets = list(self._workers.values())
@@ -288,7 +288,7 @@ class Channel:
 
     def _hello(self, connection: Connection, message: Mapping[str, Any]) -> None:
         with self._lock:
-            # A worker of round 0 is told its place later.
+            # A worker of round 0 receives its assignment later.
             current = message["round"] in (self._round, 0)
             if current:
                 connection.state.update(
@@ -321,11 +321,11 @@ class Channel:
 
     def _voted(self, local_rank: int, message: Mapping[str, Any]) -> None:
         with self._lock:
-            ballot = self._ballot
-            if ballot is None or ballot.boundary != message["boundary"]:
+            vote = self._ballot
+            if vote is None or vote.boundary != message["boundary"]:
                 return
-            if ballot.vote(local_rank, ok=message["ok"], step=message["step"]):
-                self._reports.append(ballot.report(finished=bool(self._finished)))
+            if vote.vote(local_rank, ok=message["ok"], step=message["step"]):
+                self._reports.append(vote.report(finished=bool(self._finished)))
                 self._ballot = None
         self._wake()
 

@@ -27,13 +27,13 @@ _FLUSH_SECONDS = 2.0
 
 
 class Recorder:
-    """The ledger's pen on one node. Thread-safe.
+    """Writer of one node's events. Thread-safe.
 
     Args:
-        folder: of the run; the file is ``events/<node>.jsonl`` below it.
+        folder: the run's folder; the file is ``events/<node>.jsonl`` below it.
         node: this node's name.
-        incarnation: of this agent; part of the rows' keys.
-        table: for the rare events.
+        incarnation: the agent's incarnation, part of the rows' keys.
+        table: table for the rare events, ``None`` to write the file only.
     """
 
     def __init__(self, folder: Path, node: str, incarnation: str, table: Table | None) -> None:
@@ -43,7 +43,7 @@ class Recorder:
         self._node = node
         self._incarnation = incarnation
         self._lock = threading.Lock()
-        self._told = False
+        self._warned = False
         self._numbers = itertools.count()
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -65,9 +65,9 @@ class Recorder:
                 self._file.write(event.model_dump_json() + "\n")
                 self._file.flush()
             except (OSError, ValueError) as error:  # a full disk, a stale mount, or closed
-                if not self._told:
+                if not self._warned:
                     _LOG.warning("The ledger cannot be written (%s); the run goes on without it.", error)
-                self._told = True
+                self._warned = True
         if self._thread is not None and event.rare:
             self._queue.put(event)
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["Connecting"]
+__all__ = ["PeerDiscovery"]
 
-_PATIENCE_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
 
 
-class Connecting:
+class PeerDiscovery:
     """One agent's part. For the agent's thread.
 
     Args:
@@ -49,7 +49,7 @@ class Connecting:
         return {"op": "report", "what": "placed"}
 
     def reported(self, node: str) -> None:
-        """Take in such a report; after the last one all are told."""
+        """Take in such a report; after the last one, all agents are notified."""
         if node in self._missing:
             self._missing.remove(node)
             if not self._missing:
@@ -65,4 +65,4 @@ class Connecting:
         Args:
             connected: whether a local worker has.
         """
-        return self._since is not None and not connected and self._clock() - self._since >= _PATIENCE_SECONDS
+        return self._since is not None and not connected and self._clock() - self._since >= _CONNECT_SECONDS

@@ -1,4 +1,4 @@
-"""What the agents of a round say to each other: when to stop together, who leaves, and what to do when workers hang."""
+"""Messages between the agents of a round: step boundaries, leaving nodes, and hanging workers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 
 from azureml_elastic.node.agent.channel import Channel
-from azureml_elastic.node.agent.peer_discovery import Connecting
-from azureml_elastic.node.agent.step_boundary import Coordinator
+from azureml_elastic.node.agent.peer_discovery import PeerDiscovery
+from azureml_elastic.node.agent.step_boundary import BoundaryCoordinator
 from azureml_elastic.node.hangs.policy import Hang
 from azureml_elastic.node.hangs.response import HangResponse
 from azureml_elastic.node.rendezvous.reachability.reachability import UnreachablePair
@@ -16,7 +16,7 @@ from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
 from azureml_elastic.node.rendezvous.state.round import Round
 
-__all__ = ["Conversation"]
+__all__ = ["PeerMessenger"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,17 +27,17 @@ _REMAINING_SECONDS = 1.0
 """A newcomer is not let in any more when the run will end sooner than this: it would only hold it up."""
 
 
-class Conversation:
-    """This agent's part in it. For the agent's thread.
+class PeerMessenger:
+    """One agent's part in the agreements of a round. For the agent's thread.
 
     Args:
         rendezvous: this node's place in the round, with its connections.
-        channel: to the workers' sessions.
+        channel: server for the workers' sessions.
         hangs: what is done about workers that hang.
-        opens_session: whether the program's own text says that it opens a session, for which newcomers then wait.
+        opens_session: whether the program uses this library, so that newcomers wait for its session.
 
     Attributes:
-        leavers: nodes that will not be in the next round, because they were told to go.
+        leavers: nodes that will not be in the next round, because they are being preempted.
     """
 
     def __init__(self, rendezvous: Rendezvous, channel: Channel, hangs: HangResponse, *, opens_session: bool) -> None:
@@ -45,20 +45,20 @@ class Conversation:
         self._channel = channel
         self._hangs = hangs
         self._opens_session = opens_session
-        self._coordinator: Coordinator | None = None
+        self._coordinator: BoundaryCoordinator | None = None
         self._started = 0.0
         self._leaving = False
-        self._connecting = Connecting(rendezvous.hub.broadcast)
+        self._discovery = PeerDiscovery(rendezvous.hub.broadcast)
         self.leavers: set[str] = set()
 
     def begin(self, round_: Round, *, leads: bool) -> None:
         """A round begins."""
         names = tuple(member.node for member in round_.members)
-        self._coordinator = Coordinator(names, self._rdzv.hub.broadcast) if leads else None
+        self._coordinator = BoundaryCoordinator(names, self._rdzv.hub.broadcast) if leads else None
         self._started = time.monotonic()
         self._leaving = False
         self.leavers = set()
-        self._connecting.begin(names)
+        self._discovery.begin(names)
         self._hangs.begin(round_.number, names)
 
     def announce_leaving(self) -> None:
@@ -74,7 +74,7 @@ class Conversation:
             if message["op"] == "prepare":
                 self._channel.prepare(message)
             elif message["op"] == "placed":
-                self._connecting.all_placed()
+                self._discovery.all_placed()
             elif message["op"] in ("dump", "lesson"):
                 self._hangs.take(message)
             elif message["op"] == "decide":
@@ -84,14 +84,14 @@ class Conversation:
                 self._channel.decide({**message, "stay": self._rdzv.node not in self.leavers})
         for report in self._channel.take_reports():
             link.report(report)
-        if (placed := self._connecting.news(placed=self._channel.placed)) is not None:
+        if (placed := self._discovery.news(placed=self._channel.placed)) is not None:
             link.report(placed)
 
     def gap(self) -> UnreachablePair | None:
         """Return the gap for which this agent has to end the round now, because workers will never connect over it."""
         return (
             self._rdzv.take_unreachable_pair()
-            if self._connecting.takes_long(connected=self._channel.connected)
+            if self._discovery.takes_long(connected=self._channel.connected)
             else None
         )
 
@@ -99,7 +99,7 @@ class Conversation:
         """Rank 0's part: make room for newcomers and let the preempted go.
 
         Args:
-            status: of the round.
+            status: status of the round.
             done: whether this node's workers have ended well.
 
         Returns:
@@ -112,7 +112,7 @@ class Conversation:
             if report.get("what") == "leaving":
                 self.leavers.add(node)
             elif report.get("what") == "placed":
-                self._connecting.reported(node)
+                self._discovery.reported(node)
             elif report.get("what") == "dumped":
                 self._hangs.answered(node)
             else:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Ballot", "Coordinator"]
+__all__ = ["BoundaryCoordinator", "BoundaryVote"]
 
 _FIRST_MARGIN = 1
 _LARGEST_MARGIN = 64
@@ -22,7 +22,7 @@ _RETRY_SECONDS = 0.05
 
 
 @dataclass
-class Ballot:
+class BoundaryVote:
     """One node's answers to a proposal.
 
     Args:
@@ -55,7 +55,7 @@ class Ballot:
         }
 
 
-class Coordinator:
+class BoundaryCoordinator:
     """Rank 0's side of the agreement, for one round.
 
     Args:

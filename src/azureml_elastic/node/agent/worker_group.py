@@ -1,4 +1,4 @@
-"""This node's workers with their sessions: got ready, given their places, and listened to until their last word."""
+"""Group of this node's workers: started or kept over rounds, and assigned their ranks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import global_ranks
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
-__all__ = ["Crew"]
+__all__ = ["WorkerGroup"]
 
 _WARM_SECONDS = 30.0
 """How long a newcomer gets ready beyond its script's imports."""
 
-_LAST_WORDS_SECONDS = 5.0
-"""How long the channel has to deliver what workers said before they ended."""
+_FINAL_MESSAGE_SECONDS = 5.0
+"""How long the channel has to deliver messages that workers sent before they ended."""
 
 
-class Crew:
+class WorkerGroup:
     """The workers of one node, started anew in each round or staying over several. For the agent's thread.
 
     Args:
         workers: the processes.
-        channel: to their sessions.
+        channel: server for their sessions.
         slots: how many there are.
         node: this node's name.
         stays: whether they stay over the rounds where they can.
-        handover_seconds: for those of the round before to be ready for the next one.
+        handover_seconds: timeout for workers of the previous round to wait for the next one.
         wait: waits a moment, or until something happens; raises where this node must leave while it has no place.
-        started: called after processes were started.
+        started: callback after the start of processes.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Crew:
 
         Args:
             assignment: this node's.
-            pointer: of the checkpoint, on rank 0's node only.
-            run_id: of the run.
-            max_restarts: to be told to them, as torchrun does.
+            pointer: the checkpoint's row in the table, on rank 0's node only.
+            run_id: identifier of the run.
+            max_restarts: value of ``TORCHELASTIC_MAX_RESTARTS``.
         """
         self._workers.finish_stopping()  # whatever they hand over is for the next ones
         round_ = assignment.round
@@ -119,9 +119,9 @@ class Crew:
         else:
             self._start(environments)
 
-    def hear_last_words(self) -> None:
-        """Wait until the connections of sessions that end have ended: what workers said last comes before that."""
-        until = time.monotonic() + _LAST_WORDS_SECONDS
+    def wait_for_final_messages(self) -> None:
+        """Wait until the connections of sessions that end have ended: all their messages arrive before that."""
+        until = time.monotonic() + _FINAL_MESSAGE_SECONDS
         while self._channel.leaving and time.monotonic() < until:
             time.sleep(0.01)
 

@@ -19,7 +19,7 @@ __all__ = ["Workers"]
 _POLL_SECONDS = 0.01
 
 _IMPORT_SECONDS = 120.0
-"""How long the warm process's imports may take; a cold worker would take as long."""
+"""How long the preload server's imports may take; a cold worker would take as long."""
 
 
 class Workers:
@@ -28,10 +28,10 @@ class Workers:
     Args:
         command: starts one cold.
         logs: where their output goes.
-        channel: to their sessions.
+        channel: server for their sessions.
         warm: forks them, ``None`` to start each one cold.
-        handover_seconds: for workers with a session to put their state into memory, once they are interrupted.
-        stop_seconds: from SIGTERM to SIGKILL.
+        handover_seconds: timeout for interrupted workers to put their state into memory.
+        stop_seconds: seconds between SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Workers:
         """Start them, once the ones before are gone, and return their process ids by local rank.
 
         Args:
-            environments: by local rank, what each has besides this process's own.
-            prefixes: by local rank, of the lines of its output.
+            environments: additional environment variables of each local rank.
+            prefixes: prefix of each output line, by local rank.
         """
         self.finish_stopping()
         arguments: dict[str, Any] = {
@@ -137,7 +137,7 @@ class Workers:
             self._stopping.start()
 
     def finish_stopping(self) -> None:
-        """Wait until those that were told to stop are gone."""
+        """Wait until all workers being stopped have ended."""
         if self._stopping is not None:
             self._stopping.join()
             self._stopping = None

@@ -1,7 +1,7 @@
-"""Watches whether the workers of one node still complete steps; see :mod:`azureml_elastic.node.hangs.policy` for the limits.
+"""Detector of workers that no longer complete steps; :mod:`azureml_elastic.node.hangs.policy` defines the limits.
 
-A first evaluation longer than the floor cannot be told from a hang. Each verdict therefore doubles the patience for a
-good while: an evaluation of up to 64 floors is over after a few restarts, and is learned from then on.
+A first evaluation longer than the floor cannot be distinguished from a hang. Each verdict therefore doubles the limits
+for a good while: an evaluation of up to 64 floors is over after a few restarts, and is learned from then on.
 
 All times are seconds of one agent's monotonic clock. Time in which this agent itself did not run (a frozen machine)
 does not count, for neither did its workers then.
@@ -17,12 +17,12 @@ from typing import Any
 
 from azureml_elastic.node.hangs.policy import Hang, HangPolicy, Phase, pause_limit, step_limit
 
-__all__ = ["HangWatch"]
+__all__ = ["HangDetector"]
 
 _REMEMBERED_STEPS = 512
 _MOST_DOUBLINGS = 6
-_PATIENT_FOR = 20.0
-"""For how many limits the patience that follows a verdict lasts."""
+_EXTENSION_FACTOR = 20.0
+"""How long doubled limits last after a verdict, in multiples of the limit."""
 
 _FALLBACK_FACTOR = 2.0
 _FALLBACK_SECONDS = 10.0
@@ -32,14 +32,14 @@ _LONGEST_LOOK_SECONDS = 5.0
 """Between two looks of an agent that runs; it looks ten times a second."""
 
 _NEWS = 1.1
-"""What is learned is told to the others when it has grown by this factor."""
+"""Learned durations are broadcast once they have grown by this factor."""
 
 
-class HangWatch:
+class HangDetector:
     """Watches the steps of one node's workers, through all rounds. Thread-safe.
 
     Args:
-        policy: of the run.
+        policy: the run's limits.
         clock: returns monotonic seconds.
     """
 
@@ -50,9 +50,9 @@ class HangWatch:
         self._gaps: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._longest = 0.0
         self._longest_pause = 0.0
-        self._told = (0.0, 0.0)
+        self._broadcast = (0.0, 0.0)
         self._doublings = 0
-        self._patient_until = 0.0
+        self._extended_until = 0.0
         self._looked = clock()
         self._reset()
 
@@ -69,7 +69,7 @@ class HangWatch:
         with self._lock:
             self._look()
             self._reset()
-            self._told = (0.0, 0.0)  # there may be nodes that have not heard it
+            self._broadcast = (0.0, 0.0)  # there may be nodes that have not received it
 
     def opened(self) -> None:
         """A local worker has opened its session. Until then nothing is watched: it may be a program without one."""
@@ -97,7 +97,7 @@ class HangWatch:
         """A local worker announces that its next step will take its time.
 
         Args:
-            local_rank: of the worker.
+            local_rank: the worker's local rank.
             bounded: whether a pause's limit applies. Without it none does, until :meth:`free` or the next step: for
                 waits that have a limit of their own.
         """
@@ -117,12 +117,12 @@ class HangWatch:
             self._over = True
 
     def fired(self, hang: Hang) -> None:
-        """Take in a verdict, one's own or another agent's: no second one in this round, more patience in the next."""
+        """Take in a verdict, one's own or another agent's: no second one in this round, longer limits in the next."""
         with self._lock:
             now = self._look()
             self._over = True
-            self._doublings = min(_MOST_DOUBLINGS, self._doublings + 1) if now < self._patient_until else 1
-            self._patient_until = now + _PATIENT_FOR * 2.0 * hang.limit
+            self._doublings = min(_MOST_DOUBLINGS, self._doublings + 1) if now < self._extended_until else 1
+            self._extended_until = now + _EXTENSION_FACTOR * 2.0 * hang.limit
 
     def verdict(self, *, leads: bool = True) -> Hang | None:
         """Return a hang, once a round. To be asked several times a second.
@@ -149,8 +149,8 @@ class HangWatch:
             limit = step_limit(self._policy, self._gaps, self._longest)
             if self._phase != "step":
                 limit = pause_limit(self._policy, limit, self._longest_pause)
-            patient = self._policy.fixed is None and self._looked < self._patient_until
-            return limit * 2.0**self._doublings if patient else limit
+            extended = self._policy.fixed is None and self._looked < self._extended_until
+            return limit * 2.0**self._doublings if extended else limit
 
     @property
     def step(self) -> int:
@@ -167,11 +167,11 @@ class HangWatch:
     def lesson(self) -> dict[str, Any] | None:
         """Return what rank 0's agent shall broadcast, if there is news: newcomers have not seen the long gaps."""
         with self._lock:
-            told, learned = self._told, (self._longest, self._longest_pause)
-            # In the first step all have taken part, so that all are there to hear it.
-            if self._phase != "step" or not any(new > _NEWS * old for new, old in zip(learned, told, strict=True)):
+            sent, learned = self._broadcast, (self._longest, self._longest_pause)
+            # In the first step all have taken part, so that all receive it.
+            if self._phase != "step" or not any(new > _NEWS * old for new, old in zip(learned, sent, strict=True)):
                 return None
-            self._told = learned
+            self._broadcast = learned
             return {"op": "lesson", "longest": self._longest, "longest_pause": self._longest_pause}
 
     def learn(self, lesson: Mapping[str, Any]) -> None:

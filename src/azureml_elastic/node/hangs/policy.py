@@ -1,7 +1,7 @@
 """When a run that still lives no longer trains: how long is too long without a completed step.
 
-Pure functions of what :class:`~azureml_elastic.node.hangs.detector.HangWatch` has seen. Three kinds of time are told
-apart, because a program that trains well has all three:
+Pure functions of what :class:`~azureml_elastic.node.hangs.detector.HangDetector` has seen. Three kinds of time are
+distinguished, because a program that trains well has all three:
 
 - a **step**: from one completed step to the next. A limit of ten times the typical one would take every evaluation for
   a hang, ten times the longest one would be useless after a single long evaluation, so it is the larger of ten times
@@ -10,7 +10,7 @@ apart, because a program that trains well has all three:
       step_limit = max(floor, 10 * median(steps), 2 * longest(steps))
 
 - a **pause**: from the start of a session to its first step (data cache, compilation), and what a session announces as
-  such (an evaluation, a save). It has more patience and learns from its own kind::
+  such (an evaluation, a save). Its limit is longer and follows from its own kind::
 
       pause_limit = max(4 * floor, 2 * step_limit, 2 * longest(pauses))
 
@@ -95,9 +95,9 @@ def step_limit(policy: HangPolicy, steps: Collection[float], longest: float = 0.
     """Return for how long there may be no step once there was one.
 
     Args:
-        policy: of the run.
+        policy: the run's limits.
         steps: times between two completed steps, seconds, in any order; of many, the newest.
-        longest: of all of them, where ``steps`` are not all.
+        longest: longest step so far, seconds.
 
     Returns:
         Seconds. It is a fixed policy's own, and else at least twice the longest time seen.
@@ -114,9 +114,9 @@ def pause_limit(policy: HangPolicy, step_seconds: float, longest: float = 0.0) -
     """Return for how long there may be no step before the first one, and in an announced pause.
 
     Args:
-        policy: of the run.
+        policy: the run's limits.
         step_seconds: the limit between steps.
         longest: the longest pause or start so far, seconds.
     """
-    patience = _PAUSE_FACTOR * max(policy.floor, policy.fixed or 0.0)
-    return max(patience, _LONGEST_FACTOR * step_seconds, _LONGEST_FACTOR * longest)
+    minimum = _PAUSE_FACTOR * max(policy.floor, policy.fixed or 0.0)
+    return max(minimum, _LONGEST_FACTOR * step_seconds, _LONGEST_FACTOR * longest)

@@ -32,7 +32,7 @@ class ProcessState:
     """One look at a process.
 
     Args:
-        name: of the process, which it may have chosen itself.
+        name: the process's name, which it may have set itself.
         letter: its main thread's state, as ``ps`` shows it.
         waits_in: the kernel function that the main thread sleeps in, empty where the kernel does not tell.
         threads: how many it has.
@@ -62,7 +62,7 @@ class ProcessState:
 
     @property
     def stopped(self) -> bool:
-        """Whether it takes no signal until it is told to go on."""
+        """Whether it takes no signal until it is continued."""
         return self.letter in "Tt"
 
     def __str__(self) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 from azureml_elastic.ledger.events import HangDetected
 from azureml_elastic.node.agent.event_recorder import Recorder
-from azureml_elastic.node.hangs.detector import HangWatch
+from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.policy import Hang
-from azureml_elastic.node.hangs.stack_report import StackDumper
+from azureml_elastic.node.hangs.stack_report import StackReporter
 
 __all__ = ["HangResponse"]
 
@@ -27,9 +27,9 @@ class HangResponse:
     """One agent's part. For the agent's thread.
 
     Args:
-        watch: of this node's workers.
-        dumper: of their stacks.
-        recorder: of the ledger.
+        watch: detector of this node's hanging workers.
+        dumper: reporter of their stacks.
+        recorder: writer of the ledger.
         node: this node's name.
         broadcast: sends a message to every agent of the round, this one included; used where this node leads.
         send: sends a message to rank 0's agent.
@@ -38,8 +38,8 @@ class HangResponse:
 
     def __init__(
         self,
-        watch: HangWatch,
-        dumper: StackDumper,
+        watch: HangDetector,
+        dumper: StackReporter,
         recorder: Recorder,
         node: str,
         *,
@@ -60,14 +60,14 @@ class HangResponse:
         """A round begins.
 
         Args:
-            number: of the round.
+            number: number of the round.
             members: names of its nodes in rank order.
         """
         self._number = number
         self._members = tuple(members)
         self._hang: Hang | None = None
         self._mine = False
-        self._told = False
+        self._reported = False
         self._missing: set[str] = set()
         self._until = 0.0
         self._watch.begin()
@@ -103,8 +103,8 @@ class HangResponse:
             self._decide(hang, leads=leads)
         if self._hang is None:
             return None
-        if self._dumper.done and not self._told:
-            self._told = True
+        if self._dumper.done and not self._reported:
+            self._reported = True
             self._missing.discard(self._node)
             if not self._mine:
                 self._send({"op": "report", "what": "dumped"})

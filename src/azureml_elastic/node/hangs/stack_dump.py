@@ -58,9 +58,9 @@ class Worker:
     """A process that the agent has started.
 
     Args:
-        local_rank: on this node.
-        rank: in the round.
-        pid: of the process.
+        local_rank: rank on this node.
+        rank: rank in the round.
+        pid: process id.
     """
 
     local_rank: int
@@ -73,10 +73,10 @@ class ProcessStacks:
     """What could be learnt of one process.
 
     Args:
-        name: for people: a rank, or whose child it is.
-        local_rank: of the worker that it is or descends from.
-        pid: of the process.
-        state: what it is doing, by the kernel's word.
+        name: display name: a rank, or a child of one.
+        local_rank: local rank of the worker that it is or descends from.
+        pid: process id.
+        state: the kernel's description of its state.
         text: the stacks, innermost call first, the main thread before the others; empty where there are none.
         remarks: what did not go well.
     """
@@ -96,7 +96,7 @@ def collect(folder: Path, workers: Mapping[int, Worker], *, seconds: float = 2.5
         folder: where the workers' sessions have made their files.
         workers: the processes that the agent has started, by local rank. Where a session is in another process, as
             below a shell script, that one counts.
-        seconds: after which whatever is there is returned.
+        seconds: timeout, after which the stacks collected so far are returned.
 
     Returns:
         A list in the order of local ranks, each worker followed by its children.
@@ -141,8 +141,8 @@ def main_thread_first(text: str, main_thread: int | None = None) -> str:
     """Return a dump with the main thread's stack before all others.
 
     Args:
-        text: of :mod:`faulthandler` or ``py-spy``.
-        main_thread: as the dump numbers it; ``None`` for a dump that calls it ``MainThread``.
+        text: dump of :mod:`faulthandler` or ``py-spy``.
+        main_thread: number of the main thread in the dump; ``None`` for a dump that names it ``MainThread``.
     """
     heads = list(_THREAD.finditer(text))
     bounds = [head.start() for head in heads] + [len(text)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from azureml_elastic.node.hangs.stack_dump import ProcessStacks, Worker, collect
 
-__all__ = ["StackDumper", "render"]
+__all__ = ["StackReporter", "render"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _LOGGED_PER_PROCESS = 16 * 1024
 _LOGGED = 192 * 1024
 
 
-class StackDumper:
+class StackReporter:
     """Collects and writes the stacks of one node on a thread of its own, so that no worker can hold up the agent.
 
     Args:
@@ -28,7 +28,7 @@ class StackDumper:
         node: this node's name.
         workers: returns the processes that the agent has started.
         wake: called, from that thread, when it is done.
-        seconds: for the collection.
+        seconds: timeout of the collection.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StackDumper:
 
         Args:
             why: what has happened, for the first line.
-            round_number: of the round.
+            round_number: number of the round.
             steps: the last step that each local rank has completed, where it has completed one.
         """
         if not self.done:

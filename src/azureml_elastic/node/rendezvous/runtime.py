@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from azureml_elastic.ipc import LineClient, LineServer
+from azureml_elastic.ipc import MessageClient, MessageServer
 from azureml_elastic.ipc.event_loop import OnClose, OnMessage, OnTick
 from azureml_elastic.node.host.ports import Ports
 
@@ -63,9 +63,9 @@ class Runtime:
 
     def serve(
         self, listener: socket.socket, on_message: OnMessage, on_close: OnClose, on_tick: OnTick, tick: float
-    ) -> LineServer:
-        """Serve the listener's connections; see :class:`~azureml_elastic.ipc.LineServer`."""
-        return LineServer(listener, on_message, on_close, on_tick, tick=tick)
+    ) -> MessageServer:
+        """Serve the listener's connections; see :class:`~azureml_elastic.ipc.MessageServer`."""
+        return MessageServer(listener, on_message, on_close, on_tick, tick=tick)
 
     def dial(
         self,
@@ -75,13 +75,13 @@ class Runtime:
         on_tick: OnTick,
         tick: float,
         timeout: float,
-    ) -> LineClient:
-        """Connect to a server; see :class:`~azureml_elastic.ipc.LineClient`.
+    ) -> MessageClient:
+        """Connect to a server; see :class:`~azureml_elastic.ipc.MessageClient`.
 
         Raises:
             OSError: the connection was refused, or not accepted within ``timeout`` seconds.
         """
-        return LineClient(address, on_message, on_close, on_tick, tick=tick, timeout=timeout)
+        return MessageClient(address, on_message, on_close, on_tick, tick=tick, timeout=timeout)
 
     def probe(self, addresses: Sequence[tuple[str, int]], timeout: float) -> list[OSError | None]:
         """Try to connect to all addresses at once; return the error of each, ``None`` where it succeeded.

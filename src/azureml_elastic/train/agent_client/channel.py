@@ -10,7 +10,7 @@ there for the agent's decision (``decide``), which is to act only if *all* worke
 never wait.
 
 A worker outlives its agent by milliseconds: when the connection ends, the process exits with
-:data:`~azureml_elastic.ipc.agent_interface.EXIT_AGENT_LOST`, since nobody could stop it any more if another round took over.
+:data:`~azureml_elastic.ipc.agent_interface.EXIT_AGENT_LOST`, since nothing could stop it if another round took over.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, get_args
 
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.errors import ElasticError, Fenced, RoundBroken, TableUnavailable
-from azureml_elastic.ipc import Connection, LineClient
-from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HandedOverState, Identity
+from azureml_elastic.ipc import Connection, MessageClient
+from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HandedOverState, WorkerIdentity
 from azureml_elastic.train.agent_client.signals import end_group, leave_sigterm_to_the_agent
 
 __all__ = ["ChannelAgent"]
@@ -49,8 +49,8 @@ class ChannelAgent:
     """The node's agent at the other end of the channel.
 
     Args:
-        path: of the Unix socket.
-        identity: of this worker.
+        path: path of the Unix socket.
+        identity: rank, world size and round of this worker.
         request_timeout: seconds for the agent to reply; it asks the table in between.
         decision_timeout: seconds for an announced decision to come. After that this worker cannot know what the
             others do, so it fails, and the round starts again from the last checkpoint.
@@ -67,7 +67,7 @@ class ChannelAgent:
     def __init__(
         self,
         path: str,
-        identity: Identity,
+        identity: WorkerIdentity,
         *,
         request_timeout: float = 60.0,
         decision_timeout: float = 60.0,
@@ -84,7 +84,7 @@ class ChannelAgent:
         self._assignment: dict[str, Any] | None = None
         self._completed: int | None = None  # until the start is known no step can be promised
         self._ended = False
-        self._client = LineClient(path, self._on_message, self._on_close)
+        self._client = MessageClient(path, self._on_message, self._on_close)
         leave_sigterm_to_the_agent()
         self._client.send(
             {
@@ -180,7 +180,7 @@ class ChannelAgent:
         held: list[dict[str, Any]] = self._ask({"op": "held_shards"})["held"]
         return held
 
-    def park(self) -> Identity:
+    def park(self) -> WorkerIdentity:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         with self._changed:
             self._completed = None
@@ -192,7 +192,7 @@ class ChannelAgent:
         assignment: dict[str, Any] | None = self._assignment
         assert assignment is not None
         os.environ.update(assignment["environment"])
-        self._identity = Identity(
+        self._identity = WorkerIdentity(
             rank=assignment["rank"],
             local_rank=self._identity.local_rank,
             world_size=assignment["world_size"],

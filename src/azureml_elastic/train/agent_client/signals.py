@@ -9,15 +9,15 @@ import sys
 import threading
 from multiprocessing import resource_tracker
 
-from azureml_elastic.train.agent_client.sigterm_filter import shield_children, shielded, survive
+from azureml_elastic.train.agent_client.sigterm_filter import filter_sigterm_in_children, ignore_signal, sigterm_blocked
 
-__all__ = ["end_group", "leave_sigterm_to_the_agent", "shielded"]
+__all__ = ["end_group", "leave_sigterm_to_the_agent", "sigterm_blocked"]
 
 _ROUNDS = 3
 
 
 def leave_sigterm_to_the_agent() -> None:
-    """Ignore SIGTERM here, unless the script handles it itself, and shield the children of ``multiprocessing``.
+    """Ignore SIGTERM here, unless the script handles it itself, and filter it in children of ``multiprocessing``.
 
     One that reaches all processes of a container has reached the agent too, which knows when to leave. To be called on
     the main thread; on another one it does nothing.
@@ -25,8 +25,8 @@ def leave_sigterm_to_the_agent() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, survive)
-    shield_children()
+        signal.signal(signal.SIGTERM, ignore_signal)
+    filter_sigterm_in_children()
 
 
 def end_group() -> None:

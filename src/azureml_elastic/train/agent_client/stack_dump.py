@@ -19,7 +19,7 @@ import signal
 import threading
 from pathlib import Path
 
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.ipc.stack_file import StackFile
 
 __all__ = ["register_stack_dump", "unregister_stack_dump"]
@@ -34,15 +34,15 @@ _registered: tuple[int, int] | None = None
 """The signal and the file descriptor of this process's registration, or of the one that it was forked from."""
 
 
-def register_stack_dump(folder: str | Path, identity: Identity) -> StackFile | None:
+def register_stack_dump(folder: str | Path, identity: WorkerIdentity) -> StackFile | None:
     """Have the stacks of this process written into a file in ``folder`` whenever a signal asks for them.
 
     Called again (in another round, or in a forked process) it replaces the registration before. Training never fails
     for want of it: what goes wrong is logged, and the agent falls back to what it can see from outside.
 
     Args:
-        folder: on a local disk, shared by the workers of the node and their agent, such as the one of its socket.
-        identity: of this process.
+        folder: folder on a local disk that the workers of the node share with their agent.
+        identity: rank and local rank of this process.
 
     Returns:
         What the file's first line says; ``None`` when stacks cannot be had this way.
@@ -68,7 +68,7 @@ def register_stack_dump(folder: str | Path, identity: Identity) -> StackFile | N
         return None
     try:
         faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
-        os.write(descriptor, entry.to_line())  # last: whoever can read it may send the signal
+        os.write(descriptor, entry.to_line())  # last: a process that can read it may send the signal
     except (OSError, RuntimeError, ValueError) as error:
         faulthandler.unregister(number)
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The stand-in for the agent where a script runs by itself: ``python train.py`` or plain ``torchrun``.
+"""Replacement of the agent where a script runs by itself: ``python train.py`` or plain ``torchrun``.
 
 The pointer to the committed checkpoint is the file ``latest.json`` in the checkpoint folder, replaced atomically; that
 is safe on a local disk with one run at a time, which is what the real agent's table removes as a condition.
@@ -21,7 +21,7 @@ from typing import Any
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged, ElasticError
-from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, Identity
+from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, WorkerIdentity
 
 __all__ = ["POINTER", "StandaloneAgent"]
 
@@ -32,15 +32,15 @@ class StandaloneAgent:
     """Keeps the pointer in a file and listens for SIGTERM.
 
     Args:
-        storage: of the checkpoints.
-        identity: of this process.
+        storage: storage of the checkpoints.
+        identity: rank and world size of this process.
     """
 
     leave_code = EXIT_TERMINATED
     stays = False
     holds_snapshots = False
 
-    def __init__(self, storage: Storage, identity: Identity) -> None:
+    def __init__(self, storage: Storage, identity: WorkerIdentity) -> None:
         self._storage = storage
         self._terminated = False
         self._previous: Any = None
@@ -129,7 +129,7 @@ class StandaloneAgent:
         """Nobody has kept anything."""
         return []
 
-    def park(self) -> Identity:
+    def park(self) -> WorkerIdentity:
         """There is no other round.
 
         Raises:

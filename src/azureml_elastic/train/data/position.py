@@ -14,7 +14,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.sampling import Cursor
 
 if TYPE_CHECKING:
-    from azureml_elastic.ipc.agent_interface import Identity
+    from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
 __all__ = ["LoaderSpec", "LoaderState", "MicroBatch", "Position", "Window"]
 
@@ -114,7 +114,7 @@ class Position:
         when_ended: called at the end of an epoch whose samples were not known before, with the cursor there.
     """
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: WorkerIdentity) -> None:
         self.identity = identity
         self.generation = 0
         self.epoch = 0
@@ -173,7 +173,7 @@ class Position:
         """The run's, and those of the loaders, which are the same within ``run.epochs()``."""
         return (self.epoch, *(stream.cursor.epoch for stream in self.loaders.values()))
 
-    def enter(self, identity: Identity) -> None:
+    def enter(self, identity: WorkerIdentity) -> None:
         """Go on with the ranks of another round, whose shares are others: what was fetched is of no use any more."""
         self.identity = identity
         self.generation += 1

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.position import LoaderState, Window
 from azureml_elastic.train.data.sampling import Cursor
 
@@ -31,7 +31,7 @@ class Audit:
         self._descriptor = -1
         self._round = 0
 
-    def enter(self, identity: Identity) -> None:
+    def enter(self, identity: WorkerIdentity) -> None:
         """Write to the file of this round from now on."""
         self.close()
         self._round = identity.round

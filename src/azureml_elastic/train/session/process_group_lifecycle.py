@@ -23,7 +23,7 @@ from azureml_elastic.distributed.process import pick_device
 from azureml_elastic.distributed.process_groups import ProcessGroups, is_peer_error
 from azureml_elastic.distributed.stuck_collective import is_stuck
 from azureml_elastic.errors import ElasticError, RoundBroken
-from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Agent, Identity
+from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Agent, WorkerIdentity
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.session.audit import Audit
 from azureml_elastic.train.session.exit_hooks import leave_quickly
@@ -55,7 +55,7 @@ class ProcessGroupLifecycle:
         over: whether the session has ended, so that nothing is to be continued.
     """
 
-    def __init__(self, agent: Agent, identity: Identity, audit: Audit | None) -> None:
+    def __init__(self, agent: Agent, identity: WorkerIdentity, audit: Audit | None) -> None:
         self._agent = agent
         self._audit = audit
         self._training_state: TrainingState | None = None

@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from azureml_elastic.config.profile import Profile, recorded_after
-from azureml_elastic.ipc.agent_interface import Agent, Identity
+from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 
 __all__ = ["Profiling", "ends_within"]
 
@@ -49,7 +49,7 @@ class Profiling:
         self._node = re.sub(r"[^\w.-]", "_", node)
         self._device = device
         self._agent = agent
-        self._identity: Identity | None = None
+        self._identity: WorkerIdentity | None = None
         self._entered = 0
         self._window: tuple[int, int] | None = None
         self._next = math.inf
@@ -60,7 +60,7 @@ class Profiling:
         """The last step of the trace that is to be written when the profiler stops; ``None`` to write none."""
         self._failed = False
 
-    def enter(self, identity: Identity, steps: int) -> None:
+    def enter(self, identity: WorkerIdentity, steps: int) -> None:
         """Begin a round.
 
         Args:
@@ -72,7 +72,7 @@ class Profiling:
         with self._safely():
             self._look_ahead(steps)
 
-    def after_step(self, identity: Identity, steps: int) -> None:
+    def after_step(self, identity: WorkerIdentity, steps: int) -> None:
         """Do what is due between two steps.
 
         Args:

@@ -20,7 +20,7 @@ from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy
 from azureml_elastic.errors import CheckpointError, RoundBroken, UsageError
-from azureml_elastic.ipc.agent_interface import Action, Agent, Identity
+from azureml_elastic.ipc.agent_interface import Action, Agent, WorkerIdentity
 from azureml_elastic.train.data.loader import Batching
 from azureml_elastic.train.integrations.deepspeed import config_for
 from azureml_elastic.train.session.audit import Audit
@@ -53,7 +53,7 @@ class Session(Training):
 
     def __init__(
         self,
-        identity: Identity,
+        identity: WorkerIdentity,
         policy: CheckpointPolicy,
         storage: Storage,
         agent: Agent,

@@ -22,11 +22,11 @@ from azureml_elastic.checkpoint.snapshots.replication import partners
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import CheckpointError, Fenced, TableUnavailable
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from tests.support.train import damages
 
-IDENTITY = Identity(0, 0, 1, 9)
+IDENTITY = WorkerIdentity(0, 0, 1, 9)
 POLICY = CheckpointPolicy(keep=2, keep_every=1000)
 
 
@@ -34,7 +34,7 @@ class HoldingAgent(StandaloneAgent):
     """An agent that holds shards in memory."""
 
     def __init__(self, storage):
-        super().__init__(storage, Identity(1, 0, 2, 0))
+        super().__init__(storage, WorkerIdentity(1, 0, 2, 0))
         self.storage = storage
         self.held = []
         self.stack = contextlib.ExitStack()

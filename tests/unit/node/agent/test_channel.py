@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.config import TableRendezvous
-from azureml_elastic.ipc import LineClient
+from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
-from azureml_elastic.node.hangs.detector import HangWatch
+from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
@@ -29,7 +29,7 @@ class Worker:
     def __init__(self, channel: Channel, local_rank: int, number: int = 1) -> None:
         self.heard: list[dict] = []
         self.closed = threading.Event()
-        self.client = LineClient(
+        self.client = MessageClient(
             channel.path,
             on_message=lambda _, message: self.heard.append(message),
             on_close=lambda _: self.closed.set(),
@@ -53,7 +53,7 @@ def recorder(tmp_path, table):
 
 @pytest.fixture
 def channel(recorder, table):
-    made = Channel(recorder, lambda: None, HangWatch(HangPolicy()))
+    made = Channel(recorder, lambda: None, HangDetector(HangPolicy()))
     made.begin(1, 2, CheckpointPointer(table, 1, "x"))
     workers: list[Worker] = []
     made.connect = lambda *arguments: workers.append(Worker(made, *arguments)) or workers[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.node.agent.peer_discovery import Connecting
+from azureml_elastic.node.agent.peer_discovery import PeerDiscovery
 
 NODES = ("node-0", "node-1", "node-2")
 
@@ -14,7 +14,7 @@ class Agents:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.all = {node: Connecting(self.broadcast, lambda: self.now) for node in NODES}
+        self.all = {node: PeerDiscovery(self.broadcast, lambda: self.now) for node in NODES}
         self.begin()
 
     def begin(self) -> None:

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.node.agent.step_boundary import Ballot, Coordinator
+from azureml_elastic.node.agent.step_boundary import BoundaryCoordinator, BoundaryVote
 
 
 class Clock:
@@ -49,7 +49,7 @@ def test_all_leave_at_one_step_that_all_have_completed(starts, speeds):
     sent: list[dict] = []
     clock = Clock()
     workers = {f"node-{k}": Worker(100 + start) for k, start in enumerate(starts)}
-    coordinator = Coordinator(workers, sent.append, clock)
+    coordinator = BoundaryCoordinator(workers, sent.append, clock)
     pace = itertools.cycle(speeds)  # of all: gradients are averaged, so that nobody gets more than a step ahead
     for _ in range(200):
         clock.now += 0.1
@@ -81,7 +81,7 @@ def answer(node: str, boundary: int = 1, **fields) -> dict:
 
 def test_a_node_without_sessions_ends_the_attempt():
     sent: list[dict] = []
-    coordinator = Coordinator(["a", "b"], sent.append, Clock())
+    coordinator = BoundaryCoordinator(["a", "b"], sent.append, Clock())
     coordinator.propose(5)
     coordinator.take(answer("a"))
     coordinator.take(answer("b", ok=False, capable=False))
@@ -90,7 +90,7 @@ def test_a_node_without_sessions_ends_the_attempt():
 
 
 def test_a_finished_worker_means_that_the_run_is_about_to_end():
-    coordinator = Coordinator(["a"], lambda _: None, Clock())
+    coordinator = BoundaryCoordinator(["a"], lambda _: None, Clock())
     coordinator.propose(5)
     coordinator.take(answer("a", ok=False, finished=True))
     assert coordinator.finished
@@ -100,7 +100,7 @@ def test_a_finished_worker_means_that_the_run_is_about_to_end():
 def test_workers_that_are_still_loading_do_not_push_the_step_away():
     sent: list[dict] = []
     clock = Clock()
-    coordinator = Coordinator(["a"], sent.append, clock)
+    coordinator = BoundaryCoordinator(["a"], sent.append, clock)
     for number in range(1, 20):
         coordinator.propose(0)
         coordinator.take(answer("a", number, ok=False, step=0))
@@ -111,7 +111,7 @@ def test_workers_that_are_still_loading_do_not_push_the_step_away():
 
 
 def test_late_answers_to_an_older_proposal_do_not_count():
-    coordinator = Coordinator(["a"], lambda _: None, Clock())
+    coordinator = BoundaryCoordinator(["a"], lambda _: None, Clock())
     coordinator.propose(5)
     coordinator.take(answer("a", 0))
     assert not coordinator.leaving
@@ -119,14 +119,14 @@ def test_late_answers_to_an_older_proposal_do_not_count():
 
 def test_the_leavers_are_told_to_everyone():
     sent: list[dict] = []
-    coordinator = Coordinator(["a"], sent.append, Clock())
+    coordinator = BoundaryCoordinator(["a"], sent.append, Clock())
     coordinator.propose(5)
     coordinator.take(answer("a"), ["b"])
     assert sent[-1]["leavers"] == ["b"]
 
 
 def test_a_ballot_waits_for_every_worker():
-    ballot = Ballot(3, frozenset({0, 1}))
+    ballot = BoundaryVote(3, frozenset({0, 1}))
     assert not ballot.vote(0, ok=True, step=7)
     assert ballot.vote(1, ok=True, step=8)
     assert ballot.report(finished=False) == {
@@ -139,4 +139,4 @@ def test_a_ballot_waits_for_every_worker():
     }
     ballot.vote(0, ok=False, step=9)
     assert not ballot.report(finished=False)["ok"]
-    assert not Ballot(1, frozenset()).report(finished=False)["capable"]
+    assert not BoundaryVote(1, frozenset()).report(finished=False)["capable"]

@@ -14,7 +14,7 @@ from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.ledger.events import HangDetected
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.event_recorder import Recorder
-from azureml_elastic.node.hangs.detector import HangWatch
+from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.policy import Hang, HangPolicy, pause_limit, step_limit
 from azureml_elastic.node.hangs.response import HangResponse
 
@@ -39,7 +39,7 @@ class Run:
 
     def __init__(self, policy: HangPolicy = LEARNING, *, leads: bool = True) -> None:
         self.clock = Clock()
-        self.watch = HangWatch(policy, self.clock)
+        self.watch = HangDetector(policy, self.clock)
         self.leads = leads
         self.step = 0
 
@@ -348,7 +348,7 @@ class Agents:
         self.clock = Clock()
         self.names = [f"node-{k}" for k in range(count)]
         self.dumpers = {name: SlowDumper() for name in self.names}
-        self.watches = {name: HangWatch(LEARNING, self.clock) for name in self.names}
+        self.watches = {name: HangDetector(LEARNING, self.clock) for name in self.names}
         self.recorders = {name: Recorder(folder, name, "x", None) for name in self.names}
         self.folder = folder
         self.cut: set[str] = set()

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.ipc import LineClient, LineServer, listen
+from azureml_elastic.ipc import MessageClient, MessageServer, listen
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import CODEC, Hello
@@ -33,7 +33,7 @@ class PausableRuntime(Runtime):
 def test_a_link_reports_whether_its_own_process_was_paused(paused):
     listener = listen(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    server = LineServer(listener, lambda *_: None, lambda _: None)
+    server = MessageServer(listener, lambda *_: None, lambda _: None)
     woken = threading.Event()
     runtime = PausableRuntime()
     runtime.clock = lambda: runtime.offset  # no pause of this process counts
@@ -58,7 +58,7 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
     greetings = {name: Hello(name, 1) for name in ("beating", "silent")}
     received = threading.Event()
     beating = Link(here, greetings["beating"], timings, lambda: None)
-    silent = LineClient(here, lambda *_: received.set())
+    silent = MessageClient(here, lambda *_: received.set())
     try:
         silent.send(CODEC.encode(greetings["silent"]))
         until(lambda: hub.broadcast({"any": "thing"}) or (received.is_set() and beating.take_broadcasts()))
@@ -83,7 +83,7 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
 def test_a_hub_closes_connections_that_send_malformed_messages_and_serves_others(fields, caplog):
     hub = Hub("127.0.0.1", RendezvousTimings(), lambda: None)
     closed = threading.Event()
-    client = LineClient(("127.0.0.1", hub.port), lambda *_: None, lambda _: closed.set())
+    client = MessageClient(("127.0.0.1", hub.port), lambda *_: None, lambda _: closed.set())
     try:
         client.send(fields)
         assert closed.wait(60)

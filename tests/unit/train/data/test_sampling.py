@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.loader import Batching, MapLoader
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec, order, share, weight
@@ -40,7 +40,7 @@ LIVES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 25), st.integers(0,
 
 
 def rank_loader(spec, cursor, rank, world_size, batching=WHOLE):
-    position = Position(Identity(rank=rank, local_rank=0, world_size=world_size, round=0))
+    position = Position(WorkerIdentity(rank=rank, local_rank=0, world_size=world_size, round=0))
     stream = position.add("train", spec)
     stream.cursor = cursor
     where = {"stream": stream, "position": position, "device": torch.device("cpu")}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train import Shards
 from azureml_elastic.train.data.loader import Batching
 from azureml_elastic.train.data.position import Position
@@ -43,7 +43,7 @@ class Ranks:
         self.total, self.world_size = torch.zeros(0), world_size
         self.barrier = threading.Barrier(world_size)
         self.lock = threading.Lock()
-        self.positions = [Position(Identity(rank, 0, world_size, 0)) for rank in range(world_size)]
+        self.positions = [Position(WorkerIdentity(rank, 0, world_size, 0)) for rank in range(world_size)]
         self.loaders = []
         for position in self.positions:
             position.in_epochs = True
@@ -194,7 +194,7 @@ def test_what_cannot_be_read_in_shards_is_refused():
     with pytest.raises(UsageError, match="num_shards=0"):
         ShardSpec.make(0, None, global_batch_size=64, seed=0, shuffle=True, drop_last=False)
     spec = ShardSpec.make(2, None, global_batch_size=64, seed=0, shuffle=True, drop_last=False)
-    position = Position(Identity(0, 0, 3, 0))
+    position = Position(WorkerIdentity(0, 0, 3, 0))
     where = {"stream": position.add("train", spec), "position": position, "device": torch.device("cpu")}
     more = {"exchange": lambda _: None, "options": {}}
     loader = ShardLoader(dataset([1, 2]), spec, Batching(FixedGlobalBatch()), **more, **where)

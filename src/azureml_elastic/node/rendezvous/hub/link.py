@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.ipc import Connection, LineClient
+from azureml_elastic.ipc import Connection, MessageClient
 from azureml_elastic.node.rendezvous.hub.messages import (
     CODEC,
     AllDone,
@@ -87,7 +87,7 @@ class Link:
         self.called = False
         self.unreachable_from: tuple[str, ...] = ()
         self.all_done = False
-        self._client: LineClient | None = None  # the first tick may come before it is set
+        self._client: MessageClient | None = None  # the first tick may come before it is set
         self._client = runtime.dial(
             address,
             self._on_message,
