@@ -11,10 +11,10 @@
     if latest is not None:
         model.load_state_dict(latest.load("model"))
 
-Nebula was removed from Azure's images and from DeepSpeed. It kept checkpoints in memory and persisted some of them; here
-each one is persisted in the background. As with Nebula, a checkpoint is listed only once all of its files are written,
-and loaded files are verified by checksum. For elastic runs use ``azureml_elastic.train``, which also restores the
-position in the data.
+Nebula was removed from Azure's images and from DeepSpeed. It kept checkpoints in memory and persisted some of them;
+here each one is persisted in the background. As with Nebula, a checkpoint is listed only once all of its files are
+written, and loaded files are verified by checksum. For elastic runs use ``azureml_elastic.train``, which also
+restores the position in the data.
 """
 
 from __future__ import annotations

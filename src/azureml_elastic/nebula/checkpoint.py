@@ -158,7 +158,7 @@ class Checkpoint:
             self._publish()
 
     def _is_last(self) -> bool:
-        """Return whether all files exist, so that this rank completes the checkpoint; others may do so at the same time."""
+        """Return whether all files exist, so that this rank completes the checkpoint; others may as well."""
         names = [name for name in self._storage.files(self._folder) if name.endswith(_SUM)]
         if len(names) < self._expected:
             return False

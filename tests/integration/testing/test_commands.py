@@ -117,7 +117,7 @@ def test_a_command_runs_in_a_workspace_of_its_own(run, project):
     assert "FAILED" in done.stdout.upper()
     wrong = run("workspace", "start", "--pool", "spot", "--", "true")
     assert wrong.exit_code == 2
-    assert "'spot' is no pool" in wrong.output
+    assert "'spot' is not a pool" in wrong.output
     wrong = run("workspace", "start", "--evict", "x", "--", "true")
     assert "'x' is no eviction" in wrong.output
     Path("config.json").write_text("{}")

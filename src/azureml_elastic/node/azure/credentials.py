@@ -136,9 +136,9 @@ class NodeTokenCredential:
             return AccessToken(text, self._expiry(content))
         detail = content.get("error_description") or content.get("error") or content.get("message") or "no token"
         raise TableForbidden(
-            f"The node gives no token of {self.name} for {resource} (HTTP {reply.status}: {detail}). Assign the identity to "
-            "the compute, or submit the job with that identity, and grant it the role 'Storage Table Data Contributor' "
-            "on the storage account."
+            f"The node gives no token of {self.name} for {resource} (HTTP {reply.status}: {detail}). Assign the "
+            "identity to the compute, or submit the job with that identity, and grant it the role 'Storage Table Data "
+            "Contributor' on the storage account."
         )
 
     def _expiry(self, content: Mapping[str, Any]) -> int:

@@ -26,13 +26,13 @@ class Admission:
     """Checks this node, the first time at once on threads, and again until it is well.
 
     Args:
-        policy: limits and patience.
+        policy: limits and time limits of the checks.
         check: starts a check.
-        table: opened for the run.
-        strikes: of this node.
-        incarnation: of this agent, so that it strikes its host at most once.
-        record: is given each report that differs from the one before, as for the ledger.
-        away: is told why, when the first check has failed, so that others do not wait for this node.
+        table: table of the run.
+        strikes: strikes of the run.
+        incarnation: incarnation of this agent, which strikes its host at most once.
+        record: function called with each report that differs from the previous one.
+        away: function called with the reason when the first check has failed, so that others do not wait.
         pause: waits for some seconds; may raise to end the wait.
         stay: whether the node must not exit by itself, because its exit would end the job for the others too.
     """

@@ -111,7 +111,7 @@ def examine(
 
     Args:
         rendezvous: whose table, address and ports are looked at.
-        environ: of the process, with the variables that name the workspace.
+        environ: environment variables of the process, including those that name the workspace.
         peers: hosts and ports of other nodes.
         nowhere: why no workspace is named, where the caller knows more about it.
     """

@@ -27,7 +27,7 @@ class Finding:
     """What one probe has found.
 
     Args:
-        name: of what was looked at.
+        name: name of the check.
         status: what follows from it.
         value: what was found, with its unit.
         limit: what was wanted, with its unit.
@@ -50,8 +50,8 @@ class DiagnosticReport:
     """All findings about a node.
 
     Args:
-        findings: in the order of the probes.
-        seconds: from the start of the check until the last probe had answered or its time was over.
+        findings: findings in the order of the checks.
+        seconds: time until the last check had ended or timed out.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -86,7 +86,7 @@ class Check:
     """Something to look at.
 
     Args:
-        name: of its finding, where it gives none itself.
+        name: name of the finding if the check does not return one.
         look: returns the findings; may hang or raise, and runs on a thread of its own.
         limit: seconds it may take.
         late: the finding when it takes longer. Its ``value`` is filled in.

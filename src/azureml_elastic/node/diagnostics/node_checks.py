@@ -64,11 +64,11 @@ def node_checks(
             node's name.
         folders: that it writes to, by what they are for.
         gpus: that the driver lists.
-        table: of the run; without it neither the clock nor the peers are looked at.
+        table: table of the run; without it neither the clock nor the peers are checked.
         clock: tells the time of the table's server.
-        table_heartbeat_interval: between two signs of life of a running round.
+        table_heartbeat_interval: interval between two table heartbeats of a running round.
         hub: host and port at which the other nodes reach this one.
-        strikes: against this node's host, read now so that asking for a place need not wait for them.
+        strikes: strikes against this node's host, read in advance so that joining does not wait for them.
     """
     quick, mount = policy.timeout.total_seconds(), policy.mount_timeout.total_seconds()
     probes: list[Check] = []

@@ -69,7 +69,7 @@ class Failure:
 
     Args:
         rank: global rank of the worker.
-        exit_code: as a shell would report it: 128 + n for a worker that signal n ended.
+        exit_code: exit code as a shell reports it, 128 + n for a worker that signal n ended.
         message: the traceback that ended it, or its last lines.
         kind: what ended it.
         signature: the same for the same error on any rank, node or process.
@@ -109,9 +109,9 @@ def root_cause(
     killed = memory_kills.more()
 
     def order(rank: int) -> tuple[int, int, bool, int]:
-        told, stopped = examined[rank], failures[rank].exitcode in (-signal.SIGTERM, AGENT_LOST)
-        consequence = 2 if told.kind == "peer" else (1 if told.conclusive else 3) if stopped else 0
-        return consequence, failures[rank].timestamp, told.kind == "exit" or not told.conclusive, rank
+        parsed, stopped = examined[rank], failures[rank].exitcode in (-signal.SIGTERM, AGENT_LOST)
+        consequence = 2 if parsed.kind == "peer" else (1 if parsed.conclusive else 3) if stopped else 0
+        return consequence, failures[rank].timestamp, parsed.kind == "exit" or not parsed.conclusive, rank
 
     examined = {
         rank: _examine(rank, failure, stderrs.get(failure.local_rank), memory_killed=killed)
@@ -125,7 +125,7 @@ def hang_failure(rank: int, exit_code: int, message: str) -> Failure:
 
     Args:
         rank: global rank of the worker that was waited for.
-        exit_code: with which the run ends if it is not restarted.
+        exit_code: exit code of the run if it is not restarted.
         message: where it hung: the stacks.
     """
     raised = ExceptionInfo("Hang", "no step for too long")
@@ -135,8 +135,8 @@ def hang_failure(rank: int, exit_code: int, message: str) -> Failure:
 def last_error(path: Path) -> str:
     """Return the traceback in a file that ended its program, else the last lines, else nothing."""
     text = _read(path)
-    told = find_error(text)
-    return _shortened(told.text if told else _last_lines(text))
+    parsed = find_error(text)
+    return _shortened(parsed.text if parsed else _last_lines(text))
 
 
 def signature_of(raised: ExceptionInfo) -> str:
@@ -160,16 +160,16 @@ def _examine(rank: int, failure: Any, stderr: str | None, *, memory_killed: bool
     text = _read(Path(stderr)) if stderr else ""
     code = failure.exitcode if failure.exitcode > 0 else _SIGNAL_BASE - failure.exitcode
     name = _signal_name(failure.exitcode, text)
-    told = _uncaught(failure) or find_error(text)
+    parsed = _uncaught(failure) or find_error(text)
     stopped = bool(name) or failure.exitcode == AGENT_LOST
-    if stopped and told is not None and not (told.uncaught or _ended_by(told, text, name)):
-        told = None  # an error that was logged and survived
-    if told is not None:
-        chain = _without_consequences(told.chain)
+    if stopped and parsed is not None and not (parsed.uncaught or _ended_by(parsed, text, name)):
+        parsed = None  # an error that was logged and survived
+    if parsed is not None:
+        chain = _without_consequences(parsed.chain)
         kind = _kind_of(chain)
-        if kind == "user" and memory_killed and _LOST_PROCESS.search(told.chain[-1].message):
+        if kind == "user" and memory_killed and _LOST_PROCESS.search(parsed.chain[-1].message):
             kind = "out_of_memory"
-        return Failure(rank, code, _shortened(told.text), kind, signature_of(chain[-1]), conclusive=kind != "peer")
+        return Failure(rank, code, _shortened(parsed.text), kind, signature_of(chain[-1]), conclusive=kind != "peer")
     lines = _shortened(_last_lines(text))
     if name:
         return _ended_by_signal(rank, code, name, lines, text, memory_killed=memory_killed)
@@ -249,18 +249,18 @@ def _signal_name(exitcode: int, text: str) -> str:
         return "" if exitcode > 0 else f"signal {number}"
 
 
-def _ended_by(told: ParsedError, text: str, name: str) -> bool:
+def _ended_by(parsed: ParsedError, text: str, name: str) -> bool:
     """Tell whether a process that a signal ended had died of this error before.
 
     An interpreter that ends by an exception may still be aborted while it takes its libraries down, and Ctrl-C is an
     exception too. Nothing but such words follows then.
     """
     if name == "SIGINT":
-        return told.chain[-1].name == "KeyboardInterrupt"
-    last = told.text.rpartition("\n")[2]
+        return parsed.chain[-1].name == "KeyboardInterrupt"
+    last = parsed.text.rpartition("\n")[2]
     rest = text.rpartition(last)[2].strip()
     return (
-        name in _CRASHES and not told.harmless and (not rest or rest.startswith(("terminate called", "Fatal Python")))
+        name in _CRASHES and not parsed.harmless and (not rest or rest.startswith(("terminate called", "Fatal Python")))
     )
 
 

@@ -13,7 +13,7 @@ __all__ = ["FaultKind", "faulty_members", "incident_id", "strike_reason"]
 
 FaultKind = Literal["silent", "lost", "worker", "health", "hang", "preempted", "left"]
 """What happened to a node: it beat no longer, its connection broke, its worker failed, it failed its health check, a
-hang was located on it; it was told to go, it went by itself."""
+hang was located on it; it was preempted or left by itself."""
 
 _SIGNAL_BASE = 128
 

@@ -1,9 +1,9 @@
 """Strikes against hosts: one row ``strike.<host>.<incident>`` each, whose own time, set by the server, is its time.
 
 A strike counts for ``strike_decay``. Its age is the difference of two times of the table's server: of its row, and of
-a row that this node has written (:class:`~azureml_elastic.node.table.server_time.ServerClock`). A row holds nothing of a
-node's own clock. Every node derives the same key for an incident, and rows are only inserted: one incident is one strike,
-however many nodes report it.
+a row that this node has written (:class:`~azureml_elastic.node.table.server_time.ServerClock`). Rows contain no time
+of a node's own clock. Every node derives the same key for an incident, and rows are only inserted: one incident is
+one strike, however many nodes report it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def closing_message(message: str, failure: FailureRecord, number: int, why: str)
     Args:
         message: the traceback, or the last lines.
         failure: what ended the run.
-        number: of the round.
+        number: number of the round.
         why: why there was no restart.
     """
     step = "" if failure.step is None else f" at step {failure.step}"

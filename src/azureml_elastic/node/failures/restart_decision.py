@@ -32,12 +32,12 @@ def apply_restart_policy(
     """Charge a failure to the run, and end the round or the run.
 
     Args:
-        failure: of a worker of this node.
+        failure: failure of a worker of this node.
         step: the furthest that this node's workers have completed, ``None`` where they do not say.
         reason: why the round ends.
         lost: members that the others shall not wait for.
         rendezvous: this node's place in the round.
-        recorder: of the ledger.
+        recorder: recorder of the ledger's events.
         distribution: the terms.
 
     Returns:

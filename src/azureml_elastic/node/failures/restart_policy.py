@@ -1,9 +1,9 @@
 """Whether a run goes on after a worker's failure. Pure functions over the failures that the round's row carries.
 
 Each failure that was no other node's fault is a :class:`FailureRecord` in the row of the round, and moves from round to
-round with it, so that the budget is the whole run's and survives any node. An age is a sum of durations: whoever ends a
-round adds how long that round lasted by its own monotonic clock, so no two clocks are ever compared. The time between
-two rounds is not counted, which lets a record live a little longer, never shorter.
+round with it, so that the budget is the whole run's and survives any node. An age is a sum of durations: the node that
+ends a round adds the duration of that round by its own monotonic clock, so no two clocks are compared. The time between
+two rounds is not counted, so that records expire a little later, never earlier.
 
 Three rules, in this order:
 
@@ -26,7 +26,7 @@ from azureml_elastic.config import ElasticDistribution
 __all__ = ["MAX_RECORDS", "FailureKind", "FailureRecord", "RestartDecision", "aged", "decide_restart", "read_records"]
 
 FailureKind = Literal["out_of_memory", "peer", "import", "user", "killed", "crashed", "exit", "hang"]
-"""What ended a worker; ``docs/failures.md`` says how each is told from the others."""
+"""Kind of failure; ``docs/explanation/failures.md`` describes the classification."""
 
 MAX_RECORDS = 64
 """Records of one row; older ones are merged. With signatures of at most 120 characters they take under 20 KiB."""
@@ -45,7 +45,7 @@ class FailureRecord:
         step: the furthest step that the node's workers had completed; ``None`` where they have no session to tell.
         node: where it ran.
         rank: its global rank.
-        exit_code: as a shell would report it.
+        exit_code: exit code as a shell reports it.
         age_seconds: how long the rounds since have lasted.
         charge: how many failures of the budget it stands for: 0 for a consequence, more than 1 after a merge.
     """
@@ -66,7 +66,7 @@ class RestartDecision:
 
     Args:
         restart: whether another round is to form; otherwise the run is to be closed as failed.
-        failures: for the row of the next round.
+        failures: failures for the row of the next round.
         round_failed: whether the round counts as one whose nodes could not reach each other.
         why: one sentence, for the log or for the run's last message.
     """
@@ -124,8 +124,8 @@ def decide_restart(
     failures = _merged((*kept, charged))
     if in_vain and failed_rounds + 1 >= terms.rendezvous.timings.max_failed_rounds:
         why = (
-            f"It is the {_nth(failed_rounds + 1)} round in a row that ended so without progress, and no node was lost and "
-            f"no worker failed that would explain it; the limit is "
+            f"It is the {_nth(failed_rounds + 1)} round in a row that ended so without progress, and no node was lost "
+            f"and no worker failed that would explain it; the limit is "
             f"max_failed_rounds={terms.rendezvous.timings.max_failed_rounds}."
         )
         return RestartDecision(restart=False, failures=failures, round_failed=True, why=why)

@@ -123,16 +123,16 @@ def find_error(text: str) -> ParsedError | None:
             caused, at = link == _CAUSE, following
         if chain:
             before = next((line for line in reversed(lines[max(0, start - 2) : start]) if line), "")
-            told = "\n".join(lines[start:at]).strip("\n")
+            error = "\n".join(lines[start:at]).strip("\n")
             uncaught = bool(_PREFIX.match(raw[start]))
-            found.append(ParsedError(told, tuple(chain), uncaught=uncaught, harmless=bool(_HARMLESS.match(before))))
-    fatal = [told for told in found if not told.harmless]
+            found.append(ParsedError(error, tuple(chain), uncaught=uncaught, harmless=bool(_HARMLESS.match(before))))
+    fatal = [error for error in found if not error.harmless]
     best = fatal or found
     return best[-1] if best else None
 
 
 def find_dump(text: str) -> ParsedError | None:
-    """Return the report of a process that was ended by a signal: ``faulthandler``'s dump, or the message of C++'s ``terminate``."""
+    """Return the last output of a process ended by a signal: ``faulthandler``'s dump or C++'s ``terminate`` message."""
     lines = [_PREFIX.sub("", line) for line in text.splitlines()]
     for at in range(len(lines) - 1, -1, -1):
         if lines[at].startswith(("Fatal Python error: ", "terminate called ")):

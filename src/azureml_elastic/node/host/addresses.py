@@ -51,7 +51,7 @@ def advertised_address(rendezvous: TableRendezvous, environ: Mapping[str, str]) 
 
     Args:
         rendezvous: rendezvous settings, with the optional ``advertise``.
-        environ: of the node; its ``AZUREML_ELASTIC_LOCAL_ADDRESS`` comes before the rendezvous.
+        environ: environment of the node, whose ``AZUREML_ELASTIC_LOCAL_ADDRESS`` takes precedence.
 
     Raises:
         UsageError: this machine has no such interface, or no address in the range.

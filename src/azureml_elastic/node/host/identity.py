@@ -29,11 +29,11 @@ class NodeIdentity:
     """What the environment says about this node.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         run_id: names the run in the table.
         node: names this node within the run.
         host: where the other nodes reach this one.
-        folder: for events and logs.
+        folder: folder for events and logs.
         host_id: names the machine that strikes are held against; see :func:`host_id`.
         interface: the network interface of ``host``, where the job or the environment asked for one.
     """

@@ -41,8 +41,8 @@ class Answer:
     """What the service answered with status 200.
 
     Args:
-        body: of the answer.
-        time: of the answer by the service's own clock, ``None`` if it did not say.
+        body: body of the response.
+        time: time of the response by the service's own clock, ``None`` if not sent.
     """
 
     body: bytes
@@ -53,11 +53,11 @@ def call(address: str, path: str, *, timeout: float, connect_timeout: float, bod
     """Ask the service, bypassing any proxy.
 
     Args:
-        address: of the service, ``http://host[:port]/path``.
+        address: address of the service, ``http://host[:port]/path``.
         path: below the address, with the query.
         timeout: seconds for the whole exchange.
         connect_timeout: seconds of these to connect in.
-        body: to post; ``None`` gets.
+        body: body of a POST request; ``None`` for a GET request.
 
     Raises:
         MetadataError: nobody is there, the time is up, or the answer is none, too long, or of another status than 200.
@@ -94,7 +94,7 @@ def read_time(text: object) -> datetime | None:
     """Return a time as HTTP writes it (``Mon, 19 Sep 2016 18:29:47 GMT``), or as ISO 8601 does.
 
     Args:
-        text: with an offset from UTC.
+        text: ISO 8601 time with an offset from UTC.
 
     Returns:
         ``None`` if it is no such text.

@@ -82,9 +82,9 @@ def concerns(event: ScheduledEvent, name: str | None, host_name: str) -> bool:
     """Tell whether an event is about this machine.
 
     Args:
-        event: of the document.
-        name: of this machine as Azure calls it, ``None`` if that could not be learnt.
-        host_name: as the machine calls itself. It stands in for an unknown name, and only for an event of one machine:
+        event: event of the document.
+        name: Azure's name of this machine, ``None`` if unknown.
+        host_name: host name of this machine. It replaces an unknown name, and only for an event of one machine:
             a neighbour's event, taken for one's own on all machines of a set, would end the whole run.
     """
     names = [resource.casefold() for resource in event.resources]
@@ -97,8 +97,8 @@ def seconds_left(event: ScheduledEvent, now: datetime) -> float | None:
     """Return the seconds until the event may start, ``None`` where that is not known.
 
     Args:
-        event: of the document.
-        now: by the clock that has written ``NotBefore``, so that no two clocks are compared.
+        event: event of the document.
+        now: current time of the clock that has written ``NotBefore``.
     """
     return None if event.not_before is None or event.started else (event.not_before - now).total_seconds()
 
@@ -109,8 +109,8 @@ def leave_announcements(
     """Return, by id, the events for which this node must leave now.
 
     Args:
-        events: of the document.
-        name: of this machine, see :func:`concerns`.
+        events: events of the document.
+        name: Azure's name of this machine, see :func:`concerns`.
         host_name: see :func:`concerns`.
         now: see :func:`seconds_left`.
         lead: how many seconds before its start an event other than ``Preempt`` makes the node leave.
@@ -132,12 +132,12 @@ class MetadataTimeouts:
     """How long to wait for the service. All in seconds, but ``attempts``.
 
     Args:
-        connect: to connect: it is on the same host, or nowhere.
-        first: for an answer, as long as there was none: the first request switches the service on.
-        request: for an answer, later.
-        name: for the machine's name.
+        connect: timeout of a connection; the service is on the same host.
+        first: timeout of the first response, because the first request enables the service.
+        request: timeout of later responses.
+        name: timeout of the machine's name.
         attempts: failures to connect after which the service counts as absent.
-        rarely: between two looks whether an absent service has appeared.
+        rarely: interval between two requests to an absent service.
         longest: pause between two requests to a service that fails.
     """
 
@@ -153,15 +153,15 @@ class MetadataTimeouts:
 class ScheduledEventsWatcher:
     """Asks the service again and again, one request at a time, on a thread of its own.
 
-    What was last heard stands while the service fails.
+    The last document stays valid while the service fails.
 
     Args:
-        address: of the service.
-        announce: called after each document with the events for which this node must leave.
-        host_name: of this machine.
+        address: address of the service.
+        announce: function called after each document with the events for which this node must leave.
+        host_name: host name of this machine.
         lead: see :func:`leave_announcements`.
         interval: seconds between two requests.
-        patience: with the service.
+        timeouts: timeouts of the requests.
     """
 
     def __init__(
@@ -172,14 +172,14 @@ class ScheduledEventsWatcher:
         host_name: str,
         lead: float = 120.0,
         interval: float = 1.0,
-        patience: MetadataTimeouts | None = None,
+        timeouts: MetadataTimeouts | None = None,
     ) -> None:
         self._address = address
         self._announce = announce
         self._host_name = host_name
         self._lead = lead
         self._interval = interval
-        self._patience = patience or MetadataTimeouts()
+        self._timeouts = timeouts or MetadataTimeouts()
         self._name: str | None = None
         self._answered = False
         self._unreached = 0
@@ -201,7 +201,7 @@ class ScheduledEventsWatcher:
         """Tell the service that an event may start at once. Never raises."""
         body = json.dumps({"StartRequests": [{"EventId": event}]}).encode()
         try:
-            self._call(_EVENTS, self._patience.request, body)
+            self._call(_EVENTS, self._timeouts.request, body)
         except MetadataError as error:
             _LOG.warning("The scheduled event %s could not be acknowledged: %s", event, error)
         else:
@@ -210,7 +210,7 @@ class ScheduledEventsWatcher:
     def poll(self) -> float:
         """Ask once and return the seconds to wait before the next time."""
         try:
-            answer = self._call(_EVENTS, self._patience.request if self._answered else self._patience.first)
+            answer = self._call(_EVENTS, self._timeouts.request if self._answered else self._timeouts.first)
             events = read_document(answer.body)
         except MetadataError as error:
             return self._failed(str(error), reached=error.reached)
@@ -239,12 +239,12 @@ class ScheduledEventsWatcher:
             self._stopped.wait(self.poll())
 
     def _call(self, path: str, timeout: float, body: bytes | None = None) -> Answer:
-        return call(self._address, path, timeout=timeout, connect_timeout=self._patience.connect, body=body)
+        return call(self._address, path, timeout=timeout, connect_timeout=self._timeouts.connect, body=body)
 
     def _learn_name(self) -> None:
         if self._name is None:
             try:
-                name = self._call(_NAME, self._patience.name).body.decode().strip()
+                name = self._call(_NAME, self._timeouts.name).body.decode().strip()
             except (MetadataError, UnicodeDecodeError) as error:
                 _LOG.debug("This machine's name cannot be learnt now: %s", error)
             else:
@@ -252,18 +252,18 @@ class ScheduledEventsWatcher:
 
     def _failed(self, message: str, *, reached: bool) -> float:
         """Count a failure and return the pause after it."""
-        patience = self._patience
+        timeouts = self._timeouts
         self._failures += 1
         self._unreached = 0 if reached else self._unreached + 1
-        if not self._answered and self._unreached >= patience.attempts:
-            if self._unreached == patience.attempts:
+        if not self._answered and self._unreached >= timeouts.attempts:
+            if self._unreached == timeouts.attempts:
                 _LOG.info("No scheduled events here: there is no metadata service (%s).", message)
-            return max(patience.rarely, self._interval)
-        if self._failures == patience.attempts and (self._answered or reached):
+            return max(timeouts.rarely, self._interval)
+        if self._failures == timeouts.attempts and (self._answered or reached):
             _LOG.warning("The metadata service fails; scheduled events may go unnoticed meanwhile. %s", message)
         else:
             _LOG.debug("%s", message)
-        return max(self._interval, min(patience.longest, self._interval * 2.0 ** min(self._failures - 1, 16)))
+        return max(self._interval, min(timeouts.longest, self._interval * 2.0 ** min(self._failures - 1, 16)))
 
     def _log(self, events: Iterable[ScheduledEvent]) -> None:
         """Log what is new about this machine; its leaving is logged by who decides on it."""

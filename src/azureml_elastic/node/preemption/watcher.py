@@ -33,7 +33,7 @@ class PreemptionWatcher:
     must not be cut short.
 
     Args:
-        policy: of the plan.
+        policy: preemption policy of the plan.
         wake: called, from a thread, when a notice has come or was withdrawn.
         node: this node's name, for the marker's path.
     """
@@ -109,7 +109,7 @@ class PreemptionWatcher:
         return PREEMPTED if notice is None else notice.exit_code
 
     def commit_to_leave(self) -> bool:
-        """Make the notice final, because others are about to be told that this node leaves.
+        """Make the notice final, because this node is about to announce that it leaves.
 
         Returns:
             Whether this node leaves. If not, there was no notice, or it has just been withdrawn.
@@ -123,7 +123,7 @@ class PreemptionWatcher:
 
         Args:
             source: its name.
-            announced: by its own keys.
+            announced: announcements by their keys.
         """
         with self._lock:
             before = self._standing

@@ -94,7 +94,7 @@ class PreloadServer:
             except OSError as error:
                 self._refuse(f"{interpreter!r} cannot be started: {error.strerror}")
                 return
-        self._reader = threading.Thread(target=self._read, name="warm-process", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="preload-server", daemon=True)
         self._reader.start()
 
     @property
@@ -272,13 +272,13 @@ class PreloadServer:
         for worker in running:
             _end_orphan(worker.pid, until)
         if not self._closed:
-            self._refuse(f"it has ended{self._last_words(code)}")
+            self._refuse(f"it has ended{self._end_reason(code)}")
         with self._changes:
             for worker in running:
                 worker.end(-signal.SIGKILL)
             self._changes.notify_all()
 
-    def _last_words(self, code: int) -> str:
+    def _end_reason(self, code: int) -> str:
         if code < 0:
             return f" by {signal.Signals(-code).name}"
         assert self._errors is not None

@@ -95,8 +95,8 @@ class Output:
 def prepare(kind: str, target: str, arguments: Sequence[str]) -> None:
     """Set ``sys.argv`` and ``sys.path`` to the values of the program.
 
-    As the interpreter does (``Modules/main.c``): the folder of the resolved script, or for ``-m`` the working directory,
-    comes first on the path, unless ``-P`` or ``-I`` is given.
+    As the interpreter does (``Modules/main.c``): the folder of the resolved script, or for ``-m`` the working
+    directory, comes first on the path, unless ``-P`` or ``-I`` is given.
     """
     sys.argv[:] = [target if kind == "script" else "-m", *arguments]
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
@@ -106,8 +106,8 @@ def prepare(kind: str, target: str, arguments: Sequence[str]) -> None:
 def shadowed() -> str | None:
     """Return the path of a module beside the script that shadows one this process has imported, or ``None``.
 
-    A script imports ``random.py`` beside it before the standard library's, part of which this process has imported before
-    the script's folder was on the path.
+    A script imports ``random.py`` beside it before the standard library's, part of which this process has imported
+    before the script's folder was on the path.
     """
     if not sys.path:
         return None

@@ -95,7 +95,7 @@ def adopt_imports(printed: Iterable[bytes], variables: Mapping[str, str | None])
 
 
 def freshen() -> None:
-    """Renew state that each process has of its own: random numbers, keys, caches. Python reseeds :mod:`random` itself."""
+    """Renew the state that each process has: random numbers, keys, caches. Python reseeds :mod:`random` itself."""
     sys.modules["torch"].default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -219,7 +219,7 @@ def _has_option_x(command: Sequence[str]) -> bool:
 def _disguise(path: str) -> None:
     """Set the file name of the outermost frame to that of the script.
 
-    Programs look for the script at the end of ``inspect.stack()``. Importlib has this function for moved compiled files.
+    Programs search the script at the end of ``inspect.stack()``. Importlib uses this for moved compiled files.
     """
     frame = sys._getframe()  # noqa: SLF001
     while frame.f_back is not None:

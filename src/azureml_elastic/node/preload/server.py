@@ -1,7 +1,7 @@
 """The preload server: imports the modules of the script, then forks workers on request of the agent.
 
-It is started as ``python <options> -c <OUTERMOST> <descriptor> <excluded> <kind> <target> <arguments>`` and communicates
-over the ``SOCK_SEQPACKET`` socket with that descriptor, on which each message is sent or received whole::
+It is started as ``python <options> -c <OUTERMOST> <descriptor> <excluded> <kind> <target> <arguments>`` and uses the
+``SOCK_SEQPACKET`` socket with that descriptor, on which each message is sent or received whole::
 
     agent:  {"op": "fork", "id": 7, "folder": "/home"}   with three descriptors: environment as JSON, stdout, stderr
     server: {"op": "started", "id": 7, "pid": 4711}  or  {"op": "declined", "id": 7, "reason": "..."}
@@ -178,10 +178,10 @@ class _Server:
 
     def turn(self) -> Callable[[], Any] | None:
         """Handle one request, or use the idle time for an import."""
-        patience = None
+        wait = None
         if self._later:
-            patience = max(0.0, self._quiet_until - time.monotonic()) * 1000
-        if not self._poll.poll(patience):
+            wait = max(0.0, self._quiet_until - time.monotonic()) * 1000
+        if not self._poll.poll(wait):
             self._import_one()
             return None
         data, descriptors, _, _ = socket.recv_fds(self._link, _MOST_BYTES, _DESCRIPTORS)
@@ -288,8 +288,8 @@ class _Server:
             signal.siginterrupt(number, False)
 
     def _on_child(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
-        for worker, told in list(self._workers.items()):
-            if told:
+        for worker, reported in list(self._workers.items()):
+            if reported:
                 continue
             ended = os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None:

@@ -268,7 +268,8 @@ class Rendezvous:
             seconds: timeout of the connection.
         """
         first, number = self.assignment.round.members[0], self.assignment.round.number
-        reason = f"{self.node} cannot reach the store of {first.node} at {format_address(first.host, first.store_port)}: {error}"
+        store = format_address(first.host, first.store_port)
+        reason = f"{self.node} cannot reach the store of {first.node} at {store}: {error}"
         if is_unreachable(error):
             purpose = f"the store of round {number}"
             reason = str(

@@ -74,8 +74,8 @@ def workspace_id(environ: Mapping[str, str]) -> str:
 class WorkspaceJobs:
     """Client for the jobs of one workspace.
 
-    All methods raise ``WorkspaceForbidden`` if the identity lacks a role, and ``WorkspaceUnavailable`` if a service does
-    not answer.
+    All methods raise ``WorkspaceForbidden`` if the identity lacks a role, and ``WorkspaceUnavailable`` if a service
+    does not respond.
 
     Args:
         workspace: workspace id.

@@ -127,8 +127,8 @@ def decide(
         most: maximum number of concurrent nodes.
         jobs: all node jobs of the run.
         policy: replacement policy.
-        over: ``"ended"`` if the run has ended, so that running nodes end by themselves; ``"cancelled"`` if its owner has
-            cancelled it; ``None`` while it is active.
+        over: ``"ended"`` if the run has ended, so that running nodes end by themselves; ``"cancelled"`` if its owner
+            has cancelled it; ``None`` while it is active.
     """
     living = [job for job in jobs if job.submitted and job.state in ("waiting", "running")]
     alive = [job for job in living if not job.stopped]

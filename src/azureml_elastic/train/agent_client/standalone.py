@@ -3,9 +3,9 @@
 The pointer to the committed checkpoint is the file ``latest.json`` in the checkpoint folder, replaced atomically; that
 is safe on a local disk with one run at a time, which is what the real agent's table removes as a condition.
 
-A single process takes SIGTERM as a notice: it saves after the step at hand and exits with
-:data:`~azureml_elastic.ipc.agent_interface.EXIT_TERMINATED`. Under plain torchrun with several processes SIGTERM reaches the
-ranks at different steps, and there is no agent to agree on one: they end as they would without this library, and
+A single process treats SIGTERM as a preemption notice: it saves after the current step and exits with
+:data:`~azureml_elastic.ipc.agent_interface.EXIT_TERMINATED`. Under plain torchrun with several processes SIGTERM
+reaches the ranks at different steps and no agent agrees on one: they end as they would without this library, and
 continue from the last checkpoint.
 """
 

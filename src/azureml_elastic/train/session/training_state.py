@@ -123,7 +123,7 @@ class TrainingState:
         return self.steps > 0 if self._last_saved is None else self._last_saved != (self.steps, self._position.here())
 
     def after_step(self) -> None:
-        """Check the save in progress, and prepare the first one. To be called after each step; sometimes a collective."""
+        """Check the save in progress, and prepare the first one, after each step; sometimes a collective."""
         self.settle(0)
         if self._state is not None and self.steps == self._entered_at + _SETTLED_STEPS:
             self._checkpoints.prepare(self._state)

@@ -59,10 +59,10 @@ def writes(proxy, row):
 @contextlib.contextmanager
 def given_up_soon(table):
     """A call that fails for want of an answer."""
-    patience, table._timeout = table._patience, timedelta(seconds=0.6)
+    timeout, table._timeout = table._timeout, timedelta(seconds=0.6)
     with pytest.raises(TableUnavailable):
         yield
-    table._timeout = patience
+    table._timeout = timeout
 
 
 @pytest.mark.parametrize("arrives", [True, False])

@@ -146,7 +146,7 @@ def test_two_clocks_are_never_compared(hours):
 def test_the_first_answer_may_take_its_time():
     with MetadataService(first_delay=2.0) as service:
         event = service.announce("Preempt", "vm")
-        watched = Watched(service.address("vm"), patience=replace(PATIENT, request=0.5))
+        watched = Watched(service.address("vm"), timeouts=replace(PATIENT, request=0.5))
         began = time.monotonic()
         watched.watch.start()
         while not watched.said:
@@ -205,7 +205,7 @@ def test_a_bad_answer_changes_nothing_and_takes_no_longer_than_its_time(service,
 def test_requests_to_a_service_that_hangs_never_pile_up(service):
     service.trouble = Trouble(silent=True)
     watched = Watched(
-        service.address("vm"), interval=0.01, patience=MetadataTimeouts(first=0.2, request=0.2, longest=0.02)
+        service.address("vm"), interval=0.01, timeouts=MetadataTimeouts(first=0.2, request=0.2, longest=0.02)
     )
     watched.watch.start()
     while service.documents < 5:

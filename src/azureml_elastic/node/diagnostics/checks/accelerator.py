@@ -1,9 +1,9 @@
 """Probes of the GPUs, in processes of their own: no CUDA context is ever made in the agent.
 
-``python -m azureml_elastic.node.diagnostics.checks.accelerator`` is that process. It multiplies two matrices of small whole numbers
-on each GPU and on the CPU. Every factor, product and sum is a whole number that single precision holds exactly, the
-factors also where they are rounded to TensorFloat-32. Any order of addition therefore gives the same result, and a
-single wrong bit shows.
+``python -m azureml_elastic.node.diagnostics.checks.accelerator`` is that process. It multiplies two matrices of small
+integers on each GPU and on the CPU. Single precision represents every factor, product and sum exactly, and
+TensorFloat-32 the factors. The result is therefore the same in any order of addition, and a single wrong bit is
+detected.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def read_ecc(output: str) -> dict[int, int]:
 
 
 def examine(device: str) -> dict[str, Any]:
-    """Compute on one device, in this process, and return what was found; errors are told, not raised."""
+    """Compute on one device in this process and return the finding; errors are part of it."""
     import torch
 
     found: dict[str, Any] = {"device": device, "error": "", "free": None, "total": None}

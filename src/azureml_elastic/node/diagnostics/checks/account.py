@@ -25,8 +25,8 @@ class Account:
     """A storage account.
 
     Args:
-        url: of its tables.
-        id: of its resource, ``None`` where it is not known.
+        url: URL of its tables.
+        id: resource id, ``None`` if unknown.
     """
 
     url: str
@@ -114,8 +114,8 @@ def _about_account(account: str, usual: str, url: str | None, reply: Reply, iden
         if identity.login.connection_string is not None:
             advice = "Leave the connection string out and use an identity."
             return Finding(name, "fail", f"{account} takes no keys", "", advice)
-    told = f"; {', '.join(notes)}" if notes else ""
-    return Finding(name, "ok", f"{account}, tables at {url}{told}")
+    suffix = f"; {', '.join(notes)}" if notes else ""
+    return Finding(name, "ok", f"{account}, tables at {url}{suffix}")
 
 
 def _code(reply: Reply) -> str:

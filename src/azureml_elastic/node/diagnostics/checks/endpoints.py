@@ -29,8 +29,8 @@ def check_host(what: str, url: str, environ: Mapping[str, str]) -> Finding:
 
     Args:
         what: the service is, in words.
-        url: of the service.
-        environ: has the files of certificates that are trusted.
+        url: URL of the service.
+        environ: environment variables that name the trusted certificates.
     """
     parts = urlsplit(url)
     host = parts.hostname or ""
@@ -112,7 +112,7 @@ def _ask_proxy(connection: socket.socket, host: str, port: int, user: str | None
 
 
 def _context(environ: Mapping[str, str]) -> ssl.SSLContext:
-    """Return what Azure's clients trust: the system's certificates, and the file that requests is told to read."""
+    """Return a TLS context with the system's certificates and those of ``REQUESTS_CA_BUNDLE``, as Azure's clients."""
     context = ssl.create_default_context()
     bundle = environ.get("REQUESTS_CA_BUNDLE") or environ.get("CURL_CA_BUNDLE")
     if bundle and os.path.exists(bundle):  # noqa: PTH110 - a path of the environment's

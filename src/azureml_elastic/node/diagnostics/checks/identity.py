@@ -28,7 +28,7 @@ class CallerIdentity:
 
     Args:
         login: the way in.
-        object_id: by which roles are assigned, empty where a key asks.
+        object_id: object id for role assignments, empty for a key.
     """
 
     login: TableCredential
@@ -45,7 +45,7 @@ def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> t
 
     Args:
         rendezvous: says which.
-        environ: of the process.
+        environ: environment variables of the process.
     """
     name = "identity"
     if rendezvous.endpoint is not None and urlsplit(rendezvous.endpoint).scheme != "https":
@@ -64,8 +64,8 @@ def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> t
         "object id": claims.get("oid"),
         "tenant": claims.get("tid"),
     }
-    told = [f"{what} {value}".strip() for what, value in known.items() if value]
-    return CallerIdentity(login, str(claims.get("oid") or "")), Finding(name, "ok", ", ".join([login.name, *told]))
+    details = [f"{what} {value}".strip() for what, value in known.items() if value]
+    return CallerIdentity(login, str(claims.get("oid") or "")), Finding(name, "ok", ", ".join([login.name, *details]))
 
 
 def claims_of(token: str) -> dict[str, Any]:

@@ -50,8 +50,8 @@ def check_machine(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> It
     """Look where peers would reach this machine, and listen there as a node does.
 
     Args:
-        rendezvous: with the address and the range of ports.
-        environ: of the process.
+        rendezvous: rendezvous settings with the address and the port range.
+        environ: environment variables of the process.
     """
     try:
         where = advertised_address(rendezvous, environ)

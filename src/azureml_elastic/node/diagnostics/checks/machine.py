@@ -28,7 +28,7 @@ def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding
 
     Args:
         what: the folder is for.
-        folder: made when it is missing.
+        folder: folder to check, created if missing.
         owner: part of the file's name: nobody else writes to it meanwhile, and what a node that was killed here has
             left is overwritten, not added to.
         limit_mib: free MiB that are needed.

@@ -69,14 +69,14 @@ def check_hub(host: str, port: int) -> Finding:
 def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_interval: timedelta) -> Finding:
     """Connect to members of the running round, if there is one.
 
-    Only a round that is known to be alive can convict this node. That is told by the server's times alone: of the
-    witness row, and of a row that this node has just written.
+    Only a round that is known to be alive proves a fault of this node. That follows from the server's times alone: of
+    the heartbeat row, and of a row that this node has just written.
 
     Args:
-        table: opened for the run.
+        table: table of the run.
         clock: tells the server's time.
         node: this node's name.
-        table_heartbeat_interval: between two signs of life of rank 0's node.
+        table_heartbeat_interval: interval between two table heartbeats of rank 0's node.
 
     Raises:
         TableError, UsageError: the table cannot be asked.
@@ -93,8 +93,8 @@ def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_int
         return Finding(name, "ok", str(first), limit)
     if any(finding.status == "ok" for finding in others):
         return Finding(name, "warn", f"{first}; but other members can be reached", limit, _ADVICE)
-    witness = table.get(TABLE_HEARTBEAT_KEY)
-    age = clock.now() - witness.timestamp if witness is not None else timedelta.max
+    heartbeat = table.get(TABLE_HEARTBEAT_KEY)
+    age = clock.now() - heartbeat.timestamp if heartbeat is not None else timedelta.max
     if age < _ALIVE_INTERVALS * table_heartbeat_interval:
         value = f"{first}; round {round_.number} gave a sign of life {age.total_seconds():.0f} s ago"
         return Finding(name, "fail", value, limit, _ADVICE)

@@ -45,7 +45,7 @@ def why_refused(code: str, assignee: str, account: str, scope: str | None) -> st
     """Return what to do about a table that is refused.
 
     Args:
-        code: of the service, empty for none.
+        code: error code of the service, empty for none.
         assignee: the identity's object id.
         account: the account's name.
         scope: id of the account's resource, ``None`` where it is not known.

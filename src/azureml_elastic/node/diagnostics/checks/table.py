@@ -31,8 +31,8 @@ def check_table(
     """Make the table where it is missing, and write, read, replace and delete a row, as a run does.
 
     Args:
-        rendezvous: with the endpoint.
-        environ: of the process.
+        rendezvous: rendezvous settings with the endpoint.
+        environ: environment variables of the process.
         account: that holds the table, ``None`` where it is none of Azure's.
         identity: that asks, ``None`` where none is needed.
     """
@@ -69,7 +69,7 @@ def _round_trip(table: Table, account: Account | None, identity: CallerIdentity 
             table.replace(_KEY, {"step": 3}, etags[0])
         except RowChanged:
             return
-        raise _WrongError("a row was replaced by somebody who had an old version of it")
+        raise _WrongError("a row was replaced although its version was outdated")
 
     def delete() -> None:
         table.delete(_KEY, etags[1])

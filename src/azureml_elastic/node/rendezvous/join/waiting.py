@@ -156,7 +156,8 @@ class JoinWaiter:
                 logged = link.unreachable_from
                 _LOG.warning(
                     "Round %d makes no room for %s (%s), which %s cannot reach. %s",
-                    round_.number, me.node, format_address(me.host, me.hub_port), ", ".join(logged), self._reachability.advice,
+                    round_.number, me.node, format_address(me.host, me.hub_port), ", ".join(logged),
+                    self._reachability.advice,
                 )  # fmt: skip
             connected = link is not None and self._watch.member == first
             if connected:
