@@ -23,7 +23,7 @@ from azureml_elastic.node.preemption.scheduled_events import (
     seconds_left,
 )
 
-PATIENT = MetadataTimeouts(connect=30.0, first=60.0, request=60.0, name=60.0, attempts=3, rarely=40.0, longest=10.0)
+GENEROUS = MetadataTimeouts(connect=30.0, first=60.0, request=60.0, name=60.0, attempts=3, rarely=40.0, longest=10.0)
 NOW = datetime(2026, 4, 11, 22, 26, 28, tzinfo=timezone.utc)
 
 
@@ -33,7 +33,7 @@ class Watched:
     def __init__(self, address, host_name="host", **options):
         self.said = []
         self.watch = ScheduledEventsWatcher(
-            address, self.said.append, host_name=host_name, **{"patience": PATIENT, "interval": 0.5, **options}
+            address, self.said.append, host_name=host_name, **{"timeouts": GENEROUS, "interval": 0.5, **options}
         )
 
     def poll(self):
@@ -146,7 +146,7 @@ def test_two_clocks_are_never_compared(hours):
 def test_the_first_answer_may_take_its_time():
     with MetadataService(first_delay=2.0) as service:
         event = service.announce("Preempt", "vm")
-        watched = Watched(service.address("vm"), timeouts=replace(PATIENT, request=0.5))
+        watched = Watched(service.address("vm"), timeouts=replace(GENEROUS, request=0.5))
         began = time.monotonic()
         watched.watch.start()
         while not watched.said:
@@ -188,7 +188,7 @@ def test_a_bad_answer_changes_nothing_and_takes_no_longer_than_its_time(service,
     event = service.announce("Preempt", "set_1")
     watched.poll()
     service.trouble = trouble
-    watched.watch._patience = replace(PATIENT, request=0.3)
+    watched.watch._timeouts = replace(GENEROUS, request=0.3)
     pauses = []
     for _ in range(3):
         began = time.monotonic()
@@ -197,7 +197,7 @@ def test_a_bad_answer_changes_nothing_and_takes_no_longer_than_its_time(service,
     assert pauses == [0.5, 1.0, 2.0]  # it is not pressed while it is not well
     assert len(watched.said) == 1
     service.trouble = Trouble()
-    watched.watch._patience = PATIENT
+    watched.watch._timeouts = GENEROUS
     assert watched.poll() == 0.5
     assert watched.reasons == [f"scheduled event Preempt {event}"]
 
