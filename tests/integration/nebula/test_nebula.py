@@ -94,7 +94,7 @@ def test_other_objects_are_unpickled_only_on_demand(folder):
     assert latest.load("model", weights_only=False).in_features == 2
 
 
-def test_a_failure_is_told(folder):
+def test_a_failure_is_reported(folder):
     checkpoint = nm.Checkpoint("a", 2)
     checkpoint.save("model", 1)
     nm.wait()

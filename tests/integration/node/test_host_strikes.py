@@ -38,7 +38,7 @@ def table(request, tmp_path):
 
 
 class Away:
-    """A table that is away until it is told otherwise; a real backend's protocol, and nothing behind it but another."""
+    """A table that is unavailable until it is switched on, in front of a real backend."""
 
     def __init__(self, table):
         self.table = table
@@ -96,7 +96,7 @@ def test_a_strike_is_seen_by_every_node(table, node):
     assert row.value == {"host": "b", "reason": "went silent", "by": "node"}
 
 
-def test_one_incident_is_one_strike_whoever_reports_it(table, node):
+def test_one_incident_is_one_strike_by_whichever_node_it_is_reported(table, node):
     reporters = [node(f"host-{index}") for index in range(4)]
     for reporter in reporters:
         reporter.strike("b", "lost its connection", "round.000003")
@@ -259,9 +259,9 @@ def test_an_earlier_agents_row_is_replaced(table):
     assert ServerClock(table, "a").reading().server > first.server
 
 
-def test_two_nodes_of_one_name_are_told(tmp_path):
+def test_two_nodes_of_one_name_are_reported(tmp_path):
     class Contended:
-        """Every row that is read has just been written by somebody else."""
+        """Every row that is read has just been written by another node."""
 
         def __init__(self):
             self.table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})

@@ -111,12 +111,12 @@ def test_a_dedicated_node_goes_when_the_spot_node_that_it_stands_in_for_has_come
         run = client.jobs.create_or_update(job)
         until(lambda: nodes_of(client, run.name).get("dedicated_1") == "Running")
         assert nodes_of(client, run.name)["spot_1"] == "Queued"
-        stand_in = node_of(client, run.name, "dedicated_1").name
-        until(lambda: " of 2 nodes" in workspace.log(stand_in))
+        fallback = node_of(client, run.name, "dedicated_1").name
+        until(lambda: " of 2 nodes" in workspace.log(fallback))
         workspace.refill("spot")
         until(lambda: nodes_of(client, run.name).get("dedicated_1") == "Canceled")
         assert nodes_of(client, run.name)["spot_1"] == "Running"
-        assert "leaving at the next step" in workspace.log(stand_in)
+        assert "leaving at the next step" in workspace.log(fallback)
         # The owner cancels the run: nothing is asked for any more.
         client.jobs.begin_cancel(run.name)
         until(lambda: set(nodes_of(client, run.name).values()) == {"Canceled", "Failed"})

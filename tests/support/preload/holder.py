@@ -1,4 +1,4 @@
-"""Stands in for an agent that is about to be killed: holds a warm process and one worker of it."""
+"""A fake agent that is about to be killed: it holds a preload server and one of its workers."""
 
 from __future__ import annotations
 

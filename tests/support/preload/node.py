@@ -1,4 +1,4 @@
-"""Runs two workers as a node does, from a warm process; then, the warm process being dead, once more."""
+"""Runs two workers as a node does, forked from a preload server; then, with the server killed, once more."""
 
 from __future__ import annotations
 

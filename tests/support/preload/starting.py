@@ -51,7 +51,7 @@ def wait_for_text(path: Path, text: str, seconds: float = 60.0) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, be it not yet reaped by whoever adopted it."""
+    """Return whether a process has ended, even if it is not reaped yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

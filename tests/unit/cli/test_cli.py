@@ -143,8 +143,8 @@ def test_ctrl_c_exits_with_130(tmp_path):
         while process.poll() is None and not (log.exists() and "ready" in log.read_text()):
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=20)
+        _, output = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "Interrupted" in told
-    assert "Traceback" not in told
+    assert "Interrupted" in output
+    assert "Traceback" not in output
     assert '"outcome": "interrupted"' in (tmp_path / "run" / "report.json").read_text()

@@ -47,24 +47,24 @@ def words(text: str) -> str:
 def test_a_workspace_that_is_well(workspace):
     result = RUN.invoke(app, ["doctor", "--port-range", "29400-29440", "--advertise", "lo"])
     assert result.exit_code == 0, result.output
-    told = words(result.output)
+    output = words(result.output)
     for what in ("resource manager", "identity", "workspace", "storage account", "table service", "torch", "address"):
-        assert f"{what} ok " in told
+        assert f"{what} ok " in output
     for step in STEPS:
-        assert f"table: {step} ok " in told
-    assert "127.0.0.1 of lo" in told
-    assert "(29400-29440)" in told
-    assert "submit the job with its command replaced by `python -m azureml_elastic.node.diagnostics.doctor`" in told
+        assert f"table: {step} ok " in output
+    assert "127.0.0.1 of lo" in output
+    assert "(29400-29440)" in output
+    assert "submit the job with its command replaced by `python -m azureml_elastic.node.diagnostics.doctor`" in output
     assert "eyJ" not in result.output, "no token is shown"
 
 
 def test_what_is_wrong_is_said_with_what_to_do(workspace):
     result = RUN.invoke(app, ["doctor", "--workspace", "elsewhere", "--peer", "127.0.0.1:1"])
     assert result.exit_code == 1
-    told = words(result.output)
-    assert "workspace fail elsewhere of resource group local" in told
-    assert "What to do workspace: Check the names" in told
-    assert "peer 127.0.0.1:1: The way there is free, but nobody listens" in told
+    output = words(result.output)
+    assert "workspace fail elsewhere of resource group local" in output
+    assert "What to do workspace: Check the names" in output
+    assert "peer 127.0.0.1:1: The way there is free, but nobody listens" in output
 
 
 def test_without_a_workspace_the_rest_is_looked_at(tmp_path, monkeypatch):
@@ -74,9 +74,9 @@ def test_without_a_workspace_the_rest_is_looked_at(tmp_path, monkeypatch):
     for words_ in (["doctor"], ["doctor", "--node"]):
         result = RUN.invoke(app, words_)
         assert result.exit_code == 1
-        told = words(result.output)
-        assert "workspace fail" in told
-        assert "ports ok" in told
+        output = words(result.output)
+        assert "workspace fail" in output
+        assert "ports ok" in output
     result = RUN.invoke(app, ["doctor", "--endpoint", str(tmp_path / "t.sqlite")])
     assert result.exit_code == 0, result.output
     result = RUN.invoke(app, ["doctor", "--advertise", "10.0.0.0/99"])

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from azureml_elastic.ipc import MAX_LINE, LineReader, MessageClient, MessageServer, encode, listen
 
-PATIENCE = 20.0
+TIMEOUT_S = 20.0
 
 
 class Recorder:
-    """A server or client owner that writes down what it is told."""
+    """A server or client owner that records what it receives."""
 
     def __init__(self):
         self.messages = queue.Queue()
@@ -41,10 +41,10 @@ class Recorder:
         self.ticks.put(time.monotonic())
 
     def next(self):
-        return self.messages.get(timeout=PATIENCE)
+        return self.messages.get(timeout=TIMEOUT_S)
 
     def next_closed(self):
-        return self.closed.get(timeout=PATIENCE)
+        return self.closed.get(timeout=TIMEOUT_S)
 
 
 @pytest.fixture(params=["unix", "ipv4"])
@@ -67,7 +67,7 @@ def raw(server):
     """A peer that speaks bytes."""
     family = socket.AF_UNIX if isinstance(server.address, str) else socket.AF_INET
     sock = socket.socket(family)
-    sock.settimeout(PATIENCE)
+    sock.settimeout(TIMEOUT_S)
     sock.connect(server.address)
     return sock
 
@@ -119,7 +119,7 @@ def test_requests_find_their_replies_from_many_threads(server, recorder):
 
         def ask(base):
             for value in range(base, base + 200):
-                reply = client.request({"op": "echo", "value": value}, PATIENCE)
+                reply = client.request({"op": "echo", "value": value}, TIMEOUT_S)
                 if reply["value"] != value:
                     wrong.append((value, reply))
 
@@ -138,11 +138,11 @@ def test_a_request_without_a_reply_times_out_and_one_without_a_peer_fails(server
             client.request({"op": "silence"}, 0.01)
         connection, message = recorder.next()
         connection.send({"re": message["id"], "late": True})
-        assert client.request({"op": "echo", "value": 1}, PATIENCE)["value"] == 1
+        assert client.request({"op": "echo", "value": 1}, TIMEOUT_S)["value"] == 1
         waiting = threading.Thread(target=lambda: (recorder.next(), connection.close("enough")))
         waiting.start()
         with pytest.raises(ConnectionError, match="closed the connection"):
-            client.request({"op": "silence"}, PATIENCE)
+            client.request({"op": "silence"}, TIMEOUT_S)
         waiting.join()
         assert owner.next_closed() is client.connection
         assert not client.send({"op": "too late"})
@@ -159,7 +159,7 @@ def test_torn_input_ends_that_connection_only(server, recorder, torn):
             bad.sendall(torn)
             assert bad.recv(1) == b""
         assert recorder.next_closed().reason
-        assert good.request({"op": "echo", "value": 2}, PATIENCE)["value"] == 2
+        assert good.request({"op": "echo", "value": 2}, TIMEOUT_S)["value"] == 2
     assert recorder.next_closed()
     assert recorder.closed.empty()
 
@@ -173,7 +173,7 @@ def test_a_failing_callback_ends_its_connection_and_is_logged(server, recorder, 
     assert owner.next_closed().reason == "the peer closed the connection"
     client.close()
     with closing(MessageClient(server.address, recorder.on_message)) as other:
-        assert other.request({"op": "echo", "value": 3}, PATIENCE)["value"] == 3
+        assert other.request({"op": "echo", "value": 3}, TIMEOUT_S)["value"] == 3
 
 
 def test_a_peer_that_does_not_read_is_cut_off_and_never_blocks_the_sender(server, recorder):
@@ -185,7 +185,7 @@ def test_a_peer_that_does_not_read_is_cut_off_and_never_blocks_the_sender(server
         while connection.send({"padding": "." * 100_000}):
             sent += 1
             assert sent < 10_000
-        assert time.monotonic() - began < PATIENCE
+        assert time.monotonic() - began < TIMEOUT_S
         assert recorder.next_closed() is connection
         assert "unread" in connection.reason
 
@@ -199,7 +199,7 @@ def test_what_waits_is_sent_when_the_slow_peer_reads_at_last(server, recorder):
         assert not connection.flush(0.01)
         lines = slow.makefile("rb")
         assert [json.loads(next(lines))["n"] for _ in range(60)] == list(range(60))
-        assert connection.flush(PATIENCE)
+        assert connection.flush(TIMEOUT_S)
         lines.close()
 
 
@@ -207,7 +207,7 @@ def test_broadcast_reaches_all(server, recorder):
     owners = [Recorder() for _ in range(5)]
     clients = [MessageClient(server.address, owner.on_message) for owner in owners]
     for client in clients:
-        client.request({"op": "echo", "value": 0}, PATIENCE)
+        client.request({"op": "echo", "value": 0}, TIMEOUT_S)
     server.broadcast({"news": 1})
     assert [owner.next()[1] for owner in owners] == [{"news": 1}] * 5
     for client in clients:
@@ -234,7 +234,7 @@ def test_ticks_go_on_and_survive_a_failing_one(address, recorder):
 
     with closing(MessageServer(listen(address), recorder.on_message, None, tick, tick=0.01)):
         for _ in range(3):
-            recorder.ticks.get(timeout=PATIENCE)
+            recorder.ticks.get(timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("who", ["client", "server", "both"])
@@ -243,7 +243,7 @@ def test_close_races_call_on_close_exactly_once(address, who):
         at_server, at_client = Recorder(), Recorder()
         server = MessageServer(listen(address), at_server.on_message, at_server.on_close)
         client = MessageClient(server.address, at_client.on_message, at_client.on_close)
-        client.request({"op": "echo", "value": 1}, PATIENCE)
+        client.request({"op": "echo", "value": 1}, TIMEOUT_S)
         ends = {"client": [client.close], "server": [server.close], "both": [client.close, server.close]}[who]
         threads = [threading.Thread(target=end) for end in ends for _ in range(2)]
         for thread in threads:

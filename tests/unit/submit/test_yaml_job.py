@@ -409,7 +409,7 @@ class Colour(ConfigModel):
     """A colour.
 
     Args:
-        name: of the colour.
+        name: name of the colour.
     """
 
     name: str = "red"
@@ -419,7 +419,7 @@ class Painted(ElasticCommandJob):
     """A job of a later release.
 
     Args:
-        colour: of the job.
+        colour: colour of the job.
     """
 
     colour: Colour = Field(default=Colour())

@@ -112,7 +112,7 @@ class Colour(ConfigModel):
     """A colour.
 
     Args:
-        name: of the colour.
+        name: name of the colour.
     """
 
     name: str = "red"
@@ -122,7 +122,7 @@ class Painted(ElasticCommandJob):
     """A job of a later release.
 
     Args:
-        colour: of the job.
+        colour: colour of the job.
     """
 
     colour: Colour = Field(default=Colour())
@@ -131,5 +131,5 @@ class Painted(ElasticCommandJob):
 def test_a_field_that_the_job_gets_later_is_in_the_schema():
     schema = job_schema(Painted)
     field = schema["properties"]["elastic"]["properties"]["colour"]
-    assert (field["description"], field["$ref"]) == ("of the job.", "#/definitions/Colour")
-    assert schema["definitions"]["Colour"]["properties"]["name"]["description"] == "of the colour."
+    assert (field["description"], field["$ref"]) == ("colour of the job.", "#/definitions/Colour")
+    assert schema["definitions"]["Colour"]["properties"]["name"]["description"] == "name of the colour."

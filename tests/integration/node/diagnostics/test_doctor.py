@@ -81,7 +81,7 @@ class Azure:
 
 @pytest.fixture
 def azure(tmp_path, monkeypatch):
-    """The stand-in, by which this process's HTTPS goes; as a job of Azure ML has it, in the environment."""
+    """The fake services, to which this process routes HTTPS through its environment, as in a job of Azure ML."""
     made = Azure()
     hosts = {
         "management.azure.com": made.arm,
@@ -113,9 +113,9 @@ def azure(tmp_path, monkeypatch):
 
 def found(azure: Azure, rendezvous: TableRendezvous | None = None, **more) -> dict[str, Finding]:
     findings = list(examine(rendezvous or TableRendezvous(), {**azure.environ, **more}))
-    told = text_of(findings)
-    assert SECRET_TOKEN not in told
-    assert KEY not in told
+    output = text_of(findings)
+    assert SECRET_TOKEN not in output
+    assert KEY not in output
     return {finding.name: finding for finding in findings}
 
 
@@ -139,7 +139,7 @@ def test_a_missing_role_on_the_account_is_named_with_the_command_that_grants_it(
     assert failed(findings.values())
 
 
-def test_a_firewall_is_told_from_a_missing_role(azure):
+def test_a_firewall_is_distinguished_from_a_missing_role(azure):
     azure.table = lambda _: service_error(
         403, "AuthorizationFailure", "This request is not authorized to perform this operation."
     )
@@ -217,8 +217,8 @@ def test_an_account_in_a_dns_zone_of_its_own_is_found_by_its_address(azure):
         }
     )
     findings = found(azure)
-    told = findings["storage account"].value
-    assert told.endswith("; only from the networks that its firewall admits, no keys, only identities")
+    output = findings["storage account"].value
+    assert output.endswith("; only from the networks that its firewall admits, no keys, only identities")
     assert "wsstore.z07.table.storage.azure.net" in findings["table service"].value
 
 
@@ -290,7 +290,7 @@ def test_a_table_that_takes_old_versions_is_noticed(azure, storage):
     azure.table = as_account(storage, careless)
     finding = found(azure)["table: an old version is refused"]
     assert finding.status == "fail"
-    assert "somebody who had an old version" in finding.value
+    assert "its version was outdated" in finding.value
 
 
 def test_a_role_that_reads_only_is_refused_when_it_writes(azure, storage):
@@ -398,7 +398,7 @@ def test_an_interface_that_is_not_there_and_ports_that_are_taken(local):
         first = stack.enter_context(socket.create_server((HERE, 0)))
         low = first.getsockname()[1]
         for port in range(low + 1, low + 3):
-            with contextlib.suppress(OSError):  # taken by somebody else, which will do
+            with contextlib.suppress(OSError):  # taken by another process, which is sufficient
                 stack.enter_context(socket.create_server((HERE, port)))
         findings = {f.name: f for f in examine(local.model_copy(update={"port_range": (low, low + 2)}), {})}
     assert findings["ports"].status == "fail"
@@ -418,9 +418,9 @@ def test_the_command_examines_the_plan_of_its_environment(local, monkeypatch, ca
     assert command.main([]) == 0
     assert "fromtheplan" in capsys.readouterr().out
     assert command.main(["--table", "another", "--peer", f"{HERE}:1"]) == 1
-    told = capsys.readouterr().out
-    assert "another" in told
-    assert "peer 127.0.0.1:1" in told
+    output = capsys.readouterr().out
+    assert "another" in output
+    assert "peer 127.0.0.1:1" in output
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def hanging(folder, node):
         yield
     finally:
         with contextlib.suppress(OSError):
-            os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets go whoever hangs
+            os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # releases the blocked reader
 
 
 def wait_for_answer(name):
@@ -686,7 +686,7 @@ def test_a_node_that_recovers_is_let_in_without_a_strike(node):
     assert node_.rows() == []
 
 
-def test_the_end_of_the_run_lets_a_node_through_to_hear_of_it(node, local_table):
+def test_the_end_of_the_run_lets_a_node_through_to_learn_of_it(node, local_table):
     ill = node()
     ill.folder.write_text("no folder")
     ill.when_paused = lambda: local_table.insert(ROUND_KEY, Round(4, "succeeded").to_value())
@@ -711,10 +711,10 @@ def test_a_notice_ends_the_wait(node):
     ill = node()
     ill.folder.write_text("no folder")
 
-    def told():
-        raise InterruptedError("told to leave")
+    def preempted():
+        raise InterruptedError("asked to leave")
 
-    ill.when_paused = told
+    ill.when_paused = preempted
     with pytest.raises(InterruptedError):
         ill.admission().wait()
 

@@ -1,4 +1,4 @@
-"""A script cannot tell whether it was started by the warm process or by torch.
+"""A script behaves the same whether it is forked from the preload server or started by torch.
 
 Everything that it can see must be equal but for: process ids, the parent, ``/proc/self/cmdline``, ``sys.modules``, the
 garbage collector's frozen objects, string hashes (which workers of a node share), one more frame below the script's.

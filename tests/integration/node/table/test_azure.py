@@ -98,7 +98,7 @@ def test_what_others_wrote_is_not_taken_for_ours(pair):
         table.insert("key", {"by": "us"})
 
 
-def test_a_lost_answer_and_then_another_writer_leave_a_doubt_that_is_told(pair):
+def test_a_lost_answer_and_then_another_writer_are_reported_as_a_doubt(pair):
     faults, table, other = pair
 
     def then(change):

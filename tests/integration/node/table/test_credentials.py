@@ -70,7 +70,7 @@ def test_a_token_is_kept_until_shortly_before_it_expires(serve):
     now = 1_000_000.0
     node = serve(lambda _call: (200, {"access_token": f"t{len(node.calls)}", "expires_on": int(now) + 3600}))
     identity = NodeTokenCredential(
-        "somebody", NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url})._requests, lambda: now
+        "the user", NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url})._requests, lambda: now
     )
 
     def ask(scope=STORAGE_SCOPE):
@@ -100,7 +100,7 @@ def test_a_token_is_kept_until_shortly_before_it_expires(serve):
 def test_the_ways_in_which_an_expiry_is_written(serve, fields, seconds):
     node = serve(lambda _call: (200, {"access_token": "t", **fields}))
     identity = NodeTokenCredential(
-        "somebody", NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url})._requests, lambda: 500.0
+        "the user", NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url})._requests, lambda: 500.0
     )
     assert identity.get_token(STORAGE_SCOPE).expires_on == seconds
 
@@ -166,7 +166,7 @@ def test_the_address_must_be_one_of_http():
         NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": "file:///etc/passwd"}).get_token(STORAGE_SCOPE)
 
 
-def test_an_address_that_is_silent_is_unavailable_and_its_query_is_not_told(serve):
+def test_an_address_that_is_silent_is_unavailable_and_its_query_is_not_revealed(serve):
     node = serve(lambda _call: None)
     request = HttpRequest("GET", f"{node.url}/token?code=s3cret")
     with pytest.raises(TableUnavailable, match=r"/token does not answer the request for a token") as caught:

@@ -211,7 +211,7 @@ def test_writers_who_repeat_what_failed_append_each_entry_once(proxy, azurite, o
     assert any(exchange.trouble for exchange in proxy.exchanges)
 
 
-def test_the_services_wish_to_be_left_alone_is_respected_within_the_patience(proxy, pair, monkeypatch):
+def test_retry_after_is_respected_within_the_time_limit(proxy, pair, monkeypatch):
     table, _ = pair
     table.insert("row", {})
     proxy.set(Disturbance("throttle", retry_after_s=(1,), times=2))
@@ -226,9 +226,9 @@ def test_the_services_wish_to_be_left_alone_is_respected_within_the_patience(pro
     assert time.monotonic() - began < 30
 
 
-def test_whoever_opens_a_table_that_is_away_waits_for_it_and_says_so(proxy, caplog):
+def test_opening_an_unavailable_table_waits_and_logs(proxy, caplog):
     proxy.set(Disturbance("outage"))
-    back = threading.Timer(12.0, proxy.clear)  # longer than the patience of one call
+    back = threading.Timer(12.0, proxy.clear)  # longer than the time limit of one call
     back.start()
     began = time.monotonic()
     table = open_table(TableRendezvous(endpoint=proxy.endpoint, table=f"t{uuid.uuid4().hex}"), "run", {})
@@ -238,7 +238,7 @@ def test_whoever_opens_a_table_that_is_away_waits_for_it_and_says_so(proxy, capl
     assert "Trying for" in caplog.text
 
 
-def test_whoever_opens_a_table_that_stays_away_is_told_in_the_end():
+def test_opening_a_table_that_stays_unavailable_fails():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}/{EMULATOR_ACCOUNT}"
     with pytest.raises(TableNotFound, match="cannot be reached"):

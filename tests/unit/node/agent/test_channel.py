@@ -27,11 +27,11 @@ class Worker:
     """A session as far as the wire goes."""
 
     def __init__(self, channel: Channel, local_rank: int, number: int = 1) -> None:
-        self.heard: list[dict] = []
+        self.received: list[dict] = []
         self.closed = threading.Event()
         self.client = MessageClient(
             channel.path,
-            on_message=lambda _, message: self.heard.append(message),
+            on_message=lambda _, message: self.received.append(message),
             on_close=lambda _: self.closed.set(),
         )
         self.client.send({"op": "hello", "rank": local_rank, "local_rank": local_rank, "pid": 1, "round": number})
@@ -108,7 +108,7 @@ def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
     workers = [channel.connect(rank) for rank in range(2)]
     until(lambda: channel.in_session)
     channel.prepare({"op": "prepare", "boundary": 1, "step": 9, "action": "leave"})
-    until(lambda: all(worker.heard for worker in workers))
+    until(lambda: all(worker.received for worker in workers))
     workers[0].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 7})
     assert channel.take_reports() == []
     workers[1].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 8})
@@ -117,7 +117,7 @@ def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
     assert reports[0]["ok"]
     assert reports[0]["step"] == 8
     channel.decide({"op": "decide", "boundary": 1, "go": True})
-    until(lambda: all(worker.heard[-1]["op"] == "decide" for worker in workers))
+    until(lambda: all(worker.received[-1]["op"] == "decide" for worker in workers))
     assert not channel.stopped
     for worker in workers:
         worker.client.send({"op": "stopped", "step": 9})
@@ -173,21 +173,21 @@ def test_a_descriptor_that_is_gone_is_refused(channel):
     assert answer["error"] == "unavailable"
 
 
-def test_parked_workers_are_told_their_places_and_others_are_interrupted(channel, table):
+def test_parked_workers_receive_their_assignments_and_others_are_interrupted(channel, table):
     parked, other = channel.connect(0, 0), channel.connect(1, 0)
     parked.client.send({"op": "parked"})
     until(lambda: channel.parked == {0})
     assert channel.leaving
     channel.interrupt()
-    until(lambda: other.heard)
+    until(lambda: other.received)
     other.client.send({"op": "parked"})
     until(lambda: channel.parked == {0, 1})
     assert not channel.leaving
     channel.begin(5, 2, CheckpointPointer(table, 5, "x"), keep=True)
     channel.assign({rank: {"rank": rank + 4, "world_size": 6, "environment": {}} for rank in range(2)})
-    until(lambda: parked.heard and len(other.heard) == 2)
-    assert [message["op"] for message in other.heard] == ["interrupt", "assign"]
-    (place,) = parked.heard
+    until(lambda: parked.received and len(other.received) == 2)
+    assert [message["op"] for message in other.received] == ["interrupt", "assign"]
+    (place,) = parked.received
     assert (place["round"], place["rank"], place["world_size"]) == (5, 4, 6)
     assert not channel.parked
     parked.client.send({"op": "step", "step": 3})
@@ -203,8 +203,8 @@ def test_a_worker_that_has_died_while_it_waited_gets_no_place(channel, table):
     until(lambda: channel.parked == {0})
     channel.begin(5, 2, None, keep=True)
     channel.assign({rank: {"rank": rank, "world_size": 2, "environment": {}} for rank in range(2)})
-    until(lambda: alive.heard)
-    assert alive.heard[0]["op"] == "assign"
+    until(lambda: alive.received)
+    assert alive.received[0]["op"] == "assign"
 
 
 def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):

@@ -19,7 +19,7 @@ def test_events_are_lines_at_once(tmp_path):
     assert len(read_events(tmp_path / "events")) == 1
 
 
-def test_a_full_disk_is_told_once_and_survived(tmp_path, caplog):
+def test_a_full_disk_is_reported_once_and_survived(tmp_path, caplog):
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "node-0.jsonl").symlink_to("/dev/full")
     pen = Recorder(tmp_path, "node-0", "inc", None)

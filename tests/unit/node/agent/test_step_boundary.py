@@ -117,7 +117,7 @@ def test_late_answers_to_an_older_proposal_do_not_count():
     assert not coordinator.leaving
 
 
-def test_the_leavers_are_told_to_everyone():
+def test_the_leaving_nodes_are_sent_to_everyone():
     sent: list[dict] = []
     coordinator = BoundaryCoordinator(["a"], sent.append, Clock())
     coordinator.propose(5)

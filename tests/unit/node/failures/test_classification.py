@@ -1,4 +1,4 @@
-"""Each way in which a worker may fail is told from the others, wherever it happens, in the user's own words.
+"""Classification of every way in which a worker may fail.
 
 The texts in ``endings`` were written by real programs: see ``endings/produce.py``.
 """
@@ -21,7 +21,7 @@ from azureml_elastic.node.failures.classification import hang_failure, last_erro
 from azureml_elastic.node.failures.oom_kills import OomKillCounter
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, find_dump, find_error
 
-ENDINGS = Path(__file__).parent / "endings"
+ENDINGS = Path(__file__).parent / "worker_output"
 NAMES = sorted(path.stem for path in ENDINGS.glob("*.txt"))
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nValueError: no such file'
 
@@ -99,7 +99,7 @@ SIGNATURES = {
     "exit_code": "exit code 3",
     "exit_message": "exit code 1: the folder b has # files, not #",
     "crashed": "SIGSEGV",
-    "crashed_told": "SIGSEGV: Fatal Python error: Segmentation fault (train.py:5 kernel)",
+    "crashed_reported": "SIGSEGV: Fatal Python error: Segmentation fault (train.py:5 kernel)",
     "crashed_abort": "SIGABRT: Fatal Python error: Aborted (train.py:5 give_up)",
 }
 
@@ -113,7 +113,7 @@ def test_the_head_of_a_signature_can_be_read(tmp_path, name):
 
 def test_different_errors_have_different_signatures(tmp_path):
     signatures = {name: examined(tmp_path, *ending(name)).signature for name in NAMES}
-    # The same line of the same script, and the same signal without a word, cannot be told apart.
+    # The same line of the same script, and the same signal without a word, cannot be distinguished.
     assert len(set(signatures.values())) >= len(NAMES) - 3
 
 
@@ -219,7 +219,7 @@ def test_siblings_that_were_ended_with_it_are_not_blamed(tmp_path):
     assert (first.rank, first.exit_code, first.message) == (2, 1, TRACEBACK)
 
 
-def test_of_two_at_once_the_one_that_says_why_is_told(tmp_path):
+def test_of_two_failures_the_conclusive_one_is_reported(tmp_path):
     path = tmp_path / "stderr.log"
     path.write_text(TRACEBACK)
     assert root_cause({0: failure(0, 1), 1: failure(1, 1)}, {1: str(path)}).rank == 1
@@ -287,7 +287,7 @@ class Kernel:
 
 
 @pytest.mark.parametrize("generation", [1, 2])
-def test_a_kill_for_want_of_memory_is_told_from_another_one(tmp_path, generation):
+def test_an_out_of_memory_kill_is_distinguished_from_another_one(tmp_path, generation):
     kernel = Kernel(tmp_path, generation)
     kills = kernel.kills()
     assert examined(tmp_path, -9, "", kills).kind == "killed"
@@ -320,7 +320,7 @@ def test_this_machines_own_counter_can_be_asked():
     assert not OomKillCounter().more()
 
 
-def test_a_hang_is_told_by_its_watchdog():
+def test_a_hang_is_reported_by_the_detector():
     found = hang_failure(2, 1, "rank 2 waits in all_reduce")
     assert (found.kind, found.exit_code, found.message, found.conclusive) == (
         "hang",

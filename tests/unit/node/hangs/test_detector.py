@@ -170,7 +170,7 @@ def test_long_evaluations_after_every_start_are_learned_too():
     assert fired == 4
 
 
-def test_patience_after_a_hang_ends_when_training_goes_on():
+def test_the_longer_limit_after_a_hang_ends_when_training_goes_on():
     run = Run().begin()
     assert run.train(1, 1, 1) is None
     assert run.wait(2 * FLOOR).limit == FLOOR
@@ -195,7 +195,7 @@ def test_nothing_is_watched_when_it_is_off():
     assert run.wait(100 * FLOOR) is None
 
 
-def test_the_first_step_has_more_patience_and_learns_apart():
+def test_the_first_step_has_a_longer_limit_and_is_learned_separately():
     run = Run().begin()
     assert run.wait(4 * FLOOR - 1) is None
     assert run.train(0.5) is None
@@ -241,7 +241,7 @@ def test_an_unbounded_wait_is_neither_judged_nor_learned():
     assert run.wait(3 * FLOOR) is not None
 
 
-def test_a_bounded_pause_has_the_patience_of_a_start_and_is_learned():
+def test_a_bounded_pause_has_the_limit_of_a_start_and_is_learned():
     run = Run().begin()
     assert run.train(1, 1) is None
     run.watch.busy()
@@ -298,7 +298,7 @@ def test_who_does_not_lead_waits_for_more_than_twice_as_long():
     assert later.limit == 2 * FLOOR + 10
 
 
-def test_a_newcomer_is_told_what_it_has_not_seen():
+def test_a_new_node_receives_what_it_has_not_seen():
     old, new = Run().begin(), Run(leads=False).begin()
     assert old.watch.lesson() is None
     assert old.train(*[1] * 9, FLOOR - 1, 2 * FLOOR - 3) is None
@@ -448,7 +448,7 @@ def test_when_the_leading_agent_is_stuck_another_one_acts_alone(agents):
     assert agents.dumpers["node-0"].started == []
 
 
-def test_the_next_round_is_watched_with_more_patience_by_all(agents):
+def test_the_next_round_has_a_longer_limit_on_all_nodes(agents):
     assert agents.look(FLOOR + 1) == {}
     for dumper in agents.dumpers.values():
         dumper.done = True

@@ -1,4 +1,4 @@
-"""The notices to leave: signals, events of a real stand-in service, and the marker; and how they are withdrawn."""
+"""Preemption notices from signals, scheduled events and marker files, and their withdrawal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from azureml_elastic.node.preemption.notices import Announcement, Notice, first,
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from tests.support.waiting import until
 
-PATIENCE = 20.0
+TIMEOUT_S = 20.0
 
 
 def policy(**fields):
@@ -91,13 +91,13 @@ def test_a_storm_of_signals_while_the_wake_is_used_deadlocks_nobody(preemption, 
 def test_an_event_is_a_notice_until_it_is_withdrawn(service, woken):
     with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
         event = service.announce("Preempt", "vm_1")
-        assert woken.wait(PATIENCE)
+        assert woken.wait(TIMEOUT_S)
         assert preemption.noticed
         assert not preemption.overdue
         assert (preemption.reason, preemption.exit_code) == (f"scheduled event Preempt {event}", 143)
         woken.clear()
         service.remove(event)
-        assert woken.wait(PATIENCE)
+        assert woken.wait(TIMEOUT_S)
         assert not preemption.noticed
         assert not preemption.commit_to_leave()
         assert preemption.reason == "no notice"
@@ -128,7 +128,7 @@ def test_a_withdrawn_event_leaves_a_signal_standing(service, woken):
         assert preemption.exit_code == 130
 
 
-def test_what_was_heard_stands_while_the_service_fails(service, woken):
+def test_the_last_document_stays_valid_while_the_service_fails(service, woken):
     with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
@@ -183,7 +183,7 @@ def test_a_marker_is_a_notice_while_it_is_there(tmp_path, woken):
         time.sleep(0.1)
         assert not preemption.noticed
         marker.touch()
-        assert woken.wait(PATIENCE)
+        assert woken.wait(TIMEOUT_S)
         assert (preemption.noticed, preemption.reason) == (True, f"marker file {marker}")
         assert preemption.exit_code == 143
         marker.unlink()

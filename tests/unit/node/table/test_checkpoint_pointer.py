@@ -18,7 +18,7 @@ FIRST_WAIT = "azureml_elastic.node.table.checkpoint_pointer._FIRST_WAIT_SECONDS"
 
 
 @pytest.fixture(autouse=True)
-def patient(request, monkeypatch):
+def short_wait(request, monkeypatch):
     """Wait for a table that answers, however slow it is; the one behind the gate does not."""
     if "gate" not in request.fixturenames:
         monkeypatch.setattr(FIRST_WAIT, 30.0)

@@ -75,6 +75,6 @@ def test_the_limit_of_a_value():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", '"x"', "null"])
-def test_values_that_somebody_else_has_written(text):
+def test_values_of_another_writer(text):
     with pytest.raises(TableError, match=r"'key'.*not a JSON object"):
         read_value("key", text)

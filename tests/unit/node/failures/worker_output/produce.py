@@ -27,7 +27,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("PATIENCE", "30"))))
+dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("COLLECTIVE_TIMEOUT", "30"))))
 
 def step():
     dist.all_reduce(torch.ones(4))
@@ -263,7 +263,7 @@ finally:
         argparse.ArgumentParser(prog="train.py").parse_args(["--no-such-option"])
     """,
     "crashed": "import ctypes\nctypes.string_at(0)\n",
-    "crashed_told": """
+    "crashed_reported": """
         import ctypes, faulthandler
         faulthandler.enable()
 
@@ -344,7 +344,7 @@ def pair(command: list[str], folder: Path, wanted: int) -> tuple[int, str]:
     processes = []
     for rank in (0, 1):
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"MASTER_PORT": port, "PATIENCE": "4", "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"MASTER_PORT": port, "COLLECTIVE_TIMEOUT": "4", "GLOO_SOCKET_IFNAME": "lo"}
         processes.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
     try:
         _, text = processes[wanted].communicate(timeout=120)
