@@ -30,8 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from azureml_elastic import CheckpointPolicy, FixedGlobalBatch, FixedPerWorkerBatch, train
-from azureml_elastic.ipc.agent_interface import Identity
-from azureml_elastic.train.data.loader import Batching, MapLoader
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.train.data.batching import Batching
+from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import DataSpec
 
@@ -210,7 +211,7 @@ def first_batch(kind: str, length: int) -> tuple[float, float]:
         iterator = iter(sampler)
         [next(iterator) for _ in range(BATCH)]
     else:
-        position = Position(Identity(3, 0, 8, 0))
+        position = Position(WorkerIdentity(3, 0, 8, 0))
         spec = DataSpec(length, 8 * BATCH, seed=0, shuffle=True, drop_last=False)
         where = {"stream": position.add("train", spec), "position": position, "device": torch.device("cpu")}
         loader = MapLoader(range(length), spec, Batching(FixedGlobalBatch()), options={}, **where)

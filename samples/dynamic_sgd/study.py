@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
-from azureml_elastic.ipc.agent_interface import Identity
-from azureml_elastic.train.data.loader import Batching
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.position import MicroBatch, Position, Window
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
@@ -152,8 +152,8 @@ class Simulation:
         self.rate.enter(self._position.identity.world_size)
 
 
-def _identity(world_size: int) -> Identity:
-    return Identity(rank=0, local_rank=0, world_size=world_size, round=0)
+def _identity(world_size: int) -> WorkerIdentity:
+    return WorkerIdentity(rank=0, local_rank=0, world_size=world_size, round=0)
 
 
 @dataclass(frozen=True)

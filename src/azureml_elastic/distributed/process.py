@@ -73,18 +73,26 @@ class WorkerEnvironment:
             identity, channel, variables.get(names.RUN_DIR), plan, variables.get(names.NODE_ID) or socket.gethostname()
         )
 
-    def policy(self, wanted: CheckpointPolicy | None) -> CheckpointPolicy:
-        """Return the checkpoint policy: the script's argument, else the plan's, else the defaults.
+    @property
+    def max_world_size(self) -> int:
+        """The largest number of ranks that the plan allows, 1 without a plan."""
+        if self.plan is None:
+            return 1
+        count = self.plan.distribution.process_count_per_instance
+        return self.plan.resources.max_instance_count * (1 if count == "auto" else count)
 
-        The path, where the chosen policy has none, is the plan's, else ``checkpoints`` in the run's folder, else
-        ``checkpoints`` in the working directory.
+    def policy(self, wanted: CheckpointPolicy | None) -> CheckpointPolicy:
+        """Return the checkpoint policy: the plan's, with the fields that the script's argument was given.
+
+        The path, where neither has one, is ``checkpoints`` in the run's folder, or in the working directory.
         """
-        planned = None if self.plan is None else self.plan.checkpoint
-        chosen = wanted or planned or CheckpointPolicy()
+        chosen = CheckpointPolicy() if self.plan is None else self.plan.checkpoint
+        if wanted is not None:
+            given = {name: getattr(wanted, name) for name in wanted.model_fields_set}
+            chosen = CheckpointPolicy.model_validate({**dict(chosen), **given})
         if chosen.path is not None:
             return chosen
-        path = planned.path if planned is not None and planned.path is not None else None
-        return chosen.model_copy(update={"path": path or os.path.join(self.run_dir or ".", "checkpoints")})  # noqa: PTH118
+        return chosen.model_copy(update={"path": os.path.join(self.run_dir or ".", "checkpoints")})  # noqa: PTH118
 
 
 def read_history(variables: Mapping[str, str] = os.environ) -> tuple[int, float]:

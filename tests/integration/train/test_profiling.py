@@ -47,7 +47,7 @@ def alone(monkeypatch, tmp_path):
 
 def steps(folder, profile, *, until=10, every_steps=None, finish=True):
     """Train, and go on from the checkpoint that is there."""
-    run = train.start(workers.policy(folder, every_steps), profile=profile)
+    run = train.start(workers.policy(folder, every_steps), recording=train.Recording(profile=profile))
     with run:
         model = run.wrap(nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

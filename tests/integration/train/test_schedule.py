@@ -18,7 +18,8 @@ from azureml_elastic import train
 from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
-from azureml_elastic.train.data.loader import Batching, MapLoader
+from azureml_elastic.train.data.batching import Batching
+from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
@@ -67,7 +68,7 @@ class Walk:
             range(self.spec.length),
             self.spec,
             Batching(self.policy),
-            stream=self.stream,
+            state=self.stream,
             position=self.position,
             device=torch.device("cpu"),
             options={},

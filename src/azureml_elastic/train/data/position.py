@@ -1,7 +1,7 @@
-"""Where the run stands in its data: a cursor for each loader, and the micro-batches that are being trained.
+"""The position of the run in its data: a cursor for each loader, and the micro-batches that are being trained.
 
-The cursors move only when ``run.commit()`` commits, so what worker processes have prefetched does not count until it is
-trained.
+Cursors advance only when ``run.commit()`` counts a step, so what worker processes have prefetched does not count until
+it is trained.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["LoaderSpec", "LoaderState", "MicroBatch", "Position", "Window"]
 
 
 class LoaderSpec(Protocol):
-    """What must stay the same over all restarts for a loader's cursor to mean the same."""
+    """Properties of a loader's data that must not change over restarts, because its cursor depends on them."""
 
     @property
     def global_batch_size(self) -> int:
@@ -30,10 +30,10 @@ class LoaderSpec(Protocol):
         """Return the fields."""
 
     def over(self, cursor: Cursor) -> bool:
-        """Tell whether the epoch is known to have no more samples."""
+        """Return whether the epoch is known to have no more samples."""
 
     def require_same(self, saved: Mapping[str, Any]) -> None:
-        """Check the fields of a checkpoint against these.
+        """Check that the fields of a checkpoint equal these.
 
         Raises:
             UsageError: they differ.
@@ -42,14 +42,15 @@ class LoaderSpec(Protocol):
 
 @dataclass(frozen=True)
 class Window:
-    """The data of one optimizer step.
+    """The samples of one optimizer step.
 
     Args:
-        ids: of the samples that this rank trains; none where the window is smaller than the world.
-        count: samples over all ranks.
-        before: the cursor until the step is committed.
-        after: the cursor from then on.
-        epoch_size: samples that the whole epoch trains, ``None`` while that is not known.
+        ids: samples that this rank trains; empty where the window is smaller than the world
+        count: number of samples over all ranks; 0 for a step that is discarded
+        before: cursor until the step is committed
+        after: cursor after the step
+        epoch_size: number of samples that the whole epoch trains, ``None`` while that is unknown
+        ends_epoch: whether the epoch has no window after this one
     """
 
     ids: tuple[int, ...]
@@ -57,20 +58,21 @@ class Window:
     before: Cursor
     after: Cursor
     epoch_size: int | None
+    ends_epoch: bool = False
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank trains in one forward and backward pass.
+    """The samples of one forward and backward pass on one rank.
 
     Args:
-        window: of which it is a part.
-        samples: of it that count: all, or none where the batch is a stand-in, so that this rank takes part in the
-            collectives.
-        weight: of its mean loss, see :func:`~azureml_elastic.train.data.sampling.weight`.
-        index: among this rank's of the window.
-        last: whether it is the last of those.
-        place: names it whatever the world size, where the micro-batches do not depend on it.
+        window: window that it is a part of
+        samples: number of samples that count: all, or none for a filler batch with which a rank without samples takes
+            part in collectives
+        weight: weight of its mean loss, see :func:`~azureml_elastic.train.data.sampling.weight`
+        index: index among this rank's micro-batches of the window
+        last: whether it is the last of those
+        place: key that is the same at any world size, where micro-batches do not depend on it
     """
 
     window: Window
@@ -82,14 +84,14 @@ class MicroBatch:
 
 
 class LoaderState:
-    """One loader's place.
+    """The position of one loader.
 
     Args:
-        name: of the loader.
-        cursor: how far its data are trained.
+        name: name of the loader
+        cursor: position in its data
 
     Attributes:
-        open: the micro-batch at hand.
+        open: micro-batch that is being trained
     """
 
     def __init__(self, name: str, cursor: Cursor) -> None:
@@ -99,19 +101,23 @@ class LoaderState:
 
 
 class Position:
-    """Where the data stand.
+    """The positions of all loaders.
 
     Args:
-        identity: of this process.
+        identity: identity of this process
 
     Attributes:
-        identity: of this process in the round.
-        generation: counts the changes of it.
-        epoch: at hand, as ``run.epochs()`` counts.
-        in_epochs: whether it counts.
-        streams: by the name of the loader.
-        when_opened: called with each micro-batch before it is trained.
-        when_ended: called at the end of an epoch whose samples were not known before, with the cursor there.
+        identity: identity of this process in the round
+        generation: number of round changes in this process
+        epoch: current epoch of ``run.epochs()``
+        in_epochs: whether the script is inside ``run.epochs()``
+        epoch_ending: whether the last step of the epoch is complete, and the body of ``run.epochs()`` is not
+        loaders: loader states by name
+        when_opened: called with each micro-batch before it is trained
+        when_ended: called at the end of an epoch whose size was unknown before, with the cursor there
+        when_entered: called after the round has changed
+        when_continued: called before another step of an epoch that seemed to be ending
+        when_repeated: called before a step that is discarded, see :meth:`repeat`
     """
 
     def __init__(self, identity: WorkerIdentity) -> None:
@@ -119,30 +125,34 @@ class Position:
         self.generation = 0
         self.epoch = 0
         self.in_epochs = False
+        self.epoch_ending = False
         self.loaders: dict[str, LoaderState] = {}
         self.when_opened: Callable[[LoaderState, MicroBatch], None] = lambda _, __: None
         self.when_ended: Callable[[LoaderState, Cursor], None] = lambda _, __: None
+        self.when_entered: Callable[[], None] = lambda: None
+        self.when_continued: Callable[[], None] = lambda: None
+        self.when_repeated: Callable[[], None] = lambda: None
         self._specs: dict[str, LoaderSpec] = {}
         self._saved: dict[str, dict[str, Any]] = {}
 
     @property
     def opened(self) -> list[LoaderState]:
-        """The loaders whose batches are at hand."""
-        return [stream for stream in self.loaders.values() if stream.open is not None]
+        """The loaders with a micro-batch that is being trained."""
+        return [loader for loader in self.loaders.values() if loader.open is not None]
 
     @property
     def accumulating(self) -> bool:
-        """Whether more micro-batches of the step at hand are to come."""
-        for stream in self.loaders.values():  # noqa: SIM110 - several times a step
-            if stream.open is not None and not stream.open.last:
+        """Whether the current step has more micro-batches."""
+        for loader in self.loaders.values():  # noqa: SIM110 - several times a step
+            if loader.open is not None and not loader.open.last:
                 return True
         return False
 
     def add(self, name: str, spec: LoaderSpec) -> LoaderState:
-        """Take note of a loader, whose place may be known from a checkpoint.
+        """Register a loader and return its state, at the position of the checkpoint if that has one.
 
         Raises:
-            UsageError: there is one of this name, or its data differ from those of the checkpoint.
+            UsageError: the name is taken, or the data differ from those of the checkpoint.
         """
         if name in self.loaders:
             raise UsageError(
@@ -159,63 +169,86 @@ class Position:
 
     @property
     def first_spec(self) -> LoaderSpec | None:
-        """That of the first loader, in whose steps schedules count."""
+        """The specification of the first loader, whose steps are the unit of schedules."""
         return next(iter(self._specs.values()), None)
 
     @property
     def first_window(self) -> Window | None:
-        """The window of the first loader, ``None`` where it is not open."""
+        """The window of the first loader that is being trained, if any."""
         first = next(iter(self.loaders.values()), None)
         return None if first is None or first.open is None else first.open.window
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """The run's, and those of the loaders, which are the same within ``run.epochs()``."""
-        return (self.epoch, *(stream.cursor.epoch for stream in self.loaders.values()))
+        """The epochs of the run and of each loader, which are equal within ``run.epochs()``."""
+        return (self.epoch, *(loader.cursor.epoch for loader in self.loaders.values()))
 
     def enter(self, identity: WorkerIdentity) -> None:
-        """Go on with the ranks of another round, whose shares are others: what was fetched is of no use any more."""
+        """Enter another round; batches that were fetched for the shares of the last one are not used."""
         self.identity = identity
         self.generation += 1
+        self.when_entered()
 
-    def take(self, stream: LoaderState, micro: MicroBatch) -> None:
+    def take(self, loader: LoaderState, micro: MicroBatch) -> None:
         """Open a micro-batch.
 
         Raises:
-            UsageError: the window before was not committed.
+            UsageError: the last window was not committed.
         """
         if micro.index == 0:
-            self.require_committed(stream)
-        stream.open = micro
-        self.when_opened(stream, micro)
+            self.require_committed(loader)
+        loader.open = micro
+        self.when_opened(loader, micro)
+
+    def repeat(self, loader: LoaderState) -> None:
+        """Open a step that is discarded, after the last one of the epoch."""
+        self.require_committed(loader)
+        window = Window((), 0, loader.cursor, loader.cursor, None, ends_epoch=True)
+        loader.open = MicroBatch(window, 0, 0.0)
+        self.epoch_ending = True
+        self.when_repeated()
 
     @staticmethod
-    def require_committed(stream: LoaderState) -> None:
+    def require_committed(loader: LoaderState) -> None:
         """Check that no window is open.
 
         Raises:
             UsageError: one is.
         """
-        if stream.open is not None:
+        if loader.open is not None:
             raise UsageError(
                 f"The loader was asked for the next batch, but run.commit() was not called after the last one "
-                f"(epoch {stream.cursor.epoch}, sample {stream.cursor.consumed}). Call run.commit() after "
+                f"(epoch {loader.cursor.epoch}, sample {loader.cursor.consumed}). Call run.commit() after "
                 "optimizer.step() in every iteration that does not accumulate: it counts the samples as trained."
             )
 
     def require_whole(self) -> None:
-        """Check that the step at hand has seen all of its micro-batches.
+        """Check that the current step has no more micro-batches.
 
         Raises:
-            UsageError: more are to come.
+            UsageError: it has.
         """
-        for stream in self.opened:
-            assert stream.open is not None
-            if not stream.open.last:
+        for loader in self.opened:
+            assert loader.open is not None
+            if not loader.open.last:
                 raise UsageError(
-                    f"The step was ended after micro-batch {stream.open.index + 1} of the loader {stream.name!r}, but "
-                    "more of its samples are to come. Write `if run.accumulating: continue` after run.backward()."
+                    f"The step was ended after micro-batch {loader.open.index + 1} of the loader {loader.name!r}, but "
+                    "it has more. Write `if run.accumulating: continue` after run.backward()."
                 )
+
+    def require_same_weight(self) -> None:
+        """Check that the open micro-batches of several loaders have the same weight.
+
+        Raises:
+            UsageError: they differ.
+        """
+        micros = {loader.name: loader.open for loader in self.opened if loader.open is not None}
+        if len({(micro.weight, micro.samples) for micro in micros.values()}) > 1:
+            shares = {name: micro.samples for name, micro in micros.items()}
+            raise UsageError(
+                f"The current batches have different numbers of samples ({shares}), so the loss has no one weight. "
+                "Give the loaders the same global_batch_size and lengths, or drop_last=True."
+            )
 
     def commit(self) -> None:
         """Count the open windows as trained.
@@ -224,40 +257,44 @@ class Position:
             UsageError: they are not whole.
         """
         self.require_whole()
-        for stream in self.opened:
-            assert stream.open is not None
-            stream.cursor, stream.open = stream.open.window.after, None
+        ending = False
+        for loader in self.opened:
+            assert loader.open is not None
+            ending = ending or loader.open.window.ends_epoch
+            loader.cursor, loader.open = loader.open.window.after, None
+        self.epoch_ending = self.in_epochs and ending
 
     def drop(self) -> None:
-        """Forget the open windows."""
-        for stream in self.loaders.values():
-            stream.open = None
+        """Close the open windows without counting them."""
+        for loader in self.loaders.values():
+            loader.open = None
 
     def end_epoch(self) -> None:
-        """Go on with the next epoch."""
+        """Advance to the next epoch."""
         self.drop()
         self.epoch += 1
-        for stream in self.loaders.values():
-            stream.cursor = Cursor(self.epoch)
+        self.epoch_ending = False
+        for loader in self.loaders.values():
+            loader.cursor = Cursor(self.epoch)
         self._saved = {name: each for name, each in self._saved.items() if name in self.loaders}
 
     def here(self) -> str:
-        """Name the position, equal for equal ones; an epoch's end is the next one's beginning."""
+        """Return a key of the position; an epoch's end has that of the next one's beginning."""
         places: dict[str, Any] = {}
-        for name, stream in self.loaders.items():
-            over = self._specs[name].over(stream.cursor)
-            places[name] = [stream.cursor.epoch + 1, 0] if over else stream.cursor.to_json()
+        for name, loader in self.loaders.items():
+            over = self._specs[name].over(loader.cursor)
+            places[name] = [loader.cursor.epoch + 1, 0] if over else loader.cursor.to_json()
         return repr(sorted(places.items()))
 
     def to_json(self) -> dict[str, Any]:
         """Return the position, to be saved with a checkpoint."""
         loaders = dict(self._saved)
-        for name, stream in self.loaders.items():
-            loaders[name] = {"spec": self._specs[name].to_json(), "cursor": stream.cursor.to_json()}
+        for name, loader in self.loaders.items():
+            loaders[name] = {"spec": self._specs[name].to_json(), "cursor": loader.cursor.to_json()}
         return {"epoch": self.epoch, "loaders": loaders}
 
     def load(self, document: Mapping[str, Any] | None) -> None:
-        """Go to a saved position, ``None`` for the beginning.
+        """Restore a saved position, ``None`` for the beginning.
 
         Raises:
             UsageError: the data differ from those of the checkpoint.
@@ -268,5 +305,5 @@ class Position:
                 spec.require_same(saved[name]["spec"])
         self._saved = saved
         self.epoch = 0 if document is None else int(document["epoch"])
-        for name, stream in self.loaders.items():
-            stream.cursor = Cursor.from_json(saved[name]["cursor"]) if name in saved else Cursor(self.epoch)
+        for name, loader in self.loaders.items():
+            loader.cursor = Cursor.from_json(saved[name]["cursor"]) if name in saved else Cursor(self.epoch)

@@ -211,7 +211,7 @@ class ShardStreamReader(IterableDataset[Part]):
             batch = self._collate(samples) if samples else None
         return Part(batch, tuple(ids), tuple((stream.number, *stream.at) for stream in streams), place)
 
-    def stand_in(self) -> Any:
+    def filler(self) -> Any:
         """Return a batch of a sample or two, whichever; batch normalisation refuses a single one.
 
         Raises:

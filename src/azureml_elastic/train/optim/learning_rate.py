@@ -141,6 +141,10 @@ class LearningRate:
         return max(values)
 
     def _before_step(self, optimizer: Optimizer) -> tuple[float, float | None]:
+        if self._discarded():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         if self._position.accumulating and not self._discarded() and _moves(optimizer):
             self._position.require_whole()
         if self._policy is None or self._scale is None:

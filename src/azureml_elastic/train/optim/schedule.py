@@ -8,9 +8,11 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from azureml_elastic.checkpoint.state.tracked import unwrap_scheduler
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.errors import UsageError
+from azureml_elastic.train.data.position import Position
 
-__all__ = ["Schedule", "steps_of"]
+__all__ = ["Schedule", "ScheduleCheck", "steps_of"]
 
 
 class Schedule:
@@ -64,6 +66,48 @@ class Schedule:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["_scheduler"], name)
+
+
+class ScheduleCheck:
+    """Check that no tracked scheduler counts steps, of which each may train another number of samples.
+
+    Args:
+        position: position in the data
+    """
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+        self._counted: tuple[Any, list[int]] | None = None
+
+    def begin_step(self, tracked: TrackedState | None) -> None:
+        """Count how often the schedulers were stepped, before the first step of an epoch or a round."""
+        if self._counted is None or self._counted[0] != self._within:
+            self._count(tracked)
+
+    def end_step(self, tracked: TrackedState | None) -> None:
+        """Check the schedulers after a step.
+
+        Raises:
+            UsageError: one was stepped since the step before, and not by :class:`Schedule`.
+        """
+        before = self._counted
+        self._count(tracked)
+        if before is None or self._counted is None or before[0] != self._counted[0] or tracked is None:
+            return
+        for scheduler, old, new in zip(tracked.schedulers, before[1], self._counted[1], strict=True):
+            if old != new:
+                raise UsageError(
+                    f"{type(scheduler).__name__} was stepped with the optimizer, but the samples of a step depend "
+                    "on the world size. Wrap it: scheduler = run.schedule(scheduler), and track that."
+                )
+
+    @property
+    def _within(self) -> tuple[Any, int]:
+        return self._position.epochs, self._position.generation
+
+    def _count(self, tracked: TrackedState | None) -> None:
+        if tracked is not None:
+            self._counted = (self._within, [steps_of(scheduler) for scheduler in tracked.schedulers])
 
 
 def steps_of(scheduler: Any) -> int:

@@ -1,7 +1,8 @@
-"""Measuring a model on a data set: each sample once, by whichever ranks there are, with the same result to the bit.
+"""Evaluation of a model on a dataset: each sample counts once, and the result is bit-identical at any world size.
 
-The batches do not depend on the world size; they are dealt out to the ranks, and the sums over them are added up
-exactly (``math.fsum``). Where the round ends in the middle, the measurement begins anew with the ranks of the next one.
+The batches do not depend on the world size. They are divided among the ranks, and the sums over them are added exactly
+(``math.fsum``). All ranks run the same number of forward passes, which may be collectives (FSDP2, ZeRO-3): a rank with
+fewer batches repeats one, and drops its result. If the round ends meanwhile, the evaluation starts again in the next one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.loader import SizedDataset, require_foreign, to_device
+from azureml_elastic.train.data.loader import require_foreign, to_device
+from azureml_elastic.train.data.map_loader import SizedDataset
 from azureml_elastic.train.data.sampling import share
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 
@@ -26,16 +28,16 @@ Sums = Mapping[str, "torch.Tensor | float"]
 
 
 class Evaluation:
-    """One data set and what is measured on it.
+    """A dataset and a measurement.
 
     Args:
-        measure: takes a batch and returns sums over its samples by name.
-        dataset: map-style, the same on all ranks.
-        batch_size: samples of a batch.
-        options: of ``DataLoader``.
+        measure: function that takes a batch and returns sums over its samples by name
+        dataset: map-style dataset, the same on all ranks
+        batch_size: number of samples of a batch
+        options: further arguments of ``DataLoader``
 
     Raises:
-        UsageError: the data set is empty, or an option is one that is set here.
+        UsageError: the dataset is empty, or an option is one that is set here.
     """
 
     def __init__(
@@ -55,8 +57,8 @@ class Evaluation:
         """Return the means over all samples, the same on all ranks. A collective.
 
         Args:
-            lifecycle: of this process in the run.
-            modules: to be in evaluation mode meanwhile.
+            lifecycle: process group of this process
+            modules: modules that are in evaluation mode meanwhile
         """
         while True:
             generation = lifecycle.position.generation
@@ -73,16 +75,20 @@ class Evaluation:
         identity, count = lifecycle.position.identity, len(self._dataset)
         begins = range(0, count, self._batch_size)
         part = share(len(begins), identity.world_size, identity.rank)
-        mine = [list(range(begin, min(begin + self._batch_size, count))) for begin in begins[part.start : part.stop]]
+        passes = len(share(len(begins), identity.world_size, 0))  # the largest share
+        repeated = part.start if part else 0
+        indices = [*part, *[repeated] * (passes - len(part))]
+        batches = [list(range(begins[index], min(begins[index] + self._batch_size, count))) for index in indices]
         options = {"pin_memory": lifecycle.device.type == "cuda", **self._options}
         loader: DataLoader[Any] = DataLoader(
             self._dataset,  # type: ignore[arg-type]  # torch asks for its class, and uses the two methods
-            batch_sampler=mine,
+            batch_sampler=batches,
             **options,
         )
         sums: dict[str, list[float]] = {}
-        for batch in loader if mine else ():
-            for name, value in self._measure(to_device(batch, lifecycle.device)).items():
+        for index, batch in enumerate(loader):
+            measured = self._measure(to_device(batch, lifecycle.device))
+            for name, value in measured.items() if index < len(part) else ():
                 sums.setdefault(name, []).append(float(value))
         return sums
 

@@ -1,32 +1,36 @@
-"""The end of the interpreter, seen from a session that nobody has finished."""
+"""The end of the interpreter while a session is open."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ExitHooks", "leave_quickly"]
+import torch.distributed as dist
+
+__all__ = ["ExitHooks", "all_arrive", "leave_quickly"]
+
+_POLL_SECONDS = 0.05
 
 
 class ExitHooks:
-    """Finishes a session when the script has run to its end, and only then.
+    """Hooks that finish a session when the script has run to its end, and only then.
 
-    A script that ends with an uncaught exception is not finished: its state may be that of half a step. It ends with 1
-    as it would by itself, but without taking the interpreter apart: threads of a process group that nobody has left can
-    abort the process there, and the agent would judge it by that. A failure to finish ends the process with 1, too,
-    where the interpreter would print it and report success.
+    A script that ends with an uncaught exception is not finished: its state may be that of half a step. It exits with 1
+    as it would by itself, but without the interpreter's teardown, in which threads of an open process group can abort
+    the process. A failure to finish exits with 1, too; the interpreter would print it and exit with 0.
 
     Args:
-        finish: called at the end of a script that has not failed.
-        close: called at the end of every script.
-        failing: called with an uncaught exception before it is printed; may end the process instead.
+        finish: function called at the end of a script that has not failed
+        close: function called at the end of every script
+        failing: function called with an uncaught exception before it is printed; it may end the process instead
 
     Attributes:
-        failed: whether the script has failed.
+        failed: whether the script has failed
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class ExitHooks:
         atexit.register(self._on_exit)
 
     def cancel(self) -> None:
-        """Do nothing more about the session; the exception of a block that has failed is still to come."""
+        """Remove the hooks; after a failure that of uncaught exceptions stays, because one is about to arrive."""
         atexit.unregister(self._on_exit)
         if self.failed:
             self._finish = self._close = _nothing
@@ -65,7 +69,7 @@ class ExitHooks:
         try:
             if not self.failed:
                 self._finish()
-        except BaseException:  # noqa: BLE001 - see above
+        except BaseException:  # noqa: BLE001 - the interpreter would print it and exit with 0
             traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -74,17 +78,43 @@ class ExitHooks:
 
 
 def _nothing(*_: object) -> None:
-    """The session is over."""
+    """Do nothing."""
+
+
+def all_arrive(key: str, world_size: int, timeout: float) -> bool:
+    """Return whether all ranks of the default process group call this with the same key within a time.
+
+    Args:
+        key: name of the meeting
+        world_size: number of ranks
+        timeout: time to wait in seconds
+    """
+    if world_size == 1:
+        return True
+    until = time.monotonic() + timeout
+    try:
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - a collective would wait without limit
+        arrived = store.add(key, 1)
+        while arrived < world_size and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            arrived = store.add(key, 0)
+        if arrived < world_size:  # ranks that arrive from now on must not count this one
+            arrived = store.add(key, -1) + 1
+            if arrived >= world_size:
+                store.add(key, 1)
+    except (RuntimeError, ValueError):  # the group or its store has gone
+        return False
+    return arrived >= world_size
 
 
 def leave_quickly(code: int) -> None:
-    """Have the interpreter end at once after the script's ``finally`` clauses and what is registered with ``atexit``.
+    """Make the interpreter exit at once after the script's ``finally`` clauses and ``atexit`` functions.
 
-    It would take most of a second to take all objects of torch apart, page by page in a forked process, and the next
-    worker starts when this process is gone.
+    Its teardown of torch's objects would take most of a second in a forked process, and the next worker starts only
+    when this process has exited.
 
     Args:
-        code: with which the process exits.
+        code: exit code
     """
 
     def leave() -> None:

@@ -1,9 +1,13 @@
-"""This process's place in the run, and what becomes of it when the round ends.
+"""The process group of this process over the rounds of a run.
 
-A round ends when a node or a worker is lost, or at a step that all have agreed on. This process then either *stays*: it
-waits for its place in the next round, joins the new process group, takes the furthest state among the ranks and goes
-on; or it *gives way*: it hands its state over to the node's agent and exits, and a new process continues from there.
-In both cases the work of completed steps is kept.
+A round ends when a node or a worker is lost, or at a step boundary that all ranks have agreed on. This process then
+either *stays*: it waits for its assignment to the next round, joins the new process group, takes the furthest state
+among the ranks and continues; or it *exits*: it hands its state over to the node's agent, and a new process continues
+from there. Both keep the work of completed steps.
+
+Between the last step of an epoch and the end of the epoch's body in ``run.epochs()``, the script's own code may have
+run on some ranks and not on others. A round that ends there is always left by exiting: the state of the last step is
+handed over as it was when that step completed, and the new processes run the code again from its beginning.
 """
 
 from __future__ import annotations
@@ -28,31 +32,32 @@ from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.session.audit import Audit
 from azureml_elastic.train.session.exit_hooks import leave_quickly
 from azureml_elastic.train.session.training_state import TrainingState
+from azureml_elastic.train.session.undo import Undo
 
 __all__ = ["ProcessGroupLifecycle"]
 
 _LOG = logging.getLogger(__name__)
 
 _PEER_SECONDS = 15.0
-"""How long the agent has to confirm that a failed collective was a lost peer's fault: silence takes it some time."""
+"""Time for the agent to confirm that a collective failed because of a lost peer; a silent peer is detected late."""
 
 _OTHER_SECONDS = 0.5
-"""The same for an error that does not look like one."""
+"""Time for the same where the error does not look like a peer's."""
 
 
 class ProcessGroupLifecycle:
-    """The process group of the round, and the way into the next one.
+    """The process group of the round, and the transition to the next one.
 
     Args:
-        agent: that started the process.
-        identity: of this process; not its place yet, where it is to stay over the rounds.
-        audit: to be kept by round, if at all.
+        agent: agent that started the process
+        identity: identity of this process; provisional where the process outlives rounds
+        audit: audit of the samples, if any
 
     Attributes:
-        device: of this process.
-        world: the ranks of the round.
-        position: in the data.
-        over: whether the session has ended, so that nothing is to be continued.
+        device: device of this process
+        world: process groups of the round
+        position: position in the data
+        over: whether the session has ended, so that no state is handed over
     """
 
     def __init__(self, agent: Agent, identity: WorkerIdentity, audit: Audit | None) -> None:
@@ -60,7 +65,9 @@ class ProcessGroupLifecycle:
         self._audit = audit
         self._training_state: TrainingState | None = None
         self._models: list[ElasticDataParallel] = []
-        self._discarded: dict[str, Any] | None = None
+        self._undo: Undo | None = None
+        self.discarded = False
+        """Whether the current step does not count: its round has ended, or it repeats code after a resume."""
         self.over = False
         self.device = pick_device(identity)
         self.world = ProcessGroups(agent.park() if agent.stays else identity, self.device)
@@ -72,46 +79,50 @@ class ProcessGroupLifecycle:
             audit.enter(self.world.identity)
 
     def keep(self, training_state: TrainingState) -> None:
-        """Continue from this state."""
+        """Set the state that is handed over and restored."""
         self._training_state = training_state
 
     def parallel(self, model: nn.Module, **options: Any) -> nn.Module:
-        """Make a model data-parallel, for as long as this process lives."""
+        """Return a module that averages the gradients of a model over the ranks of every round. A collective."""
         with self.guard(stay=False):
             absorb = self._absorb if self._agent.stays else lambda _: False
             self._models.append(ElasticDataParallel(model, absorb, lambda: self.discarded, **options))
         return self._models[-1]
 
     def dissolve(self) -> None:
-        """Let the last threads of the process group end, which do not survive the end of the interpreter."""
+        """End the threads of the process group, which must not outlive the interpreter."""
         for model in self._models:
             model.dissolve()
 
     def share_buffers(self) -> None:
-        """Make the buffers of all ranks those of rank 0, as a training step would. A collective."""
+        """Broadcast the buffers of rank 0, as a training step does. A collective."""
         for model in self._models:
             model.share_buffers()
 
-    @property
-    def discarded(self) -> bool:
-        """Whether the step at hand counts for nothing: its round has ended in the middle of it."""
-        return self._discarded is not None
+    def discard_step(self) -> None:
+        """Discard the current step: :meth:`end_discarded_step` undoes what it changes."""
+        self._undo = Undo(self._tracked, self.device)
+        self.discarded = True
 
     def end_discarded_step(self) -> None:
-        """Undo what the script has done in a step that counts for nothing."""
-        assert self._discarded is not None
-        self._kept.restore_others(self._discarded)
-        self._discarded = None
+        """Undo the changes of a step that was discarded."""
+        assert self._undo is not None
+        self._undo.restore()
+        self.discarded = False
         self.position.drop()
 
+    def begin_epoch_end(self) -> None:
+        """Remember the state before the script's code at the end of an epoch, if this process may hand it over."""
+        self._undo = Undo(self._tracked, self.device) if self._hands_over else None
+
     def give_up(self, *, handed_over: bool = False) -> None:
-        """Let the round end after the step at hand, as all ranks do.
+        """Leave the round at a step boundary, as all ranks do.
 
         Args:
-            handed_over: whether the agent has the state of this step.
+            handed_over: whether the agent has the state of this step
 
         Raises:
-            SystemExit: another process will go on.
+            SystemExit: another process continues.
         """
         steps = self._state.steps
         if self._can_stay():
@@ -128,15 +139,15 @@ class ProcessGroupLifecycle:
         raise SystemExit(self._agent.leave_code)
 
     def hand_over(self) -> bool:
-        """Have the state survive this place without storage; return whether it will on *all* ranks. A collective."""
+        """Return whether on *all* ranks the state outlives the round in memory. A collective."""
         return self.world.control.all_true(self._can_stay() or self._state.hand_over())
 
     @contextlib.contextmanager
     def guard(self, *, stay: bool = True) -> Iterator[None]:
-        """Do something with the other ranks; where one of them is lost, go on with the next round, here or elsewhere.
+        """Run a block with collectives; if a peer is lost meanwhile, enter the next round or exit.
 
         Args:
-            stay: whether this process may go on with the next round.
+            stay: whether this process may enter the next round
         """
         try:
             yield
@@ -149,7 +160,7 @@ class ProcessGroupLifecycle:
                 self._give_way()
 
     def on_uncaught(self, error: BaseException) -> None:
-        """Look at what ends the script: a lost peer, met by a collective of the script's own, is no failure of it."""
+        """Exit with the state handed over if the script ends because one of its own collectives has lost a peer."""
         if is_peer_error(error) and not self.over and self._agent.wait_interrupted(_PEER_SECONDS):
             self._give_way()
 
@@ -159,35 +170,45 @@ class ProcessGroupLifecycle:
         return self._training_state
 
     @property
-    def _kept(self) -> Any:
+    def _tracked(self) -> Any:
         assert self._state.state is not None
         return self._state.state
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether this process alone can continue the run from its memory, were the round to end now."""
+        state = self._training_state
+        return (
+            state is not None
+            and state.holds_full_state
+            # The kernels of a GPU may be in the middle of a step that looks complete to this process.
+            and self.device.type == "cpu"
+            and not (self.position.epoch_ending and self._tracked.scales_gradients)
+        )
 
     def _is_interrupted(self, error: BaseException) -> bool:
         peer = is_peer_error(error) or isinstance(error, RoundBroken)
         return self._agent.wait_interrupted(_PEER_SECONDS if peer else _OTHER_SECONDS)
 
     def _can_stay(self) -> bool:
-        training_state = self._training_state
         return (
             self._agent.stays
-            and training_state is not None
-            and training_state.holds_full_state
+            and self._hands_over
             and self.world.owns_group
-            and self.device.type == "cpu"  # with NCCL nobody can tell which step's kernels have completed
-            and not self._kept.scales_gradients
+            and not self.position.epoch_ending
+            and not self._tracked.scales_gradients
         )
 
     def _absorb(self, error: RuntimeError) -> bool:
-        """Go on with the next round after an error of the forward pass; return whether that was what it said."""
+        """Enter the next round after an error of the forward pass; return whether a lost peer was its cause."""
         if not is_peer_error(error) or not self._agent.wait_interrupted(_PEER_SECONDS) or not self._can_stay():
             return False
         self._rejoin()
         return True
 
     def _rejoin(self) -> None:
-        """Take a place in the next round, with the furthest state among its ranks; the step at hand is discarded."""
-        self._kept.drop_gradients()
+        """Enter the next round with the furthest state among its ranks, and discard the current step."""
+        self._tracked.drop_gradients()
         while True:
             self._leave_group()
             try:
@@ -199,30 +220,30 @@ class ProcessGroupLifecycle:
                 break
             except (RuntimeError, ElasticError) as error:
                 if isinstance(error, RoundBroken) or not self._is_interrupted(error) or not self._can_stay():
-                    _LOG.warning("This process cannot go on with the next round, a new one will: %s", error)
+                    _LOG.warning("This process cannot enter the next round and exits; a new one continues: %s", error)
                     self._give_way()
         self.position.enter(self.world.identity)
         if self._audit is not None:
             self._audit.enter(self.world.identity)
         if self.position.opened:
-            self._discarded = self._kept.others()
+            self.discard_step()
 
     def _on_interrupt(self) -> None:
-        """Make the collectives fail, those of the training thread too; called on the thread that hears the agent."""
+        """Make all collectives fail; called on the thread that receives the agent's messages."""
         self.world.abort()
-        threading.Thread(target=self._rescue, name="interrupted", daemon=True).start()
+        threading.Thread(target=self._exit_if_stuck, name="interrupted", daemon=True).start()
 
-    def _rescue(self) -> None:
-        """End this process where its training thread waits for what cannot come any more."""
+    def _exit_if_stuck(self) -> None:
+        """Exit if the training thread stays blocked in a collective."""
         if is_stuck(self._thread, lambda: self._agent.wait_interrupted(0)):
             _LOG.warning(
-                "A collective does not end although its connections have: gloo has forgotten what it was to send. This "
-                "process hands its state over, and a new one goes on."
+                "A collective does not end although its connections are closed (a defect of gloo). This process hands "
+                "its state over and exits; a new one continues."
             )
             self._give_way()
 
     def _leave_group(self) -> None:
-        """Have the thread that writes a checkpoint let go of the group."""
+        """Detach the thread that writes a checkpoint from the process group."""
         if self._state.saving:
             self.world.abort()
             self._state.abandon_save()
@@ -243,10 +264,12 @@ class ProcessGroupLifecycle:
                 return
 
     def _give_way(self) -> NoReturn:
-        """End this process: the round is over, and a new process continues from what this one hands over."""
-        if self._training_state is not None and self.device.type == "cpu":
-            # The kernels of a GPU may be in the middle of a step that looks complete from here.
-            self._training_state.hand_over()
+        """Exit, so that a new process continues from the state that this one hands over."""
+        unclean = self.discarded or self.position.epoch_ending
+        if self._hands_over and not (unclean and self._undo is None):
+            if unclean and self._undo is not None:
+                self._undo.restore()
+            self._state.hand_over()
         self._exit()
 
     @staticmethod

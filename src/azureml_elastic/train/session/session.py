@@ -1,32 +1,32 @@
-"""The training process's side of an elastic run: what ``train.start()`` returns.
+"""The session of a training process: what ``train.start()`` returns.
 
-The session knows how many optimizer steps the run has completed and where its data stand. ``run.commit()`` is the commit
-point of a step: everything that could interrupt training happens there, between two steps, and nowhere else.
+The session counts the optimizer steps that the run has completed, and the position in its data. ``run.commit()`` is the
+commit point of a step: everything that may interrupt training happens there, between two steps.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from typing_extensions import Self
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy
-from azureml_elastic.errors import CheckpointError, RoundBroken, UsageError
-from azureml_elastic.ipc.agent_interface import Action, Agent, WorkerIdentity
-from azureml_elastic.train.data.loader import Batching
+from azureml_elastic.errors import UsageError
+from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
+from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.integrations.deepspeed import config_for
 from azureml_elastic.train.session.audit import Audit
-from azureml_elastic.train.session.exit_hooks import ExitHooks
+from azureml_elastic.train.session.exit_hooks import ExitHooks, all_arrive
+from azureml_elastic.train.session.gradient_averaging import require_averaging
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 from azureml_elastic.train.session.profiling import Profiling
+from azureml_elastic.train.session.step_commits import StepCommits
 from azureml_elastic.train.session.training import Training
 from azureml_elastic.train.session.training_state import TrainingState
 
@@ -35,20 +35,24 @@ __all__ = ["Session"]
 _LOG = logging.getLogger(__name__)
 
 _CLOSING_SECONDS = 5.0
-"""How long a script that ends early waits for the checkpoint that is being written."""
+"""Time that a script which has failed waits for the checkpoint that is being written."""
+
+_LEAVING_SECONDS = 15.0
+"""Time that a script which ends before its last epoch waits for all ranks to do the same."""
 
 
 class Session(Training):
-    """One process of an elastic run.
+    """One process of an elastic run; made by :func:`~azureml_elastic.train.start`.
 
     Args:
-        identity: of this process; one that is to wait for its place in a round is of round 0.
-        policy: of the checkpoints.
-        storage: of them.
-        agent: that started the process.
-        audit: writes down the samples of each step, if at all.
-        batch: what becomes of the batch when the world size changes.
-        profiling: records steps, if at all.
+        identity: identity of this process; round 0 where it waits for its assignment to one
+        policy: checkpoint policy
+        storage: storage of the checkpoints
+        agent: agent that started the process
+        audit: audit of the samples, if any
+        batch: batch policy
+        profiling: profiler, if any
+        can_grow: whether the run may have more than one rank later
     """
 
     def __init__(
@@ -60,62 +64,37 @@ class Session(Training):
         audit: Audit | None,
         batch: BatchPolicy,
         profiling: Profiling | None = None,
+        *,
+        can_grow: bool = False,
     ) -> None:
         lifecycle = ProcessGroupLifecycle(agent, identity, audit)
         super().__init__(lifecycle, agent, audit, batch)
         self._training_state = TrainingState(policy, storage, agent, lifecycle.world, self._position, self._rate)
-        self._lifecycle.keep(self._training_state)
+        lifecycle.keep(self._training_state)
         self._profiling = profiling
-        self._exit_hooks = ExitHooks(self._finish_at_exit, self._close_at_exit, self._lifecycle.on_uncaught)
-
-    @property
-    def device(self) -> torch.device:
-        """Of this process."""
-        return self._lifecycle.device
+        self._can_grow = can_grow
+        self._not_averaged: list[nn.Module] = []
+        self._commits = StepCommits(lifecycle, self._training_state, agent, audit, profiling)
+        self._exit_hooks = ExitHooks(self._finish_at_exit, self._close_at_exit, lifecycle.on_uncaught)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that the run has completed, over all its rounds."""
+        """Number of optimizer steps that the run has completed, over all rounds."""
         return self._training_state.steps
 
-    @property
-    def rank(self) -> int:
-        """Among all processes of the round."""
-        return self._lifecycle.world.identity.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Among the processes of this node."""
-        return self._lifecycle.world.identity.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the round; another round may have another number."""
-        return self._lifecycle.world.identity.world_size
-
-    @property
-    def round(self) -> int:
-        """The round's number, 0 without an agent."""
-        return self._lifecycle.world.identity.round
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self._lifecycle.world.identity.rank == 0
-
-    @property
-    def epoch(self) -> int:
-        """The epoch at hand, counted from 0."""
-        return max(self._position.epochs)
-
-    def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
-        """Move a model to this process's device and make it data-parallel.
+    def wrap(self, model: nn.Module, *, average_gradients: bool = True, **options: Any) -> nn.Module:
+        """Move a model to this process's device, and average its gradients over the ranks.
 
         Args:
-            model: to train.
-            options: of ``torch.nn.parallel.DistributedDataParallel``.
+            model: model to train
+            average_gradients: ``False`` for a script that averages the gradients by itself: the model is returned as it
+                is, and :meth:`track` accepts it at any world size
+            options: arguments of ``torch.nn.parallel.DistributedDataParallel``
         """
         model = model.to(self.device)
+        if not average_gradients:
+            self._not_averaged.append(model)
+            return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         options = {"device_ids": [self.device] if self.device.type == "cuda" else None, **options}
@@ -124,15 +103,15 @@ class Session(Training):
     def deepspeed_config(
         self, config: Mapping[str, Any], *, global_batch_size: int, micro_batch_size: int | None = None
     ) -> dict[str, Any]:
-        """Return a copy of a DeepSpeed configuration with batch sizes for the ranks of this round.
+        """Return a copy of a DeepSpeed configuration with the batch sizes of this round.
 
         Args:
-            config: DeepSpeed's; its ``elasticity`` and ``nebula`` blocks are left out.
-            global_batch_size: that of the loader.
-            micro_batch_size: that of the loader, where it has one.
+            config: DeepSpeed's configuration; its ``elasticity`` and ``nebula`` blocks are left out
+            global_batch_size: that of the loader
+            micro_batch_size: that of the loader, if any
 
         Raises:
-            UsageError: it names another global batch, or an accumulation that the loader does not have.
+            UsageError: the configuration has another global batch, or an accumulation that the loader does not have.
         """
         size = Batching(self._batch, micro_batch_size).window_size(global_batch_size, self.world_size)
         if config.get("train_batch_size") == global_batch_size:  # at the reference world size
@@ -140,23 +119,27 @@ class Session(Training):
         return config_for(config, size, self.world_size, micro_batch_size)
 
     def track(self, **objects: Any) -> None:
-        """Say what a checkpoint holds, and restore it where the run has one.
+        """Register what a checkpoint holds, and restore it if the run has a checkpoint.
 
-        To be called once, after the model is wrapped and the optimizer made, by all ranks.
+        Called once on all ranks, after the model is wrapped and the optimizer made.
 
         Args:
             objects: modules, optimizers, a DeepSpeed engine in place of both, and objects with ``state_dict`` and
-                ``load_state_dict``, which are saved from rank 0; by any names.
+                ``load_state_dict``, which are saved from rank 0; under any names. The gradients of modules must be
+                averaged over the ranks if the run has, or may get, more than one: see :meth:`wrap`.
 
         Raises:
-            UsageError: called twice, an object has no state, or a checkpoint does not fit.
-            CheckpointDamaged: there is a checkpoint, but none is whole.
-            CheckpointError: whether there is one could not be learnt.
+            UsageError: called twice, an object has no state, a module's gradients are not averaged, or a checkpoint
+                does not fit.
+            CheckpointDamaged: there are checkpoints, but none is complete.
+            CheckpointError: the newest checkpoint could not be determined.
             Fenced: a newer round has taken over.
         """
         if self._training_state.state is not None:
             names = self._training_state.state.names
             raise UsageError(f"run.track() was called before, with {names}. Give all objects in one call.")
+        if (self.world_size > 1 or self._can_grow) and not self._gradients.exact:
+            require_averaging(objects, self._not_averaged, self.world_size)
         state = TrackedState(objects, self._on_optimizer_step)
         self._attach(state)
         with self._lifecycle.guard(stay=False):
@@ -165,43 +148,53 @@ class Session(Training):
             self._profiling.enter(self._lifecycle.world.identity, self.steps)
 
     def commit(self) -> None:
-        """Commit an optimizer step: its samples are trained, and a checkpoint or a change of nodes may follow.
+        """Commit an optimizer step: count its samples as trained. A collective.
 
-        To be called by all ranks, after ``optimizer.step()`` and after whatever else the step changes in what is
-        tracked, such as a scheduler that counts steps: a checkpoint is taken in here.
+        Called on all ranks, after ``optimizer.step()`` and whatever else the step changes in tracked objects, such as a
+        scheduler that counts steps. A checkpoint may be taken in here, and the set of nodes may change. After the last
+        step of an epoch both are deferred until the body of :meth:`epochs` has ended.
 
         Raises:
-            UsageError: nothing is tracked, or the session is over.
+            UsageError: nothing is tracked, there is no batch, or the session is over.
             CheckpointError: a checkpoint was due and a rank could not write.
             Fenced: a newer round has taken over.
-            SystemExit: the agent wants this process to leave; all is saved.
+            SystemExit: the agent has asked this process to exit; the state is saved.
         """
-        if self._training_state.state is None:
-            raise UsageError("run.commit() was called before run.track(): a restart would begin from scratch.")
-        if self._lifecycle.over:
-            raise UsageError("run.commit() was called after run.finish().")
+        self._require_tracked("commit")
         if self._position.loaders and not self._position.opened:
             raise UsageError("run.commit() was called without a batch: call it once in each iteration over the loader.")
-        if self._lifecycle.discarded:
-            self._lifecycle.end_discarded_step()
-            if self._profiling is not None:
-                self._profiling.after_step(self._lifecycle.world.identity, self.steps)
-            return
-        self._commit()
-        self._training_state.steps += 1
-        self._training_state.half_step = False
-        if self._audit is not None:
-            self._audit.done(self.steps)
-        with self._lifecycle.guard():
-            self._between_steps(self._agent.completed(self.steps))
-        if self._profiling is not None:
-            self._profiling.after_step(self._lifecycle.world.identity, self.steps)
+        if not self._lifecycle.discarded:
+            self._commit()
+        self._commits.completed()
+
+    def save(self, *, wait: bool = False) -> None:
+        """Take a checkpoint of the last committed step, besides those of the checkpoint policy. A collective.
+
+        Called on all ranks, between ``run.commit()`` and the next batch. It returns when the checkpoint before it is
+        written and the state is copied to memory, so that training may continue; writing and committing go on in the
+        background. After the last step of an epoch the checkpoint is deferred until the body of :meth:`epochs` has
+        ended, or the session.
+
+        Args:
+            wait: whether to return only when the checkpoint is written on all ranks and committed
+
+        Raises:
+            UsageError: nothing is tracked, the session is over, or a step is incomplete.
+            CheckpointError: a checkpoint could not be written, or not committed with ``wait=True``.
+            Fenced: a newer round has taken over.
+        """
+        self._require_tracked("save")
+        if self._training_state.half_step or (self._position.opened and not self._lifecycle.discarded):
+            raise UsageError(
+                "run.save() was called within a step. Call it after run.commit(), which completes the step."
+            )
+        self._commits.save(wait=wait)
 
     def finish(self) -> None:
-        """Take the last checkpoint, so that the same script started again trains nothing again. Only once.
+        """Commit the last checkpoint, so that the same script started again trains nothing twice. A collective.
 
-        Called by ``with``, and at the interpreter's exit where ``run.epochs()`` has come to its end. A script that
-        stops earlier on its own calls it itself, on all ranks.
+        ``with`` calls it, and the interpreter's exit if the script has not failed. A script that leaves
+        :meth:`epochs` early and is not sure to end on all ranks within seconds calls it itself, on all ranks.
 
         Raises:
             CheckpointError: the last checkpoint could not be committed; started again, the script resumes before it.
@@ -210,24 +203,30 @@ class Session(Training):
             return
         if self._profiling is not None:
             self._profiling.finish(self.steps)
-        self._training_state.settle()
-        if self._training_state.state is not None:
-            if self._training_state.half_step:
-                _LOG.warning("The optimizer has stepped after the last run.commit(); that step is not saved.")
-            else:
-                with self._lifecycle.guard(stay=False):
-                    if self._training_state.has_unsaved_progress() and not self._training_state.save(must_commit=True):
-                        raise CheckpointError(
-                            f"The last checkpoint, of step {self.steps}, was written but could not be committed: the "
-                            "run's table stayed away. Started again, the script resumes from the checkpoint before it."
-                        )
-            self._agent.finished(self.steps)
+        self._commits.finish()
         self._lifecycle.over = True
 
+    def _require_tracked(self, method: str) -> None:
+        if self._training_state.state is None:
+            raise UsageError(f"run.{method}() was called before run.track(): a restart would begin from scratch.")
+        if self._lifecycle.over:
+            raise UsageError(f"run.{method}() was called after run.finish().")
+
     def _finish_at_exit(self) -> None:
-        """Finish a script that has trained all its epochs; one that ends earlier may be failing, on one rank alone."""
-        if self._trained_out:
+        """Finish a script that has ended; one that ends before its last epoch may be failing on this rank alone."""
+        state, over = self._training_state, self._lifecycle.over
+        if over or not (self._trained_out or state.state is not None):
+            return
+        key = f"azureml_elastic/left/{self.round}/{self.steps}/{state.half_step}"
+        if self._trained_out or all_arrive(key, self.world_size, _LEAVING_SECONDS):
             self.finish()
+        elif state.has_unsaved_progress():
+            _LOG.warning(
+                "The script ends after step %d, before its last epoch, and not all ranks ended within %g s: its "
+                "last steps are not saved. Call run.finish() on all ranks before a script ends early.",
+                self.steps,
+                _LEAVING_SECONDS,
+            )
 
     def __enter__(self) -> Self:
         """Return the session."""
@@ -236,7 +235,7 @@ class Session(Training):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish, unless the block has failed, and let go of everything."""
+        """Finish unless the block has failed, and release the process group and the agent."""
         self._exit_hooks.failed = self._exit_hooks.failed or kind is not None
         try:
             if not self._exit_hooks.failed:
@@ -247,20 +246,6 @@ class Session(Training):
     def _on_optimizer_step(self) -> None:
         if not self._lifecycle.discarded:
             self._training_state.half_step = True
-
-    def _between_steps(self, action: Action | None) -> None:
-        handed_over = action == "rejoin" and self._lifecycle.hand_over()
-        if action in ("leave", "rejoin"):
-            if not handed_over:
-                with contextlib.suppress(RoundBroken):  # the state goes on in memory, and is saved first thing there
-                    self._training_state.save(must_commit=True)
-            self._lifecycle.give_up(handed_over=handed_over)
-            return
-        self._training_state.after_step()
-        if self._training_state.due() or action == "save":
-            self._training_state.save()
-        else:
-            self._training_state.take_snapshot()
 
     def _close_at_exit(self) -> None:
         self._close()
@@ -276,7 +261,5 @@ class Session(Training):
         if self._audit is not None:
             self._audit.close()
         world = self._lifecycle.world
-        if (
-            world.owns_group and not self._exit_hooks.failed
-        ):  # leaving a group of which a peer has died could wait for it
+        if world.owns_group and not self._exit_hooks.failed:  # closing a group with a dead peer could block
             world.close()

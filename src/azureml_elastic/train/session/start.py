@@ -1,7 +1,8 @@
-"""How a training process joins its run."""
+"""The entry point of a training process."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from azureml_elastic.checkpoint.storage.opening import open_storage
@@ -15,50 +16,63 @@ from azureml_elastic.train.session.audit import Audit
 from azureml_elastic.train.session.profiling import Profiling
 from azureml_elastic.train.session.session import Session
 
-__all__ = ["start"]
+__all__ = ["Recording", "start"]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a run records for inspection afterwards, in place of what its job says.
+
+    Args:
+        audit: whether the samples of each step are recorded; ``None`` for the job's setting
+        profile: steps and ranks that PyTorch's profiler records; ``None`` for the job's setting
+    """
+
+    audit: bool | None = None
+    profile: Profile | None = None
 
 
 def start(
     checkpoint: CheckpointPolicy | None = None,
     *,
     batch: BatchPolicy | None = None,
-    audit: bool | None = None,
-    profile: Profile | None = None,
+    recording: Recording | None = None,
 ) -> Session:
-    """Join the run that this process was started for, or make one of a single process.
+    """Join the run that this process was started for, or start one of a single process.
 
     Args:
-        checkpoint: when checkpoints are taken and where they go; before the plan's.
-        batch: what becomes of batch and learning rate when the world size changes; before the plan's.
-        audit: whether to write down the samples of each step; ``None`` does what the plan says.
-        profile: the steps and ranks that PyTorch's profiler records; before the plan's.
+        checkpoint: changes to the job's checkpoint policy: the fields that it was given
+        batch: batch and learning rate at changing world sizes, in place of the job's batch policy
+        recording: audit and profile, in place of the job's
 
     Returns:
-        The session. It ends by ``with``, by :meth:`Session.finish`, or with the interpreter.
+        The session. It ends with a ``with`` block, :meth:`Session.finish`, or the interpreter.
 
     Raises:
         PlanError: the plan in the environment cannot be read.
-        UsageError: the environment contradicts itself.
+        UsageError: the environment is contradictory.
         OSError: the node's agent does not answer.
     """
     environment = WorkerEnvironment.read()
+    plan, identity = environment.plan, environment.identity
     policy = environment.policy(checkpoint)
     assert policy.path is not None
     storage = open_storage(policy.path)
     storage.make("")
-    identity = environment.identity
     agent: Agent
     if environment.channel is None:
         agent = StandaloneAgent(storage, identity)
     else:
         register_stack_dump(Path(environment.channel).parent, identity)
         agent = ChannelAgent(environment.channel, identity, stays=environment.stays)
-    wants_audit = audit if audit is not None else environment.plan is not None and environment.plan.audit
-    planned = FixedGlobalBatch() if environment.plan is None else environment.plan.batch
-    written = Audit(environment.run_dir) if wants_audit else None
-    profile = profile or (None if environment.plan is None else environment.plan.profile)
+    recording = recording or Recording()
+    audited = recording.audit if recording.audit is not None else plan is not None and plan.audit
+    audit = Audit(environment.run_dir) if audited else None
+    profile = recording.profile or (None if plan is None else plan.profile)
     profiling = None
     if profile is not None:
         folder = trace_folder(profile.folder, environment.run_dir)
         profiling = Profiling(profile, folder, environment.node, pick_device(identity), agent)
-    return Session(identity, policy, storage, agent, written, batch or planned, profiling)
+    batch = batch or (FixedGlobalBatch() if plan is None else plan.batch)
+    can_grow = environment.channel is not None and environment.max_world_size > 1
+    return Session(identity, policy, storage, agent, audit, batch, profiling, can_grow=can_grow)

@@ -1,4 +1,4 @@
-"""What a session knows of data, gradients and learning rates; the checkpoints and rounds are the session's own."""
+"""The part of a session that concerns data, gradients and learning rates."""
 
 from __future__ import annotations
 
@@ -14,30 +14,35 @@ from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.config import BatchPolicy, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import Agent
-from azureml_elastic.train.data.loader import Batching, ElasticLoader, MapLoader, SizedDataset
+from azureml_elastic.train.data.batching import Batching
+from azureml_elastic.train.data.loader import ElasticLoader
+from azureml_elastic.train.data.map_loader import MapLoader, SizedDataset
 from azureml_elastic.train.data.position import LoaderState, MicroBatch
 from azureml_elastic.train.data.sampling import DataSpec
 from azureml_elastic.train.data.shard_loader import ShardLoader
 from azureml_elastic.train.data.shard_streams import ShardedDataset, ShardSpec
 from azureml_elastic.train.optim.gradients import Gradients
 from azureml_elastic.train.optim.learning_rate import LearningRate
-from azureml_elastic.train.optim.schedule import Schedule, steps_of
+from azureml_elastic.train.optim.schedule import Schedule, ScheduleCheck
 from azureml_elastic.train.session.audit import Audit
 from azureml_elastic.train.session.evaluation import Evaluation
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
+from azureml_elastic.train.session.step_commits import StepCommits
 
 __all__ = ["Training"]
 
 
 class Training(ABC):
-    """Batches in, gradients out.
+    """WorkerIdentity of the process, loaders, epochs, gradients and evaluation.
 
     Args:
-        lifecycle: of this process in the run.
-        agent: that started the process.
-        audit: writes down the samples of each step, if at all.
-        batch: what becomes of the batch when the world size changes.
+        lifecycle: process group of this process
+        agent: agent that started the process
+        audit: audit of the samples, if any
+        batch: batch policy
     """
+
+    _commits: StepCommits
 
     def __init__(self, lifecycle: ProcessGroupLifecycle, agent: Agent, audit: Audit | None, batch: BatchPolicy) -> None:
         self._lifecycle = lifecycle
@@ -47,26 +52,64 @@ class Training(ABC):
         self._position = lifecycle.position
         self._rate = LearningRate(batch, self._position, lambda: lifecycle.discarded)
         self._gradients = Gradients(batch, lifecycle.world, self._position, self._rate)
-        self._trained: TrackedState | None = None
+        self._tracked: TrackedState | None = None
         self._trained_out = False
-        self._counted: tuple[Any, list[int]] | None = None
+        self._schedule_check = ScheduleCheck(self._position) if isinstance(batch, FixedPerWorkerBatch) else None
+        self._epochs: int | None = None
+        self._expected_steps: int | None = None
         self._position.when_opened = self._opened
+        self._position.when_entered = self._report_expected_steps
         if audit is not None:
-            self._position.when_ended = lambda stream, cursor: audit.ended(self.steps, stream, cursor)
+            self._position.when_ended = lambda loader, cursor: audit.ended(self.steps, loader, cursor)
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Optimizer steps that the run has completed, over all its rounds."""
+        """Number of optimizer steps that the run has completed, over all rounds."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._lifecycle.device
+
+    @property
+    def rank(self) -> int:
+        """Rank among all processes of the round."""
+        return self._lifecycle.world.identity.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this node."""
+        return self._lifecycle.world.identity.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the round."""
+        return self._lifecycle.world.identity.world_size
+
+    @property
+    def round(self) -> int:
+        """Number of the round, 0 without an agent."""
+        return self._lifecycle.world.identity.round
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def epoch(self) -> int:
+        """Current epoch, counted from 0."""
+        return max(self._position.epochs)
 
     @property
     def accumulating(self) -> bool:
-        """Whether more micro-batches of this step are to come, so that the optimizer must not step yet."""
+        """Whether the current step has more micro-batches, so that the optimizer must not step yet."""
         return self._position.accumulating and not self._lifecycle.discarded
 
     @property
     def learning_rate_factor(self) -> float:
-        """By which the optimizers' learning rates are multiplied in the step at hand; 1 under a fixed global batch."""
+        """Factor of the optimizers' learning rates in the current step; 1 under a fixed global batch."""
         return self._rate.factor
 
     def loader(
@@ -84,22 +127,25 @@ class Training(ABC):
     ) -> ElasticLoader:
         """Make a training loader; for evaluation see :meth:`evaluate`.
 
+        ``len(loader)`` is the number of batches that an iteration which begins now yields on this rank, so the rest of
+        the epoch after a resume; loaders of shards have none. Schedules count ``loader.steps_per_epoch``.
+
         Args:
-            dataset: map-style, or in shards; the same on all ranks and over all restarts.
-            global_batch_size: samples of one optimizer step over all ranks, at any world size; under
-                :class:`~azureml_elastic.FixedPerWorkerBatch` at the reference world size.
-            micro_batch_size: samples of one forward and backward pass on a rank, at most; the loop then asks
-                ``run.accumulating``. ``None`` for any number.
-            seed: of the order.
-            shuffle: whether the order is random; of a data set in shards, that of the shards.
-            drop_last: whether the incomplete batch at the end of an epoch is left out.
-            name: of the loader, where there are several.
-            loader_class: ``DataLoader``, or a class of the same arguments such as torchdata's ``StatefulDataLoader``.
-            options: of the class: ``num_workers``, ``collate_fn``, ...
+            dataset: map-style dataset, or one in shards; the same on all ranks and over all restarts
+            global_batch_size: number of samples of one optimizer step over all ranks, at any world size; under
+                :class:`~azureml_elastic.FixedPerWorkerBatch` at the reference world size
+            micro_batch_size: limit on the samples of one forward and backward pass of a rank, for loops that check
+                ``run.accumulating``; ``None`` for no limit
+            seed: seed of the order
+            shuffle: whether the order is random; for a dataset in shards, the order of the shards
+            drop_last: whether the incomplete batch at the end of an epoch is left out
+            name: name of the loader, for scripts with several
+            loader_class: ``DataLoader``, or a class of the same arguments such as torchdata's ``StatefulDataLoader``
+            options: further arguments of the class: ``num_workers``, ``collate_fn``, ...
 
         Raises:
-            UsageError: there is one of that name already, the data differ from those of the checkpoint, or they have
-                neither a length nor shards.
+            UsageError: the name is taken, the data differ from those of the checkpoint, or the dataset has neither a
+                length nor shards.
         """
         batching = Batching(self._batch, micro_batch_size)
         batching.require_fitting(global_batch_size)
@@ -110,7 +156,7 @@ class Training(ABC):
         made |= {"position": self._position, "device": self._lifecycle.device}
         if not isinstance(dataset, IterableDataset) and isinstance(dataset, SizedDataset):
             spec = DataSpec(len(dataset), global_batch_size, **order)
-            return MapLoader(dataset, spec, batching, stream=self._position.add(name, spec), **made)
+            return MapLoader(dataset, spec, batching, state=self._position.add(name, spec), **made)
         if not isinstance(dataset, ShardedDataset):
             raise UsageError(
                 f"{type(dataset).__name__} has neither a length and samples by index, nor num_shards and shard(), so "
@@ -123,8 +169,8 @@ class Training(ABC):
         shards = ShardSpec.make(
             dataset.num_shards, batching.logical_workers, global_batch_size=global_batch_size, **order
         )
-        stream = self._position.add(name, shards)
-        return ShardLoader(dataset, shards, batching, stream=stream, exchange=self._exchange, **made)
+        state = self._position.add(name, shards)
+        return ShardLoader(dataset, shards, batching, state=state, exchange=self._exchange, **made)
 
     def evaluate(
         self,
@@ -134,38 +180,39 @@ class Training(ABC):
         batch_size: int,
         **options: Any,
     ) -> dict[str, float]:
-        """Measure the model on a data set, each sample once, together with all ranks. A collective.
+        """Measure the model on a dataset, each sample once, together with all ranks. A collective.
 
-        What is tracked is in evaluation mode meanwhile, and no gradients are computed. Another world size gives the
-        same numbers, as far as the model does.
+        Tracked modules are in evaluation mode meanwhile, and no gradients are computed. The result does not depend on
+        the world size. All ranks call ``measure`` equally often: some repeat a batch, whose result is dropped.
 
         Args:
-            measure: takes a batch, as ``DataLoader`` makes it, on the device; returns sums over its samples by name.
-            dataset: map-style, the same on all ranks.
-            batch_size: samples of a batch.
-            options: of ``DataLoader``.
+            measure: function that takes a batch of ``DataLoader`` on the device, and returns sums over its samples by
+                name
+            dataset: map-style dataset, the same on all ranks
+            batch_size: number of samples of a batch
+            options: further arguments of ``DataLoader``
 
         Returns:
             The sums over all samples, divided by their number, by name.
 
         Raises:
-            UsageError: the data set is empty, or the session is over.
+            UsageError: the dataset is empty, or the session is over.
         """
         evaluation = Evaluation(measure, dataset, batch_size, options)
         self._agent.busy()
         try:
-            return evaluation.run(self._lifecycle, [] if self._trained is None else self._trained.modules)
+            return evaluation.run(self._lifecycle, [] if self._tracked is None else self._tracked.modules)
         finally:
             self._agent.free()
 
     def schedule(self, scheduler: LRScheduler) -> Schedule:
-        """Make a learning rate scheduler that is stepped each step count samples instead.
+        """Return a learning rate scheduler that counts samples, made of one that is stepped each step.
 
-        It then means the same at any world size: under a fixed batch per worker, steps train more samples the more
-        ranks there are. Track and step what this returns.
+        It then has the same effect at any world size: under a fixed batch per worker, a step trains more samples the
+        more ranks there are. Track and step the result.
 
         Args:
-            scheduler: of torch, in steps of ``global_batch_size`` samples.
+            scheduler: torch's scheduler, in steps of ``global_batch_size`` samples
 
         Raises:
             UsageError: it follows a metric.
@@ -175,62 +222,73 @@ class Training(ABC):
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that remain of ``count``, the interrupted one first.
 
-        An epoch that a checkpoint found trained to its last sample, but not left, is yielded once more: its loader
-        is empty and what follows the loop over it (an evaluation, say) runs.
+        The run never resumes from a checkpoint between the last step of an epoch and the end of the loop's body, so
+        what follows the loop over the loader (an evaluation, a scheduler's step) runs once for each epoch.
         """
         position = self._position
         position.in_epochs = True
-        spec = position.first_spec
-        if isinstance(spec, DataSpec):
-            cursor = next(iter(position.loaders.values())).cursor
-            remaining = (count - position.epoch) * spec.windows - -(-cursor.consumed // spec.global_batch_size)
-            size = Batching(self._batch, None).window_size(spec.global_batch_size, position.identity.world_size)
-            self._agent.expects(self.steps + max(0, -(-remaining * spec.global_batch_size // size)))
+        self._epochs = count
         try:
             while position.epoch < count:
+                self._report_expected_steps()
                 yield position.epoch
-                position.end_epoch()
+                self._commits.end_epoch()
             self._trained_out = True
         finally:
             position.in_epochs = False
+            self._epochs = None
 
     def backward(self, loss: torch.Tensor, *, count: int | torch.Tensor | None = None) -> None:
-        """Compute the gradients such that their mean over the ranks is that over the whole window.
+        """Compute gradients whose mean over the ranks is the mean over all samples of the step.
 
         Args:
-            loss: the mean over the samples of this rank's batch.
-            count: where the loss is a mean over something else, such as the tokens of sentences: how many of them
-                there are in this batch.
+            loss: mean over the samples of this rank's batch, a tensor of one element
+            count: number of elements in this batch if the loss is a mean over something else than samples, such as the
+                tokens of sentences
 
         Raises:
-            UsageError: there is no batch, or the loss is no mean but one value a sample.
+            UsageError: there is no batch, or the loss has several elements.
         """
         opened = self._position.opened
         if not opened:
-            raise UsageError("run.backward() belongs into the loop over run.loader(): there is no batch to weigh.")
+            raise UsageError("run.backward() belongs into the loop over run.loader(): there is no batch.")
         if loss.numel() != 1:
             raise UsageError(
                 f"The loss has {loss.numel()} values; run.backward() takes the mean over the batch. Give the loss "
                 'function reduction="mean", or call .mean().'
             )
         if self._lifecycle.discarded:
-            return  # the step was given up in the forward pass
+            return
         micro = opened[0].open
         assert micro is not None
         if len(opened) > 1:
-            _require_same_weight(opened)
+            self._position.require_same_weight()
         with self._lifecycle.guard():
             self._gradients.backward(loss, micro, None if count is None else int(count))
 
-    def _opened(self, stream: LoaderState, micro: MicroBatch) -> None:
+    def _opened(self, loader: LoaderState, micro: MicroBatch) -> None:
         self._gradients.begin(micro)
-        self._count_schedules()
+        if self._schedule_check is not None:
+            self._schedule_check.begin_step(self._tracked)
         if micro.index == 0 and self._audit is not None:
-            self._audit.begin(self.steps + 1, stream, micro.window)
+            self._audit.begin(self.steps + 1, loader, micro.window)
 
     def _exchange(self, numbers: torch.Tensor) -> None:
         with self._lifecycle.guard():
             self._lifecycle.world.control.add_up(numbers)
+
+    def _report_expected_steps(self) -> None:
+        """Report the steps that the whole run will have, when the epochs begin and whenever the number changes."""
+        position, spec = self._position, self._position.first_spec
+        if self._epochs is None or not isinstance(spec, DataSpec):
+            return
+        cursor = next(iter(position.loaders.values())).cursor
+        size = Batching(self._batch).window_size(spec.global_batch_size, position.identity.world_size)
+        remaining = (self._epochs - position.epoch) * spec.windows - -(-cursor.consumed // spec.global_batch_size)
+        expected = self.steps + max(0, -(-remaining * spec.global_batch_size // size))
+        if expected != self._expected_steps:
+            self._expected_steps = expected
+            self._agent.expects(expected)
 
     def _attach(self, state: TrackedState) -> None:
         if isinstance(self._batch, FixedPerWorkerBatch) and any(
@@ -242,11 +300,12 @@ class Training(ABC):
             )
         self._gradients.attach(state)
         self._rate.attach(state.optimizers)
-        self._trained = state
+        self._tracked = state
 
     def _commit(self) -> None:
-        """Count the step at hand as trained."""
-        self._require_scaled_schedules()
+        """Count the current step as trained."""
+        if self._schedule_check is not None:
+            self._schedule_check.end_step(self._tracked)
         self._position.require_whole()
         self._rate.begin()
         self._rate.commit(self._position.first_window)
@@ -260,42 +319,3 @@ class Training(ABC):
         self._position.require_whole()
         self._rate.begin()  # a scheduler may compute a rate from the one before
         return self._rate.steps_of(self._position.first_window)
-
-    def _require_scaled_schedules(self) -> None:
-        """Check that no scheduler counts steps of which each may train another number of samples.
-
-        Raises:
-            UsageError: one was stepped between two steps of an epoch, and not by us.
-        """
-        before = self._counted
-        self._count_schedules(anew=True)
-        if before is None or self._counted is None or before[0] != self._counted[0] or self._trained is None:
-            return
-        for scheduler, old, new in zip(self._trained.schedulers, before[1], self._counted[1], strict=True):
-            if old != new:
-                raise UsageError(
-                    f"{type(scheduler).__name__} was stepped with the optimizer, but the samples of a step depend "
-                    "on the world size. Wrap it: scheduler = run.schedule(scheduler), and track that."
-                )
-
-    def _count_schedules(self, *, anew: bool = False) -> None:
-        """Note down how often the schedulers were stepped, at an epoch's first step at least."""
-        if isinstance(self._batch, FixedPerWorkerBatch) and self._trained is not None:
-            within = (self._position.epochs, self._position.generation)
-            if anew or self._counted is None or self._counted[0] != within:
-                self._counted = (within, [steps_of(scheduler) for scheduler in self._trained.schedulers])
-
-
-def _require_same_weight(opened: list[LoaderState]) -> None:
-    """Check that one weight suits the batches of several loaders.
-
-    Raises:
-        UsageError: it does not.
-    """
-    micros = {stream.name: stream.open for stream in opened if stream.open is not None}
-    if len({(micro.weight, micro.samples) for micro in micros.values()}) > 1:
-        shares = {name: micro.samples for name, micro in micros.items()}
-        raise UsageError(
-            f"The batches at hand have different numbers of samples ({shares}), so the loss has no one weight. "
-            "Give the loaders the same global_batch_size and lengths, or drop_last=True."
-        )

@@ -1,0 +1,62 @@
+"""How a window, the samples of one optimizer step, is divided into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
+from azureml_elastic.errors import UsageError
+
+__all__ = ["Batching"]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Division of windows into micro-batches.
+
+    Args:
+        policy: batch policy of the run
+        micro_batch_size: limit on the samples of a micro-batch, ``None`` for no limit
+    """
+
+    policy: BatchPolicy
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise UsageError(
+                f"micro_batch_size={self.micro_batch_size} is below the limit of 1; give the samples of a forward pass."
+            )
+
+    @property
+    def logical_workers(self) -> int | None:
+        """Number of logical workers that share a window, ``None`` to divide it among the ranks."""
+        return self.policy.logical_workers if isinstance(self.policy, FixedGlobalBatch) else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether micro-batches must be bit-identical at any world size."""
+        return isinstance(self.policy, FixedGlobalBatch) and self.policy.reduce == "exact"
+
+    def require_fitting(self, global_batch_size: int) -> None:
+        """Check that the policy can divide windows of a global batch size.
+
+        Raises:
+            UsageError: it cannot.
+        """
+        workers = self.logical_workers
+        if workers is not None and workers > global_batch_size:
+            raise UsageError(
+                f"logical_workers={workers} is above global_batch_size={global_batch_size}; each needs a sample."
+            )
+        if isinstance(self.policy, FixedPerWorkerBatch) and global_batch_size % self.policy.reference_world_size:
+            raise UsageError(
+                f"global_batch_size={global_batch_size} cannot be divided by "
+                f"reference_world_size={self.policy.reference_world_size}, so there is no batch per worker."
+            )
+
+    def window_size(self, global_batch_size: int, world_size: int) -> int:
+        """Return the number of samples of a step at a world size."""
+        if isinstance(self.policy, FixedPerWorkerBatch):
+            return global_batch_size // self.policy.reference_world_size * world_size
+        return global_batch_size

@@ -1,0 +1,52 @@
+"""The check that a tracked module's gradients are averaged over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from azureml_elastic.errors import UsageError
+
+__all__ = ["averages_gradients", "require_averaging"]
+
+_WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}
+
+
+def averages_gradients(module: nn.Module) -> bool:
+    """Return whether the gradients of all parameters of a module are averaged over the ranks.
+
+    That is the case for parameters within ``DistributedDataParallel``, FSDP or a DeepSpeed engine, and for DTensors.
+    """
+    wrapped = [part for part in module.modules() if _WRAPPERS & {kind.__name__ for kind in type(part).__mro__}]
+    averaged = {id(parameter) for part in wrapped for parameter in part.parameters()}
+    return all(
+        id(parameter) in averaged or isinstance(parameter, DTensor)
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    )
+
+
+def require_averaging(objects: Mapping[str, Any], exempt: Sequence[nn.Module], world_size: int) -> None:
+    """Check that every module that is to be tracked averages its gradients.
+
+    Args:
+        objects: tracked objects by name
+        exempt: modules that ``run.wrap(model, average_gradients=False)`` has returned
+        world_size: number of ranks
+
+    Raises:
+        UsageError: a module does not.
+    """
+    for name, value in objects.items():
+        if not isinstance(value, nn.Module) or any(value is each for each in exempt) or averages_gradients(value):
+            continue
+        when = "" if world_size > 1 else " as soon as the run has more than 1 rank"
+        raise UsageError(
+            f"The gradients of {name}={type(value).__name__} are not averaged over the ranks, so each rank would train "
+            f"a model of its own{when}. Write `model = run.wrap(model)` before the optimizer is made, or apply "
+            "DistributedDataParallel or fully_shard(). If the script averages the gradients by itself, write "
+            "`model = run.wrap(model, average_gradients=False)`."
+        )
