@@ -19,6 +19,7 @@ from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan
 from azureml_elastic.config import environment as names
 from azureml_elastic.distributed.process import WorkerEnvironment
 from azureml_elastic.errors import CheckpointDamaged, PlanError, UsageError
+from azureml_elastic.train.session.gradient_averaging import require_averaging
 from tests.support.paths import SAMPLES
 from tests.support.train import workers
 
@@ -102,30 +103,120 @@ def test_an_interrupted_epoch_goes_on_where_the_checkpoint_was(tmp_path, options
     assert third.seen == []
 
 
-def test_an_epoch_that_was_trained_but_not_left_is_entered_once_more(tmp_path):
-    entered = []
-    with pytest.raises(KeyboardInterrupt), Loop(tmp_path, every_steps=4) as loop:
-        loop.steps(2, stop=4)
-    with Loop(tmp_path) as loop:
-        for epoch in loop.run.epochs(2):
-            entered.append((epoch, len(loop.seen)))
+def pointer(folder):
+    """Return the step of the committed checkpoint, 0 for none."""
+    path = folder / "latest.json"
+    return json.loads(path.read_text())["step"] if path.exists() else 0
+
+
+def test_no_restart_point_lies_between_an_epochs_last_step_and_the_end_of_its_body(tmp_path):
+    found = []
+    with Loop(tmp_path, every_steps=4) as loop:
+        for _ in loop.run.epochs(2):
             for batch in loop.loader:
                 loop.one(batch)
-    assert entered == [(0, 0), (1, 0)]
-    assert samples(loop.seen) == list(range(20))
+            loop.run._training_state.settle()
+            found.append(pointer(tmp_path))
+    assert found == [0, 4]
+    assert pointer(tmp_path) == 8
 
 
-def test_a_loop_that_is_empty_since_it_was_trained_before_is_told_once(tmp_path, caplog):
-    with pytest.raises(KeyboardInterrupt), Loop(tmp_path, every_steps=4) as loop:
-        loop.steps(2, stop=4)
+def test_code_after_the_last_step_of_an_epoch_runs_again_if_it_was_interrupted(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Loop(tmp_path, every_steps=3) as loop:  # noqa: PT012
+        for _ in loop.run.epochs(2):
+            for batch in loop.loader:
+                loop.one(batch)
+            workers.wait_for_commit(tmp_path, 3)
+            raise KeyboardInterrupt
+    entered = []
     with Loop(tmp_path) as loop:
-        for _ in loop.run.epochs(3):
-            for _ in range(2):  # the second pass is empty, and no news
-                for batch in loop.loader:
-                    loop.one(batch)
-    told = [record.getMessage() for record in caplog.records if "has no batch left" in record.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith("The loader 'train' has no batch left in epoch 0")
+        assert loop.run.steps == 3
+        for epoch in loop.run.epochs(2):
+            for batch in loop.loader:
+                loop.one(batch)
+            entered.append((epoch, len(loop.seen)))
+    assert entered == [(0, 1), (1, 5)]
+
+
+def test_a_run_that_resumes_after_an_epochs_last_step_runs_the_loop_once_and_trains_nothing(tmp_path):
+    """A worker hands over such a state if a peer is lost there; here a loop without epochs has saved it."""
+    with Loop(tmp_path) as loop:
+        for batch in loop.loader:
+            loop.one(batch)
+    weights = [parameter.clone() for parameter in loop.model.parameters()]
+    with Loop(tmp_path) as loop:
+        after = []
+        for epoch in loop.run.epochs(2):
+            assert len(loop.loader) == (1 if epoch == 0 else 4)
+            for x, extra in loop.loader:
+                loss = loop.model(x).square().mean()
+                loop.run.backward(loss)
+                loss.backward() if epoch == 0 else None  # a gradient that the discarded step drops
+                torch.rand(())
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                loop.run.commit()
+                loop.seen.append(extra["id"].tolist())
+            if epoch == 0:
+                for before, now in zip(weights, loop.model.parameters(), strict=True):
+                    assert torch.equal(before, now)
+            after.append((epoch, loop.run.steps, loss.item() >= 0))
+    assert after == [(0, 4, True), (1, 8, True)]
+    assert samples(loop.seen[1:]) == list(range(20))
+
+
+def test_save_takes_a_checkpoint_besides_those_of_the_policy(tmp_path):
+    with Loop(tmp_path) as loop:
+        for _ in loop.run.epochs(1):
+            for batch in loop.loader:
+                with pytest.raises(UsageError, match="within a step"):
+                    loop.run.save()
+                loop.one(batch)
+                loop.run.save(wait=True)
+                assert pointer(tmp_path) == min(loop.run.steps, 3)  # the last one waits for the end of the body
+    assert pointer(tmp_path) == 4
+
+
+def test_a_loop_that_is_left_early_keeps_its_last_step(tmp_path):
+    with Loop(tmp_path) as loop:
+        for _ in loop.run.epochs(5):
+            for batch in loop.loader:
+                loop.one(batch)
+            break
+    with Loop(tmp_path) as loop:
+        assert (loop.run.steps, loop.run.epoch) == (4, 1)
+
+
+@pytest.mark.parametrize(("drop_last", "expected"), [(False, 4), (True, 3)])
+def test_the_length_of_a_loader_is_the_number_of_batches_that_follow(tmp_path, drop_last, expected):
+    with pytest.raises(KeyboardInterrupt), Loop(tmp_path, every_steps=2, drop_last=drop_last) as loop:  # noqa: PT012
+        assert (len(loop.loader), loop.loader.steps_per_epoch) == (expected, expected)
+        loop.steps(2, stop=2)
+    with Loop(tmp_path, drop_last=drop_last) as loop:
+        for epoch in loop.run.epochs(2):
+            assert len(loop.loader) == (expected - 2 if epoch == 0 else expected)
+            begun = len(loop.seen)
+            length = len(loop.loader)
+            for batch in loop.loader:
+                loop.one(batch)
+            assert len(loop.seen) - begun == length
+        assert loop.loader.steps_per_epoch == expected
+
+
+def test_a_plain_module_is_refused_where_the_run_can_have_several_ranks(tmp_path):
+    model = nn.Linear(1, 1)
+    with pytest.raises(UsageError, match=r"as soon as the run has more than 1 rank.*model = run\.wrap\(model\)"):
+        require_averaging({"model": model}, [], 1)
+    with pytest.raises(UsageError, match=r"of its own\. Write"):
+        require_averaging({"model": nn.ModuleDict({"a": model})}, [], 2)
+    require_averaging({"model": model, "optimizer": object()}, [model], 2)
+    require_averaging({"frozen": nn.Linear(1, 1).requires_grad_(False)}, [], 2)
+    with train.start(workers.policy(tmp_path)) as run:
+        wrapped = run.wrap(nn.Linear(1, 1))
+        require_averaging({"model": wrapped, "pair": nn.ModuleList([wrapped])}, [], 2)
+        plain = run.wrap(model, average_gradients=False)
+        assert plain is model
+        run.track(model=plain)
 
 
 def test_leaving_an_epoch_early_begins_the_next_one_at_its_start(tmp_path):
@@ -302,7 +393,7 @@ def test_half_a_step_is_never_saved(tmp_path, caplog):
     assert [len(ids) for ids in again.seen] == [6, 2]
 
 
-def test_a_script_that_stops_early_saves_only_when_it_says_so(tmp_path):
+def test_a_script_that_stops_early_saves_its_last_step(tmp_path):
     code = """
 import atexit, sys, torch
 from pathlib import Path
@@ -338,7 +429,7 @@ for _ in run.epochs(1):
         return first
 
     assert resumed(2, "exit") == "resumed at 0"
-    assert resumed(3, "finish") == "resumed at 0"
+    assert resumed(3, "finish") == "resumed at 2"
     assert resumed(99, "exit") == "resumed at 3"
     assert resumed(99, "exit") == "resumed at 4"
 
@@ -390,6 +481,7 @@ def test_the_environment_is_read_and_checked(tmp_path):
     assert (read.identity.rank, read.identity.world_size, read.identity.round) == (1, 2, 4)
     assert read.policy(None) == plan.checkpoint
     assert read.policy(CheckpointPolicy(keep=3)) == CheckpointPolicy(path="/p", keep=3)
+    assert read.policy(CheckpointPolicy(every_steps=7)) == CheckpointPolicy(path="/p", keep=5, every_steps=7)
     assert WorkerEnvironment.read({}).policy(None).path == "./checkpoints"
     assert WorkerEnvironment.read({names.RUN_DIR: "/r"}).policy(None).path == "/r/checkpoints"
     with pytest.raises(UsageError, match="RANK='x'"):

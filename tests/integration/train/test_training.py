@@ -211,6 +211,14 @@ def test_an_evaluation_gives_the_same_bits_at_any_world_size(world_size, tmp_pat
     assert {json.dumps(each) for each in found} == {json.dumps(expected)}
 
 
+@pytest.mark.parametrize("world_size", [3, 5])
+def test_all_ranks_of_an_evaluation_run_the_same_number_of_passes(world_size, tmp_path):
+    """A forward pass may be a collective: 10 batches among 3 ranks, or 2 among 5."""
+    length = 37 if world_size == 3 else 8
+    found = World(world_size, training.evaluate_collectively, tmp_path, length).values()
+    assert found == [{"count": 1.0, "sum": (length - 1) / 2}] * world_size
+
+
 def test_an_evaluation_leaves_the_mode_of_each_module_alone(tmp_path):
     this = Run(tmp_path)
     this.model.module.eval()

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -97,6 +98,19 @@ def evaluate(folder):
     found = run.evaluate(measure, TensorDataset(x, y), batch_size=4)
     run.finish()
     return {name: value.hex() for name, value in found.items()}
+
+
+def evaluate_collectively(folder, length):
+    """Measure with a collective in each forward pass."""
+    run = train.start(workers.policy(folder))
+
+    def measure(batch):
+        dist.all_reduce(torch.zeros(1))
+        return {"count": len(batch[0]), "sum": batch[0].sum()}
+
+    found = run.evaluate(measure, TensorDataset(torch.arange(float(length))), batch_size=4)
+    run.finish()
+    return found
 
 
 def forward_on_rank_0(folder):

@@ -44,7 +44,7 @@ def rank_loader(spec, cursor, rank, world_size, batching=WHOLE):
     position = Position(WorkerIdentity(rank=rank, local_rank=0, world_size=world_size, round=0))
     stream = position.add("train", spec)
     stream.cursor = cursor
-    where = {"stream": stream, "position": position, "device": torch.device("cpu")}
+    where = {"state": stream, "position": position, "device": torch.device("cpu")}
     return MapLoader(range(spec.length), spec, batching, options={}, **where)
 
 
@@ -63,7 +63,7 @@ def test_without_epochs_a_pass_that_leaves_less_than_a_window_is_over():
     epochs = []
     for _ in range(3):
         for _ in loader:
-            epochs.append(loader._stream.cursor.epoch)
+            epochs.append(loader._state.cursor.epoch)
             loader._position.commit()
     assert epochs == [0, 0, 1, 1, 2, 2], "40 samples each, of 100"
 

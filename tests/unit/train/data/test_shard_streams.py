@@ -49,7 +49,7 @@ class Ranks:
             position.in_epochs = True
             stream = position.add("train", spec)
             stream.cursor = cursor
-            where = {"stream": stream, "position": position, "device": torch.device("cpu")}
+            where = {"state": stream, "position": position, "device": torch.device("cpu")}
             more = {"exchange": self.exchange, "options": {"collate_fn": list, **(options or {})}}
             self.loaders.append(ShardLoader(dataset(sizes), spec, Batching(policy), **where, **more))
 
@@ -82,6 +82,9 @@ class Ranks:
         position, step = self.positions[rank], []
         for batch in self.loaders[rank]:
             (stream,) = position.opened
+            if not stream.open.window.count:  # the epoch was resumed at its end
+                position.drop()
+                continue
             step.append((stream.open, batch))
             if position.accumulating:
                 continue
@@ -195,7 +198,7 @@ def test_what_cannot_be_read_in_shards_is_refused():
         ShardSpec.make(0, None, global_batch_size=64, seed=0, shuffle=True, drop_last=False)
     spec = ShardSpec.make(2, None, global_batch_size=64, seed=0, shuffle=True, drop_last=False)
     position = Position(WorkerIdentity(0, 0, 3, 0))
-    where = {"stream": position.add("train", spec), "position": position, "device": torch.device("cpu")}
+    where = {"state": position.add("train", spec), "position": position, "device": torch.device("cpu")}
     more = {"exchange": lambda _: None, "options": {}}
     loader = ShardLoader(dataset([1, 2]), spec, Batching(FixedGlobalBatch()), **more, **where)
     with pytest.raises(UsageError, match="2 streams, fewer than the 3 ranks"):
