@@ -127,11 +127,12 @@ def deepspeed_oldest(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting and the import contracts."""
+    """Check style, formatting, the import contracts and the vocabulary."""
     session.install("--constraint", str(CONSTRAINTS), *nox.project.dependency_groups(PYPROJECT, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", env={"PYTHONPATH": "src"})
+    session.run("python", "tools/vocabulary.py")
 
 
 @nox.session

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def save(path: Path, state: dict[str, object]) -> None:
-    """Replace the checkpoint file: whoever reads it sees the old state or the new one, never a part."""
+    """Replace the checkpoint file atomically: a reader gets the old state or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as stream:
         torch.save(state, stream)

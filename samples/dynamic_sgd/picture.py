@@ -36,8 +36,8 @@ class Panel:
     """One change under several policies.
 
     Args:
-        title: of it.
-        changes: by the name of the policy.
+        title: title of the picture.
+        changes: loss around each change by policy name.
     """
 
     title: str

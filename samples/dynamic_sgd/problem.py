@@ -26,7 +26,7 @@ class Digits:
 
     Args:
         seeds: their number.
-        seed: of all streams.
+        seed: random seed of all streams.
 
     Attributes:
         test: images (1800, 64) held out of all streams, and their labels.
@@ -87,8 +87,8 @@ class Networks(nn.Module):
 
     Args:
         seeds: their number.
-        seed: of all initial weights.
-        widths: of the layers.
+        seed: random seed of the initial weights.
+        widths: widths of the layers.
     """
 
     def __init__(self, seeds: int, seed: int, widths: tuple[int, ...] = (SIDE * SIDE, 128, 128, CLASSES)) -> None:

@@ -60,10 +60,10 @@ class Setting:
         samples: that are trained in all.
         rate: learning rate of one worker, before decays.
         decays: shares of all samples at which the learning rate is divided by ten.
-        momentum: of SGD.
+        momentum: momentum of SGD.
         batch: samples of a worker and step.
         seeds: networks that are trained at once.
-        seed: of their weights and data.
+        seed: random seed of their weights and data.
     """
 
     worlds: tuple[tuple[float, int], ...] = ((0, 1), (1 / 3, 12), (2 / 3, 1))
@@ -84,8 +84,8 @@ class Simulation:
     """A run whose workers are simulated.
 
     Args:
-        setting: of the study.
-        policy: of the run.
+        setting: setting of the study.
+        policy: batch policy of the run.
         world_size: workers at its beginning, or when a saved state is loaded.
     """
 
@@ -163,7 +163,7 @@ class Change:
     Args:
         at: samples trained before it.
         seen: samples trained before each measurement.
-        losses: of the probe, (measurements, seeds).
+        losses: losses on the held-out sample, (measurements, seeds).
     """
 
     at: int
@@ -187,10 +187,10 @@ class Outcome:
     """What a run has come to.
 
     Args:
-        steps: of the optimizer.
-        losses: on the test images, (seeds,).
-        accuracies: on the test images, (seeds,).
-        changes: of the world size.
+        steps: number of optimizer steps.
+        losses: losses on the test images, (seeds,).
+        accuracies: accuracies on the test images, (seeds,).
+        changes: changes of the world size.
     """
 
     steps: int

@@ -163,7 +163,7 @@ class RunFailed(RunClosed):
 
     Args:
         message: what the failing node reported.
-        exit_code: with which every node exits.
+        exit_code: exit code of every node.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:

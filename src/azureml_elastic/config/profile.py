@@ -23,13 +23,13 @@ class Profile(ConfigModel):
     """PyTorch's profiler over a few steps, written for TensorBoard; the rest of the run is not slowed down.
 
     Args:
-        first: the first step that is recorded. Steps are counted from 1 over the whole run, restarts included.
-        steps: how many, one after the other, are recorded; a trace has all of them.
-        warmup: steps before them in which the profiler runs without keeping anything: its own start takes time.
-        every: steps from one recording's beginning to the next one's; ``None`` records once.
-        each_round: whether steps are counted anew in each round, so that every world size has its traces.
-        ranks: that record; those that a round does not have are left out.
-        folder: for the traces. Variables in it, as in ``"$AZURE_ML_OUTPUT_traces"``, are the node's. ``None`` takes
+        first: the first step that is recorded. Steps are counted from 1 over the whole run, restarts included. steps:
+        how many, one after the other, are recorded; a trace has all of them. warmup: steps before them in which the
+        profiler runs without keeping anything: its own start takes time. every: steps from one recording's beginning
+        to the next one's; ``None`` records once. each_round: whether steps are counted anew in each round, so that
+        every world size has its traces. ranks: that record; those that a round does not have are left out. folder:
+        folder of the traces, in which the node's variables, as in ``"$AZURE_ML_OUTPUT_traces"``, are expanded.
+        ``None`` takes
             ``profiles`` in the run's folder, which Azure ML uploads.
         record_shapes: whether the shapes of operators' inputs are recorded.
         profile_memory: whether allocations are.

@@ -17,7 +17,7 @@ from tests.support.train import workers
 from tests.support.train.fake_agent import FakeAgent
 from tests.support.worlds import World
 
-PATIENCE = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def agent(tmp_path):
 
 @pytest.fixture
 def channel(agent):
-    with closing(ChannelAgent(agent.path, WorkerIdentity(0, 1, 4, 7), decision_timeout=PATIENCE)) as opened:
-        agent.wait_for("hello")  # before that it would not hear a broadcast
+    with closing(ChannelAgent(agent.path, WorkerIdentity(0, 1, 4, 7), decision_timeout=TIMEOUT_S)) as opened:
+        agent.wait_for("hello")  # before that it would not receive a broadcast
         yield opened
 
 
@@ -92,7 +92,7 @@ def test_the_loop_waits_at_the_boundary_for_the_decision(agent, channel):
     with pytest.raises(queue.Empty):
         actions.get(timeout=0.05)
     agent.server.broadcast({"op": "decide", "boundary": 1, "go": True})
-    assert actions.get(timeout=PATIENCE) == "leave"
+    assert actions.get(timeout=TIMEOUT_S) == "leave"
     loop.join()
 
 
@@ -176,7 +176,7 @@ def test_workers_do_not_outlive_their_agent(agent, tmp_path):
     reached = threading.Event()
     agent.on_step = lambda connection, step: reached.set() if step == 3 else None
     world = World(2, workers.agent_session, tmp_path / "c", 100_000, None, **environment(agent, 1))
-    assert reached.wait(PATIENCE)
+    assert reached.wait(TIMEOUT_S)
     agent.close()
     assert [outcome.code for outcome in world.outcomes()] == [EXIT_AGENT_LOST] * 2
 

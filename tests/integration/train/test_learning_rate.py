@@ -287,7 +287,7 @@ def test_a_rate_that_is_set_after_a_closure_that_fails_is_kept(change):
     assert plain(optimizer.param_groups[0]["lr"]) == value
 
 
-def test_a_scheduler_that_steps_after_a_closure_that_fails_is_heard():
+def test_a_scheduler_that_steps_after_a_failing_closure_is_noticed():
     model = network()
     optimizer = optimizer_of(model)
     scheduler = lrs.LambdaLR(optimizer, lambda step: 0.5**step)

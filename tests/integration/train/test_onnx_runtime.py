@@ -15,7 +15,7 @@ from tests.support.paths import SAMPLES
 
 SAMPLE = SAMPLES / "onnx_runtime.py"
 
-STAND_IN = '''
+FAKE_MODULE = '''
 """A module with the interface of ONNX Runtime's: parameters and state have the names of the wrapped model."""
 from torch import nn
 
@@ -28,7 +28,7 @@ class ORTModule(nn.Module):
             self.add_module(name, child)
 
     def forward(self, *arguments):
-        print("forward by the stand-in", flush=True)
+        print("forward by the fake", flush=True)
         return self.inner(*arguments)
 '''
 
@@ -57,7 +57,7 @@ def run(folder, path, epochs):
             "raise ImportError('made for another torch')",
             "trained by PyTorch, for ONNX Runtime cannot be used (made for",
         ),
-        (STAND_IN, "trained by ONNX Runtime"),
+        (FAKE_MODULE, "trained by ONNX Runtime"),
     ],
 )
 def test_the_sample_trains_and_goes_on(tmp_path, module, said):
@@ -65,7 +65,7 @@ def test_the_sample_trains_and_goes_on(tmp_path, module, said):
     (tmp_path / "site" / "torch_ort.py").write_text(module)
     first = run(tmp_path, tmp_path / "site", 1)
     assert said in first
-    assert ("forward by the stand-in" in first) == (module is STAND_IN)
+    assert ("forward by the fake" in first) == (module is FAKE_MODULE)
     assert "epoch 0 step 20" in first
     second = run(tmp_path, tmp_path / "site", 3)
     assert "continuing after step 20" in second
@@ -74,7 +74,7 @@ def test_the_sample_trains_and_goes_on(tmp_path, module, said):
 
 def test_a_checkpoint_of_one_continues_in_the_other(tmp_path):
     (tmp_path / "with").mkdir()
-    (tmp_path / "with" / "torch_ort.py").write_text(STAND_IN)
+    (tmp_path / "with" / "torch_ort.py").write_text(FAKE_MODULE)
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "torch_ort.py").write_text("raise ImportError")
     run(tmp_path, tmp_path / "with", 1)

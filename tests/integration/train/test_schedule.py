@@ -301,8 +301,8 @@ def test_a_schedule_is_in_all_else_the_scheduler(tmp_path):
     assert this.scheduler.get_last_lr() == [rates.RATE]
     assert (this.scheduler.gamma, this.scheduler.last_epoch) == (0.5, 0)
     assert this.scheduler.optimizer is this.optimizer
-    with pytest.raises(AttributeError, match="patience"):
-        _ = this.scheduler.patience
+    with pytest.raises(AttributeError, match="threshold"):
+        _ = this.scheduler.threshold
     state = this.scheduler.state_dict()
     this.steps(1)
     assert this.scheduler.last_epoch == 4

@@ -21,7 +21,7 @@ from tests.support.paths import SUPPORT
 from tests.support.worlds import store_on_a_free_port
 
 SCRIPT = SUPPORT / "train" / "loading.py"
-PATIENCE = 200.0
+TIMEOUT_S = 200.0
 METHODS = ("fork", "spawn", "forkserver")
 
 pytestmark = pytest.mark.timeout(500)
@@ -75,7 +75,7 @@ class Agent:
 
     def until_step(self, step):
         with self._more:
-            reached = self._more.wait_for(lambda: self.step >= step, PATIENCE)
+            reached = self._more.wait_for(lambda: self.step >= step, TIMEOUT_S)
         assert reached, self.output.read_text()
 
     def leave(self):
@@ -99,7 +99,7 @@ class Agent:
 
     def wait(self):
         try:
-            return self.worker.wait(PATIENCE)
+            return self.worker.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             pytest.fail(f"it has not ended: {self.output.read_text()}")
 
@@ -144,7 +144,7 @@ def test_data_workers_and_children_survive_until_the_save_is_done(start, tmp_pat
     assert agent.data_workers() == before
     alive = {process.pid for process in agent.group()}
     assert {main, helper, needed} <= alive
-    assert other not in alive  # a program is told as anybody would be
+    assert other not in alive  # a program receives the signal
     agent.leave()
     assert agent.wait() == 0, agent.output.read_text()
     assert "commit" in agent.said
@@ -177,7 +177,7 @@ def test_data_workers_do_not_outlive_a_killed_worker(start, method):
         time.sleep(0.05)
 
 
-def test_whoever_has_lost_its_parent_can_be_ended(start, tmp_path):
+def test_a_process_without_its_parent_can_be_ended(start, tmp_path):
     agent = start("fork")
     agent.until_step(3)
     _, helper, _, _ = json.loads((tmp_path / "pids").read_text())
@@ -193,18 +193,18 @@ def test_whoever_has_lost_its_parent_can_be_ended(start, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_whoever_starts_a_process_can_end_it(tmp_path, method):
+def test_the_parent_of_a_process_can_end_it(tmp_path, method):
     command = [sys.executable, str(SCRIPT), method, str(tmp_path), "--ends"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
-    told = {
+    expected = {
         "terminated": -signal.SIGTERM,
-        "handled": [3, "told"],
+        "handled": [3, "expected"],
         "program": [0, str(-signal.SIGTERM)],
         "pool": [1, 4, 9],
         "own program": -signal.SIGTERM,
     }
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [told] * 3
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [expected] * 3
 
 
 def test_a_handler_of_the_script_stays_and_threads_change_nothing():
@@ -220,14 +220,14 @@ def test_a_handler_of_the_script_stays_and_threads_change_nothing():
         "assert signal.getsignal(signal.SIGTERM) is mine\n"
         "signal.raise_signal(signal.SIGTERM)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE, check=False).returncode == 5
+    assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S, check=False).returncode == 5
 
 
 def test_a_foreign_group_is_never_ended():
     code = "from azureml_elastic.train.agent_client.signals import end_group\nend_group()\n"
     other = subprocess.Popen(["sleep", "1000"])
     try:
-        assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE, check=False).returncode == 0
+        assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S, check=False).returncode == 0
         assert other.poll() is None
     finally:
         other.kill()

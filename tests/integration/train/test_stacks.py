@@ -50,12 +50,12 @@ class Standing:
         self.process.start()
         theirs.close()
 
-    def hear(self) -> str:
+    def receive(self) -> str:
         assert self.pipe.poll(100), "it says nothing"
         return self.pipe.recv()
 
     def wait(self) -> None:
-        assert self.hear() == "ready"
+        assert self.receive() == "ready"
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
@@ -134,7 +134,7 @@ def test_a_collective_whose_peer_does_not_come_and_goes_on_when_it_does(stand, t
     assert "in reducing" in sleeping.text
     assert "all_reduce" not in sleeping.text
     (tmp_path / "go").touch()
-    assert [one.hear() for one in both] == ["sum 3"] * 2
+    assert [one.receive() for one in both] == ["sum 3"] * 2
     for one in both:
         one.process.join(120)
     assert [one.process.exitcode for one in both] == [0, 0]
@@ -294,10 +294,10 @@ def test_the_dumper_writes_a_file_and_the_log(asleep, tmp_path, caplog):
         assert woken.wait(60)
     until(lambda: dumper.done)
     text = (reports / "round-7.node-1.txt").read_text()
-    for told in (text, caplog.text):
-        assert "===== Stacks of node-1, round 7: hang: no step =====" in told
-        assert f"----- rank 0, pid {standing.process.pid}, after step 20: python" in told
-        assert "in forever" in told
+    for output in (text, caplog.text):
+        assert "===== Stacks of node-1, round 7: hang: no step =====" in output
+        assert f"----- rank 0, pid {standing.process.pid}, after step 20: python" in output
+        assert "in forever" in output
     assert "round-7.node-1.txt" in caplog.text
 
 

@@ -114,7 +114,7 @@ def save_until_killed(folder, number, step, parent, seed):
         number: number of the round.
         step: restored step.
         parent: reference of the restored checkpoint as JSON.
-        seed: seed of the moment of death.
+        seed: random seed of the moment of death.
     """
     moments = random.Random(seed)
     storage = Mortal(Path(folder), moments.randint(1, 120), moments)

@@ -7,9 +7,9 @@ import queue
 
 from azureml_elastic.ipc import MessageServer, listen
 
-__all__ = ["PATIENCE", "FakeAgent"]
+__all__ = ["TIMEOUT_S", "FakeAgent"]
 
-PATIENCE = 60.0
+TIMEOUT_S = 60.0
 
 
 class FakeAgent:
@@ -22,7 +22,7 @@ class FakeAgent:
         self.kept = []
         self.refusals = []  # answers to the next commits instead of ok
         self.commits = []
-        self.heard = queue.Queue()
+        self.received = queue.Queue()
         self.on_step = None
         self.server = MessageServer(listen(self.path), self._on_message, self._on_close)
 
@@ -51,10 +51,10 @@ class FakeAgent:
         else:
             if kind == "step" and self.on_step is not None:
                 self.on_step(connection, message["step"])
-            self.heard.put((connection.state.get("rank"), message))
+            self.received.put((connection.state.get("rank"), message))
 
     def _on_close(self, connection):
-        self.heard.put((connection.state.get("rank"), {"op": "gone"}))
+        self.received.put((connection.state.get("rank"), {"op": "gone"}))
 
     def wait_for(self, kind, count=1):
         return self.wait_for_all(**{kind: count})[kind]
@@ -63,7 +63,7 @@ class FakeAgent:
         """Wait for so many messages of each kind, in whatever order they come."""
         found = {kind: [] for kind in counts}
         while any(len(found[kind]) < count for kind, count in counts.items()):
-            rank, message = self.heard.get(timeout=PATIENCE)
+            rank, message = self.received.get(timeout=TIMEOUT_S)
             if message["op"] in found:
                 found[message["op"]].append((rank, message))
         return found

@@ -23,11 +23,11 @@ class Printed:
 
 
 ears = [Printed()]
-"""Who is told; the last one counts."""
+"""Receivers of the signal; the last one counts."""
 
 
 def stand(way: str, folder: Path, rank: int, argument: str = "", pipe=None) -> None:
-    """Register, unless told to be a stranger, and then do what the way is called after."""
+    """Register, unless the process is to be unknown, and then hang in the named way."""
     if pipe is not None:
         ears.append(pipe)
     if way != "stranger":

@@ -31,10 +31,10 @@ def linger():
 
 
 def handle(path):
-    """Wait in the system, as a server does, and write a file when told to end."""
+    """Wait in the system, as a server does, and write a file when it receives SIGTERM."""
 
     def on_term(*_):
-        Path(path).write_text("told")
+        Path(path).write_text("expected")
         sys.exit(3)
 
     signal.signal(signal.SIGTERM, on_term)
@@ -54,7 +54,7 @@ def square(number):
 
 
 def ends(context, folder):
-    """Return how processes end that are told to by those who started them."""
+    """Return how processes end that are terminated by their parents."""
     found = {}
     process = context.Process(target=linger)
     process.start()

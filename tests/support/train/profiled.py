@@ -1,4 +1,4 @@
-"""A script that is profiled, and that ends in the way it is told after some step."""
+"""A script that is profiled and ends in a given way after some step."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ for _ in run.epochs(1):
             os.kill(os.getpid(), signal.SIGTERM)
         run.commit()
         if run.steps == arguments.end_at and arguments.ending == "raise":
-            raise ValueError("as told")
+            raise ValueError("as requested")
         if run.steps == arguments.end_at and arguments.ending == "exit":
             sys.exit(5)

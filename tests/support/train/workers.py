@@ -265,7 +265,7 @@ class FullDisk:
 
 
 def failing_saves(folder):
-    """Return what each rank is told when a rank cannot save: by its state, or by the folder."""
+    """Return the error of each rank when a rank cannot save because of its state or of the folder."""
     checkpoints = _checkpoints(folder)
     model = nn.Linear(2, 2)
     assert _save(checkpoints, 1, TrackedState({"model": model}), None)

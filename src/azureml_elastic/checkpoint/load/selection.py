@@ -38,7 +38,7 @@ class CheckpointSelector:
         storage: storage of the checkpoints.
         control: control group of the ranks.
         stale_seconds: time limit for a mount to show what was written, once for each search.
-        report: called on rank 0 with the folder of a damaged checkpoint and a description of the damage.
+        report: function called on rank 0 with the folder of a damaged checkpoint and a description of the damage.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ def draw(disturbances: Sequence[Disturbance], seed: str) -> Fate | None:
 
     Args:
         disturbances: faults that may affect the call.
-        seed: seed of this call.
+        seed: random seed of this call.
     """
     rng = random.Random(seed)
     for disturbance in disturbances:

@@ -127,7 +127,7 @@ class Schedule:
 
     Args:
         faults: faults, each of which happens once.
-        seed: seed for the targets of ``any`` and for the affected calls to the table.
+        seed: random seed for the targets of ``any`` and for the affected calls to the table.
     """
 
     faults: tuple[Fault, ...] = ()

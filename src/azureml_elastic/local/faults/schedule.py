@@ -174,7 +174,7 @@ def random_schedule(
     faults) end after 1 to 8 s, so that steps advance again.
 
     Args:
-        seed: seed of the schedule.
+        seed: random seed of the schedule.
         nodes: number of nodes at the start, and the maximum; at least 2.
         first_step: step of the earliest fault.
         last_step: step of the latest fault; the range must have at least ``faults`` steps.

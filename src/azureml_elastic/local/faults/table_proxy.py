@@ -71,7 +71,7 @@ class TableProxy:
 
     Args:
         target: URL of the table, plain HTTP.
-        seed: seed for the affected calls.
+        seed: random seed for the affected calls.
         log: file to which each call is appended as a line of JSON; ``None`` for none.
 
     Raises:

@@ -29,7 +29,7 @@ class Permutation:
     """A permutation of ``range(length)``.
 
     Args:
-        length: at least 1, below 2**62.
+        length: number of elements, at least 1 and below 2**62.
         key: 64 bits; another key gives another permutation.
     """
 

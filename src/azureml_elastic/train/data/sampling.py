@@ -31,9 +31,9 @@ class Cursor:
     """How far the data has been trained.
 
     Args:
-        epoch: counted from 0.
+        epoch: number of the epoch, from 0.
         consumed: samples of this epoch that committed steps have trained.
-        streams: for data in shards, where each stream stands: the shard's place in the stream, and samples read of it.
+        streams: position of each shard stream: index of the shard in the stream, and number of samples read of it.
     """
 
     epoch: int = 0
@@ -58,7 +58,7 @@ class DataSpec:
     Args:
         length: samples in the dataset.
         global_batch_size: samples of one optimizer step over all ranks.
-        seed: of the order.
+        seed: random seed of the order.
         shuffle: whether the order is random, or that of the dataset.
         drop_last: whether the ``length % global_batch_size`` last samples of an epoch's order are left out.
         algorithm: that makes the order.
@@ -170,7 +170,7 @@ def parts(
     Args:
         count: samples of the window.
         world_size: ranks.
-        rank: of them.
+        rank: rank of the worker.
         logical_workers: among which the window is dealt out first, so that the micro-batches are the same at any
             world size; ``None`` deals it out to the ranks.
         most: samples of a micro-batch, ``None`` for any number.

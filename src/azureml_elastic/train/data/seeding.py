@@ -17,8 +17,8 @@ class SeededIds(list[int]):
     """Samples to fetch, and the name of their micro-batch.
 
     Args:
-        ids: of the samples.
-        place: of the micro-batch.
+        ids: ids of the samples.
+        place: position of the micro-batch.
     """
 
     def __init__(self, ids: Sequence[int] = (), place: tuple[int, ...] = ()) -> None:
@@ -59,7 +59,7 @@ class SeededCollate:
     """The same for what makes a batch of samples, which torch calls next.
 
     Args:
-        collate: of the script.
+        collate: collate function of the script.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:

@@ -1,8 +1,8 @@
 """Reading a data set that comes in shards, such that it can go on anywhere, at any world size.
 
-The shards are dealt out to a fixed number of *streams*, as cards are. A stream is a sequence of samples: its shards, one
-after the other. Each step takes the next samples of every stream, so where the data stand is where each stream stands, and
-a rank reads the streams that fall to it in the round.
+The shards are dealt out to a fixed number of *streams*, as cards are. A stream is a sequence of samples: its shards,
+one after the other. Each step takes the next samples of every stream, so where the data stand is where each stream
+stands, and a rank reads the streams that fall to it in the round.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class ShardSpec:
     """What must stay the same over all restarts of a run for each sample to be trained once an epoch.
 
     Args:
-        shards: of the data set.
-        streams: to which they are dealt out.
+        shards: number of shards of the dataset.
+        streams: number of streams that they are assigned to.
         global_batch_size: samples of one optimizer step over all ranks.
-        seed: of the order of the shards.
+        seed: random seed of the order of the shards.
         shuffle: whether that is random.
         drop_last: whether incomplete windows at the end of an epoch are left out.
     """
@@ -137,7 +137,7 @@ class Part(NamedTuple):
 
     Args:
         batch: collated, ``None`` without a sample.
-        ids: of the samples: ``shard << 32 | place in it``.
+        ids: sample ids, ``shard << 32 | position in the shard``.
         streams: the group's streams and where each stands afterwards.
         place: names the part whatever the world size.
     """
@@ -154,10 +154,10 @@ class ShardStreamReader(IterableDataset[Part]):
     In a ``DataLoader`` with processes, part ``i`` of each window is read by process ``i`` modulo their number.
 
     Args:
-        dataset: in shards.
-        spec: of it.
+        dataset: dataset in shards.
+        spec: specification of its order.
         cursor: where to begin.
-        groups: of streams; each gives a part to each window.
+        groups: groups of streams, each of which contributes a part to each window.
         window_size: samples of a window over all streams.
         collate: makes a batch of samples.
         is_seeded: whether random numbers follow from the place in the data.

@@ -30,7 +30,7 @@ def config_for(
         config: DeepSpeed's; its ``elasticity`` and ``nebula`` blocks are left out.
         global_batch_size: samples of one optimizer step over all ranks.
         world_size: ranks.
-        micro_batch_size: of the loader, where it has one.
+        micro_batch_size: micro-batch size of the loader, if it has one.
 
     Raises:
         UsageError: it names another global batch, or an accumulation that the loader does not have.

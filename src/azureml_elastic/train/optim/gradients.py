@@ -30,9 +30,9 @@ class Gradients:
     """How a step's gradients come about.
 
     Args:
-        policy: of the run.
+        policy: batch policy of the run.
         world: the ranks.
-        position: in the data.
+        position: position in the data.
         rate: learns from the gradients how noisy they are.
     """
 
@@ -95,7 +95,7 @@ class Gradients:
 
         Args:
             loss: its mean loss.
-            micro: at hand.
+            micro: current micro-batch.
             tokens: that the loss is the mean over, ``None`` for the samples.
 
         Raises:
@@ -206,7 +206,7 @@ class _ExactSum:
             changed = not torch.equal(buffer, begun)
             changes.append((buffer - begun) * (weight if buffer.is_floating_point() else 1) if changed else None)
             buffer.copy_(begun)
-        if not micro.samples:  # a stand-in
+        if not micro.samples:  # a batch with weight zero
             gradients, changes = [None] * len(gradients), [None] * len(changes)
         self._terms.append(gradients + changes)
 

@@ -29,8 +29,8 @@ class LearningRate:
     """The factor of all tracked optimizers.
 
     Args:
-        policy: of the run.
-        position: in the data.
+        policy: batch policy of the run.
+        position: position in the data.
         discarded: tells whether the step at hand counts for nothing.
     """
 
@@ -91,7 +91,7 @@ class LearningRate:
         """Return by how many steps a schedule goes on with the step at hand.
 
         Args:
-            window: of the first loader, ``None`` where it is not taken from.
+            window: window of the first loader, ``None`` if it is not open.
         """
         return math.floor(self._progress_now + self._advance_of(window)) - math.floor(self._progress_now)
 
@@ -157,7 +157,7 @@ class _Hooked:
     """One optimizer.
 
     Args:
-        optimizer: to change the rates of.
+        optimizer: optimizer whose rates change.
         before_step: takes it; returns the factor, and by how much the batch is larger where betas are to follow it.
     """
 
@@ -169,7 +169,7 @@ class _Hooked:
         optimizer.register_step_post_hook(lambda *_: self.put_back())
 
     def put_back(self) -> None:
-        """Undo what the hook before the step has changed; what somebody else has changed since stays."""
+        """Revert what the hook before the step has changed, except values that were changed since."""
         for group, key, original, applied in self._changed:
             if isinstance(applied, torch.Tensor):
                 if isinstance(group[key], torch.Tensor):  # without waiting for a GPU

@@ -34,10 +34,10 @@ class Scale:
         world_size: that it follows.
         start: the factor at which the ramp began.
         elapsed: steps of the ramp that are completed.
-        steps: of the whole ramp.
+        steps: number of steps of the whole ramp.
         gain: AdaScale's, as of the last step.
         moments: AdaScale's estimates, see :mod:`~azureml_elastic.train.optim.gradient_noise`.
-        progress: of schedules, in steps of the reference.
+        progress: progress of schedules, in steps of the reference.
     """
 
     world_size: int
@@ -59,9 +59,9 @@ class Scale:
         """Follow another world size.
 
         Args:
-            policy: of the run.
-            world_size: from now on.
-            momentum: of the optimizer, 0 without one.
+            policy: batch policy of the run.
+            world_size: new world size.
+            momentum: momentum of the optimizer, 0 without one.
 
         Returns:
             The new state, and the number that momentum buffers are to be multiplied by.
@@ -84,7 +84,7 @@ class Scale:
         """Return the state after a completed step.
 
         Args:
-            steps: of the reference that it stands for.
+            steps: number of reference steps that the step stands for.
         """
         return replace(self, elapsed=min(self.elapsed + 1, self.steps), progress=self.progress + steps)
 
@@ -102,9 +102,9 @@ def ramp_steps(ramp: Ramp, ratio: float, momentum: float) -> int:
     """Return the steps that a rise takes.
 
     Args:
-        ramp: of the policy.
-        ratio: of the factors after and before.
-        momentum: of the optimizer, 0 without one: nothing is to be waited for then.
+        ramp: ramp of the policy.
+        ratio: ratio of the factors after and before the change.
+        momentum: momentum of the optimizer, 0 without one.
     """
     if ramp.steps != "auto":
         return ramp.steps
@@ -117,7 +117,7 @@ def target(policy: FixedPerWorkerBatch, world_size: int, gain: float = 1.0) -> f
     """Return the factor that a policy asks for, beyond all ramps.
 
     Args:
-        policy: of the run.
+        policy: batch policy of the run.
         world_size: ranks.
         gain: AdaScale's.
     """

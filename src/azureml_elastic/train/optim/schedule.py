@@ -22,7 +22,7 @@ class Schedule:
     besides ``step()`` is its own.
 
     Args:
-        scheduler: to step, of torch or Accelerate's wrapper of one.
+        scheduler: scheduler of torch, or Accelerate's wrapper of one.
         due: returns the steps that the optimizer step at hand stands for, ``None`` outside of one.
 
     Raises:

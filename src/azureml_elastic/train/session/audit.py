@@ -44,7 +44,7 @@ class Audit:
         Args:
             step: steps completed with it.
             stream: whose data they are.
-            window: of this rank.
+            window: window of this rank.
         """
         what = {"epoch": window.after.epoch, "of": window.epoch_size, "ids": list(window.ids)}
         self._write({"round": self._round, "step": step, "loader": stream.name, **what})
@@ -55,7 +55,7 @@ class Audit:
         Args:
             step: steps completed.
             stream: whose data they are.
-            cursor: at the end.
+            cursor: cursor at the end.
         """
         what = {"epoch": cursor.epoch, "of": cursor.consumed, "ids": []}
         self._write({"round": self._round, "step": step, "loader": stream.name, **what})

@@ -1,8 +1,9 @@
 """Evaluation of a model on a dataset: each sample counts once, and the result is bit-identical at any world size.
 
-The batches do not depend on the world size. They are divided among the ranks, and the sums over them are added exactly
-(``math.fsum``). All ranks run the same number of forward passes, which may be collectives (FSDP2, ZeRO-3): a rank with
-fewer batches repeats one, and drops its result. If the round ends meanwhile, the evaluation starts again in the next one.
+The batches do not depend on the world size. They are divided among the ranks, and the sums over them are added
+exactly (``math.fsum``). All ranks run the same number of forward passes, which may be collectives (FSDP2, ZeRO-3): a
+rank with fewer batches repeats one, and drops its result. If the round ends meanwhile, the evaluation starts again in
+the next one.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ class Profiling:
 
     Args:
         wanted: the steps and ranks.
-        folder: for the traces.
+        folder: folder of the traces.
         node: begins the names of the files.
-        device: of this process.
-        agent: is told when a step takes its time.
+        device: device of this process.
+        agent: agent that is informed of long steps.
     """
 
     def __init__(self, wanted: Profile, folder: Path, node: str, device: torch.device, agent: Agent) -> None:
@@ -64,7 +64,7 @@ class Profiling:
         """Begin a round.
 
         Args:
-            identity: of this process in it.
+            identity: identity of this process in the round.
             steps: completed.
         """
         self._drop()
@@ -76,7 +76,7 @@ class Profiling:
         """Do what is due between two steps.
 
         Args:
-            identity: of this process; another one than before where the round has changed.
+            identity: identity of this process in the current round.
             steps: completed.
         """
         if identity is not self._identity:
@@ -197,8 +197,8 @@ def ends_within(seconds: float, action: Callable[[], None]) -> bool:
     """Do something that may hang on a thread of its own, and return whether it has ended in time.
 
     Args:
-        seconds: to wait.
-        action: to do.
+        seconds: time to wait.
+        action: action to run.
     """
     thread = threading.Thread(target=action, name="may-hang", daemon=True)
     thread.start()

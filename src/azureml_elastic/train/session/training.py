@@ -136,7 +136,7 @@ class Training(ABC):
                 :class:`~azureml_elastic.FixedPerWorkerBatch` at the reference world size
             micro_batch_size: limit on the samples of one forward and backward pass of a rank, for loops that check
                 ``run.accumulating``; ``None`` for no limit
-            seed: seed of the order
+            seed: random seed of the order
             shuffle: whether the order is random; for a dataset in shards, the order of the shards
             drop_last: whether the incomplete batch at the end of an epoch is left out
             name: name of the loader, for scripts with several

@@ -183,7 +183,7 @@ def test_incomplete_windows_are_dropped():
     assert [window[0][0][0].window.count for window in windows] == [18]
 
 
-def test_lanes_suit_most_world_sizes():
+def test_stream_counts_suit_most_world_sizes():
     streams = [
         ShardSpec.make(shards, None, global_batch_size=64, seed=0, shuffle=True, drop_last=False).streams
         for shards in (1, 5, 13, 30, 1000)

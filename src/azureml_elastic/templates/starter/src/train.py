@@ -25,7 +25,7 @@ def spiral(count: int, seed: int) -> TensorDataset:
     """Return points of a spiral with the numbers of their arms.
 
     Args:
-        count: of points.
+        count: number of points.
         seed: the same points for the same number.
     """
     generator = torch.Generator().manual_seed(seed)
