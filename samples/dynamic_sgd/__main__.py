@@ -1,4 +1,4 @@
-"""Run the study; writes ``docs/dynamic-sgd.md`` and its picture.
+"""Run the study; writes ``docs/explanation/dynamic-sgd.md`` and its picture.
 
 Exit code 1 means that the page's text is not what was measured.
 """
@@ -191,7 +191,7 @@ def main() -> int:
         date=f"{datetime.now().astimezone():%Y-%m-%d}",
         machine=machine(),
     )
-    (arguments.out / "dynamic-sgd.md").write_text(page, "utf-8")
+    (arguments.out / "explanation" / "dynamic-sgd.md").write_text(page, "utf-8")
     picture = draw(
         "Linear scaling of the learning rate needs a ramp upwards, and none downwards",
         [

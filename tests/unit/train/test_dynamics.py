@@ -43,7 +43,7 @@ def test_a_rise_without_a_ramp_throws_the_loss_up():
 
 
 def test_with_a_ramp_as_much_is_learnt_as_by_one_worker():
-    # It learns a little more from so few samples, and a little less from all of the study's: docs/dynamic-sgd.md.
+    # It learns a little more from so few samples, and a little less from all of the study's.
     alone = cached(replace(SETTING, worlds=((0, 1),)), FIXED)
     found = difference(cached(SETTING, RAMP), alone, paired=False)
     assert found.mean <= 2 * found.error

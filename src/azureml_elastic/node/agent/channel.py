@@ -2,7 +2,7 @@
 
 Workers never access the table. They report their steps to the agent, request the committed checkpoint, request commits
 of new ones, and receive the step at which to save or to leave. A script without a session never connects, and is
-restarted at each change as under torchrun. The messages are listed in ``docs/channel.md``.
+restarted at each change as under torchrun. The messages are listed in ``docs/explanation/step-boundary.md``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What went wrong in a worker: its kind, a signature that is the same everywhere, and the user's own traceback.
 
-Which words make which kind is listed in ``docs/failures.md``.
+Which words make which kind is listed in ``docs/explanation/failures.md``.
 """
 
 from __future__ import annotations

@@ -57,6 +57,6 @@ def closing_message(message: str, failure: FailureRecord, number: int, why: str)
     step = "" if failure.step is None else f" at step {failure.step}"
     return (
         f"{message}\n\nWorker {failure.rank} on {failure.node} failed in round {number}{step} with exit code "
-        f"{failure.exit_code}: {WORDS[failure.kind]}. {why} {_ADVICE[failure.kind]}; docs/failures.md tells more. "
-        "Committed checkpoints are kept."
+        f"{failure.exit_code}: {WORDS[failure.kind]}. {why} {_ADVICE[failure.kind]}; see "
+        "docs/explanation/failures.md. Committed checkpoints are kept."
     )

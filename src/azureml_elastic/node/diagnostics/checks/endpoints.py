@@ -72,7 +72,7 @@ def check_peer(host: str, port: int) -> Finding:
     except OSError as error:
         advice = (
             "Nodes in different clusters need one virtual network; open the ports of port_range= between them, or set "
-            "advertise= to the interface by which they reach each other (docs/network.md)."
+            "advertise= to the interface by which they reach each other (docs/how-to/network.md)."
         )
         return Finding(name, "fail", describe_error(error, _SECONDS), "", advice)
     return Finding(name, "ok", f"accepts a connection after {_ms(began)}")

@@ -18,7 +18,7 @@ __all__ = ["CallerIdentity", "check_identity", "claims_of"]
 
 _ADVICE = (
     "On your own machine: `az login`. In a job: give the compute a managed identity, or submit with "
-    "identity=UserIdentityConfiguration(), and see credential= of TableRendezvous (docs/table.md)."
+    "identity=UserIdentityConfiguration(), and see credential= of TableRendezvous (docs/explanation/table.md)."
 )
 
 

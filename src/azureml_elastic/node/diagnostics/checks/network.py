@@ -28,7 +28,7 @@ it."""
 
 _ADVICE = (
     "Allow TCP between the nodes (port_range= of TableRendezvous limits the ports), or set its advertise=, or on this "
-    f"node {LOCAL_ADDRESS}, to an address that the others can reach (docs/network.md)."
+    f"node {LOCAL_ADDRESS}, to an address that the others can reach (docs/how-to/network.md)."
 )
 
 
