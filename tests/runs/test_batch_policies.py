@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS
-from pathlib import Path
-
 import pytest
-from tests.support.node_server import start_node
-from tests.support.whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.config import ElasticDistribution, FixedPerWorkerBatch
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.node_server import start_node
+from tests.support.paths import PROGRAMS
+from tests.support.whole_runs import GATHERING, after_gathering
 
 PROGRAM = str(PROGRAMS / "policy_train.py")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS, SAMPLES
 import json
 import os
 import subprocess
@@ -10,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.paths import PROGRAMS, SAMPLES
+from tests.support.whole_runs import GATHERING, after_gathering
 
 TRAINING = PROGRAMS
 PROGRAM = str(TRAINING / "chaos_train.py")

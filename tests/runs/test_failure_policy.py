@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from azureml_elastic.ledger.events import Event, WorkerFailed
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
+from tests.support.paths import PROGRAMS
 
 TRAINING = PROGRAMS
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS
 import contextlib
 import json
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from tests.support.node_server import start_node
-from tests.support.whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.config import ElasticDistribution, TableRendezvous
 from azureml_elastic.ledger.events import CheckpointCommitted, Event, Progress, RoundReopened, RunEnded
@@ -24,6 +20,9 @@ from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.rendezvous.state.row_keys import MEMBER_PREFIX, ROUND_KEY
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.opening import emulator_connection_string
+from tests.support.node_server import start_node
+from tests.support.paths import PROGRAMS
+from tests.support.whole_runs import GATHERING, after_gathering
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
 VARIABLE = "AZURE_STORAGE_CONNECTION_STRING"

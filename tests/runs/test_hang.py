@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS
 import sys
-from pathlib import Path
 
 from azureml_elastic.ledger.events import HangDetected, Progress, RoundEntered, RoundReopened, read_event
 from azureml_elastic.ledger.reading import read_events
@@ -12,6 +10,7 @@ from azureml_elastic.ledger.timeline import recoveries
 from azureml_elastic.local.board import Board
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.view import describe
+from tests.support.paths import PROGRAMS
 
 TRAINING = PROGRAMS
 PROGRAM = str(TRAINING / "hanging.py")

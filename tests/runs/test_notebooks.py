@@ -1,12 +1,12 @@
 """The notebooks run from their first cell to their last against a local workspace, and say what their text promises."""
 
-from tests.support.paths import SAMPLES
 import json
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
+
+from tests.support.paths import SAMPLES
 
 pytest.importorskip("azure.ai.ml")
 nbclient = pytest.importorskip("nbclient")

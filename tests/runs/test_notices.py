@@ -6,20 +6,20 @@ A few seeds run with the other tests; ``python -m nox -s chaos`` runs fifty. A s
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS
 import json
 import os
 import random
 from pathlib import Path
 
 import pytest
-from tests.support.node_server import start_node
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.ledger.events import CheckpointCommitted, RoundEntered
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import AtStep, Preempt, Schedule
+from tests.support.node_server import start_node
+from tests.support.paths import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
 LONG_NOTICE_S = 30.0

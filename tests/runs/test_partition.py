@@ -1,4 +1,4 @@
-"""Nodes in network namespaces of their own, some of which cannot reach each other: which nodes train, and what is reported.
+"""Nodes in network namespaces, some of which cannot reach each other: which nodes train, and what is reported.
 
 Each node is the production entry, the table a real Azurite that all of them reach. A pair is separated as by a network
 that drops packets: each side's address of the other one leads nowhere. Ports are closed with iptables.
@@ -6,7 +6,6 @@ that drops packets: each side's address of the other one leads nowhere. Ports ar
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS
 import contextlib
 import functools
 import os
@@ -27,6 +26,7 @@ from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.events import HealthChecked, RoundEntered, RoundReopened, Unreachable
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.azurite import Azurite
+from tests.support.paths import PROGRAMS
 
 TIMEOUT_S = 150.0
 REPORTED_WITHIN_S = 30.0

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-
-from tests.support.node_server import start_node
-from tests.support.whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config import environment as variables
@@ -18,6 +14,9 @@ from azureml_elastic.ledger.events import NodeLeft, Progress, RoundEntered
 from azureml_elastic.ledger.reading import EventReader, read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.metadata_service import MetadataService
+from tests.support.node_server import start_node
+from tests.support.paths import PROGRAMS
+from tests.support.whole_runs import GATHERING, after_gathering
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
 TIMEOUT_S = 120.0

@@ -6,19 +6,18 @@ A few seeds run with the other tests; ``python -m nox -s chaos`` runs a hundred.
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.node_server import start_node
 
 from azureml_elastic.config import ElasticDistribution, HealthPolicy
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import Kill, Preempt, Schedule
 from azureml_elastic.local.faults.schedule import random_schedule
+from tests.support.node_server import start_node
+from tests.support.paths import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
 KINDS = ("kill", "preempt", "add", "freeze", "table")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS
 import os
 import signal
 import time
@@ -11,14 +10,15 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from tests.support.node_server import start_node
-from tests.support.whole_runs import GATHERING, after_gathering
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.ledger.events import Progress, WorkerFailed, WorkersStarted
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.node_server import start_node
+from tests.support.paths import PROGRAMS
+from tests.support.whole_runs import GATHERING, after_gathering
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
 

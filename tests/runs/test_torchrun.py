@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.paths import PROGRAMS
 import os
 import re
 import signal
@@ -12,7 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
 from tests.support import waiting
+from tests.support.paths import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "stepping.py")
 
