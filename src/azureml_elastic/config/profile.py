@@ -23,17 +23,17 @@ class Profile(ConfigModel):
     """PyTorch's profiler over a few steps, written for TensorBoard; the rest of the run is not slowed down.
 
     Args:
-        first: the first step that is recorded. Steps are counted from 1 over the whole run, restarts included. steps:
-        how many, one after the other, are recorded; a trace has all of them. warmup: steps before them in which the
-        profiler runs without keeping anything: its own start takes time. every: steps from one recording's beginning
-        to the next one's; ``None`` records once. each_round: whether steps are counted anew in each round, so that
-        every world size has its traces. ranks: that record; those that a round does not have are left out. folder:
-        folder of the traces, in which the node's variables, as in ``"$AZURE_ML_OUTPUT_traces"``, are expanded.
-        ``None`` takes
-            ``profiles`` in the run's folder, which Azure ML uploads.
+        first: first recorded step, counted from 1 over the whole run, restarts included.
+        steps: number of consecutive recorded steps, which form one trace.
+        warmup: number of steps before them in which the profiler runs without keeping anything.
+        every: number of steps between the starts of two recordings; ``None`` to record once.
+        each_round: whether steps are counted from 1 in each round, so that every world size has its traces.
+        ranks: ranks that record, or ``"all"``; ranks that a round does not have are ignored.
+        folder: folder of the traces, in which the node's variables, as in ``"$AZURE_ML_OUTPUT_traces"``, are expanded;
+            ``None`` for ``profiles`` in the run folder, which Azure ML uploads.
         record_shapes: whether the shapes of operators' inputs are recorded.
-        profile_memory: whether allocations are.
-        with_stack: whether the lines of source are. Each of the three makes the recorded steps slower.
+        profile_memory: whether allocations are recorded.
+        with_stack: whether source lines are recorded. Each of these three makes the recorded steps slower.
     """
 
     first: int = Field(default=10, ge=1)

@@ -119,7 +119,7 @@ def test_a_command_runs_in_a_workspace_of_its_own(run, project):
     assert wrong.exit_code == 2
     assert "'spot' is not a pool" in wrong.output
     wrong = run("workspace", "start", "--evict", "x", "--", "true")
-    assert "'x' is no eviction" in wrong.output
+    assert "'x' is not an eviction" in wrong.output
     Path("config.json").write_text("{}")
     wrong = run("workspace", "start")
     assert "exists already" in wrong.output
