@@ -136,8 +136,8 @@ def test_all_workers_leave_at_the_agreed_step_and_the_next_round_goes_on(agent, 
     assert agent.pointer["step"] == 23
     assert ".round-000001." in agent.pointer["directory"]
 
-    announce(agent, "save", 5, at=25)
-    arguments = (tmp_path / "c", 50, None, 25, tmp_path / "announced again")
+    announce(agent, "save", 4, at=26)  # not the last step of an epoch, which is reported with its end
+    arguments = (tmp_path / "c", 50, None, 26, tmp_path / "announced again")
     world = World(1, workers.agent_session, *arguments, **environment(agent, 2))
     ((_, restored),) = agent.wait_for("restored")
     assert restored["step"] == 23
