@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file
 
 from azureml_elastic.checkpoint.format.catalogue import export, newest_whole
@@ -97,6 +98,8 @@ def test_accumulated_micro_batches_change_nothing(parts, options, uninterrupted,
     ids=["bf16", "bf16-3-1", "fp16", "offload2", "offload3"],
 )
 def test_every_bit_is_restored(parts, options, tmp_path):
+    if options.get("kind") == "fp16" and not get_accelerator().is_fp16_supported():
+        pytest.skip("DeepSpeed refuses fp16 on this processor")
     losses, end = train_in_parts(tmp_path, parts, **options)
     assert all(math.isfinite(loss) for loss in losses)
     if options.get("kind") == "fp16":
