@@ -186,7 +186,7 @@ def _node(request: dict[str, Any], output: int, marker: int) -> Callable[[], Any
     ctypes.memset(marker, 0, _MARKER_BYTES)
     ctypes.memmove(marker, request["env"][MARKER].encode(), len(request["env"][MARKER]))
     script_runner.adopt_descriptors(os.dup(output), output)
-    script_runner.freshen()
+    script_runner.reset_process_state()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     waiting = os.fork()
     if waiting == 0:
@@ -229,7 +229,7 @@ def _preload(link: socket.socket) -> Callable[[], Any]:
     os.chdir(request["folder"])
     script_runner.adopt_environment(request["env"])
     script_runner.adopt_descriptors(stdout, stderr)
-    script_runner.freshen()
+    script_runner.reset_process_state()
     words = list(request["words"])
     words[3] = str(agent)
     sys.orig_argv[:] = words

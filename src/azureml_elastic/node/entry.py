@@ -132,9 +132,11 @@ class _Node:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", identity.interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", identity.interface)
         interpreter, options = _interpreter(program)
-        self._warm = start_preload(interpreter, options, program, os.environ) if distribution.preload_workers else None
-        if self._warm is not None:
-            stack.callback(self._warm.close)
+        self._preload_server = (
+            start_preload(interpreter, options, program, os.environ) if distribution.preload_workers else None
+        )
+        if self._preload_server is not None:
+            stack.callback(self._preload_server.close)
         self._replacement = start_replacement_thread(identity, table, self._leads, os.environ)
         if self._replacement is not None:
             stack.callback(self._replacement.close)
@@ -214,7 +216,7 @@ class _Node:
             worker_command(self._program),
             DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL, tee=Std.ALL),
             self._channel,
-            self._warm,
+            self._preload_server,
             handover_seconds=distribution.handover_timeout.total_seconds(),
             stop_seconds=distribution.stop_timeout.total_seconds(),
         )

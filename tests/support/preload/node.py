@@ -18,16 +18,16 @@ from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 
 def main(script: str, folder: Path) -> None:
-    warm = preload_server(script, "--x", "1", options=())
+    server = preload_server(script, "--x", "1", options=())
     round_ = Round(state="sealed", members=(Member("node", "x", host="127.0.0.1", store_port=1, slots=2),))
     environments = worker_environments(Assignment(round_, 0, None), "run", 0)
-    assert warm.wait_ready(300), warm.refusal
-    for name in ("warm", "cold"):
+    assert server.wait_ready(300), server.refusal
+    for name in ("forked", "plain"):
         context = PreloadContext(
-            warm,
+            server,
             name="worker",
-            entrypoint=warm.command[0],
-            args=dict.fromkeys(environments, warm.command[1:]),
+            entrypoint=server.command[0],
+            args=dict.fromkeys(environments, server.command[1:]),
             envs=environments,
             logs_specs=DefaultLogsSpecs(str(folder / name), redirects=Std.ALL, tee=Std.OUT),
             log_line_prefixes={rank: f"[worker{rank}]:" for rank in environments},
@@ -38,12 +38,12 @@ def main(script: str, folder: Path) -> None:
             result = context.wait(1)
         context.close()
         codes = {rank: failure.exitcode for rank, failure in sorted(result.failures.items())}
-        print(name, context.warm, codes, flush=True)
-        if name == "warm":
-            os.kill(warm.pid, signal.SIGKILL)
-            while not gone(warm.pid):
+        print(name, context.forked, codes, flush=True)
+        if name == "forked":
+            os.kill(server.pid, signal.SIGKILL)
+            while not gone(server.pid):
                 time.sleep(0.01)
-    warm.close()
+    server.close()
 
 
 if __name__ == "__main__":

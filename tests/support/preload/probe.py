@@ -22,7 +22,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-# It takes seconds; a cold worker imports it only where it is needed.
+# It takes seconds; a worker that is started plainly imports it only where it is needed.
 if os.environ.get("RANK") in {"look", "draw", "processes"} and __name__ == "__main__":
     import numpy as np
     import torch

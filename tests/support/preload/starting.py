@@ -28,9 +28,9 @@ def preload_server(target, *arguments, kind="script", options=("-u",), environ: 
     return PreloadServer(sys.executable, options, program, ENVIRON if environ is None else environ)
 
 
-def run_forked(warm: PreloadServer, environ: Mapping[str, str], folder: Path, name: str) -> Result:
+def run_forked(server: PreloadServer, environ: Mapping[str, str], folder: Path, name: str) -> Result:
     out, err = folder / f"{name}.out", folder / f"{name}.err"
-    code = warm.start(environ, out, err).wait(END_SECONDS)
+    code = server.start(environ, out, err).wait(END_SECONDS)
     return Result(code, out.read_text(), err.read_text())
 
 

@@ -19,17 +19,17 @@ __all__ = ["Workers"]
 _POLL_SECONDS = 0.01
 
 _IMPORT_SECONDS = 120.0
-"""How long the preload server's imports may take; a cold worker would take as long."""
+"""How long the preload server's imports may take; a worker started without it would take as long."""
 
 
 class Workers:
     """The processes of one round, or of several where they stay. For the agent's thread.
 
     Args:
-        command: starts one cold.
+        command: command that starts a worker without the preload server.
         logs: where their output goes.
         channel: server for their sessions.
-        warm: forks them, ``None`` to start each one cold.
+        preload_server: server that forks the workers; ``None`` starts each one as a new interpreter.
         handover_seconds: timeout for interrupted workers to put their state into memory.
         stop_seconds: seconds between SIGTERM and SIGKILL.
     """
@@ -39,7 +39,7 @@ class Workers:
         command: tuple[str, ...],
         logs: LogsSpecs,
         channel: Channel,
-        warm: PreloadServer | None,
+        preload_server: PreloadServer | None,
         *,
         handover_seconds: float,
         stop_seconds: float,
@@ -47,7 +47,7 @@ class Workers:
         self._command = command
         self._logs = logs
         self._channel = channel
-        self._warm = warm
+        self._preload_server = preload_server
         self._handover = handover_seconds
         self._stop = stop_seconds
         self._context: SubprocessContext | None = None
@@ -69,8 +69,8 @@ class Workers:
             "logs_specs": self._logs,
             "log_line_prefixes": dict(prefixes),
         }
-        if self._warm is not None and self._warm.wait_ready(_IMPORT_SECONDS):
-            self._context = PreloadContext(self._warm, **arguments)
+        if self._preload_server is not None and self._preload_server.wait_ready(_IMPORT_SECONDS):
+            self._context = PreloadContext(self._preload_server, **arguments)
         else:
             self._context = SubprocessContext(**arguments)
         self._context.start()
@@ -79,7 +79,7 @@ class Workers:
     @property
     def settled(self) -> bool:
         """Whether new workers would start as fast as they ever will."""
-        return self._warm is None or self._warm.settled
+        return self._preload_server is None or self._preload_server.settled
 
     @property
     def pids(self) -> tuple[int, ...]:

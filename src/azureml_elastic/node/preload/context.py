@@ -57,7 +57,7 @@ class PreloadContext(SubprocessContext):
 
     def __init__(
         self,
-        warm: PreloadServer,
+        server: PreloadServer,
         *,
         name: str,
         entrypoint: str,
@@ -74,8 +74,8 @@ class PreloadContext(SubprocessContext):
             logs_specs=logs_specs,
             log_line_prefixes=log_line_prefixes,
         )
-        self._warm = warm
-        self.warm = False
+        self._server = server
+        self.forked = False
         """Whether the workers were forked by the preload server."""
 
     def _start(self) -> None:
@@ -92,16 +92,16 @@ class PreloadContext(SubprocessContext):
             super()._start()  # type: ignore[no-untyped-call]
             return
         self.subprocess_handlers = handlers  # type: ignore[assignment] # all that torch uses of them
-        self.warm = True
+        self.forked = True
         _LOG.info(
             "Forked %d workers in %.0f ms from the preload server.", self.nprocs, (time.monotonic() - start) * 1e3
         )
 
     def _fork(self, local_rank: int) -> ForkedWorker:
-        if (self.entrypoint, *self.args[local_rank]) != self._warm.command:
+        if (self.entrypoint, *self.args[local_rank]) != self._server.command:
             raise ForkRefused("torch changes the arguments of each worker")
         environ = {**os.environ, **self.envs[local_rank]}
-        return self._warm.start(environ, _path(self.stdouts[local_rank]), _path(self.stderrs[local_rank]))
+        return self._server.start(environ, _path(self.stdouts[local_rank]), _path(self.stderrs[local_rank]))
 
 
 def _path(name: str) -> Path | None:

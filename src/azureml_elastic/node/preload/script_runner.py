@@ -28,7 +28,7 @@ __all__ = [
     "adopt_imports",
     "become",
     "execute",
-    "freshen",
+    "reset_process_state",
     "on_end",
     "on_uncaught",
     "read_environment",
@@ -94,7 +94,7 @@ def adopt_imports(printed: Iterable[bytes], variables: Mapping[str, str | None])
             os.environ[name] = value
 
 
-def freshen() -> None:
+def reset_process_state() -> None:
     """Renew the state that each process has: random numbers, keys, caches. Python reseeds :mod:`random` itself."""
     sys.modules["torch"].default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")

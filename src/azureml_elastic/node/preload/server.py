@@ -90,7 +90,7 @@ class _Server:
         self._excluded = excluded
         self._kind = kind
         self._target = target
-        self._command = _cold_command(sys.orig_argv, kind)
+        self._command = _plain_command(sys.orig_argv, kind)
         self._environment = dict(os.environ)
         self._of_imports: dict[str, str | None] = {}
         self._printed: tuple[bytes, bytes] = (b"", b"")
@@ -145,13 +145,13 @@ class _Server:
             self.refuse(reason)
             return
         seconds = round(time.monotonic() - start, 3)
-        self._tell(op="ready", seconds=seconds, imports=made, excluded=self._excluded)
+        self._send(op="ready", seconds=seconds, imports=made, excluded=self._excluded)
         self._quiet_until = time.monotonic() + _IDLE_SECONDS
 
     def refuse(self, reason: str) -> None:
         """Refuse all further forks."""
         self._unsafe, self._later = reason, []
-        self._tell(op="unsafe", reason=reason)
+        self._send(op="unsafe", reason=reason)
 
     def _start_again(self, excluded: dict[str, str]) -> NoReturn:
         """Replace this process by a new one that imports less."""
@@ -172,7 +172,7 @@ class _Server:
         if reason is not None:
             self.refuse(f"{name}: {reason}")
         elif not self._later:
-            self._tell(op="settled")
+            self._send(op="settled")
 
     # --- the agent's requests ----------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class _Server:
         if reason is not None:
             self._decline(request, reason)
             return None
-        warm = os.getpid()
+        server = os.getpid()
         # Signals to the worker, even those ignored here, stay pending until it has restored its handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -212,11 +212,11 @@ class _Server:
             self._decline(request, f"it cannot fork: {error.strerror}")
             return None
         if worker == 0:
-            return self._become_worker(warm, descriptors)
+            return self._become_worker(server, descriptors)
         threads = leftover_threads()
         if threads is None:
             self._workers[worker] = False
-            self._tell(op="started", id=request["id"], pid=worker)
+            self._send(op="started", id=request["id"], pid=worker)
         else:
             os.kill(worker, signal.SIGKILL)
             os.waitpid(worker, 0)
@@ -227,7 +227,7 @@ class _Server:
         return None
 
     def _decline(self, request: dict[str, Any], reason: str) -> None:
-        self._tell(op="declined", id=request["id"], reason=reason)
+        self._send(op="declined", id=request["id"], reason=reason)
 
     def _why_not(self, folder: str) -> str | None:
         if self._unsafe is not None:
@@ -239,16 +239,16 @@ class _Server:
         here = os.getcwd()  # noqa: PTH109
         return None if here == folder else f"the working directory was {here!r} and is {folder!r} now"
 
-    def _become_worker(self, warm: int, descriptors: list[int]) -> Callable[[], Any]:
+    def _become_worker(self, server: int, descriptors: list[int]) -> Callable[[], Any]:
         try:
-            return self._worker(warm, descriptors)
+            return self._worker(server, descriptors)
         except Exception as error:  # noqa: BLE001 - a plain start is always possible
             os.write(2, f"The forked start failed ({type(error).__name__}: {error}); starting plainly.\n".encode())
             running.execute(self._command)
 
-    def _worker(self, warm: int, descriptors: list[int]) -> Callable[[], Any]:
+    def _worker(self, server: int, descriptors: list[int]) -> Callable[[], Any]:
         self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != warm:
+        if os.getppid() != server:
             os._exit(1)
         os.setsid()
         self._link.close()
@@ -261,7 +261,7 @@ class _Server:
             wanted.setdefault("LC_CTYPE", self._environment["LC_CTYPE"])  # Python sets it in the C locale
         running.adopt_environment(wanted)
         running.adopt_descriptors(stdout, stderr)
-        running.freshen()
+        running.reset_process_state()
         run = running.become(self._kind, self._target, self._command)
         running.adopt_imports(self._printed, self._of_imports)
         return run
@@ -295,7 +295,7 @@ class _Server:
             if ended is not None:
                 self._workers[worker] = True
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-                self._tell(op="ended", pid=worker, code=code)
+                self._send(op="ended", pid=worker, code=code)
 
     def _on_link(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
         self._end_with_agent()
@@ -313,14 +313,14 @@ class _Server:
                     kill(worker, signal.SIGKILL)
         os._exit(0)
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         try:
             self._link.send(json.dumps(message).encode())
         except OSError:
             self._end()
 
 
-def _cold_command(words: list[str], kind: str) -> list[str]:
+def _plain_command(words: list[str], kind: str) -> list[str]:
     """Return the command of a plain start, from the command of this process."""
     position = words.index(running.OUTERMOST)
     return [*words[: position - 1], *(["-m"] if kind == "module" else []), *words[position + 4 :]]

@@ -23,7 +23,7 @@ PROBE = str(HERE / "probe.py")
 
 
 @pytest.fixture(scope="module")
-def warm():
+def server():
     process = preload_server(PROBE)
     assert process.wait_ready(120), process.refusal
     yield process
@@ -47,20 +47,20 @@ def script(folder, text):
     return path
 
 
-def test_many_forks_in_a_row(warm, tmp_path):
+def test_many_forks_in_a_row(server, tmp_path):
     seconds = []
     for number in range(20):
         start = time.monotonic()
-        worker = warm.start(environment("exit at once"), tmp_path / f"{number}.out", tmp_path / f"{number}.err")
+        worker = server.start(environment("exit at once"), tmp_path / f"{number}.out", tmp_path / f"{number}.err")
         seconds.append(time.monotonic() - start)
         assert worker.wait(60) == 7
         assert worker.poll() == worker.returncode == 7
     print(f"20 forks: median {sorted(seconds)[10] * 1000:.0f} ms, slowest {max(seconds) * 1000:.0f} ms")
-    assert warm.ready
+    assert server.ready
 
 
-def test_ends_are_reported_however_late_they_are_asked_for(warm, tmp_path):
-    workers = [warm.start(environment("exit with a number"), tmp_path / "out", tmp_path / "err") for _ in range(3)]
+def test_ends_are_reported_however_late_they_are_asked_for(server, tmp_path):
+    workers = [server.start(environment("exit with a number"), tmp_path / "out", tmp_path / "err") for _ in range(3)]
     assert workers[2].wait(60) == 3
     until = time.monotonic() + 60
     while not all(gone(worker.pid) for worker in workers[:2]):
@@ -75,39 +75,39 @@ def test_ends_are_reported_however_late_they_are_asked_for(warm, tmp_path):
         time.sleep(0.01)
 
 
-def test_signals_reach_the_workers_and_not_the_preload_server(warm, tmp_path):
+def test_signals_reach_the_workers_and_not_the_preload_server(server, tmp_path):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(warm.pid, number)
-    first = warm.start(environment("wait"), tmp_path / "1.out", tmp_path / "1.err")
+        os.kill(server.pid, number)
+    first = server.start(environment("wait"), tmp_path / "1.out", tmp_path / "1.err")
     os.kill(first.pid, signal.SIGTERM)  # maybe before it is Python again
     assert first.wait(60) == -signal.SIGTERM
-    second = waiting(warm, tmp_path)
+    second = waiting(server, tmp_path)
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(0.01)
     assert second.poll() is None
     os.killpg(second.pid, signal.SIGKILL)
     assert second.wait(60) == -signal.SIGKILL
-    assert warm.ready
+    assert server.ready
 
 
-def test_a_change_that_imports_could_have_seen_is_refused_by_name(warm, tmp_path, monkeypatch):
+def test_a_change_that_imports_could_have_seen_is_refused_by_name(server, tmp_path, monkeypatch):
     with pytest.raises(ForkRefused, match=r"^HF_HOME, OMP_NUM_THREADS in the environment changed"):
-        warm.start(environment("wait", OMP_NUM_THREADS="17", HF_HOME="/x"), None, None)
+        server.start(environment("wait", OMP_NUM_THREADS="17", HF_HOME="/x"), None, None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ForkRefused, match="working directory"):
-        warm.start(environment("wait"), None, None)
-    assert warm.ready
+        server.start(environment("wait"), None, None)
+    assert server.ready
 
 
 def test_workers_end_with_a_killed_agent(tmp_path):
     output = tmp_path / "out"
     command = [sys.executable, str(HERE / "holder.py"), PROBE, str(output)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as agent:
-        warm, worker = (int(word) for word in agent.stdout.readline().split())
+        server, worker = (int(word) for word in agent.stdout.readline().split())
         wait_for_text(output, "waiting")
         agent.kill()
         killed = time.monotonic()
-    while not (gone(warm) and gone(worker)):
+    while not (gone(server) and gone(worker)):
         assert time.monotonic() - killed < 60
         time.sleep(0.005)
     print(f"gone {1000 * (time.monotonic() - killed):.0f} ms after the agent")
@@ -223,21 +223,21 @@ def test_a_worker_that_is_asked_for_too_early_is_refused(tmp_path):
     assert gone(process.pid)
 
 
-def test_output_goes_on_where_the_agents_goes(warm, tmp_path):
-    assert run_forked(warm, environment("exit with a text"), tmp_path, "x").stderr == "text for the user\n"
-    assert warm.start(environment("exit at once"), None, None).wait(60) == 7
+def test_output_goes_on_where_the_agents_goes(server, tmp_path):
+    assert run_forked(server, environment("exit with a text"), tmp_path, "x").stderr == "text for the user\n"
+    assert server.start(environment("exit at once"), None, None).wait(60) == 7
 
 
 def test_it_says_when_nothing_is_left_to_import(tmp_path):
     script = tmp_path / "nothing.py"
     script.write_text("pass\n")
-    warm = preload_server(str(script))
+    server = preload_server(str(script))
     try:
-        assert warm.wait_ready(300), warm.refusal
+        assert server.wait_ready(300), server.refusal
         until = time.monotonic() + 300
-        while not warm.settled:
+        while not server.settled:
             assert time.monotonic() < until
             time.sleep(0.01)
-        assert warm.refusal is None
+        assert server.refusal is None
     finally:
-        warm.close()
+        server.close()

@@ -65,10 +65,10 @@ def test_forked_workers_equal_those_of_torchrun(tmp_path):
     )
     assert ours.returncode == 0, ours.stderr
     said = [line for line in ours.stdout.splitlines() if not line.startswith("[")]
-    assert said == ["warm True {0: -15, 1: 3}", "cold False {0: -15, 1: 3}"], ours.stderr
+    assert said == ["forked True {0: -15, 1: 3}", "plain False {0: -15, 1: 3}"], ours.stderr
     expected = worker_reports(tmp_path / "torchrun")
     assert sorted(expected) == ["0", "1"], plain.stderr
-    for name in ("warm", "cold"):
+    for name in ("forked", "plain"):
         assert worker_reports(tmp_path / name) == expected
     prefixed = sorted(line for line in plain.stdout.splitlines() if line.startswith("[worker"))
     assert prefixed == ["[worker0]:rank 0 of 2", "[worker1]:rank 1 of 2"]

@@ -23,7 +23,7 @@ PROBES = [name for name in runpy.run_path(str(HERE / "probe.py"))["PROBES"] if n
 
 
 @pytest.fixture(scope="module")
-def warm():
+def server():
     process = preload_server(os.path.relpath(HERE / "probe.py"), "--x", "1")
     assert process.wait_ready(120), process.refusal
     yield process
@@ -35,26 +35,26 @@ def environment(probe):
 
 
 @pytest.mark.parametrize("probe", PROBES)
-def test_everything_that_a_script_sees_is_equal(warm, tmp_path, probe):
+def test_everything_that_a_script_sees_is_equal(server, tmp_path, probe):
     if probe == "a hook that fails" and sys.version_info < (3, 11):
         pytest.skip("Python 3.10 shows one frame of ours")
     environ = environment(probe)
-    forked = run_forked(warm, environ, tmp_path, "warm")
-    started = run_plain(warm.command, environ, tmp_path, "cold")
+    forked = run_forked(server, environ, tmp_path, "forked")
+    started = run_plain(server.command, environ, tmp_path, "plain")
     if forked.stdout.startswith("{"):
         assert json.loads(forked.stdout) == json.loads(started.stdout)
     assert forked == started
 
 
-def test_workers_draw_numbers_of_their_own(warm, tmp_path):
-    drawn = [json.loads(run_forked(warm, environment("draw"), tmp_path, str(i)).stdout) for i in range(2)]
+def test_workers_draw_numbers_of_their_own(server, tmp_path):
+    drawn = [json.loads(run_forked(server, environment("draw"), tmp_path, str(i)).stdout) for i in range(2)]
     for one, other in zip(*drawn, strict=True):
         assert one != other
 
 
-def test_one_frame_more_is_all_that_the_stack_holds(warm, tmp_path):
-    forked = run_forked(warm, environment("recurse"), tmp_path, "warm")
-    started = run_plain(warm.command, environment("recurse"), tmp_path, "cold")
+def test_one_frame_more_is_all_that_the_stack_holds(server, tmp_path):
+    forked = run_forked(server, environment("recurse"), tmp_path, "forked")
+    started = run_plain(server.command, environment("recurse"), tmp_path, "plain")
     assert int(started.stdout) - int(forked.stdout) in (0, 1, 2)  # it takes room on two stacks
 
 
@@ -81,13 +81,13 @@ def test_a_module_with_packages_of_its_own(tmp_path, monkeypatch):
     process = preload_server("own.deep.main", "a b", "", kind="module", options=("-W", "default"))
     try:
         assert process.wait_ready(120), process.refusal
-        forked = run_forked(process, ENVIRON, tmp_path, "warm")
-        started = run_plain(process.command, ENVIRON, tmp_path, "cold")
+        forked = run_forked(process, ENVIRON, tmp_path, "forked")
+        started = run_plain(process.command, ENVIRON, tmp_path, "plain")
         assert forked == started
         assert "ZeroDivisionError" in forked.stderr
         (package / "main.py").unlink()
-        forked = run_forked(process, ENVIRON, tmp_path, "warm")
-        assert forked == run_plain(process.command, ENVIRON, tmp_path, "cold")
+        forked = run_forked(process, ENVIRON, tmp_path, "forked")
+        assert forked == run_plain(process.command, ENVIRON, tmp_path, "plain")
         assert "No module named own.deep.main" in forked.stderr
     finally:
         process.close()
@@ -127,8 +127,8 @@ def test_scripts_that_change_and_what_imports_leave_behind(tmp_path, monkeypatch
         assert process.wait_ready(120), process.refusal
         for name, text in texts.items():
             script.write_bytes(text if isinstance(text, bytes) else text.encode())
-            forked = run_forked(process, environ, tmp_path, "warm")
-            started = run_plain(process.command, environ, tmp_path, "cold")
+            forked = run_forked(process, environ, tmp_path, "forked")
+            started = run_plain(process.command, environ, tmp_path, "plain")
             if name == "fails later":
                 assert "5 1" in forked.stdout
             if "local" in str(text):
@@ -136,8 +136,8 @@ def test_scripts_that_change_and_what_imports_leave_behind(tmp_path, monkeypatch
                 assert sorted(forked.stderr.split("\n")) == sorted(started.stderr.split("\n")), name
                 assert forked.code == started.code
         script.unlink()
-        forked = run_forked(process, environ, tmp_path, "warm")
-        assert forked == run_plain(process.command, environ, tmp_path, "cold")
+        forked = run_forked(process, environ, tmp_path, "forked")
+        assert forked == run_plain(process.command, environ, tmp_path, "plain")
         assert forked.code == 2
     finally:
         process.close()
