@@ -28,10 +28,10 @@ __all__ = [
     "adopt_imports",
     "become",
     "execute",
-    "reset_process_state",
     "on_end",
     "on_uncaught",
     "read_environment",
+    "reset_process_state",
 ]
 
 OUTERMOST = """\
