@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import HealthPolicy, TableRendezvous
 from azureml_elastic.errors import RowChanged, TableUnavailable
-from azureml_elastic.node.failures.fault_attribution import faulty_members, incident_id, strike_reason
+from azureml_elastic.node.failures.fault_attribution import faulty_members, incident_id, worker_fault
 from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, HostStrikes
 from azureml_elastic.node.host.identity import host_id
 from azureml_elastic.node.rendezvous.state.round import Member, Round
@@ -284,50 +284,41 @@ def test_two_nodes_of_one_name_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "message", "said"),
+    ("code", "message", "said"),
     [
-        ("silent", None, "", "went silent"),
-        ("lost", None, "", "lost its connection"),
-        ("hang", None, "all_reduce", "hang was located here: all_reduce"),
-        ("health", None, "disk: 0 MiB free\nmore", "health check: disk: 0 MiB free"),
-        ("preempted", None, "", None),
-        ("left", None, "", None),
-        ("worker", 139, "", "SIGSEGV"),
-        ("worker", -11, "", "SIGSEGV"),
-        ("worker", 135, "", "SIGBUS"),
-        ("worker", -7, "", "SIGBUS"),
-        ("worker", 137, "", None),
-        ("worker", -9, "Killed", None),
-        ("worker", 134, "Aborted", None),
-        ("worker", 1, "ValueError: wrong", None),
-        ("worker", 0, "", None),
-        ("worker", None, "", None),
-        ("worker", 1, "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", None),
-        ("worker", 1, "RuntimeError: CUDA error: device-side assert triggered", None),
-        ("worker", 1, "RuntimeError: CUDA error: an illegal memory access was encountered", "illegal memory access"),
+        (139, "", "SIGSEGV"),
+        (-11, "", "SIGSEGV"),
+        (135, "", "SIGBUS"),
+        (-7, "", "SIGBUS"),
+        (137, "", None),
+        (-9, "Killed", None),
+        (134, "Aborted", None),
+        (1, "ValueError: wrong", None),
+        (0, "", None),
+        (1, "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", None),
+        (1, "RuntimeError: CUDA error: device-side assert triggered", None),
+        (1, "RuntimeError: CUDA error: an illegal memory access was encountered", "illegal memory access"),
         (
-            "worker",
             1,
             "Traceback\n  x\nRuntimeError: CUDA error: uncorrectable ECC error encountered\ny",
             "failed: Runtime",
         ),
-        ("worker", 1, "watchdog timed out; CUDA error: uncorrectable ECC error encountered", "ECC"),
-        ("worker", 1, "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling", "CUBLAS"),
-        ("worker", 1, "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "CUDNN"),
-        ("worker", 1, "ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 719", "ncclUnhandled"),
-        ("worker", 1, "ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 'out of memory'", None),
+        (1, "watchdog timed out; CUDA error: uncorrectable ECC error encountered", "ECC"),
+        (1, "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling", "CUBLAS"),
+        (1, "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "CUDNN"),
+        (1, "ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 719", "ncclUnhandled"),
+        (1, "ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 'out of memory'", None),
         (
-            "worker",
             1,
             "ncclRemoteError: A call failed possibly due to a network error or a remote process exited",
             None,
         ),
-        ("worker", 1, "RuntimeError: [gloo] Connection closed by peer [10.0.0.4]:2222", None),
-        ("worker", 1, "xid = lookup(gpu)", None),
+        (1, "RuntimeError: [gloo] Connection closed by peer [10.0.0.4]:2222", None),
+        (1, "xid = lookup(gpu)", None),
     ],
 )
-def test_what_strikes_a_host_and_what_does_not(kind, code, message, said):
-    reason = strike_reason(kind, code, message)
+def test_what_strikes_a_host_and_what_does_not(code, message, said):
+    reason = worker_fault(code, message)
     assert (reason is None) if said is None else (said in reason)
 
 

@@ -30,7 +30,7 @@ from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.failures.classification import Failure, hang_failure, root_cause
-from azureml_elastic.node.failures.fault_attribution import faulty_members, incident_id, strike_reason
+from azureml_elastic.node.failures.fault_attribution import faulty_members, incident_id, worker_fault
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.failures.restart_decision import apply_restart_policy
 from azureml_elastic.node.hangs.detector import HangDetector
@@ -278,7 +278,7 @@ class NodeAgent:
         if self._rdzv.reopen(reason, lost=lost, round_failed=round_failed):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
             for member in faulty_members(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
-                self._strike(member.host_id, strike_reason("lost"))
+                self._strike(member.host_id, "lost its connection")
         return ExitReason.LEFT if leaving else None
 
     def _strike(self, host: str, reason: str | None) -> None:
@@ -305,7 +305,7 @@ class NodeAgent:
             return self._end_round(_why(status), lost=status.lost)
         if self._died_after_training(result):
             return self._end_round("a worker was aborted after its training had ended", lost=frozenset())
-        self._strike(self._strikes.host, strike_reason("worker", failure.exit_code, failure.message))
+        self._strike(self._strikes.host, worker_fault(failure.exit_code, failure.message))
         reason = f"worker {failure.rank} on {self._rdzv.node} failed with exit code {failure.exit_code}"
         # Where processes stay, the others do not wait for this node's new ones.
         return self._charge(failure, reason, lost=frozenset({self._rdzv.node}) if self._group.stays else frozenset())

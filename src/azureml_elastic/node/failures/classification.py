@@ -1,6 +1,6 @@
-"""What went wrong in a worker: its kind, a signature that is the same everywhere, and the user's own traceback.
+"""Classification of worker failures: kind, signature and message.
 
-Which words make which kind is listed in ``docs/explanation/failures.md``.
+``docs/explanation/failures.md`` lists which messages belong to which kind.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.config.exit_codes import AGENT_LOST
-from azureml_elastic.node.failures.oom_kills import OomKillCounter
 from azureml_elastic.node.failures.restart_policy import FailureKind, FailureRecord
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, ParsedError, find_dump, find_error
+from azureml_elastic.node.host.memory import OomKillCounter
 
 __all__ = ["Failure", "hang_failure", "last_error", "root_cause", "signature_of"]
 
 _READ_BYTES = 8 * 1024 * 1024
-"""How far from its end a worker's standard error is searched: much may be printed after a traceback."""
+"""Size of the searched end of a worker's standard error; a traceback may be followed by much other output."""
 _TAIL_LINES = 30
 _LONGEST_MESSAGE = 16_000
-"""Characters of a message; the round's row holds 30,000."""
+"""Characters of a message; a round's row holds 30,000."""
+_LONGEST_HEAD = 70
+_LONGEST_SIGNATURE = 120
 _SIGNAL_BASE = 128
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS")
-_HEAD = 70
-_LONGEST_SIGNATURE = 120
 
-_MEMORY_KILLS = OomKillCounter()
-# Made with the agent, before any worker runs: the kernel's counter is only of use beside an earlier value.
+_OOM_KILLS = OomKillCounter()  # created with the agent: only kills after its construction are reported
 
 _IMPORTS = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 _NOT_LOADED = re.compile(
@@ -54,26 +53,26 @@ _WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|c10::Dist(
 _VARYING = (
     (re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"), "#"),
     (re.compile(r"\b0[xX][0-9a-fA-F]+\b"), "#"),
-    (re.compile(r"(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])"), ""),  # of a path only its last part
+    (re.compile(r"(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])"), ""),  # the folders of a path
     (re.compile(r"\btmp[a-z0-9_]{8}\b"), "#"),
     (re.compile(r"\b(?=[0-9a-fA-F]*\d)(?=[0-9]*[a-fA-F])[0-9a-fA-F]{8,}\b"), "#"),
     (re.compile(r"\d+(?:[.:]\d+)*"), "#"),
     (re.compile(r"\s+"), " "),
 )
-"""What differs from rank to rank, node to node and process to process in the message of one error."""
+"""Parts of a message that differ between ranks, nodes and processes, and their replacements in the signature."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker's end.
+    """Failure of a worker.
 
     Args:
         rank: global rank of the worker.
-        exit_code: exit code as a shell reports it, 128 + n for a worker that signal n ended.
-        message: the traceback that ended it, or its last lines.
-        kind: what ended it.
-        signature: the same for the same error on any rank, node or process.
-        conclusive: whether two failures with this signature are surely the same error.
+        exit_code: exit code as a shell reports it: 128 + n after signal n.
+        message: the fatal traceback, else the last lines of standard error.
+        kind: kind of the failure.
+        signature: identifier of the error, equal on all ranks, nodes and processes.
+        conclusive: whether two failures with this signature are certainly the same error.
     """
 
     rank: int
@@ -84,137 +83,134 @@ class Failure:
     conclusive: bool = False
 
     def record(self, node: str, step: int | None) -> FailureRecord:
-        """Return what the round's row keeps of it.
+        """Return the record of the failure for the round's row.
 
         Args:
-            node: where the worker ran.
-            step: the furthest step of the node's workers; ``None`` where they have no session.
+            node: name of the worker's node.
+            step: last step that the node's workers completed; ``None`` without a session.
         """
         return FailureRecord(self.signature, self.kind, step, node, self.rank, self.exit_code)
 
 
 def root_cause(
-    failures: Mapping[int, Any], stderrs: Mapping[int, str], memory_kills: OomKillCounter = _MEMORY_KILLS
+    failures: Mapping[int, Any], stderrs: Mapping[int, str], oom_kills: OomKillCounter = _OOM_KILLS
 ) -> Failure:
-    """Return the failure of this node that explains the others.
+    """Return the failure of this node that caused the others.
 
-    A worker whose peer is gone, or that was stopped with its siblings, is no cause while another one is there. Of the
-    causes the first one counts, and of several at once (torch's times are whole seconds) the one that says why.
+    A worker that lost a peer or was terminated with its siblings is only chosen if there is no other failure. Of the
+    others the earliest is chosen; of several in the same second (the resolution of torch's times), a conclusive one.
 
     Args:
         failures: torch's ``ProcessFailure`` by global rank, at least one.
-        stderrs: the file of each worker's standard error by local rank.
-        memory_kills: tells whether the kernel has killed for want of memory since it was asked last.
+        stderrs: path of each worker's standard error by local rank.
+        oom_kills: counter of the kernel's out-of-memory kills.
     """
-    killed = memory_kills.more()
-
-    def order(rank: int) -> tuple[int, int, bool, int]:
-        parsed, stopped = examined[rank], failures[rank].exitcode in (-signal.SIGTERM, AGENT_LOST)
-        consequence = 2 if parsed.kind == "peer" else (1 if parsed.conclusive else 3) if stopped else 0
-        return consequence, failures[rank].timestamp, parsed.kind == "exit" or not parsed.conclusive, rank
-
+    oom_killed = oom_kills.more()
     examined = {
-        rank: _examine(rank, failure, stderrs.get(failure.local_rank), memory_killed=killed)
+        rank: _examine(rank, failure, stderrs.get(failure.local_rank), oom_killed=oom_killed)
         for rank, failure in failures.items()
     }
+
+    def order(rank: int) -> tuple[int, int, bool, int]:
+        found, stopped = examined[rank], failures[rank].exitcode in (-signal.SIGTERM, AGENT_LOST)
+        consequence = 2 if found.kind == "peer" else (1 if found.conclusive else 3) if stopped else 0
+        return consequence, failures[rank].timestamp, found.kind == "exit" or not found.conclusive, rank
+
     return examined[min(examined, key=order)]
 
 
 def hang_failure(rank: int, exit_code: int, message: str) -> Failure:
-    """Return the failure of a worker that was stopped because it made no step for too long.
+    """Return the failure of a worker that was stopped because it hung.
 
     Args:
-        rank: global rank of the worker that was waited for.
+        rank: global rank of the worker.
         exit_code: exit code of the run if it is not restarted.
-        message: where it hung: the stacks.
+        message: description of the hang, with the stacks.
     """
     raised = ExceptionInfo("Hang", "no step for too long")
     return Failure(rank, exit_code, _shortened(message), "hang", signature_of(raised))
 
 
 def last_error(path: Path) -> str:
-    """Return the traceback in a file that ended its program, else the last lines, else nothing."""
+    """Return the fatal traceback in a program's standard error, else its last lines, else an empty string."""
     text = _read(path)
     parsed = find_error(text)
     return _shortened(parsed.text if parsed else _last_lines(text))
 
 
 def signature_of(raised: ExceptionInfo) -> str:
-    """Return a short hash of what stays the same when an error happens again elsewhere, and a readable head.
+    """Return a hash of the parts of an error that do not vary between processes, followed by a readable summary.
 
-    That is the exception's type, the first line of its message without numbers, addresses, ids and folders, and the
-    innermost line of the program's own code. At most 120 characters.
+    These are the exception's type, the first line of its message without numbers, addresses, ids and folders, and the
+    innermost line of the program's own code. The result has at most 120 characters.
     """
     message = raised.message.strip().partition("\n")[0]
     for pattern, replacement in _VARYING:
         message = pattern.sub(replacement, message)
     where = raised.where
-    place = f"{where.file.rpartition('/')[2]}:{where.line} {where.function}".strip() if where else ""
-    digest = hashlib.sha256(f"{raised.type}\n{message}\n{place}".encode()).hexdigest()[:8]
-    head = ": ".join(part for part in (raised.name, message[:_HEAD].strip()) if part)
-    return f"{digest} {head}{f' ({place})' if place else ''}"[:_LONGEST_SIGNATURE]
+    location = f"{where.file.rpartition('/')[2]}:{where.line} {where.function}".strip() if where else ""
+    digest = hashlib.sha256(f"{raised.type}\n{message}\n{location}".encode()).hexdigest()[:8]
+    head = ": ".join(part for part in (raised.name, message[:_LONGEST_HEAD].strip()) if part)
+    return f"{digest} {head}{f' ({location})' if location else ''}"[:_LONGEST_SIGNATURE]
 
 
-def _examine(rank: int, failure: Any, stderr: str | None, *, memory_killed: bool) -> Failure:
-    """Look at one worker's exit code, its error file and its standard error."""
+def _examine(rank: int, failure: Any, stderr: str | None, *, oom_killed: bool) -> Failure:
+    """Classify a worker by its exit code, its error file and its standard error."""
     text = _read(Path(stderr)) if stderr else ""
     code = failure.exitcode if failure.exitcode > 0 else _SIGNAL_BASE - failure.exitcode
     name = _signal_name(failure.exitcode, text)
-    parsed = _uncaught(failure) or find_error(text)
+    parsed = _recorded_error(failure) or find_error(text)
     stopped = bool(name) or failure.exitcode == AGENT_LOST
-    if stopped and parsed is not None and not (parsed.uncaught or _ended_by(parsed, text, name)):
-        parsed = None  # an error that was logged and survived
-    if parsed is not None:
-        chain = _without_consequences(parsed.chain)
+    if parsed is not None and (not stopped or parsed.uncaught or _was_fatal(parsed, text, name)):
+        chain = _without_cleanup_errors(parsed.chain)
         kind = _kind_of(chain)
-        if kind == "user" and memory_killed and _LOST_PROCESS.search(parsed.chain[-1].message):
+        if kind == "user" and oom_killed and _LOST_PROCESS.search(parsed.chain[-1].message):
             kind = "out_of_memory"
         return Failure(rank, code, _shortened(parsed.text), kind, signature_of(chain[-1]), conclusive=kind != "peer")
     lines = _shortened(_last_lines(text))
     if name:
-        return _ended_by_signal(rank, code, name, lines, text, memory_killed=memory_killed)
+        return _ended_by_signal(rank, code, name, lines, text, oom_killed=oom_killed)
+    last_line = lines.rpartition("\n")[2]
     if _NOT_LOADED.search(lines):
-        raised = ExceptionInfo("NotLoaded", lines.rpartition("\n")[2].partition(": ")[2])
+        raised = ExceptionInfo("NotLoaded", last_line.partition(": ")[2])
         return Failure(rank, code, lines, "import", signature_of(raised), conclusive=True)
-    raised = ExceptionInfo(f"exit code {code}", lines.rpartition("\n")[2])
     message = lines or f"It ended with exit code {code} and wrote nothing to its standard error."
-    return Failure(rank, code, message, "exit", signature_of(raised), conclusive=code != AGENT_LOST)
+    signature = signature_of(ExceptionInfo(f"exit code {code}", last_line))
+    return Failure(rank, code, message, "exit", signature, conclusive=code != AGENT_LOST)
 
 
-def _ended_by_signal(rank: int, code: int, name: str, lines: str, text: str, *, memory_killed: bool) -> Failure:
+def _ended_by_signal(rank: int, code: int, name: str, lines: str, text: str, *, oom_killed: bool) -> Failure:
     dump = find_dump(text) if name in _CRASHES else None
-    message = lines or f"It ended with {name}."
-    if name not in _CRASHES:
-        starved = name == "SIGKILL" and memory_killed
-        if starved:
-            message += "\nThe kernel killed it because the machine or the container ran out of memory."
-        return Failure(rank, code, message, "out_of_memory" if starved else "killed", signature_of(ExceptionInfo(name)))
     if dump is None:
-        # A signal by itself says too little: the next crash may be another one.
-        return Failure(rank, code, message, "crashed", signature_of(ExceptionInfo(name)))
+        # Not conclusive: the next crash with the same signal may have another cause.
+        kind: FailureKind = "crashed" if name in _CRASHES else "killed"
+        message = lines or f"It ended with {name}."
+        if name == "SIGKILL" and oom_killed:
+            kind = "out_of_memory"
+            message += "\nThe kernel killed it because the machine or the container ran out of memory."
+        return Failure(rank, code, message, kind, signature_of(ExceptionInfo(name)))
     raised = ExceptionInfo(name, dump.chain[-1].message, dump.chain[-1].frames)
     if _WATCHDOG.search(dump.text):
         return Failure(rank, code, _shortened(dump.text), "peer", signature_of(raised))
-    if _MEMORY.search(raised.message):
-        return Failure(rank, code, _shortened(dump.text), "out_of_memory", signature_of(raised), conclusive=True)
-    return Failure(rank, code, _shortened(dump.text), "crashed", signature_of(raised), conclusive=True)
+    kind = "out_of_memory" if _MEMORY.search(raised.message) else "crashed"
+    return Failure(rank, code, _shortened(dump.text), kind, signature_of(raised), conclusive=True)
 
 
 def _kind_of(chain: Sequence[ExceptionInfo]) -> FailureKind:
-    """Return the kind of the last exception, or of what it was raised from if it does not say itself."""
+    """Return the kind of the last exception, or that of an earlier one of the chain if it is an ordinary exception."""
     kind = _own_kind(chain[-1])
     for raised, before in zip(reversed(chain), reversed(chain[:-1]), strict=False):
         if kind != "user":
             break
         found = _own_kind(before)
-        # Often an ImportError is only a fork in the way, while memory and peers do not come back by themselves.
+        # A handled ImportError is often deliberate (an optional package); exhausted memory or a lost peer never is.
         if found in ("out_of_memory", "peer") or (found == "import" and raised.caused):
             kind = found
     return kind
 
 
-def _without_consequences(chain: Sequence[ExceptionInfo]) -> Sequence[ExceptionInfo]:
-    """Leave off a broken connection that happened while another error was handled: cleaning up is often collective."""
+def _without_cleanup_errors(chain: Sequence[ExceptionInfo]) -> Sequence[ExceptionInfo]:
+    """Drop broken connections that were raised while another error was handled: cleanup is often collective."""
     for at in range(len(chain) - 1, 0, -1):
         if _own_kind(chain[at]) != "peer":
             break
@@ -224,6 +220,7 @@ def _without_consequences(chain: Sequence[ExceptionInfo]) -> Sequence[ExceptionI
 
 
 def _own_kind(raised: ExceptionInfo) -> FailureKind:
+    """Return the kind of one exception, regardless of its chain."""
     if raised.name in _IMPORTS:
         return "import"
     if raised.name in ("OutOfMemoryError", "MemoryError"):
@@ -239,7 +236,7 @@ def _own_kind(raised: ExceptionInfo) -> FailureKind:
 
 
 def _signal_name(exitcode: int, text: str) -> str:
-    """Return the signal that ended a worker; a shell between us and it says 128 + n, and says nothing else."""
+    """Return the signal that ended a worker, directly or behind a shell (exit code 128 + n and no traceback)."""
     number = -exitcode if exitcode < 0 else exitcode - _SIGNAL_BASE
     if number <= 0 or (exitcode > 0 and find_error(text) is not None):
         return ""
@@ -249,22 +246,21 @@ def _signal_name(exitcode: int, text: str) -> str:
         return "" if exitcode > 0 else f"signal {number}"
 
 
-def _ended_by(parsed: ParsedError, text: str, name: str) -> bool:
-    """Tell whether a process that a signal ended had died of this error before.
+def _was_fatal(parsed: ParsedError, text: str, name: str) -> bool:
+    """Return whether this error ended a process that a signal finished, rather than being logged and survived.
 
-    An interpreter that ends by an exception may still be aborted while it takes its libraries down, and Ctrl-C is an
-    exception too. Nothing but such words follows then.
+    An interpreter that exits after an exception may be aborted while its libraries shut down; only the abort's own
+    messages follow the traceback then. Ctrl-C is an exception, too.
     """
     if name == "SIGINT":
         return parsed.chain[-1].name == "KeyboardInterrupt"
-    last = parsed.text.rpartition("\n")[2]
-    rest = text.rpartition(last)[2].strip()
+    rest = text.rpartition(parsed.text.rpartition("\n")[2])[2].strip()
     return (
         name in _CRASHES and not parsed.harmless and (not rest or rest.startswith(("terminate called", "Fatal Python")))
     )
 
 
-def _uncaught(failure: Any) -> ParsedError | None:
+def _recorded_error(failure: Any) -> ParsedError | None:
     """Return the error that torch's ``record`` decorator has written to the worker's error file."""
     data = getattr(failure, "error_file_data", {}).get("message")
     stack = data.get("extraInfo", {}).get("py_callstack") if isinstance(data, Mapping) else None
@@ -285,7 +281,7 @@ def _last_lines(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Leave out the middle of a text that is too long: both ends of a traceback tell more."""
+    """Replace the middle of a long text; both ends of a traceback are more informative."""
     if len(text) <= _LONGEST_MESSAGE:
         return text
     half = _LONGEST_MESSAGE // 2

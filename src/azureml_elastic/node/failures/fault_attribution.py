@@ -5,21 +5,17 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection
-from typing import Literal
 
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
-__all__ = ["FaultKind", "faulty_members", "incident_id", "strike_reason"]
-
-FaultKind = Literal["silent", "lost", "worker", "health", "hang", "preempted", "left"]
-"""What happened to a node: it beat no longer, its connection broke, its worker failed, it failed its health check, a
-hang was located on it; it was preempted or left by itself."""
+__all__ = ["faulty_members", "incident_id", "worker_fault"]
 
 _SIGNAL_BASE = 128
+_LONGEST_LINE = 200
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS)
-"""Signals with which a process ends that a defect of memory or disk may have hit. SIGKILL is mostly the kernel out of
-memory, SIGABRT an assertion, SIGILL a build for another processor: none of them is the host's fault."""
+"""Signals that defective memory or disks may cause. SIGKILL mostly means exhausted memory, SIGABRT a failed assertion,
+SIGILL a build for another processor."""
 
 _CERTAIN = re.compile(
     r"uncorrectable[ _](?:ecc|memory|nvlink)|ecc[ _]uncorrectable|double.?bit ecc|nvrm: xid"
@@ -30,11 +26,10 @@ _CERTAIN = re.compile(
 
 _SOFTWARE = re.compile(
     r"out of memory|device-side assert|no kernel image|insufficient driver|driver version"
-    # A lost connection to a peer is a fault of the peer or of the network.
     r"|ncclRemoteError|remote process exited|connection (?:closed|reset) by|connection refused|broken pipe|timed out",
     re.IGNORECASE,
 )
-"""Messages of software or network errors; they rule out a likely hardware fault."""
+"""Messages of errors of the program, a peer or the network; they rule out a likely hardware fault."""
 
 _LIKELY = re.compile(
     r"cuda error: (?:unspecified launch failure|an illegal (?:memory access|instruction)|misaligned address"
@@ -45,28 +40,24 @@ _LIKELY = re.compile(
     r"|ncclUnhandledCudaError|unhandled cuda error",
     re.IGNORECASE,
 )
-"""Messages of likely hardware faults. A rare programming error looks the same; its strike decays."""
+"""Messages of likely hardware faults. A rare programming error causes the same messages; its strike decays."""
 
 
-def strike_reason(kind: FaultKind, exit_code: int | None = None, message: str = "") -> str | None:
-    """Return why the host gets a strike, ``None`` when it gets none.
+def worker_fault(exit_code: int, message: str) -> str | None:
+    """Return the reason for a strike against the host of a failed worker, ``None`` if the host is not at fault.
 
     Args:
-        kind: kind of the fault.
-        exit_code: exit code of the failed worker, as a shell (128 + n) or Python (-n) reports it.
-        message: message of the failed worker or check.
+        exit_code: exit code of the worker, as a shell (128 + n) or Python (-n) reports it.
+        message: message of the failure.
     """
-    if kind == "silent":
-        return "went silent"
-    if kind == "lost":
-        return "lost its connection"
-    if kind == "hang":
-        return f"a hang was located here{': ' + _line(message) if message else ''}"
-    if kind == "health":
-        return f"failed its health check{': ' + _line(message) if message else ''}"
-    if kind == "worker":
-        return _worker_reason(exit_code, message)
-    return None
+    number = -exit_code if exit_code < 0 else exit_code - _SIGNAL_BASE
+    if number in _CRASHES:
+        return f"a worker ended with {signal.Signals(number).name}"
+    found = _CERTAIN.search(message) or (None if _SOFTWARE.search(message) else _LIKELY.search(message))
+    if found is None:
+        return None
+    line = message[message.rfind("\n", 0, found.start()) + 1 :].strip().partition("\n")[0]
+    return f"a worker failed: {line[:_LONGEST_LINE]}"
 
 
 def faulty_members(round_: Round, lost: Collection[str], leaving: Collection[str] = ()) -> list[Member]:
@@ -87,23 +78,5 @@ def faulty_members(round_: Round, lost: Collection[str], leaving: Collection[str
 
 
 def incident_id(round_: Round) -> str:
-    """Return the key of the incident that ended a round, the same on every node that reports it."""
+    """Return the key of the incident that ended a round, equal on all nodes that report it."""
     return f"round.{round_.number:06d}"
-
-
-def _worker_reason(exit_code: int | None, message: str) -> str | None:
-    number = -exit_code if exit_code is not None and exit_code < 0 else (exit_code or 0) - _SIGNAL_BASE
-    if number in _CRASHES:
-        return f"a worker ended with {signal.Signals(number).name}"
-    found = _CERTAIN.search(message)
-    if found is None and not _SOFTWARE.search(message):
-        found = _LIKELY.search(message)
-    if found is None:
-        return None
-    return f"a worker failed: {_line(message[message.rfind(chr(10), 0, found.start()) + 1 :])}"
-
-
-def _line(text: str) -> str:
-    """Return the first line of a text, of bearable length."""
-    lines = text.strip().splitlines()
-    return lines[0][:200] if lines else ""

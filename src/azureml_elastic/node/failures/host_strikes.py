@@ -1,9 +1,8 @@
-"""Strikes against hosts: one row ``strike.<host>.<incident>`` each, whose own time, set by the server, is its time.
+"""Strikes against hosts, each a row ``strike.<host>.<incident>`` of the table.
 
-A strike counts for ``strike_decay``. Its age is the difference of two times of the table's server: of its row, and of
-a row that this node has written (:class:`~azureml_elastic.node.table.server_time.ServerClock`). Rows contain no time
-of a node's own clock. Every node derives the same key for an incident, and rows are only inserted: one incident is
-one strike, however many nodes report it.
+A strike counts for ``strike_decay``. Its age is the difference of two times of the table's server: that of its row and
+that of a row written by this node (:class:`~azureml_elastic.node.table.server_time.ServerClock`). All nodes derive the
+same key for an incident and only insert rows, so an incident is one strike, however many nodes report it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -26,19 +25,11 @@ _LOG = logging.getLogger(__name__)
 
 STRIKE_PREFIX = "strike."
 
-_KEPT = 16
-"""Rows of one host that are kept."""
-
-_WAITING = 64
-"""Strikes that wait for a table that is away."""
-
+_MAX_ROWS = 16  # per host; the oldest are deleted
+_MAX_QUEUED = 64  # strikes that wait for an unavailable table
 _WRITE_TIMEOUT_SECONDS = 120.0
-"""Time limit for writing one strike."""
-
 _RETRY_SECONDS = (0.5, 10.0)
-
 _FLUSH_SECONDS = 2.0
-
 _REASON_CHARACTERS = 500
 
 
@@ -47,8 +38,7 @@ class _Strike:
     host: str
     key: str
     reason: str
-    until: float
-    """Monotonic seconds after which it is no longer tried to write."""
+    until: float  # monotonic seconds after which writing is given up
 
 
 class HostStrikes:
@@ -68,16 +58,16 @@ class HostStrikes:
         self._node = node
         self._decay = policy.strike_decay
         self._clock = clock
-        self._monotonic: Callable[[], float] = clock.monotonic
+        self._monotonic = clock.monotonic
         self._lock = threading.Lock()
         self._known: dict[str, dict[str, float]] = {}
         self._unwritten: dict[str, set[str]] = {}
-        self._queue: queue.Queue[_Strike | None] = queue.Queue(_WAITING)
+        self._queue: queue.Queue[_Strike | None] = queue.Queue(_MAX_QUEUED)
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
     def strike(self, host: str, reason: str, incident: str) -> None:
-        """Record a strike against a host. Returns at once; a background thread writes the row.
+        """Record a strike against a host; a background thread writes the row.
 
         Args:
             host: id of the host, see :func:`~azureml_elastic.node.host.identity.host_id`.
@@ -88,7 +78,7 @@ class HostStrikes:
             return
         now = self._monotonic()
         key = f"{STRIKE_PREFIX}{host}.{incident}"
-        _LOG.warning("A strike against %s: %s.", host, reason.splitlines()[0] if reason else "no reason was given")
+        _LOG.warning("Strike against %s: %s.", host, reason.partition("\n")[0])
         strike = _Strike(host, key, reason[:_REASON_CHARACTERS], now + _WRITE_TIMEOUT_SECONDS)
         with self._lock:
             if host in self._known or host == self.host:
@@ -101,7 +91,7 @@ class HostStrikes:
             self._queue.put_nowait(strike)
         except queue.Full:
             self._settled(strike)
-            _LOG.debug("The table has been away for too long; the strike against %s is not written.", host)
+            _LOG.debug("The table has been unavailable for too long; the strike against %s is not written.", host)
 
     def live(self, host: str) -> int:
         """Return the number of live strikes from the table, or the last known number if the table is unavailable."""
@@ -113,7 +103,7 @@ class HostStrikes:
             rows = self._rows(host)
             ends = self._ends(rows, self._now(rows)) if rows else {}
         except ElasticError as error:
-            _LOG.debug("The strikes against %s are not known: %s", host, error)
+            _LOG.debug("The strikes against %s could not be read: %s", host, error)
         else:
             with self._lock:
                 known = self._known.get(host, {})
@@ -124,8 +114,7 @@ class HostStrikes:
         """Return the live strikes against this node's own host.
 
         Args:
-            fresh: read the table even if it was read before. Worth its time where others may have struck this host
-                without its knowing: a node that was lost and comes back.
+            fresh: whether to read the table again, because other nodes may have recorded strikes.
         """
         with self._lock:
             known = self.host in self._known
@@ -151,11 +140,11 @@ class HostStrikes:
         return [row for row in self._table.query(f"{STRIKE_PREFIX}{host}.") if row.value.get("host") == host]
 
     def _now(self, rows: Iterable[Row]) -> datetime:
-        # The server cannot be earlier than a row that it has written.
+        """Return the server's time, which is not before that of any row."""
         return max([self._clock.now(), *(row.timestamp for row in rows)])
 
     def _ends(self, rows: Iterable[Row], now: datetime) -> dict[str, float]:
-        """Return when each strike that still counts ends, in this process's monotonic seconds."""
+        """Return the expiry of each live strike, in monotonic seconds."""
         monotonic = self._monotonic()
         ends = {row.key: monotonic + (self._decay - (now - row.timestamp)).total_seconds() for row in rows}
         return {key: end for key, end in ends.items() if end > monotonic}
@@ -178,26 +167,24 @@ class HostStrikes:
             try:
                 self._table.insert(strike.key, value)
             except RowExists:
-                return False  # reported already, perhaps by this node: an answer may have been lost
-            except TableUnavailable as error:
-                if self._closing.is_set() or self._monotonic() >= strike.until:
+                return False  # already recorded, perhaps by this node: a response may have been lost
+            except ElasticError as error:
+                expired = self._closing.is_set() or self._monotonic() >= strike.until
+                if expired or not isinstance(error, TableUnavailable):
                     _LOG.debug("The strike against %s was not written: %s", strike.host, error)
                     return False
                 self._closing.wait(pause)
                 pause = min(longest, 2 * pause)
-            except ElasticError as error:
-                _LOG.debug("The strike against %s was not written: %s", strike.host, error)
-                return False
             else:
                 return True
 
     def _prune(self, host: str) -> None:
-        """Remove a host's strikes that no longer count, and the oldest of very many."""
+        """Delete a host's expired strikes, and the oldest above the maximum."""
         try:
             rows = sorted(self._rows(host), key=lambda row: row.timestamp)
             now = self._now(rows)
             for index, row in enumerate(rows):
-                if now - row.timestamp >= self._decay or index < len(rows) - _KEPT:
+                if now - row.timestamp >= self._decay or index < len(rows) - _MAX_ROWS:
                     self._table.delete(row.key)
         except ElasticError as error:
             _LOG.debug("Old strikes against %s were not removed: %s", host, error)

@@ -1,22 +1,58 @@
-"""What a failure costs the run: another round, or its end."""
+"""Application of the restart policy to a failure: the next round, or the end of the run with a closing message."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config.exit_codes import of_failed_run
 from azureml_elastic.ledger.events import RoundReopened, RunEnded, WorkerFailed
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.failures.classification import Failure
-from azureml_elastic.node.failures.messages import closing_message
-from azureml_elastic.node.failures.restart_policy import decide_restart
+from azureml_elastic.node.failures.restart_policy import FailureKind, FailureRecord, decide_restart
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 
-__all__ = ["apply_restart_policy"]
+__all__ = ["SUMMARIES", "apply_restart_policy", "closing_message"]
 
 _LOG = logging.getLogger(__name__)
+
+SUMMARIES: dict[FailureKind, str] = {
+    "out_of_memory": "it ran out of memory",
+    "peer": "its connection to the other workers broke",
+    "import": "its program could not be loaded",
+    "user": "its program raised an exception",
+    "killed": "it was killed from outside",
+    "crashed": "it crashed",
+    "exit": "its program ended with an error code",
+    "hang": "it made no step for too long",
+}
+"""Summary of each kind of failure, as the end of a sentence about a worker."""
+
+_ADVICE: dict[FailureKind, str] = {
+    "out_of_memory": (
+        "Reduce the batch of each worker (a smaller global_batch_size, or more nodes), or use nodes with more memory. "
+        "Fewer DataLoader workers save memory of the machine, gradient checkpointing saves memory of the GPU"
+    ),
+    "peer": (
+        "Look for the first error in the logs of the other nodes. If there is none, allow TCP between the nodes on all "
+        "ports, set AZUREML_ELASTIC_LOCAL_ADDRESS on nodes with several addresses, and give init_process_group a "
+        "longer timeout for slow collectives"
+    ),
+    "import": (
+        "Install what is missing in the environment of the nodes, or add the file to the submitted folder; then submit "
+        "again"
+    ),
+    "user": "Correct the program and submit it again",
+    "killed": (
+        "Find the sender of the signal: a limit of the container's memory, an operator, another program on the machine"
+    ),
+    "crashed": (
+        "Set PYTHONFAULTHANDLER=1 to get the Python stack of the next crash, and check native libraries, their "
+        "versions and the machine's memory"
+    ),
+    "exit": "Look for the exit code in the program, and at its last lines of output",
+    "hang": "Find the worker whose stack differs from those of the others",
+}
 
 
 def apply_restart_policy(
@@ -29,52 +65,65 @@ def apply_restart_policy(
     recorder: Recorder,
     distribution: ElasticDistribution,
 ) -> Failure | None:
-    """Charge a failure to the run, and end the round or the run.
+    """Record a failure, and reopen the round or close the run.
 
     Args:
         failure: failure of a worker of this node.
-        step: the furthest that this node's workers have completed, ``None`` where they do not say.
-        reason: why the round ends.
-        lost: members that the others shall not wait for.
-        rendezvous: this node's place in the round.
+        step: last step that this node's workers completed, ``None`` if unknown.
+        reason: reason for the end of the round.
+        lost: members that the next round does not wait for.
+        rendezvous: rendezvous of this node.
         recorder: recorder of the ledger's events.
-        distribution: the terms.
+        distribution: limits of the restart policy.
 
     Returns:
-        The failure with which the run has ended; ``None`` where there is another round, or another node has ended this
-        one first.
+        The failure that closed the run; ``None`` if another round follows or another node has ended this one first.
     """
-    round_ = rendezvous.assignment.round
+    number, failed_rounds = rendezvous.assignment.round.number, rendezvous.assignment.round.failed_rounds
     record = failure.record(rendezvous.node, step)
-    verdict = decide_restart(
+    decision = decide_restart(
         rendezvous.failures,
         record,
         distribution,
         conclusive=failure.conclusive,
         seconds=rendezvous.seconds_in_round,
-        failed_rounds=round_.failed_rounds,
+        failed_rounds=failed_rounds,
     )
-
-    def note(kind: type[Any], **fields: Any) -> None:
-        recorder.record(kind, round_.number, **fields)
-
-    note(
+    recorder.record(
         WorkerFailed,
+        number,
         rank=failure.rank,
         exit_code=failure.exit_code,
         message=failure.message,
         failure_kind=failure.kind,
         signature=failure.signature,
-        step=record.step,
+        step=step,
     )
-    if verdict.restart:
-        _LOG.warning("%s: %s; %s.", reason, failure.signature, verdict.why)
-        if rendezvous.reopen(reason, lost=lost, failures=verdict.failures, round_failed=verdict.round_failed):
-            note(RoundReopened, reason=reason, lost=tuple(lost))
+    if decision.restart:
+        _LOG.warning("%s: %s; %s.", reason, failure.signature, decision.why)
+        if rendezvous.reopen(reason, lost=lost, failures=decision.failures, round_failed=decision.round_failed):
+            recorder.record(RoundReopened, number, reason=reason, lost=tuple(lost))
         return None
-    message = closing_message(failure.message, record, round_.number, verdict.why)
-    code = of_failed_run(record.exit_code)
-    if not rendezvous.close(succeeded=False, message=message, exit_code=code, failures=verdict.failures):
+    message = closing_message(failure.message, record, number, decision.why)
+    code = of_failed_run(failure.exit_code)
+    if not rendezvous.close(succeeded=False, message=message, exit_code=code, failures=decision.failures):
         return None
-    note(RunEnded, succeeded=False, message=message)
+    recorder.record(RunEnded, number, succeeded=False, message=message)
     return Failure(failure.rank, code, message)
+
+
+def closing_message(message: str, failure: FailureRecord, number: int, why: str) -> str:
+    """Return the message of a failed run: the worker's own message, an empty line, and an explanation with advice.
+
+    Args:
+        message: message of the worker's failure.
+        failure: failure that ended the run.
+        number: number of the round.
+        why: reason for not restarting.
+    """
+    step = "" if failure.step is None else f" at step {failure.step}"
+    return (
+        f"{message}\n\nWorker {failure.rank} on {failure.node} failed in round {number}{step} with exit code "
+        f"{failure.exit_code}: {SUMMARIES[failure.kind]}. {why} {_ADVICE[failure.kind]}; see "
+        "docs/explanation/failures.md. Committed checkpoints are kept."
+    )

@@ -1,18 +1,16 @@
-"""Whether a run goes on after a worker's failure. Pure functions over the failures that the round's row carries.
+"""Restart policy: whether the run continues after a worker's failure. Pure functions.
 
-Each failure that was no other node's fault is a :class:`FailureRecord` in the row of the round, and moves from round to
-round with it, so that the budget is the whole run's and survives any node. An age is a sum of durations: the node that
-ends a round adds the duration of that round by its own monotonic clock, so no two clocks are compared. The time between
-two rounds is not counted, so that records expire a little later, never earlier.
+Every failure that another node does not explain is a :class:`FailureRecord` in the round's row and is carried from
+round to round, so that the budget belongs to the run and survives the loss of any node. The age of a record is the sum
+of the durations of the rounds since, each measured by the monotonic clock of the node that ended the round.
 
 Three rules, in this order:
 
-1. *The same error without progress* ends the run at once: it would only happen again.
-2. *A broken connection that nothing explains* costs nothing while the run makes progress. Without any, at most
-   ``max_failed_rounds`` rounds in a row may end so, and one that wasted more than a minute is charged like a crash.
-3. *Anything else* spends the budget: ``max_restarts`` restarts within ``restart_window``. A failure is forgotten when
-   it is older than that *and* the run has got further since. Age alone would let a run that dies at the same step every
-   25 minutes go on for ever.
+1. *The same error without progress* ends the run at once.
+2. *An unexplained broken connection* is free while the run makes progress. Without progress, at most
+   ``max_failed_rounds`` rounds in a row may end so, and one that lasted more than a minute is charged.
+3. *Any other failure* is charged: ``max_restarts`` restarts within ``restart_window``. A record expires when it is
+   older than the window *and* the run has made progress since; by age alone, a run could fail at one step for ever.
 """
 
 from __future__ import annotations
@@ -29,25 +27,25 @@ FailureKind = Literal["out_of_memory", "peer", "import", "user", "killed", "cras
 """Kind of failure; ``docs/explanation/failures.md`` describes the classification."""
 
 MAX_RECORDS = 64
-"""Records of one row; older ones are merged. With signatures of at most 120 characters they take under 20 KiB."""
+"""Maximum number of records in a row (less than 20 KiB); the oldest are merged."""
 
-_CHEAP_SECONDS = 60.0
-"""How long a round may last for a broken connection to cost nothing although the run got no further."""
+_FREE_SECONDS = 60.0
+"""Maximum duration of a round without progress whose broken connection is not charged."""
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """A worker's failure, as the round's row keeps it.
+    """Failure of a worker, as stored in the round's row.
 
     Args:
-        signature: the same for the same error on any rank, node or process.
-        kind: what ended the worker.
-        step: the furthest step that the node's workers had completed; ``None`` where they have no session to tell.
-        node: where it ran.
-        rank: its global rank.
+        signature: identifier of the error, equal on all ranks, nodes and processes.
+        kind: kind of the failure.
+        step: last step that the node's workers completed; ``None`` without a session.
+        node: name of the node.
+        rank: global rank of the worker.
         exit_code: exit code as a shell reports it.
-        age_seconds: how long the rounds since have lasted.
-        charge: how many failures of the budget it stands for: 0 for a consequence, more than 1 after a merge.
+        age_seconds: duration of the rounds since.
+        charge: number of charged failures: 0 if free, more than 1 after a merge.
     """
 
     signature: str
@@ -62,13 +60,13 @@ class FailureRecord:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """What follows from a failure.
+    """Decision after a failure.
 
     Args:
-        restart: whether another round is to form; otherwise the run is to be closed as failed.
-        failures: failures for the row of the next round.
-        round_failed: whether the round counts as one whose nodes could not reach each other.
-        why: one sentence, for the log or for the run's last message.
+        restart: whether another round follows; otherwise the run is closed as failed.
+        failures: records for the row of the next round.
+        round_failed: whether the round counts towards ``max_failed_rounds``.
+        why: explanation for the log or the run's closing message.
     """
 
     restart: bool
@@ -78,7 +76,7 @@ class RestartDecision:
 
 
 def read_records(value: object) -> tuple[FailureRecord, ...]:
-    """Return the records of a row's value; fields of later releases are ignored, and so are whole unknown forms."""
+    """Return the records in a row's value; unknown fields and forms, of later releases, are ignored."""
     rows: Sequence[Any] = value if isinstance(value, (list, tuple)) else ()
     names = FailureRecord.__dataclass_fields__
     return tuple(
@@ -87,68 +85,70 @@ def read_records(value: object) -> tuple[FailureRecord, ...]:
 
 
 def aged(records: Sequence[FailureRecord], seconds: float) -> tuple[FailureRecord, ...]:
-    """Return the records when a round of this length has ended."""
+    """Return the records after a round of this duration."""
     return tuple(replace(record, age_seconds=round(record.age_seconds + max(0.0, seconds), 3)) for record in records)
 
 
 def decide_restart(
     history: Sequence[FailureRecord],
     failure: FailureRecord,
-    terms: ElasticDistribution,
+    distribution: ElasticDistribution,
     *,
     conclusive: bool,
     seconds: float,
     failed_rounds: int,
 ) -> RestartDecision:
-    """Decide what follows from a failure that neither a lost node nor another worker's failure explains.
+    """Decide about a failure that neither a lost node nor another worker's failure explains.
 
     Args:
-        history: the run's failures so far, oldest first, aged by the round that ends.
-        failure: what happened now.
-        terms: ``max_restarts``, ``restart_window`` and ``max_failed_rounds``.
-        conclusive: whether two failures with this signature are surely the same error.
-        seconds: how long the round lasted.
-        failed_rounds: number of consecutive failed rounds before this one
+        history: earlier failures of the run, oldest first, aged by the round that ends.
+        failure: failure to decide about.
+        distribution: limits ``max_restarts``, ``restart_window`` and ``max_failed_rounds``.
+        conclusive: whether two failures with this signature are certainly the same error.
+        seconds: duration of the round.
+        failed_rounds: number of consecutive failed rounds before this one.
     """
-    window = None if terms.restart_window is None else terms.restart_window.total_seconds()
-    kept = _remembered(history, failure, window)
+    window = None if distribution.restart_window is None else distribution.restart_window.total_seconds()
+    kept = _unexpired(history, failure, window)
     earlier = _same_without_progress(kept, failure) if conclusive else None
     if earlier is not None:
-        return RestartDecision(
-            restart=False, failures=_merged((*kept, failure)), round_failed=False, why=_same_again(earlier)
-        )
-    in_vain = failure.kind == "peer" and _step(failure) <= max(
-        (_step(record) for record in kept if record.kind == "peer"), default=0
-    )
-    charged = replace(failure, charge=0 if failure.kind == "peer" and (not in_vain or seconds < _CHEAP_SECONDS) else 1)
-    failures = _merged((*kept, charged))
-    if in_vain and failed_rounds + 1 >= terms.rendezvous.timings.max_failed_rounds:
+        at = "" if earlier.step is None else f" at step {earlier.step}"
         why = (
-            f"It is the {_nth(failed_rounds + 1)} round in a row that ended so without progress, and no node was lost "
-            f"and no worker failed that would explain it; the limit is "
-            f"max_failed_rounds={terms.rendezvous.timings.max_failed_rounds}."
+            f"The same error ended worker {earlier.rank} on {earlier.node}{at} about {_span(earlier.age_seconds)} "
+            "before, and no further step has been completed since. The run is not restarted, because it would fail again."
         )
-        return RestartDecision(restart=False, failures=failures, round_failed=True, why=why)
-    spent = sum(record.charge for record in failures)
+        return RestartDecision(restart=False, failures=_merged((*kept, failure)), round_failed=False, why=why)
+    furthest = max((_step(record) for record in kept if record.kind == "peer"), default=0)
+    no_progress = failure.kind == "peer" and _step(failure) <= furthest
+    free = failure.kind == "peer" and (not no_progress or seconds < _FREE_SECONDS)
+    failures = _merged((*kept, replace(failure, charge=0 if free else 1)))
+    charged = sum(record.charge for record in failures)
+    max_restarts, max_failed_rounds = distribution.max_restarts, distribution.rendezvous.timings.max_failed_rounds
     span = "of the run" if window is None else f"within {_span(window)}"
-    if charged.charge and spent > terms.max_restarts:
-        why = f"It is failure {spent} {span}, and max_restarts={terms.max_restarts} allows {terms.max_restarts}."
-        return RestartDecision(restart=False, failures=failures, round_failed=in_vain, why=why)
-    if charged.charge:
-        why = f"restart {spent} of {terms.max_restarts} {span}"
+    restart = False
+    if no_progress and failed_rounds + 1 >= max_failed_rounds:
+        why = (
+            f"{failed_rounds + 1} consecutive rounds ended in this way without progress and without a lost node or "
+            f"failed worker as an explanation; the limit is max_failed_rounds={max_failed_rounds}."
+        )
+    elif not free and charged > max_restarts:
+        why = f"It is failure {charged} {span}, and max_restarts={max_restarts} allows {max_restarts}."
     else:
-        why = "restart without charge: a connection broke, and neither a lost node nor a failed worker explains it"
-    return RestartDecision(restart=True, failures=failures, round_failed=in_vain, why=why)
+        restart = True
+        why = f"restart {charged} of {max_restarts} {span}"
+        if free:
+            why = "restart without charge: a connection broke, and neither a lost node nor a failed worker explains it"
+    return RestartDecision(restart=restart, failures=failures, round_failed=no_progress, why=why)
 
 
 def _step(record: FailureRecord) -> int:
     return record.step or 0
 
 
-def _remembered(
+def _unexpired(
     history: Sequence[FailureRecord], failure: FailureRecord, window: float | None
 ) -> tuple[FailureRecord, ...]:
-    """Return the records that still count: young ones, and those that the run has not got beyond since."""
+    """Return the records that are within the window or at a step that the run has not passed since."""
     kept: list[FailureRecord] = []
     furthest = _step(failure)
     for record in reversed(history):
@@ -159,35 +159,22 @@ def _remembered(
 
 
 def _same_without_progress(history: Sequence[FailureRecord], failure: FailureRecord) -> FailureRecord | None:
-    """Return the furthest earlier failure of this signature, if the run has not got beyond it.
+    """Return the furthest earlier failure with this signature, if the run has made no progress since.
 
-    Steps that nobody reports (a program without a session) are no proof of a standstill, except where the program
-    could not even be loaded.
+    Unknown steps (a program without a session) do not prove a lack of progress, unless the program was not even loaded.
     """
-    same = [record for record in history if record.signature == failure.signature]
     if failure.kind != "import" and failure.step is None:
         return None
+    same = [record for record in history if record.signature == failure.signature]
     furthest = max(same, key=_step, default=None)
-    if furthest is None or _step(failure) > _step(furthest):
-        return None
-    return furthest
+    return None if furthest is None or _step(failure) > _step(furthest) else furthest
 
 
 def _merged(records: Sequence[FailureRecord]) -> tuple[FailureRecord, ...]:
-    """Return at most ``MAX_RECORDS`` records: the two oldest become the younger one, with the charge of both."""
-    merged = list(records)
-    while len(merged) > MAX_RECORDS:
-        first, second = merged[:2]
-        merged[:2] = [replace(second, charge=first.charge + second.charge)]
-    return tuple(merged)
-
-
-def _same_again(earlier: FailureRecord) -> str:
-    at = "" if earlier.step is None else f" at step {earlier.step}"
-    return (
-        f"The same error ended worker {earlier.rank} on {earlier.node}{at} about {_span(earlier.age_seconds)} before, "
-        "and no further step has been completed since: it would only happen again, so the run is not restarted."
-    )
+    """Return at most ``MAX_RECORDS`` records: the oldest are merged into one, with their total charge."""
+    extra = max(0, len(records) - MAX_RECORDS)
+    oldest = replace(records[extra], charge=sum(record.charge for record in records[: extra + 1]))
+    return (oldest, *records[extra + 1 :])
 
 
 def _span(seconds: float) -> str:
@@ -195,8 +182,3 @@ def _span(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s"
-
-
-def _nth(number: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
-    return f"{number}{ending}"

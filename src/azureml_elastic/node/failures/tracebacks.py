@@ -1,8 +1,8 @@
-"""Parser of the error that ended a Python program, from its standard error. Pure functions.
+"""Parser of the traceback that ended a Python program, from its standard error. Pure functions.
 
-The forms are those of the interpreter's ``traceback`` and ``faulthandler`` modules: a chain of tracebacks joined by two
-well-known sentences, exception groups in a margin of bars, a syntax error without a header, and the stacks of a process
-that crashed. torch's exception hook puts ``[rank<n>]:`` before each line, which is taken off.
+It handles the output of the ``traceback`` and ``faulthandler`` modules: chained tracebacks, exception groups, syntax
+errors without a header, and stacks of crashed processes. The prefix ``[rank<n>]:`` of torch's exception hook is
+removed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _HARMLESS = re.compile(
     r"^(?:Exception ignored (?:in|while|on)|Exception in (?:thread|callback)|--- Logging error ---|Process \S+:$"
     r"|Task exception was never retrieved|future: |Traceback of \w+ thread)"
 )
-"""The line before the traceback of an error that does not end the program."""
+"""Line before the traceback of an error that does not end the program."""
 _AFTERWARDS = re.compile(
     r"^(?:\[rank\d+\]:\[|\[[EWIF]\d{4} |\[[WE] |Exception ignored |Exception in thread |--- Logging error ---"
     r"|Fatal Python error: |terminate called |\S+:\d+: \w*Warning: |\d{4}-\d\d-\d\d[ T]\d\d:|Exception raised from )"
 )
-"""A line that is no part of the exception's message any more."""
+"""Line after the end of an exception's message."""
 _FOREIGN = re.compile(
     r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python\d[\d.]*[/\\]|^<frozen "
     r"|[/\\]azureml_elastic[/\\](?:train|checkpoint|ipc|config|distributed|ledger|node)[/\\]"
@@ -43,7 +43,7 @@ _MESSAGE_LINES = 40
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of code that was being run."""
+    """Stack frame."""
 
     file: str
     line: int
@@ -51,19 +51,19 @@ class Frame:
 
     @property
     def own(self) -> bool:
-        """Whether it is the program's own code: neither the interpreter's library, nor an installed package, nor us."""
+        """Whether it is code of the program, not of the interpreter, an installed package or this library."""
         return _FOREIGN.search(self.file) is None
 
 
 @dataclass(frozen=True)
 class ExceptionInfo:
-    """One exception of a chain.
+    """Exception of a chain.
 
     Args:
         type: qualified name of the exception type, as printed in the traceback.
         message: text after the type; may have several lines.
         frames: stack frames, outermost first.
-        caused: whether it was raised ``from`` the one before; otherwise it was raised while that one was handled.
+        caused: whether it was raised ``from`` the previous exception instead of while handling it.
     """
 
     type: str
@@ -78,21 +78,20 @@ class ExceptionInfo:
 
     @property
     def where(self) -> Frame | None:
-        """The innermost frame in the program's own code, else the innermost one."""
+        """The innermost frame of the program's own code, else the innermost frame."""
         own = [frame for frame in self.frames if frame.own]
-        best = own or self.frames
-        return best[-1] if best else None
+        return next(reversed(own or self.frames), None)
 
 
 @dataclass(frozen=True)
 class ParsedError:
-    """An error as the program printed it.
+    """Error in a program's output.
 
     Args:
-        text: the whole chain of tracebacks.
-        chain: its exceptions; the last one is what ended the program.
-        uncaught: whether torch's exception hook printed it, so that it surely ended the program.
-        harmless: whether the interpreter says that it ended no more than a thread or a destructor.
+        text: complete chain of tracebacks.
+        chain: exceptions of the chain; the last one ended the program.
+        uncaught: whether torch's exception hook printed it, so that it certainly ended the program.
+        harmless: whether it only ended a thread or a destructor.
     """
 
     text: str
@@ -102,7 +101,7 @@ class ParsedError:
 
 
 def find_error(text: str) -> ParsedError | None:
-    """Return the last error that may have ended the program, ``None`` where there is no whole traceback."""
+    """Return the last error that may have ended the program, ``None`` without a complete traceback."""
     raw = text.splitlines()
     lines = [_PREFIX.sub("", line) for line in raw]
     found: list[ParsedError] = []
@@ -113,7 +112,7 @@ def find_error(text: str) -> ParsedError | None:
             continue
         start, chain, caused = at, [], False
         while True:
-            raised, at = _one(lines, at)
+            raised, at = _read_traceback(lines, at)
             if raised is None:
                 break
             chain.append(replace(raised, caused=caused))
@@ -126,20 +125,16 @@ def find_error(text: str) -> ParsedError | None:
             error = "\n".join(lines[start:at]).strip("\n")
             uncaught = bool(_PREFIX.match(raw[start]))
             found.append(ParsedError(error, tuple(chain), uncaught=uncaught, harmless=bool(_HARMLESS.match(before))))
-    fatal = [error for error in found if not error.harmless]
-    best = fatal or found
-    return best[-1] if best else None
+    return next(reversed([error for error in found if not error.harmless] or found), None)
 
 
 def find_dump(text: str) -> ParsedError | None:
-    """Return the last output of a process ended by a signal: ``faulthandler``'s dump or C++'s ``terminate`` message."""
+    """Return the last dump of a crashed process: that of ``faulthandler`` or the message of C++'s ``terminate``."""
     lines = [_PREFIX.sub("", line) for line in text.splitlines()]
-    for at in range(len(lines) - 1, -1, -1):
-        if lines[at].startswith(("Fatal Python error: ", "terminate called ")):
-            block = lines[at : at + _MESSAGE_LINES]
-            break
-    else:
+    starts = [at for at, line in enumerate(lines) if line.startswith(("Fatal Python error: ", "terminate called "))]
+    if not starts:
         return None
+    block = lines[starts[-1] : starts[-1] + _MESSAGE_LINES]
     what = next((line.strip().removeprefix("what():").strip() for line in block if "what():" in line), "")
     current = next((k for k, line in enumerate(block) if line.startswith(("Current thread ", "Thread "))), len(block))
     frames = []
@@ -157,19 +152,19 @@ def _frame(line: str) -> Frame | None:
     return Frame(match["file"], int(match["line"]), match["function"] or "") if match else None
 
 
-def _one(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
-    """Read one traceback; return its exception, if it is whole, and the index of the line after it."""
+def _read_traceback(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
+    """Return the exception of one traceback, ``None`` if incomplete, and the index of the line after it."""
     if lines[start].startswith("  + "):
-        return _group(lines, start)
+        return _read_group(lines, start)
     frames = []
-    at = start if _BARE_FRAME.match(lines[start]) else start + 1
+    headless = bool(_BARE_FRAME.match(lines[start]))
+    at = start if headless else start + 1
     while at < len(lines) and (lines[at].startswith(" ") or not lines[at]):
         frame = _frame(lines[at])
         if frame is not None:
             frames.append(frame)
         at += 1
     match = _EXCEPTION.match(lines[at]) if at < len(lines) else None
-    headless = bool(_BARE_FRAME.match(lines[start]))
     if match is None or (headless and not _SYNTAX.match(lines[at])):
         return None, start + 1
     message = [match["message"] or ""]
@@ -178,7 +173,7 @@ def _one(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
         line = lines[end]
         if _HEADER.match(line) or _AFTERWARDS.match(line) or line in (_CAUSE, _CONTEXT):
             break
-        frame = _frame(line)  # the traceback of another process, as DataLoader passes it on
+        frame = _frame(line)  # of another process's traceback, which DataLoader includes in the message
         if frame is not None:
             frames.append(frame)
         message.append(line)
@@ -188,13 +183,14 @@ def _one(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
     return ExceptionInfo(match["type"], "\n".join(message).strip(), tuple(frames)), end
 
 
-def _group(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
-    """Read an exception group: its own frames, and the first of its exceptions, which stands for all."""
+def _read_group(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]:
+    """Read an exception group as its first exception, with the frames of the group before its own."""
     end = start + 1
     while end < len(lines) and lines[end].startswith("  "):
         end += 1
     first = next((at for at in range(start, end) if _FIRST.match(lines[at])), end)
-    outer, _ = _one([lines[start].removeprefix("  + Exception Group "), *_inside(lines[start + 1 : first])], 0)
+    inside = [_MARGIN.sub("", line) for line in lines[start + 1 : first]]
+    outer, _ = _read_traceback([lines[start].removeprefix("  + Exception Group "), *inside], 0)
     second = next((at for at in range(first, end) if _SECOND.match(lines[at])), end)
     depth = len(lines[second]) - len(lines[second].lstrip()) if second < end else 0
     inner = find_error("\n".join(line[max(depth, 4) :].removeprefix("| ") for line in lines[first + 1 : second]))
@@ -204,12 +200,8 @@ def _group(lines: Sequence[str], start: int) -> tuple[ExceptionInfo | None, int]
     return replace(leaf, frames=(*(outer.frames if outer else ()), *leaf.frames)), end
 
 
-def _inside(lines: Sequence[str]) -> list[str]:
-    return [_MARGIN.sub("", line) for line in lines]
-
-
 def _link(lines: Sequence[str], at: int) -> tuple[str, int]:
-    """Return the sentence that joins two tracebacks and the index of the second one's header, or nothing."""
+    """Return the sentence between two tracebacks and the index of the second one's header, or an empty sentence."""
     rest = [(k, lines[k]) for k in range(at, min(len(lines), at + 5)) if lines[k]][:2]
     if len(rest) == 2 and rest[0][1] in (_CAUSE, _CONTEXT) and _HEADER.match(rest[1][1]):  # noqa: PLR2004
         return rest[0][1], rest[1][0]

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.node.failures.classification import hang_failure, last_error, root_cause, signature_of
-from azureml_elastic.node.failures.oom_kills import OomKillCounter
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, find_dump, find_error
+from azureml_elastic.node.host.memory import OomKillCounter
 
 ENDINGS = Path(__file__).parent / "worker_output"
 NAMES = sorted(path.stem for path in ENDINGS.glob("*.txt"))
@@ -42,7 +42,7 @@ def ending(name: str) -> tuple[int, str]:
 def examined(tmp_path: Path, code: int, text: str | bytes, kills: OomKillCounter | None = None, **more):
     path = tmp_path / "stderr.log"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    options = {} if kills is None else {"memory_kills": kills}
+    options = {} if kills is None else {"oom_kills": kills}
     return root_cause({3: failure(0, code, **more)}, {0: str(path)}, **options)
 
 

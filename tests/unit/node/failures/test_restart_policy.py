@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import ElasticDistribution, RendezvousTimings, TableRendezvous
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED, of_failed_run
-from azureml_elastic.node.failures.messages import WORDS, closing_message
+from azureml_elastic.node.failures.restart_decision import SUMMARIES, closing_message
 from azureml_elastic.node.failures.restart_policy import (
     MAX_RECORDS,
     FailureRecord,
@@ -25,7 +25,7 @@ from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.sealing import reopened
 
 HOUR = 3600.0
-KINDS = sorted(WORDS)
+KINDS = sorted(SUMMARIES)
 CHARGED = [kind for kind in KINDS if kind != "peer"]
 
 
@@ -278,7 +278,7 @@ def test_the_runs_last_message_begins_with_the_users_own_words(kind):
     assert message.startswith(
         "Traceback\nValueError: no\n\nWorker 0 on node-3 failed in round 4 at step 12 with exit code"
     )
-    assert WORDS[kind] in message
+    assert SUMMARIES[kind] in message
     assert "It is failure 4." in message
     assert "at step" not in closing_message("x", record(kind=kind, step=None), 1, "")
 

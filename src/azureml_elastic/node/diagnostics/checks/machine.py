@@ -7,18 +7,15 @@ import resource
 import time
 from pathlib import Path
 
-from azureml_elastic.errors import MissingExtra
 from azureml_elastic.node.diagnostics.findings import Finding, Status
+from azureml_elastic.node.host.memory import available_memory
 
-__all__ = ["available_memory", "check_folder", "check_memory", "check_open_files", "check_shared_memory"]
+__all__ = ["check_folder", "check_memory", "check_open_files", "check_shared_memory"]
 
 _MIB = 1 << 20
 _SAMPLE_BYTES = 4096
 _WARN_BELOW = 2
 """A value below this many times its limit is worth a warning."""
-
-_UNLIMITED = 1 << 60
-"""From here on a limit of the first control groups means that there is none."""
 
 
 def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding:
@@ -84,32 +81,6 @@ def check_open_files(limit: int) -> Finding:
     return Finding("open files", "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}", wanted)
 
 
-def available_memory(
-    mounts: Path = Path("/sys/fs/cgroup"), listing: Path = Path("/proc/self/cgroup")
-) -> tuple[int, bool]:
-    """Return how many bytes may still be taken, and whether a container's limit says so and not the machine's size.
-
-    Both generations of Linux control groups are read (https://docs.kernel.org/admin-guide/cgroup-v2.html and
-    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html). A limit of any group above this process's own counts.
-    Cached files that the kernel would drop first (``inactive_file``) count as available.
-
-    Args:
-        mounts: where the groups are mounted.
-        listing: which groups this process is in.
-
-    Raises:
-        MissingExtra: psutil is not installed.
-    """
-    try:
-        import psutil
-    except ImportError as error:
-        raise MissingExtra("psutil", "node") from error
-    machine: int = psutil.virtual_memory().available
-    headroom = [room for folder in _groups(mounts, listing) if (room := _headroom(folder)) is not None]
-    container = min(headroom, default=machine)
-    return min(machine, container), container < machine
-
-
 def _write_and_read(path: Path) -> None:
     sample = os.urandom(_SAMPLE_BYTES)
     # No link is followed: the temporary folder is everybody's.
@@ -131,41 +102,3 @@ def _compare(found: int, limit: int) -> Status:
     if found < limit:
         return "fail"
     return "warn" if found < _WARN_BELOW * limit else "ok"
-
-
-def _groups(mounts: Path, listing: Path) -> list[Path]:
-    """Return the folders of this process's memory groups, up to the outermost that is visible here."""
-    try:
-        lines = listing.read_text().splitlines()
-    except OSError:
-        return []
-    folders: list[Path] = []
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            top = mounts
-        elif "memory" in controllers.split(","):
-            top = mounts / "memory"
-        else:
-            continue
-        # Inside a container the path may be the host's, of which only the end, or nothing, is mounted.
-        inner = top / path.lstrip("/")
-        folders += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
-    return folders
-
-
-def _headroom(folder: Path) -> int | None:
-    """Return the bytes that a group may still take, ``None`` without a limit."""
-    for limit_file, usage_file, cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            limit = int((folder / limit_file).read_text())
-            usage = int((folder / usage_file).read_text())
-            statistics = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
-            if limit < _UNLIMITED:
-                return max(0, limit - max(0, usage - int(statistics.get(cache, "0"))))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return None
