@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, FLAT, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoint.format.retention import retire
-from azureml_elastic.checkpoint.format.shard_file import HEADER_LENGTH_BYTES, Entry, Layout, header_length, read_header
+from azureml_elastic.checkpoint.format.shard_file import Entry, Layout, read_header
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged, UsageError
@@ -29,7 +29,7 @@ class FoundCheckpoint:
         manifest: manifest of the checkpoint, ``None`` where it cannot be read.
         committed: whether the folder has a commit marker.
         nbytes: total size of its files.
-        problem: why there is no manifest, or which files are missing or have another size; ``None`` if complete.
+        problem: reason for a missing manifest, or the files missing or of another size; ``None`` if complete.
     """
 
     name: FolderName
@@ -52,13 +52,12 @@ def survey(storage: Storage) -> list[FoundCheckpoint]:
         if name is None:
             continue
         files = storage.files(folder)
-        manifest: Manifest | None = None
-        problem: str | None = None
         try:
             manifest = Manifest.read(storage, folder)
             wrong = [file for file, sums in manifest.files.items() if files.get(file) != sums.size]
             problem = f"missing or of another size: {', '.join(sorted(wrong))}" if wrong else None
         except CheckpointDamaged as error:
+            manifest = None
             problem = str(error) if MANIFEST in files else "no manifest: it was never completed"
         found.append(FoundCheckpoint(name, manifest, COMMITTED in files, sum(files.values()), problem))
     return found
@@ -81,14 +80,9 @@ def newest_whole(storage: Storage) -> Manifest | None:
 
 
 def prune(storage: Storage, keep: int) -> list[str]:
-    """Remove all but the newest undamaged checkpoints. Not to be called while a run writes here.
+    """Remove all but ``keep`` of the newest undamaged checkpoints and those kept for good; return the removed folders.
 
-    Args:
-        storage: storage of the checkpoints.
-        keep: number of checkpoints to keep, besides those that are kept for good.
-
-    Returns:
-        The names of the removed folders.
+    Not to be called while a run writes to the storage.
 
     Raises:
         UsageError: every checkpoint is damaged, and nothing was removed.
@@ -106,17 +100,12 @@ def entries(storage: Storage, manifest: Manifest, name: str) -> list[Entry]:
         CheckpointDamaged: the header of the file is damaged.
         OSError: the file cannot be read.
     """
-    where = f"{storage}/{manifest.directory}/{name}"
-    with storage.reading(manifest.directory, name) as read:
-        first = bytearray(HEADER_LENGTH_BYTES)
-        read(0, memoryview(first))
-        text = bytearray(header_length(bytes(first), where))
-        read(HEADER_LENGTH_BYTES, memoryview(text))
-    return read_header(bytes(text), where)
+    with storage.reading(manifest.directory, name) as fill:
+        return read_header(fill, f"{storage}/{manifest.directory}/{name}")[0]
 
 
 def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> int:
-    """Write one safetensors file with the whole tensors of one tracked object.
+    """Write one safetensors file with the whole tensors of one tracked object, and return their number.
 
     Args:
         storage: storage of the checkpoints.
@@ -125,50 +114,45 @@ def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> i
             the tensors.
         target: path of the file, which must not exist.
 
-    Returns:
-        The number of tensors.
-
     Raises:
         UsageError: the checkpoint holds no such tensors.
         OSError: a file cannot be read or written.
     """
     import numpy as np
 
-    parts = [(file, entry) for file in sorted(manifest.files) for entry in entries(storage, manifest, file)]
-    parts = [(file, entry) for file, entry in parts if entry.chunk.name.startswith(f"{prefix}/")]
+    stored = [(file, entry) for file in sorted(manifest.files) for entry in entries(storage, manifest, file)]
+    parts = [(file, entry) for file, entry in stored if entry.chunk.name.startswith(f"{prefix}/")]
     if not parts:
         raise UsageError(
             f"The checkpoint {manifest.directory} holds no tensors of {prefix!r}; it has {', '.join(manifest.state)}."
         )
-    flat = dict(_flat(manifest.state))
-    layout = Layout.of(_wholes((entry.chunk for _, entry in parts), prefix, flat))
-    places = {entry.chunk.name: entry for entry in layout.entries}
+    shapes = dict(_stored_flat(manifest.state))
+    whole: dict[str, Chunk] = {}
+    for _, entry in parts:
+        chunk = entry.chunk
+        name, shape = chunk.name.removeprefix(f"{prefix}/"), shapes.get(chunk.name, chunk.shape)
+        whole[chunk.name] = Chunk(name, (0,) * len(shape), shape, shape, chunk.dtype, chunk.itemsize)
+    layout = Layout.of(whole.values())
+    begins = {entry.chunk.name: entry.begin for entry in layout.entries}
     with target.open("xb") as stream:
         stream.write(layout.header)
         stream.truncate(layout.nbytes)
     for file, entry in parts:
-        chunk, place = entry.chunk, places[entry.chunk.name.removeprefix(f"{prefix}/")]
+        chunk = entry.chunk
         if chunk.nbytes == 0:
             continue
         content = bytearray(chunk.nbytes)
-        with storage.reading(manifest.directory, file) as read:
-            read(entry.begin, memoryview(content))
+        with storage.reading(manifest.directory, file) as fill:
+            fill(entry.begin, memoryview(content))
         source = np.frombuffer(content, np.uint8).reshape(*chunk.sizes, chunk.itemsize)
-        whole = np.memmap(target, np.uint8, "r+", place.begin, (*chunk.shape, chunk.itemsize))  # stored shape
-        whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = source
-        whole.flush()
-    return len(places)
+        begin = begins[whole[chunk.name].name]
+        tensor = np.memmap(target, np.uint8, "r+", begin, (*chunk.shape, chunk.itemsize))  # with the stored shape
+        tensor[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = source
+        tensor.flush()
+    return len(whole)
 
 
-def _wholes(chunks: Iterable[Chunk], prefix: str, flat: Mapping[str, tuple[int, ...]]) -> list[Chunk]:
-    found = {}
-    for chunk in chunks:
-        name, shape = chunk.name.removeprefix(f"{prefix}/"), flat.get(chunk.name, chunk.shape)
-        found[name] = Chunk(name, (0,) * len(shape), shape, shape, chunk.dtype, chunk.itemsize)
-    return list(found.values())
-
-
-def _flat(state: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _stored_flat(state: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the names of tensors that are stored flat, and their shapes."""
     if isinstance(state, Mapping):
         if FLAT in state:
@@ -176,4 +160,4 @@ def _flat(state: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield name, tuple(sizes)
         else:
             for each in state.values():
-                yield from _flat(each)
+                yield from _stored_flat(each)

@@ -10,13 +10,7 @@ __all__ = ["for_good", "lineage", "retire"]
 
 
 def lineage(storage: Storage, newest: Manifest, count: int) -> list[Manifest]:
-    """Return a checkpoint and its ancestors, as far as their manifests can be read.
-
-    Args:
-        storage: storage of the checkpoints.
-        newest: manifest of the first checkpoint.
-        count: maximum number of checkpoints.
-    """
+    """Return a checkpoint and its ancestors, at most ``count``, as far as their manifests can be read."""
     found = [newest]
     while (parent := found[-1].parent) is not None and len(found) < count:
         try:
@@ -27,28 +21,17 @@ def lineage(storage: Storage, newest: Manifest, count: int) -> list[Manifest]:
 
 
 def retire(storage: Storage, newest: Manifest, keep: int) -> list[str]:
-    """Remove old checkpoints and incomplete attempts, the manifest of each first.
+    """Remove old checkpoints and incomplete attempts, the manifest of each first, and return their folders.
 
-    Also kept are checkpoints that are kept for good, folders of newer rounds, where another process may be writing, and
-    the newest damaged checkpoint, for examination.
-
-    Args:
-        storage: storage of the checkpoints.
-        newest: manifest of the newest committed checkpoint.
-        keep: number of checkpoints of its lineage to keep.
-
-    Returns:
-        The names of the removed folders.
+    Not removed are ``keep`` checkpoints of the lineage of the newest committed one, those that are kept for good, the
+    newest damaged one, for examination, and folders of newer rounds, where another process may be writing.
 
     Raises:
         OSError: a folder could not be removed.
     """
     kept = {manifest.directory for manifest in lineage(storage, newest, keep)}
-    old = []
-    for folder in storage.folders():
-        name = FolderName.parse(folder)
-        if name is not None and name.round <= newest.round and not name.kept and folder not in kept:
-            old.append(folder)
+    names = [(folder, FolderName.parse(folder)) for folder in storage.folders() if folder not in kept]
+    old = [folder for folder, name in names if name is not None and name.round <= newest.round and not name.kept]
     quarantined = [folder for folder in old if DAMAGED in storage.files(folder)]
     removed = [folder for folder in old if folder not in quarantined[-1:]]
     for folder in removed:

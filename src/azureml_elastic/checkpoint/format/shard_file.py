@@ -10,16 +10,17 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["HEADER_LENGTH_BYTES", "Entry", "Layout", "header_length", "read_header", "read_note"]
+__all__ = ["Entry", "Layout", "read_header"]
 
-HEADER_LENGTH_BYTES = 8
+_LENGTH_BYTES = 8
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
 _PARTS = "azureml_elastic"
@@ -87,14 +88,13 @@ class Layout:
 
         Args:
             chunks: chunks to store; those of equally wide elements stay in this order.
-            note: text to store in the header, see :func:`read_note`.
+            note: text to store in the header, see :func:`read_header`.
         """
-        ordered = sorted(chunks, key=lambda chunk: -_alignment(chunk.itemsize))
+        ordered = sorted(chunks, key=lambda chunk: -(chunk.itemsize & -chunk.itemsize))  # by alignment
+        begins = list(accumulate((chunk.nbytes for chunk in ordered), initial=0))
         document: dict[str, Any] = {}
         parts: dict[str, Any] = {}
-        places = []
-        offset = 0
-        for chunk in ordered:
+        for chunk, begin in zip(ordered, begins, strict=False):
             name = _name(chunk)
             while name in document:
                 name += "'"
@@ -102,74 +102,49 @@ class Layout:
             document[name] = {
                 "dtype": _DTYPES.get(chunk.dtype, "U8"),
                 "shape": [*chunk.sizes] if known else [*chunk.sizes, chunk.itemsize],
-                "data_offsets": [offset, offset + chunk.nbytes],
+                "data_offsets": [begin, begin + chunk.nbytes],
             }
             parts[name] = [chunk.name, chunk.offsets, chunk.sizes, chunk.shape, chunk.dtype, chunk.itemsize]
-            places.append(offset)
-            offset += chunk.nbytes
         document[_METADATA] = {"format": "pt", _PARTS: json.dumps(parts, separators=(",", ":"))}
         if note is not None:
             document[_METADATA][_NOTE] = note
         text = json.dumps(document, separators=(",", ":")).encode()
-        text += b" " * (-(HEADER_LENGTH_BYTES + len(text)) % _ALIGNMENT)
-        header = len(text).to_bytes(HEADER_LENGTH_BYTES, "little") + text
-        entries = (Entry(chunk, len(header) + place) for chunk, place in zip(ordered, places, strict=True))
-        return cls(header, tuple(entries))
+        text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        return cls(header, tuple(map(Entry, ordered, (len(header) + begin for begin in begins))))
 
 
-def header_length(first: bytes, where: str) -> int:
-    """Return the length of the header's text, read from the first bytes of the file.
-
-    Raises:
-        CheckpointDamaged: the length is not plausible.
-    """
-    length = int.from_bytes(first, "little")
-    if len(first) != HEADER_LENGTH_BYTES or not 0 < length <= _LONGEST_HEADER_BYTES:
-        raise CheckpointDamaged(f"{where} is no file of tensors: the length of its header is {length} bytes.")
-    return length
-
-
-def read_header(text: bytes, where: str) -> list[Entry]:
-    """Return the entries of a file.
+def read_header(fill: Callable[[int, memoryview], None], where: str) -> tuple[list[Entry], str | None]:
+    """Return the entries of a file and its note.
 
     Args:
-        text: header without the length field.
+        fill: function that fills memory with the file's content from an offset on.
         where: location of the file, for error messages.
 
     Raises:
         CheckpointDamaged: this library did not write the header.
+        OSError: the file cannot be read.
     """
-    begin = HEADER_LENGTH_BYTES + len(text)
     try:
+        first = bytearray(_LENGTH_BYTES)
+        fill(0, memoryview(first))
+        length = int.from_bytes(first, "little")
+        if not 0 < length <= _LONGEST_HEADER_BYTES:
+            raise ValueError(f"its length is {length} bytes")  # noqa: TRY301
+        text = bytearray(length)
+        fill(_LENGTH_BYTES, memoryview(text))
         document: Mapping[str, Any] = json.loads(text)
         parts: Mapping[str, Any] = json.loads(document[_METADATA][_PARTS])
         entries = []
         for key, (name, offsets, sizes, shape, dtype, itemsize) in parts.items():
             chunk = Chunk(str(name), tuple(offsets), tuple(sizes), tuple(shape), str(dtype), int(itemsize))
-            first, last = document[key]["data_offsets"]
-            if last - first != chunk.nbytes:
-                raise ValueError(f"{key} has {last - first} bytes instead of {chunk.nbytes}")  # noqa: TRY301
-            entries.append(Entry(chunk, begin + first))
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"The header of {where} cannot be read: {error!r}") from error
-    return entries
-
-
-def read_note(text: bytes, where: str) -> str:
-    """Return the note of a file, see :meth:`Layout.of`.
-
-    Args:
-        text: header without the length field.
-        where: location of the file, for error messages.
-
-    Raises:
-        CheckpointDamaged: the header has no note.
-    """
-    try:
-        note: str = json.loads(text)[_METADATA][_NOTE]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"The header of {where} has no note: {error!r}") from error
-    return note
+            begin, end = document[key]["data_offsets"]
+            if end - begin != chunk.nbytes:
+                raise ValueError(f"{key} has {end - begin} bytes instead of {chunk.nbytes}")  # noqa: TRY301
+            entries.append(Entry(chunk, _LENGTH_BYTES + length + begin))
+        return entries, document[_METADATA].get(_NOTE)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(f"The header of {where} cannot be read, it is no file of tensors: {error!r}") from error
 
 
 def _name(chunk: Chunk) -> str:
@@ -177,8 +152,3 @@ def _name(chunk: Chunk) -> str:
         return chunk.name
     ranges = (f"{offset}:{offset + size}" for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
     return f"{chunk.name}[{', '.join(ranges)}]"
-
-
-def _alignment(itemsize: int) -> int:
-    """Return the largest power of two that divides the size of an element."""
-    return itemsize & -itemsize

@@ -16,13 +16,7 @@ from typing import Any
 
 import torch
 
-from azureml_elastic.checkpoint.format.shard_file import (
-    HEADER_LENGTH_BYTES,
-    Layout,
-    header_length,
-    read_header,
-    read_note,
-)
+from azureml_elastic.checkpoint.format.shard_file import Layout, read_header
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.distributed.control_group import ControlGroup
@@ -131,10 +125,13 @@ class Snapshot:
             memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(descriptor)
-        length = header_length(memory[:HEADER_LENGTH_BYTES], path)
-        text = memory[HEADER_LENGTH_BYTES : HEADER_LENGTH_BYTES + length]
+
+        def fill(begin: int, target: memoryview) -> None:
+            target[:] = memory[begin : begin + len(target)]
+
+        entries, note = read_header(fill, path)
         tensors = {}
-        for entry in read_header(text, path):
+        for entry in entries:
             dtype, shape = getattr(torch, entry.chunk.dtype), entry.chunk.shape
             count = entry.chunk.nbytes // entry.chunk.itemsize
             tensors[entry.chunk.name] = (
@@ -143,7 +140,7 @@ class Snapshot:
                 else torch.empty(shape, dtype=dtype)
             )
         try:
-            return cls(**json.loads(read_note(text, path)), tensors=tensors)
+            return cls(**json.loads(note or ""), tensors=tensors)
         except (TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{path} holds no snapshot: {error}") from error
 

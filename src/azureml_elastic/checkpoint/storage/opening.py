@@ -1,4 +1,4 @@
-"""From the path or URL of a folder of checkpoints to its storage."""
+"""Paths and URLs of folders of checkpoints, and the storage that serves them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def join_path(where: str, name: str) -> str:
 
 
 def open_storage(where: str | Path) -> Storage:
-    """Return the storage behind a path or an fsspec URL. Reads and creates nothing.
+    """Return the storage of a path or an fsspec URL. Reads and creates nothing.
 
     Raises:
         MissingExtra: the packages for this kind of URL are not installed.

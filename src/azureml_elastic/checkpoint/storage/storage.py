@@ -1,4 +1,4 @@
-"""The interface of a storage of checkpoints."""
+"""The interface of a storage of checkpoints, and how files are written and verified in pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-__all__ = ["FileSum", "Storage"]
+import xxhash
+
+__all__ = ["BLOCK_BYTES", "FileSum", "Storage"]
+
+BLOCK_BYTES = 1 << 23
+"""Size of the pieces that are read and written."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,10 @@ class FileSum:
 
 
 class Storage(ABC):
-    """Storage of a run's checkpoints, one folder each. Thread-safe. Every method may raise ``OSError``."""
+    """Storage of a run's checkpoints, one folder each. Thread-safe. Every method may raise ``OSError``.
+
+    Files beside the folders are in the folder ``""``.
+    """
 
     @abstractmethod
     def __str__(self) -> str:
@@ -32,22 +40,30 @@ class Storage(ABC):
     def make(self, folder: str) -> None:
         """Create a checkpoint's folder, unless it exists."""
 
-    @abstractmethod
     def write(self, folder: str, name: str, blocks: Iterable[bytes | memoryview]) -> FileSum:
-        """Write a new file durably. A crash may leave a part of it, so readers must verify it.
-
-        Args:
-            folder: name of an existing folder.
-            name: name of the file.
-            blocks: content.
+        """Write a new file durably to an existing folder. A crash may leave a part of it, so readers must verify it.
 
         Raises:
             OSError: it could not be written, or exists; a part of it is removed as far as the storage allows.
         """
+        digest, size = xxhash.xxh3_128(), 0
+        with self.writing(folder, name) as write:
+            for block in blocks:
+                view = memoryview(block).cast("B")
+                for begin in range(0, len(view), BLOCK_BYTES):
+                    part = view[begin : begin + BLOCK_BYTES]
+                    digest.update(part)
+                    write(part)
+                    size += len(part)
+        return FileSum(size, digest.hexdigest())
 
     @abstractmethod
+    def writing(self, folder: str, name: str) -> AbstractContextManager[Callable[[memoryview], None]]:
+        """Create a file, and return a function that appends to it; see :meth:`write`."""
+
     def publish(self, folder: str, name: str, content: bytes) -> None:
         """Write the file that makes a folder a checkpoint; the name of the folder becomes durable as well."""
+        self.write(folder, name, [content])
 
     @abstractmethod
     def replace(self, name: str, content: bytes) -> None:
@@ -56,10 +72,6 @@ class Storage(ABC):
     @abstractmethod
     def read(self, folder: str, name: str) -> bytes:
         """Return a file's content.
-
-        Args:
-            folder: name of the folder, ``""`` for a file beside the folders.
-            name: name of the file.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -77,9 +89,21 @@ class Storage(ABC):
     def size(self, folder: str, name: str) -> int | None:
         """Return the size of a file in bytes, ``None`` where it does not exist."""
 
-    @abstractmethod
     def problem(self, folder: str, name: str, expected: FileSum) -> str | None:
         """Return how a file differs from what is expected, ``None`` where it does not. Reads every byte."""
+        path, digest = f"{self}/{folder}/{name}", xxhash.xxh3_128()
+        block = memoryview(bytearray(min(BLOCK_BYTES, expected.size)))
+        try:
+            with self.reading(folder, name) as fill:
+                if (size := self.size(folder, name)) != expected.size:
+                    return f"{path} has {size or 0} bytes instead of {expected.size}"
+                for begin in range(0, expected.size, BLOCK_BYTES):
+                    part = block[: expected.size - begin]
+                    fill(begin, part)
+                    digest.update(part)
+        except OSError as error:
+            return f"{path} cannot be read: {error}"
+        return None if digest.hexdigest() == expected.xxh3 else f"{path} has another checksum than when it was written"
 
     @abstractmethod
     def folders(self) -> list[str]:
