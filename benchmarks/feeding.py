@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from azureml_elastic import CheckpointPolicy, FixedGlobalBatch, FixedPerWorkerBatch, train
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.batching import Batching
+from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import DataSpec
@@ -212,9 +213,9 @@ def first_batch(kind: str, length: int) -> tuple[float, float]:
         [next(iterator) for _ in range(BATCH)]
     else:
         position = Position(WorkerIdentity(3, 0, 8, 0))
-        spec = DataSpec(length, 8 * BATCH, seed=0, shuffle=True, drop_last=False)
-        where = {"stream": position.add("train", spec), "position": position, "device": torch.device("cpu")}
-        loader = MapLoader(range(length), spec, Batching(FixedGlobalBatch()), options={}, **where)
+        spec = DataSpec(length, global_batch_size=8 * BATCH, seed=0, shuffle=True, drop_last=False)
+        context = LoaderContext(position, torch.device("cpu"), Batching(FixedGlobalBatch()))
+        loader = MapLoader(range(length), position.add("train", spec), context)
         next(iter(loader))
     seconds = time.perf_counter() - begun
     return seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024

@@ -94,7 +94,7 @@ class Simulation:
         self.networks = Networks(setting.seeds, setting.seed)
         self.optimizer = torch.optim.SGD(self.networks.parameters(), setting.rate, setting.momentum, weight_decay=1e-4)
         self.steps = 0
-        self._spec = DataSpec(setting.samples, setting.batch, seed=0, shuffle=False, drop_last=False)
+        self._spec = DataSpec(setting.samples, global_batch_size=setting.batch, seed=0, shuffle=False, drop_last=False)
         self._batching = Batching(policy)
         self._position = Position(_identity(world_size))
         self._stream = self._position.add("digits", self._spec)

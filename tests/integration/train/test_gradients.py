@@ -17,7 +17,7 @@ SIZES = (1, 2, 3, 4, 5, 7, 12)
 
 
 def of_one_process(length=LENGTH, size=GLOBAL_BATCH, tokens=False):
-    spec = DataSpec(length, size, seed=0, shuffle=True, drop_last=False)
+    spec = DataSpec(length, global_batch_size=size, seed=0, shuffle=True, drop_last=False)
     samples, model, found, cursor = gradients.data(length), gradients.network().double(), [], Cursor()
     sentences = gradients.Sentences(length)
     while window := spec.window(cursor.consumed, size):
@@ -107,7 +107,9 @@ def test_sharded_gradients_are_weighted_too(world_size, options, tmp_path):
 def test_the_noise_is_that_of_the_micro_batches(world_size, options, tmp_path):
     size = 8  # of a worker
     count = min(size * world_size, LENGTH)
-    ids = order(DataSpec(LENGTH, size, seed=0, shuffle=True, drop_last=False), 0)(torch.arange(count).numpy()).tolist()
+    ids = order(DataSpec(LENGTH, global_batch_size=size, seed=0, shuffle=True, drop_last=False), 0)(
+        torch.arange(count).numpy()
+    ).tolist()
     squares, batches, mean = 0.0, 0, torch.zeros(())
     for rank in range(world_size):
         for part in parts(count, world_size, rank, most=options.get("micro_batch_size")):

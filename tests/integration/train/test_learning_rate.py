@@ -546,7 +546,7 @@ def accumulating(optimizer, discarded=lambda: False):
     rate = LearningRate(LINEAR, position, discarded)
     rate.attach([optimizer])
     rate.enter(K)
-    stream = position.add("train", DataSpec(10, 10, seed=0, shuffle=True, drop_last=False))
+    stream = position.add("train", DataSpec(10, global_batch_size=10, seed=0, shuffle=True, drop_last=False))
     window = Window(tuple(range(10)), 10, Cursor(), Cursor(0, 10), 10)
     position.take(stream, MicroBatch(window, samples=4, weight=0.4, last=False))
 

@@ -19,6 +19,7 @@ from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.batching import Batching
+from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
@@ -64,15 +65,8 @@ class Walk:
         self.position.enter(WorkerIdentity(0, 0, world_size, 0))
         self.rate.load(json.loads(json.dumps(self.rate.to_json())))
         self.rate.enter(world_size)
-        loader = MapLoader(
-            range(self.spec.length),
-            self.spec,
-            Batching(self.policy),
-            state=self.stream,
-            position=self.position,
-            device=torch.device("cpu"),
-            options={},
-        )
+        context = LoaderContext(self.position, torch.device("cpu"), Batching(self.policy))
+        loader = MapLoader(range(self.spec.length), self.stream, context)
         while steps:
             for micro, _ in loader.planned():
                 self.position.take(self.stream, micro)
@@ -143,7 +137,9 @@ def test_under_adascale_a_schedule_goes_by_the_gains(spec, lives, squares):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", rates.SCHEDULERS)
 def test_rates_are_those_of_the_reference_at_the_same_samples(name, policy, world_size, drop_last):
-    spec = DataSpec(50, 8, seed=0, shuffle=True, drop_last=drop_last)  # 7 steps an epoch, the last one of 2 samples
+    spec = DataSpec(
+        50, global_batch_size=8, seed=0, shuffle=True, drop_last=drop_last
+    )  # 7 steps an epoch, the last one of 2 samples
     total = 3 * spec.windows
     curve = rates.curve(name, total)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rates.RATE, momentum=0.9)
@@ -179,7 +175,7 @@ def test_rates_are_those_of_the_reference_at_the_same_samples(name, policy, worl
     ids=["1", "2", "3", "1-3-2", "of-2-1-3"],
 )
 def test_ranks_train_the_same_samples_at_the_same_rates(policy, sizes, tmp_path):
-    spec = DataSpec(50, 8, seed=0, shuffle=True, drop_last=False)
+    spec = DataSpec(50, global_batch_size=8, seed=0, shuffle=True, drop_last=False)
     curves = {name: rates.curve(name, 2 * spec.windows) for name in rates.SCHEDULERS}
     walk, done = Walk(spec, policy), 0
     for size, stop in sizes:

@@ -18,7 +18,7 @@ PLAN = Plan(resources=ElasticResources(max_instance_count=3), audit=True).to_jso
 
 
 def expected_gradients(length, global_batch_size, drop_last):
-    spec = DataSpec(length, global_batch_size, seed=0, shuffle=True, drop_last=drop_last)
+    spec = DataSpec(length, global_batch_size=global_batch_size, seed=0, shuffle=True, drop_last=drop_last)
     x, y = workers.dataset(length).tensors
     model, found, consumed = workers.network(), [], 0
     while window := spec.window(consumed, global_batch_size):

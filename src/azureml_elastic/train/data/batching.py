@@ -35,7 +35,7 @@ class Batching:
 
     @property
     def exact(self) -> bool:
-        """Whether micro-batches must be bit-identical at any world size."""
+        """Whether gradients, and so micro-batches, must be bit-identical at any world size."""
         return isinstance(self.policy, FixedGlobalBatch) and self.policy.reduce == "exact"
 
     def require_fitting(self, global_batch_size: int) -> None:

@@ -8,35 +8,62 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, default_collate
 
 from azureml_elastic.checkpoint.state.random_state import seed_of
 from azureml_elastic.errors import UsageError
+from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Position
 from azureml_elastic.train.data.sampling import Cursor
 
-__all__ = ["ElasticLoader", "require_foreign", "to_device"]
+__all__ = ["ElasticLoader", "LoaderContext", "require_foreign", "to_device"]
 
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last")
+
+
+@dataclass(frozen=True)
+class LoaderContext:
+    """What every kind of elastic loader needs beside its data.
+
+    Args:
+        position: position of the run
+        device: device that the tensors of a batch are moved to
+        batching: division of windows into micro-batches
+        loader_class: ``torch.utils.data.DataLoader``, or a class of the same arguments, such as torchdata's
+            ``StatefulDataLoader``
+        options: further arguments of that class
+    """
+
+    position: Position
+    device: torch.device
+    batching: Batching
+    loader_class: type[DataLoader[Any]] = DataLoader
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ElasticLoader(ABC):
     """Iterable over this rank's batches, from the position in the data to the end of the epoch.
 
     Args:
-        spec: properties of the data that must not change over restarts
         state: position of this loader
-        position: position of the run
-        device: device that the tensors of a batch are moved to
+        context: position of the run, device and batching
+
+    Raises:
+        UsageError: an option is one that the loader sets itself.
     """
 
-    def __init__(self, spec: Any, state: LoaderState, position: Position, device: torch.device) -> None:
-        self.spec = spec
+    def __init__(self, state: LoaderState, context: LoaderContext) -> None:
+        require_foreign(context.options)
+        self._spec: Any = state.spec
         self._state = state
-        self._position = position
-        self._device = device
+        self._context = context
+        self._position = context.position
+        self._batching = context.batching
+        self._collate = context.options.get("collate_fn") or default_collate
         self._generator = torch.Generator()
         self._last_epoch: int | None = None  # of the last batch that was yielded
 
@@ -48,7 +75,7 @@ class ElasticLoader(ABC):
     @property
     def over(self) -> bool:
         """Whether the current epoch is known to have no more batches."""
-        return bool(self.spec.over(self._state.cursor))
+        return bool(self._spec.over(self._state.cursor))
 
     @abstractmethod
     def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
@@ -56,7 +83,7 @@ class ElasticLoader(ABC):
 
     @abstractmethod
     def filler(self) -> Any:
-        """Return a collated batch of one or two samples of the data set, for a step that is discarded."""
+        """Return a collated batch of one or two samples of the dataset, for a step that is discarded."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches.
@@ -71,9 +98,9 @@ class ElasticLoader(ABC):
         epoch, resumed, again = state.cursor.epoch, state.cursor.consumed > 0, True
         while again and state.cursor.epoch == epoch:
             again, generation = False, position.generation
-            # torch seeds its workers from here, so the script's own random numbers do not depend on restarts.
-            where = (state.cursor.epoch, state.cursor.consumed)
-            self._generator.manual_seed(seed_of(self.spec.seed, *where, position.identity.rank))
+            # torch seeds its workers from this generator, so the script's own random numbers do not depend on restarts.
+            begin = (state.cursor.epoch, state.cursor.consumed)
+            self._generator.manual_seed(seed_of(self._spec.seed, *begin, position.identity.rank))
             for micro, batch in self.batches():
                 if micro.index == 0 and position.epoch_ending and generation == position.generation:
                     position.when_continued()
@@ -81,28 +108,31 @@ class ElasticLoader(ABC):
                     break  # the round has changed while the batch was fetched
                 position.take(state, micro)
                 self._last_epoch = epoch
-                yield to_device(batch, self._device)
+                yield to_device(batch, self._context.device)
                 dropped = micro.last and state.open is None and state.cursor != micro.window.after
                 if dropped or generation != position.generation:
-                    position.require_committed(state)
+                    state.require_committed()
                     again = True
                     break
             again = again or generation != position.generation
-        position.require_committed(state)
+        state.require_committed()
         if resumed and position.in_epochs and self._last_epoch != epoch:
-            yield self._discarded_batch(epoch)
-            position.require_committed(state)
+            # The run has resumed after the epoch's last step. The loop's body runs once, without training anything, so
+            # that its variables are set for the code after the loop, which has not run.
+            self._last_epoch = epoch
+            batch = self.filler()
+            position.repeat(state)
+            yield to_device(batch, self._context.device)
+            state.require_committed()
 
-    def _discarded_batch(self, epoch: int) -> Any:
-        """Open a step that is discarded, and return its batch.
+    @property
+    def _window_size(self) -> int:
+        return self._batching.window_size(self._spec.global_batch_size, self._position.identity.world_size)
 
-        The run has resumed after the epoch's last step. The loop's body runs once, so that its variables are set for
-        the code after the loop, which has not run; nothing is trained.
-        """
-        self._last_epoch = epoch
-        batch = self.filler()
-        self._position.repeat(self._state)
-        return to_device(batch, self._device)
+    def _make(self, dataset: Any, **own: Any) -> DataLoader[Any]:
+        """Return a ``DataLoader`` with the script's options, replaced by the given ones."""
+        defaults = {"pin_memory": self._context.device.type == "cuda", "generator": self._generator}
+        return self._context.loader_class(dataset, **{**defaults, **self._context.options, **own})
 
 
 def require_foreign(options: Mapping[str, Any]) -> None:

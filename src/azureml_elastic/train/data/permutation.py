@@ -1,8 +1,8 @@
-"""A random order of which any part is computed by itself: no list of a billion numbers, and no wait for one.
+"""A random order whose elements are computed independently, without a list of all of them.
 
-A number below ``a * b`` is taken apart into two, below ``a`` and ``b``; in turn each is shifted by a hash of the other
-one. Every such round can be undone, so different numbers stay different. Where the result is not below the length, it
-goes through once more until it is, which ends, for the same reason.
+A number below ``a * b`` is split into two, below ``a`` and ``b``; alternately each is shifted by a hash of the other.
+Every such round is invertible, so different numbers stay different. A result beyond the length goes through the rounds
+again until it is within; this ends, for the same reason.
 
 Sources: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), the generalised Feistel cipher
 with cycle walking; the hash is the finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom
@@ -29,19 +29,18 @@ class Permutation:
     """A permutation of ``range(length)``.
 
     Args:
-        length: number of elements, at least 1 and below 2**62.
-        key: 64 bits; another key gives another permutation.
+        length: number of elements, at least 1 and below 2**62
+        key: 64 bits; another key gives another permutation
     """
 
     def __init__(self, length: int, key: int) -> None:
         self._length = length
         self._a = math.isqrt(length - 1) + 1
         self._b = -(-length // self._a)
-        state = np.array([(key + (number + 1) * _GOLDEN) & _MASK for number in range(_ROUNDS)], np.uint64)
-        self._keys = _mixed(state)
+        self._keys = _mixed(np.array([(key + (number + 1) * _GOLDEN) & _MASK for number in range(_ROUNDS)], np.uint64))
 
     def __call__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return what stands at some positions of the order, in time that depends on their number alone."""
+        """Return the elements at some positions; the time depends on their number alone."""
         result = self._rounds(positions.astype(np.uint64))
         while (beyond := np.flatnonzero(result >= self._length)).size:
             result[beyond] = self._rounds(result[beyond])

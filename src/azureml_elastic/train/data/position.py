@@ -1,43 +1,20 @@
 """The position of the run in its data: a cursor for each loader, and the micro-batches that are being trained.
 
-Cursors advance only when ``run.commit()`` counts a step, so what worker processes have prefetched does not count until
-it is trained.
+Cursors advance only when ``run.commit()`` counts a step, so batches that worker processes have prefetched do not count
+until they are trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.sampling import Cursor
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.train.data.sampling import Cursor, LoaderSpec
 
-if TYPE_CHECKING:
-    from azureml_elastic.ipc.agent_interface import WorkerIdentity
-
-__all__ = ["LoaderSpec", "LoaderState", "MicroBatch", "Position", "Window"]
-
-
-class LoaderSpec(Protocol):
-    """Properties of a loader's data that must not change over restarts, because its cursor depends on them."""
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of a step over all ranks, at the reference world size."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields."""
-
-    def over(self, cursor: Cursor) -> bool:
-        """Return whether the epoch is known to have no more samples."""
-
-    def require_same(self, saved: Mapping[str, Any]) -> None:
-        """Check that the fields of a checkpoint equal these.
-
-        Raises:
-            UsageError: they differ.
-        """
+__all__ = ["LoaderState", "MicroBatch", "Position", "Window"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +49,7 @@ class MicroBatch:
         weight: weight of its mean loss, see :func:`~azureml_elastic.train.data.sampling.weight`
         index: index among this rank's micro-batches of the window
         last: whether it is the last of those
-        place: key that is the same at any world size, where micro-batches do not depend on it
+        seed: seed of random numbers that is the same at any world size, where micro-batches do not depend on it
     """
 
     window: Window
@@ -80,60 +57,73 @@ class MicroBatch:
     weight: float
     index: int = 0
     last: bool = True
-    place: tuple[int, ...] = ()
+    seed: tuple[int, ...] = ()
 
 
+@dataclass(eq=False)
 class LoaderState:
     """The position of one loader.
 
     Args:
         name: name of the loader
+        spec: properties of its data
         cursor: position in its data
-
-    Attributes:
         open: micro-batch that is being trained
     """
 
-    def __init__(self, name: str, cursor: Cursor) -> None:
-        self.name = name
-        self.cursor = cursor
-        self.open: MicroBatch | None = None
+    name: str
+    spec: LoaderSpec
+    cursor: Cursor
+    open: MicroBatch | None = None
+
+    def require_committed(self) -> None:
+        """Check that no window is open.
+
+        Raises:
+            UsageError: one is.
+        """
+        if self.open is not None:
+            raise UsageError(
+                f"The loader was asked for the next batch, but run.commit() was not called after the last one "
+                f"(epoch {self.cursor.epoch}, sample {self.cursor.consumed}). Call run.commit() after "
+                "optimizer.step() in every iteration that does not accumulate: it counts the samples as trained."
+            )
 
 
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(eq=False)
 class Position:
     """The positions of all loaders.
 
     Args:
-        identity: identity of this process
-
-    Attributes:
         identity: identity of this process in the round
         generation: number of round changes in this process
         epoch: current epoch of ``run.epochs()``
         in_epochs: whether the script is inside ``run.epochs()``
         epoch_ending: whether the last step of the epoch is complete, and the body of ``run.epochs()`` is not
         loaders: loader states by name
-        when_opened: called with each micro-batch before it is trained
-        when_ended: called at the end of an epoch whose size was unknown before, with the cursor there
-        when_entered: called after the round has changed
-        when_continued: called before another step of an epoch that seemed to be ending
-        when_repeated: called before a step that is discarded, see :meth:`repeat`
+        when_opened: callback before a micro-batch is trained
+        when_ended: callback at the end of an epoch whose size was unknown before, with the cursor there
+        when_entered: callback after the round has changed
+        when_continued: callback before another step of an epoch that seemed to be ending
+        when_repeated: callback before a step that is discarded, see :meth:`repeat`
     """
 
-    def __init__(self, identity: WorkerIdentity) -> None:
-        self.identity = identity
-        self.generation = 0
-        self.epoch = 0
-        self.in_epochs = False
-        self.epoch_ending = False
-        self.loaders: dict[str, LoaderState] = {}
-        self.when_opened: Callable[[LoaderState, MicroBatch], None] = lambda _, __: None
-        self.when_ended: Callable[[LoaderState, Cursor], None] = lambda _, __: None
-        self.when_entered: Callable[[], None] = lambda: None
-        self.when_continued: Callable[[], None] = lambda: None
-        self.when_repeated: Callable[[], None] = lambda: None
-        self._specs: dict[str, LoaderSpec] = {}
-        self._saved: dict[str, dict[str, Any]] = {}
+    identity: WorkerIdentity
+    generation: int = 0
+    epoch: int = 0
+    in_epochs: bool = False
+    epoch_ending: bool = False
+    loaders: dict[str, LoaderState] = field(default_factory=dict)
+    when_opened: Callable[[LoaderState, MicroBatch], None] = _ignore
+    when_ended: Callable[[LoaderState, Cursor], None] = _ignore
+    when_entered: Callable[[], None] = _ignore
+    when_continued: Callable[[], None] = _ignore
+    when_repeated: Callable[[], None] = _ignore
+    _saved: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def opened(self) -> list[LoaderState]:
@@ -147,6 +137,21 @@ class Position:
             if loader.open is not None and not loader.open.last:
                 return True
         return False
+
+    @property
+    def first(self) -> LoaderState | None:
+        """The first loader, whose steps are the unit of schedules."""
+        return next(iter(self.loaders.values()), None)
+
+    @property
+    def first_window(self) -> Window | None:
+        """The window of the first loader that is being trained, if any."""
+        return None if self.first is None or self.first.open is None else self.first.open.window
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """The epochs of the run and of each loader, which are equal within ``run.epochs()``."""
+        return (self.epoch, *(loader.cursor.epoch for loader in self.loaders.values()))
 
     def add(self, name: str, spec: LoaderSpec) -> LoaderState:
         """Register a loader and return its state, at the position of the checkpoint if that has one.
@@ -163,25 +168,7 @@ class Position:
         if name in self._saved:
             spec.require_same(self._saved[name]["spec"])
             cursor = Cursor.from_json(self._saved[name]["cursor"])
-        self._specs[name] = spec
-        self.loaders[name] = LoaderState(name, cursor)
-        return self.loaders[name]
-
-    @property
-    def first_spec(self) -> LoaderSpec | None:
-        """The specification of the first loader, whose steps are the unit of schedules."""
-        return next(iter(self._specs.values()), None)
-
-    @property
-    def first_window(self) -> Window | None:
-        """The window of the first loader that is being trained, if any."""
-        first = next(iter(self.loaders.values()), None)
-        return None if first is None or first.open is None else first.open.window
-
-    @property
-    def epochs(self) -> tuple[int, ...]:
-        """The epochs of the run and of each loader, which are equal within ``run.epochs()``."""
-        return (self.epoch, *(loader.cursor.epoch for loader in self.loaders.values()))
+        return self.loaders.setdefault(name, LoaderState(name, spec, cursor))
 
     def enter(self, identity: WorkerIdentity) -> None:
         """Enter another round; batches that were fetched for the shares of the last one are not used."""
@@ -196,31 +183,16 @@ class Position:
             UsageError: the last window was not committed.
         """
         if micro.index == 0:
-            self.require_committed(loader)
+            loader.require_committed()
         loader.open = micro
         self.when_opened(loader, micro)
 
     def repeat(self, loader: LoaderState) -> None:
         """Open a step that is discarded, after the last one of the epoch."""
-        self.require_committed(loader)
-        window = Window((), 0, loader.cursor, loader.cursor, None, ends_epoch=True)
-        loader.open = MicroBatch(window, 0, 0.0)
+        loader.require_committed()
+        loader.open = MicroBatch(Window((), 0, loader.cursor, loader.cursor, None, ends_epoch=True), 0, 0.0)
         self.epoch_ending = True
         self.when_repeated()
-
-    @staticmethod
-    def require_committed(loader: LoaderState) -> None:
-        """Check that no window is open.
-
-        Raises:
-            UsageError: one is.
-        """
-        if loader.open is not None:
-            raise UsageError(
-                f"The loader was asked for the next batch, but run.commit() was not called after the last one "
-                f"(epoch {loader.cursor.epoch}, sample {loader.cursor.consumed}). Call run.commit() after "
-                "optimizer.step() in every iteration that does not accumulate: it counts the samples as trained."
-            )
 
     def require_whole(self) -> None:
         """Check that the current step has no more micro-batches.
@@ -246,7 +218,7 @@ class Position:
         if len({(micro.weight, micro.samples) for micro in micros.values()}) > 1:
             shares = {name: micro.samples for name, micro in micros.items()}
             raise UsageError(
-                f"The current batches have different numbers of samples ({shares}), so the loss has no one weight. "
+                f"The current batches have different numbers of samples ({shares}), so the loss has no single weight. "
                 "Give the loaders the same global_batch_size and lengths, or drop_last=True."
             )
 
@@ -254,7 +226,7 @@ class Position:
         """Count the open windows as trained.
 
         Raises:
-            UsageError: they are not whole.
+            UsageError: a window has more micro-batches.
         """
         self.require_whole()
         ending = False
@@ -278,19 +250,19 @@ class Position:
             loader.cursor = Cursor(self.epoch)
         self._saved = {name: each for name, each in self._saved.items() if name in self.loaders}
 
-    def here(self) -> str:
-        """Return a key of the position; an epoch's end has that of the next one's beginning."""
-        places: dict[str, Any] = {}
-        for name, loader in self.loaders.items():
-            over = self._specs[name].over(loader.cursor)
-            places[name] = [loader.cursor.epoch + 1, 0] if over else loader.cursor.to_json()
-        return repr(sorted(places.items()))
+    def key(self) -> str:
+        """Return a text that is equal at equal positions; the end of an epoch equals the next one's beginning."""
+        cursors = {
+            name: [loader.cursor.epoch + 1, 0] if loader.spec.over(loader.cursor) else loader.cursor.to_json()
+            for name, loader in self.loaders.items()
+        }
+        return repr(sorted(cursors.items()))
 
     def to_json(self) -> dict[str, Any]:
         """Return the position, to be saved with a checkpoint."""
         loaders = dict(self._saved)
         for name, loader in self.loaders.items():
-            loaders[name] = {"spec": self._specs[name].to_json(), "cursor": loader.cursor.to_json()}
+            loaders[name] = {"spec": loader.spec.to_json(), "cursor": loader.cursor.to_json()}
         return {"epoch": self.epoch, "loaders": loaders}
 
     def load(self, document: Mapping[str, Any] | None) -> None:
@@ -300,9 +272,9 @@ class Position:
             UsageError: the data differ from those of the checkpoint.
         """
         saved = {} if document is None else dict(document["loaders"])
-        for name, spec in self._specs.items():
+        for name, loader in self.loaders.items():
             if name in saved:
-                spec.require_same(saved[name]["spec"])
+                loader.spec.require_same(saved[name]["spec"])
         self._saved = saved
         self.epoch = 0 if document is None else int(document["epoch"])
         for name, loader in self.loaders.items():

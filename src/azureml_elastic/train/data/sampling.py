@@ -1,13 +1,13 @@
-"""Which samples an optimizer step trains, as pure functions that do not know the world size.
+"""Which samples an optimizer step trains, as pure functions of the position in the data.
 
-One global order per epoch follows from (seed, epoch). A step takes the *window* ``order[consumed : consumed + size]``
-of it; each rank takes a contiguous share of the window, in one or several *micro-batches*. The state of the data is
-therefore two numbers, the :class:`Cursor`, saved with the checkpoint and advanced only when a step is committed:
-a crash replays the window together with the weights that it was about to change.
+The seed and the epoch determine one global order. A step trains the *window* ``order[consumed : consumed + size]``;
+each rank takes a contiguous share of it, in one or several *micro-batches*. The position is therefore a
+:class:`Cursor`, which advances only when a step is committed: after a crash the interrupted window is trained again.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,20 +20,25 @@ from typing_extensions import Self
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.permutation import Permutation
 
-__all__ = ["Cursor", "DataSpec", "Order", "order", "parts", "require_same", "share", "weight"]
+__all__ = ["FILLER_SAMPLES", "Cursor", "DataSpec", "LoaderSpec", "order", "parts", "share", "weight"]
 
 _ALGORITHM = "feistel-8"
-"""Names the way from a seed to an order: another one needs another name."""
+"""Name of the algorithm that makes an order from a seed; another algorithm needs another name."""
+
+FILLER_SAMPLES = 2
+"""Samples of a batch that does not count: batch normalisation refuses a single one."""
+
+_Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far the data has been trained.
+    """The position in one loader's data.
 
     Args:
-        epoch: number of the epoch, from 0.
-        consumed: samples of this epoch that committed steps have trained.
-        streams: position of each shard stream: index of the shard in the stream, and number of samples read of it.
+        epoch: number of the epoch, from 0
+        consumed: samples of this epoch that committed steps have trained
+        streams: position of each shard stream: index of the shard in the stream, and number of samples read of it
     """
 
     epoch: int = 0
@@ -51,24 +56,59 @@ class Cursor:
         return cls(int(epoch), int(consumed), tuple((int(at), int(read)) for at, read in (rest[0] if rest else ())))
 
 
-@dataclass(frozen=True)
-class DataSpec:
-    """What must stay the same over all restarts of a run for each sample to be trained once an epoch.
+@dataclass(frozen=True, kw_only=True)
+class LoaderSpec(ABC):
+    """Properties of a loader's data that must not change over restarts, because its cursor depends on them.
 
     Args:
-        length: samples in the dataset.
-        global_batch_size: samples of one optimizer step over all ranks.
-        seed: random seed of the order.
-        shuffle: whether the order is random, or that of the dataset.
-        drop_last: whether the ``length % global_batch_size`` last samples of an epoch's order are left out.
-        algorithm: that makes the order.
+        global_batch_size: samples of one optimizer step over all ranks, at the reference world size
+        seed: random seed of the order
+        shuffle: whether the order is random; for a dataset in shards, the order of the shards
+        drop_last: whether the incomplete window at the end of an epoch is left out
     """
 
-    length: int
     global_batch_size: int
     seed: int
     shuffle: bool
     drop_last: bool
+
+    @abstractmethod
+    def over(self, cursor: Cursor) -> bool:
+        """Return whether the epoch is known to have no more samples."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, to be saved with a checkpoint."""
+        return asdict(self)
+
+    def require_same(self, saved: Mapping[str, Any]) -> None:
+        """Check that the fields of a checkpoint equal these.
+
+        Raises:
+            UsageError: they differ; the message names the fields.
+        """
+        here = self.to_json()
+        changed = [
+            f"{name} was {saved.get(name)!r} and is {here.get(name)!r}"
+            for name in dict.fromkeys([*saved, *here])
+            if saved.get(name) != here.get(name)
+        ]
+        if changed:
+            raise UsageError(
+                f"The data differ from those of the checkpoint: {', '.join(changed)}. Its position in the epoch does "
+                "not apply to other data. Restore the former values, or start anew with an empty checkpoint folder."
+            )
+
+
+@dataclass(frozen=True)
+class DataSpec(LoaderSpec):
+    """Properties of a map-style dataset and its order.
+
+    Args:
+        length: samples in the dataset
+        algorithm: name of the algorithm that makes the order
+    """
+
+    length: int
     algorithm: str = _ALGORITHM
 
     def __post_init__(self) -> None:
@@ -96,67 +136,27 @@ class DataSpec:
         return -(-self.usable // self.global_batch_size)
 
     def trained(self, consumed: int, size: int) -> int:
-        """Return the samples that an epoch will have trained when it goes on from there with windows of that size."""
-        if not self.drop_last:
-            return self.length
-        return consumed + (self.length - consumed) // size * size
+        """Return the number of samples trained at the end of an epoch that continues with windows of this size."""
+        return consumed + (self.length - consumed) // size * size if self.drop_last else self.length
 
     def window(self, consumed: int, size: int) -> range:
         """Return the positions in the epoch's order that the next step trains; empty at the epoch's end."""
         return range(consumed, max(consumed, min(consumed + size, self.trained(consumed, size))))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields, to be saved with a checkpoint."""
-        return asdict(self)
-
     def over(self, cursor: Cursor) -> bool:
-        """Tell whether the epoch has no more samples."""
+        """Return whether the epoch has no more samples."""
         return cursor.consumed >= self.usable
 
-    def require_same(self, saved: Mapping[str, Any]) -> None:
-        """Check that a checkpoint's cursor means the same here.
 
-        Args:
-            saved: what :meth:`to_json` returned.
-
-        Raises:
-            UsageError: it does not; the message names what changed.
-        """
-        require_same(saved, self.to_json())
-
-
-def require_same(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Check that a checkpoint's cursor means the same for data as they were and as they are.
-
-    Raises:
-        UsageError: it does not; the message names what changed.
-    """
-    changed = [
-        f"{name} was {saved.get(name)!r} and is {here.get(name)!r}"
-        for name in dict.fromkeys([*saved, *here])
-        if saved.get(name) != here.get(name)
-    ]
-    if changed:
-        raise UsageError(
-            f"The data differ from those of the checkpoint: {', '.join(changed)}. Its position in the epoch "
-            "means nothing for other data. Restore the former values, or start anew with an empty "
-            "checkpoint folder."
-        )
-
-
-Order = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
-"""Tells which samples of the dataset stand at some positions of an epoch."""
-
-
-def order(spec: DataSpec, epoch: int) -> Order:
-    """Return the order in which the samples of an epoch are trained."""
+def order(spec: DataSpec, epoch: int) -> Callable[[_Indices], _Indices]:
+    """Return the order of an epoch: a function from positions to samples of the dataset."""
     if not spec.shuffle:
         return lambda positions: positions
     return Permutation(spec.length, xxhash.xxh3_64_intdigest(f"{spec.seed}.{epoch}".encode()))
 
 
 def share(count: int, world_size: int, rank: int) -> range:
-    """Return the part of ``range(count)`` that a rank trains: contiguous, sizes differ by at most one."""
+    """Return a rank's part of ``range(count)``: contiguous, with sizes that differ by at most one."""
     quotient, rest = divmod(count, world_size)
     start = rank * quotient + min(rank, rest)
     return range(start, start + quotient + (rank < rest))
@@ -165,22 +165,22 @@ def share(count: int, world_size: int, rank: int) -> range:
 def parts(
     count: int, world_size: int, rank: int, *, logical_workers: int | None = None, most: int | None = None
 ) -> list[range]:
-    """Return a rank's micro-batches as parts of ``range(count)``; none where it has no sample.
+    """Return a rank's micro-batches as parts of ``range(count)``; none if it has no sample.
 
     Args:
-        count: samples of the window.
-        world_size: ranks.
-        rank: rank of the worker.
-        logical_workers: among which the window is dealt out first, so that the micro-batches are the same at any
-            world size; ``None`` deals it out to the ranks.
-        most: samples of a micro-batch, ``None`` for any number.
+        count: samples of the window
+        world_size: number of ranks
+        rank: rank of the worker
+        logical_workers: number of parts that the window is divided into first, so that the micro-batches are the same
+            at any world size; ``None`` to divide it among the ranks
+        most: limit on the samples of a micro-batch, ``None`` for no limit
     """
     if logical_workers is None:
-        dealt = [share(count, world_size, rank)]
+        shares = [share(count, world_size, rank)]
     else:
-        dealt = [share(count, logical_workers, worker) for worker in share(logical_workers, world_size, rank)]
+        shares = [share(count, logical_workers, worker) for worker in share(logical_workers, world_size, rank)]
     found = []
-    for whole in dealt:
+    for whole in shares:
         number = 1 if most is None else -(-len(whole) // most)
         for index in range(number):
             part = share(len(whole), number, index)
@@ -189,14 +189,14 @@ def parts(
 
 
 def weight(own: int, count: int, world_size: int) -> float:
-    """Return the factor for a micro-batch's mean loss that makes the mean over the ranks the mean over the window.
+    """Return the factor of a micro-batch's mean loss that makes the mean over the ranks the mean over the window.
 
-    The wanted gradient is ``1/count * sum`` over the window; data parallelism computes ``1/world_size * sum``
-    over the ranks of the sum over their micro-batches of each one's ``1/own * sum``.
+    The required gradient is ``1/count * sum`` over the window. Data parallelism computes ``1/world_size * sum`` over
+    the ranks, where each micro-batch contributes its mean, ``1/own * sum``.
 
     Args:
-        own: samples of the micro-batch.
-        count: samples of the window.
-        world_size: ranks.
+        own: samples of the micro-batch
+        count: samples of the window
+        world_size: number of ranks
     """
     return own * world_size / count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -14,72 +15,53 @@ __all__ = ["SeededCollate", "SeededDataset", "SeededIds", "seeded"]
 
 
 class SeededIds(list[int]):
-    """Samples to fetch, and the name of their micro-batch.
+    """Ids of the samples of a micro-batch, with the seed of its random numbers."""
 
-    Args:
-        ids: ids of the samples.
-        place: position of the micro-batch.
-    """
-
-    def __init__(self, ids: Sequence[int] = (), place: tuple[int, ...] = ()) -> None:
+    def __init__(self, ids: Sequence[int] = (), seed: tuple[int, ...] = ()) -> None:
         super().__init__(ids)
-        self.place = place
+        self.seed = seed
 
 
-class _Fetched(list[Any]):
-    """Samples on their way to be a batch, within the random sequences of their micro-batch."""
+class _Samples(list[Any]):
+    """Samples of a micro-batch whose random sequences are active until they are collated."""
 
     ending: contextlib.ExitStack
 
 
+@dataclass(eq=False)
 class SeededDataset:
-    """A dataset whose random numbers depend on the micro-batch that is fetched.
+    """A map-style dataset whose random numbers depend on the micro-batch that is fetched."""
 
-    Args:
-        dataset: map-style.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    dataset: Any
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitems__(self, ids: SeededIds) -> list[Any]:
-        """Return the samples of a micro-batch; torch calls it."""
+        """Return the samples of a micro-batch; called by torch."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(seeded(*ids.place))
-            many = getattr(self._dataset, "__getitems__", None)
-            fetched = _Fetched(many(list(ids)) if many else [self._dataset[index] for index in ids])
+            stack.enter_context(seeded(*ids.seed))
+            many = getattr(self.dataset, "__getitems__", None)
+            fetched = _Samples(many(list(ids)) if many else [self.dataset[index] for index in ids])
             fetched.ending = stack.pop_all()
         return fetched
 
 
+@dataclass(eq=False)
 class SeededCollate:
-    """The same for what makes a batch of samples, which torch calls next.
+    """A collate function that continues the random sequences of :class:`SeededDataset`."""
 
-    Args:
-        collate: collate function of the script.
-    """
+    collate: Callable[[list[Any]], Any]
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: _Fetched) -> Any:
+    def __call__(self, samples: _Samples) -> Any:
         """Return the batch."""
         with samples.ending:
-            return self._collate(list(samples))
+            return self.collate(list(samples))
 
 
 @contextlib.contextmanager
-def seeded(*place: object, on: bool = True) -> Iterator[None]:
-    """Begin random sequences of a place; the script's own go on afterwards, where they are this process's."""
-    if not on:
+def seeded(*seed: object) -> Iterator[None]:
+    """Begin random sequences with a seed; outside of a data loader's process, restore the script's own afterwards."""
+    with random_state.kept() if get_worker_info() is None else contextlib.nullcontext():
+        random_state.begin("fetch", *seed)
         yield
-    elif get_worker_info() is not None:
-        random_state.begin("fetch", *place)
-        yield
-    else:
-        with random_state.kept():
-            random_state.begin("fetch", *place)
-            yield

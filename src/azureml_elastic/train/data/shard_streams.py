@@ -1,14 +1,15 @@
-"""Reading a data set that comes in shards, such that it can go on anywhere, at any world size.
+"""Reading a dataset in shards such that any rank can continue at any position, at any world size.
 
-The shards are dealt out to a fixed number of *streams*, as cards are. A stream is a sequence of samples: its shards,
-one after the other. Each step takes the next samples of every stream, so where the data stand is where each stream
-stands, and a rank reads the streams that fall to it in the round.
+The shards are assigned in turn to a fixed number of *streams*. A stream is the sequence of the samples of its shards.
+Each step takes the next samples of every stream, so the position in the data is the position of each stream, and a
+rank reads the streams that are assigned to it in the round.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -18,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.permutation import Permutation
-from azureml_elastic.train.data.sampling import Cursor, require_same, share
+from azureml_elastic.train.data.sampling import FILLER_SAMPLES, Cursor, LoaderSpec, share
 from azureml_elastic.train.data.seeding import seeded
 
 __all__ = ["Part", "ShardSpec", "ShardStreamReader", "ShardedDataset", "Shards"]
@@ -26,12 +27,12 @@ __all__ = ["Part", "ShardSpec", "ShardStreamReader", "ShardedDataset", "Shards"]
 T = TypeVar("T")
 
 _STREAM_COUNTS = (240, 120, 60, 24, 12, 6, 4, 3, 2, 1)
-"""Numbers with many divisors, so that streams can be dealt out evenly to most numbers of ranks."""
+"""Numbers with many divisors, so that streams can be divided evenly among most numbers of ranks."""
 
 
 @runtime_checkable
 class ShardedDataset(Protocol):
-    """A data set in shards; ``datasets.IterableDataset`` of Hugging Face is one, :class:`Shards` makes one."""
+    """A dataset in shards; ``datasets.IterableDataset`` of Hugging Face is one, :class:`Shards` makes one."""
 
     @property
     def num_shards(self) -> int:
@@ -42,11 +43,11 @@ class ShardedDataset(Protocol):
 
 
 class Shards(Generic[T]):
-    """A data set of files, or of whatever else can be read one after the other.
+    """A dataset of files, or of other items that are read one after the other.
 
     Args:
-        items: paths or URLs, say; the same on all ranks and over all restarts.
-        read: returns the samples of one of them, always in the same order.
+        items: paths or URLs, for example; the same on all ranks and over all restarts
+        read: function that returns the samples of one item, always in the same order
     """
 
     def __init__(self, items: Sequence[T], read: Callable[[T], Iterable[Any]]) -> None:
@@ -62,7 +63,7 @@ class Shards(Generic[T]):
         """Return the samples of one item.
 
         Raises:
-            UsageError: asked for another division than that into items.
+            UsageError: ``num_shards`` is not the number of items.
         """
         if num_shards != len(self._items):
             raise UsageError(f"{len(self._items)} items cannot be read as {num_shards} shards.")
@@ -70,28 +71,20 @@ class Shards(Generic[T]):
 
 
 @dataclass(frozen=True)
-class ShardSpec:
-    """What must stay the same over all restarts of a run for each sample to be trained once an epoch.
+class ShardSpec(LoaderSpec):
+    """Properties of a dataset in shards and its order.
 
     Args:
-        shards: number of shards of the dataset.
-        streams: number of streams that they are assigned to.
-        global_batch_size: samples of one optimizer step over all ranks.
-        seed: random seed of the order of the shards.
-        shuffle: whether that is random.
-        drop_last: whether incomplete windows at the end of an epoch are left out.
+        shards: number of shards of the dataset
+        streams: number of streams that they are assigned to
     """
 
     shards: int
     streams: int
-    global_batch_size: int
-    seed: int
-    shuffle: bool
-    drop_last: bool
 
     @classmethod
     def make(cls, shards: int, streams: int | None, **fields: Any) -> ShardSpec:
-        """Return the specification with a number of streams that suits.
+        """Return the specification with this number of streams, or a suitable one.
 
         Raises:
             UsageError: there are too few shards, or too few samples in a step.
@@ -107,156 +100,131 @@ class ShardSpec:
             )
         return cls(shards, streams or next(each for each in _STREAM_COUNTS if each <= limit), **fields)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields, to be saved with a checkpoint."""
-        return asdict(self)
-
-    def over(self, cursor: Cursor) -> bool:  # noqa: ARG002 - nobody knows before all streams are read
-        """Tell whether the epoch is known to have no more samples."""
+    def over(self, cursor: Cursor) -> bool:  # noqa: ARG002 - unknown before all streams are read
+        """Return whether the epoch is known to have no more samples."""
         return False
-
-    def require_same(self, saved: Any) -> None:
-        """Check that a checkpoint's cursor means the same here.
-
-        Raises:
-            UsageError: it does not; the message names what changed.
-        """
-        require_same(saved, self.to_json())
 
     def shards_of(self, stream: int, epoch: int) -> list[int]:
         """Return the shards of a stream in the order in which it reads them."""
-        places = np.arange(stream, self.shards, self.streams)
-        if not self.shuffle:
-            return [int(each) for each in places]
-        key = xxhash.xxh3_64_intdigest(f"{self.seed}.{epoch}.shards".encode())
-        return [int(each) for each in Permutation(self.shards, key)(places)]
+        positions = np.arange(stream, self.shards, self.streams)
+        if self.shuffle:
+            key = xxhash.xxh3_64_intdigest(f"{self.seed}.{epoch}.shards".encode())
+            positions = Permutation(self.shards, key)(positions)
+        return [int(each) for each in positions]
 
 
 class Part(NamedTuple):
-    """What a group of streams gives to one window.
+    """The samples that a group of streams contributes to one window.
 
     Args:
-        batch: collated, ``None`` without a sample.
-        ids: sample ids, ``shard << 32 | position in the shard``.
-        streams: the group's streams and where each stands afterwards.
-        place: names the part whatever the world size.
+        batch: collated samples, ``None`` without a sample
+        ids: sample ids, ``shard << 32 | position in the shard``
+        streams: number and position afterwards of each stream of the group
+        seed: seed of random numbers that is the same at any world size
     """
 
     batch: Any
     ids: tuple[int, ...] = ()
     streams: tuple[tuple[int, int, int], ...] = ()
-    place: tuple[int, ...] = ()
+    seed: tuple[int, ...] = ()
 
 
+@dataclass(eq=False)
 class ShardStreamReader(IterableDataset[Part]):
-    """Yields the parts of one window after the other, without end; after the last sample they are empty.
+    """Iterable over the parts of one window after the other, without end; after the last sample they are empty.
 
     In a ``DataLoader`` with processes, part ``i`` of each window is read by process ``i`` modulo their number.
 
     Args:
-        dataset: dataset in shards.
-        spec: specification of its order.
-        cursor: where to begin.
-        groups: groups of streams, each of which contributes a part to each window.
-        window_size: samples of a window over all streams.
-        collate: makes a batch of samples.
-        is_seeded: whether random numbers follow from the place in the data.
+        dataset: dataset in shards
+        spec: specification of its order
+        cursor: position to begin at
+        groups: groups of streams, each of which contributes a part to each window
+        window_size: samples of a window over all streams
+        collate: function that makes a batch of samples
+        is_seeded: whether random numbers follow from the position in the data
     """
 
-    def __init__(
-        self,
-        dataset: ShardedDataset,
-        spec: ShardSpec,
-        cursor: Cursor,
-        groups: list[list[int]],
-        window_size: int,
-        collate: Callable[[list[Any]], Any],
-        *,
-        is_seeded: bool,
-    ) -> None:
-        self._dataset = dataset
-        self._spec = spec
-        self._cursor = cursor
-        self._groups = groups
-        self._window_size = window_size
-        self._collate = collate
-        self._is_seeded = is_seeded
+    dataset: ShardedDataset
+    spec: ShardSpec
+    cursor: Cursor
+    groups: list[list[int]]
+    window_size: int
+    collate: Callable[[list[Any]], Any]
+    is_seeded: bool
 
     def __iter__(self) -> Iterator[Part]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(self._cursor.epoch)
-        at = self._cursor.streams or ((0, 0),) * self._spec.streams
-        streams = {
-            stream: _ShardStream(self._dataset, self._spec, stream, self._cursor.epoch, at[stream])
-            for group in self._groups[first::step]
-            for stream in group
-        }
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.cursor.epoch)
+        at = self.cursor.streams or ((0, 0),) * self.spec.streams
+        groups = [[self._open(number, at[number]) for number in group] for group in self.groups[first::step]]
         while True:
-            for group in self._groups[first::step]:
-                yield self._part([streams[stream] for stream in group])
+            for streams in groups:
+                yield self._part(streams)
+
+    def _open(self, number: int, at: tuple[int, int]) -> _ShardStream:
+        return _ShardStream(self.dataset, self.spec, self.spec.shards_of(number, self.cursor.epoch), number, at)
 
     def _part(self, streams: list[_ShardStream]) -> Part:
         if not streams:
             return Part(None)
-        begin = streams[0]
-        place = (self._spec.seed, self._cursor.epoch, begin.number, *begin.at)
-        with seeded(*place, on=self._is_seeded):
-            samples, ids = [], []
-            for stream in streams:
-                for sample, name in stream.take(len(share(self._window_size, self._spec.streams, stream.number))):
-                    samples.append(sample)
-                    ids.append(name)
-            batch = self._collate(samples) if samples else None
-        return Part(batch, tuple(ids), tuple((stream.number, *stream.at) for stream in streams), place)
+        seed = (self.spec.seed, self.cursor.epoch, streams[0].number, *streams[0].at)
+        with seeded(*seed) if self.is_seeded else contextlib.nullcontext():
+            taken = [
+                each
+                for stream in streams
+                for each in stream.take(len(share(self.window_size, self.spec.streams, stream.number)))
+            ]
+            batch = self.collate([sample for sample, _ in taken]) if taken else None
+        return Part(batch, tuple(id_ for _, id_ in taken), tuple((each.number, *each.at) for each in streams), seed)
 
     def filler(self) -> Any:
-        """Return a batch of a sample or two, whichever; batch normalisation refuses a single one.
+        """Return a batch of one or two samples.
 
         Raises:
-            UsageError: the data set has none.
+            UsageError: the dataset has none.
         """
-        for stream in range(self._spec.streams):
-            opened = _ShardStream(self._dataset, self._spec, stream, self._cursor.epoch, (0, 0))
-            samples = [sample for sample, _ in opened.take(2)]
+        for number in range(self.spec.streams):
+            samples = [sample for sample, _ in self._open(number, (0, 0)).take(FILLER_SAMPLES)]
             if samples:
-                return self._collate(samples)
-        raise UsageError(f"None of the {self._spec.shards} shards holds a sample; check what reads them.")
+                return self.collate(samples)
+        raise UsageError(f"None of the {self.spec.shards} shards holds a sample; check the function that reads them.")
 
 
+@dataclass(eq=False)
 class _ShardStream:
     """One sequence of samples.
 
-    Attributes:
-        at: the shard's place in the stream, and samples read of it.
+    Args:
+        at: index of the current shard in the stream, and number of samples read of it
     """
 
-    def __init__(self, dataset: ShardedDataset, spec: ShardSpec, number: int, epoch: int, at: tuple[int, int]) -> None:
-        self._dataset = dataset
-        self._spec = spec
-        self._shards = spec.shards_of(number, epoch)
-        self._reading: Iterator[Any] | None = None
-        self.number = number
-        self.at = at
+    dataset: ShardedDataset
+    spec: ShardSpec
+    shards: list[int]
+    number: int
+    at: tuple[int, int]
+    reading: Iterator[Any] | None = field(default=None, init=False)
 
     def take(self, count: int) -> Iterator[tuple[Any, int]]:
-        """Yield the next samples, fewer at the stream's end, with their names."""
-        while count and self.at[0] < len(self._shards):
-            shard = self._shards[self.at[0]]
-            if self._reading is None:
-                self._reading = self._open(shard, self.at[1])
-            for sample in islice(self._reading, 1):
-                name = shard << 32 | self.at[1]
+        """Yield the next samples with their ids, fewer at the stream's end."""
+        while count and self.at[0] < len(self.shards):
+            shard = self.shards[self.at[0]]
+            if self.reading is None:
+                self.reading = self._open(shard, self.at[1])
+            for sample in islice(self.reading, 1):
+                sample_id = shard << 32 | self.at[1]
                 self.at = (self.at[0], self.at[1] + 1)
                 count -= 1
-                yield sample, name
+                yield sample, sample_id
                 break
             else:
-                self._reading, self.at = None, (self.at[0] + 1, 0)
+                self.reading, self.at = None, (self.at[0] + 1, 0)
 
     def _open(self, shard: int, skip: int) -> Iterator[Any]:
-        samples = self._dataset.shard(num_shards=self._spec.shards, index=shard)
+        samples = self.dataset.shard(num_shards=self.spec.shards, index=shard)
         if skip and hasattr(samples, "skip"):
             return iter(samples.skip(skip))
         return islice(iter(samples), skip, None)

@@ -86,7 +86,7 @@ class Gradients:
             self._local = 0.0
         self._sync(on=micro.last and not self._position.accumulating and not self.exact)
         if self.exact:
-            random_state.begin("exact", *micro.place)
+            random_state.begin("exact", *micro.seed)
             if self._sum is None:
                 self._sum = _ExactSum(self._parameters, self._buffers)
 
@@ -167,10 +167,10 @@ class Gradients:
         mean = _squared(torch._foreach_norm(gradients))  # noqa: SLF001 - what clip_grad_norm_ uses
         local = self._world.control.total(self._local)
         batches = self._world.control.total(float((micro.index + 1) if micro.samples else 0))
-        spec = self._position.first_spec
-        assert spec is not None
+        first = self._position.first
+        assert first is not None
         self._rate.observe(
-            local, mean, micro_batches=round(batches), count=micro.window.count, reference=spec.global_batch_size
+            local, mean, micro_batches=round(batches), count=micro.window.count, reference=first.spec.global_batch_size
         )
 
 

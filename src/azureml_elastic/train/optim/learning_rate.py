@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from azureml_elastic.checkpoint.state.zero_redundancy import is_zero_redundancy
 from azureml_elastic.config import BatchPolicy, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.data.position import LoaderSpec, Position, Window
-from azureml_elastic.train.data.sampling import DataSpec
+from azureml_elastic.train.data.position import Position, Window
+from azureml_elastic.train.data.sampling import DataSpec, LoaderSpec
 from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
 from azureml_elastic.train.optim.scaling import Scale, adam_betas
 
@@ -120,8 +120,8 @@ class LearningRate:
         return self._progress if self._scale is None else self._scale.progress
 
     def _advance_of(self, window: Window | None) -> float:
-        spec = self._position.first_spec
-        if spec is None:
+        first = self._position.first
+        if first is None:
             return 1  # a script with a loader of its own, whose samples nobody has counted
         if window is None:
             return 0
@@ -130,7 +130,7 @@ class LearningRate:
         if self._policy.scaling == "adascale":
             assert self._scale is not None
             return self._scale.gain
-        return _steps_at(spec, window.after.consumed) - _steps_at(spec, window.before.consumed)
+        return _steps_at(first.spec, window.after.consumed) - _steps_at(first.spec, window.before.consumed)
 
     def _momentum(self) -> float:
         values = [0.0]

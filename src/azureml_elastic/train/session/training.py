@@ -15,7 +15,7 @@ from azureml_elastic.config import BatchPolicy, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.train.data.batching import Batching
-from azureml_elastic.train.data.loader import ElasticLoader
+from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader, SizedDataset
 from azureml_elastic.train.data.position import LoaderState, MicroBatch
 from azureml_elastic.train.data.sampling import DataSpec
@@ -151,12 +151,16 @@ class Training(ABC):
         batching.require_fitting(global_batch_size)
         if self._gradients.exact and self._position.loaders:
             raise UsageError('reduce="exact" works with one training loader; take reduce="allreduce" for several.')
-        order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
-        made: dict[str, Any] = {"kind": loader_class, "options": options}
-        made |= {"position": self._position, "device": self._lifecycle.device}
+        order: dict[str, Any] = {
+            "global_batch_size": global_batch_size,
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+        }
+        context = LoaderContext(self._position, self.device, batching, loader_class, options)
         if not isinstance(dataset, IterableDataset) and isinstance(dataset, SizedDataset):
-            spec = DataSpec(len(dataset), global_batch_size, **order)
-            return MapLoader(dataset, spec, batching, state=self._position.add(name, spec), **made)
+            spec = DataSpec(len(dataset), **order)
+            return MapLoader(dataset, self._position.add(name, spec), context)
         if not isinstance(dataset, ShardedDataset):
             raise UsageError(
                 f"{type(dataset).__name__} has neither a length and samples by index, nor num_shards and shard(), so "
@@ -166,11 +170,8 @@ class Training(ABC):
             raise UsageError(
                 "micro_batch_size does not go with shards; give the policy logical_workers for smaller batches."
             )
-        shards = ShardSpec.make(
-            dataset.num_shards, batching.logical_workers, global_batch_size=global_batch_size, **order
-        )
-        state = self._position.add(name, shards)
-        return ShardLoader(dataset, shards, batching, state=state, exchange=self._exchange, **made)
+        shards = ShardSpec.make(dataset.num_shards, batching.logical_workers, **order)
+        return ShardLoader(dataset, self._position.add(name, shards), context, self._exchange)
 
     def evaluate(
         self,
@@ -279,10 +280,10 @@ class Training(ABC):
 
     def _report_expected_steps(self) -> None:
         """Report the steps that the whole run will have, when the epochs begin and whenever the number changes."""
-        position, spec = self._position, self._position.first_spec
-        if self._epochs is None or not isinstance(spec, DataSpec):
+        position, first = self._position, self._position.first
+        if self._epochs is None or first is None or not isinstance(first.spec, DataSpec):
             return
-        cursor = next(iter(position.loaders.values())).cursor
+        cursor, spec = first.cursor, first.spec
         size = Batching(self._batch).window_size(spec.global_batch_size, position.identity.world_size)
         remaining = (self._epochs - position.epoch) * spec.windows - -(-cursor.consumed // spec.global_batch_size)
         expected = self.steps + max(0, -(-remaining * spec.global_batch_size // size))

@@ -120,7 +120,7 @@ class TrainingState:
 
     def has_unsaved_progress(self) -> bool:
         """Return whether a checkpoint would hold more than the last one, the turn of an epoch aside."""
-        return self.steps > 0 if self._last_saved is None else self._last_saved != (self.steps, self._position.here())
+        return self.steps > 0 if self._last_saved is None else self._last_saved != (self.steps, self._position.key())
 
     def after_step(self) -> None:
         """Check the save in progress, and prepare the first one, after each step; sometimes a collective."""
@@ -150,7 +150,7 @@ class TrainingState:
         self._schedule.saving(self.steps)
         self._save_pending = True
         self._checkpoints.begin(self.steps, self._state, self._data(), must_commit=must_commit)
-        self._pending = (self.steps, self._position.here())
+        self._pending = (self.steps, self._position.key())
         self.half_step = False  # as above
         self._schedule.saved()
         if must_commit:
@@ -269,7 +269,7 @@ class TrainingState:
                 self._begin(self._schedule.unsaved_seconds)
             where = "memory"
             if reference is not None and reference.step == self.steps:
-                self._last_saved = (self.steps, self._position.here())
+                self._last_saved = (self.steps, self._position.key())
             if any(each is not None and each.save_pending and each.step == chosen.step for each in states):
                 self._agent.restored(self.steps, where)
                 self.save()
@@ -285,7 +285,7 @@ class TrainingState:
             self.steps, data = restored.reference.step, restored.data
         self._restore_position(data, live=live)
         if restored is not None:
-            self._last_saved = (self.steps, self._position.here())
+            self._last_saved = (self.steps, self._position.key())
         self._begin(unsaved)
         self.half_step = self._incomplete = False  # restoring an optimizer makes it take an empty step
         return None if restored is None else restored.reference.directory

@@ -14,6 +14,7 @@ from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.data.batching import Batching
+from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec, order, share, weight
@@ -44,8 +45,7 @@ def rank_loader(spec, cursor, rank, world_size, batching=WHOLE):
     position = Position(WorkerIdentity(rank=rank, local_rank=0, world_size=world_size, round=0))
     stream = position.add("train", spec)
     stream.cursor = cursor
-    where = {"state": stream, "position": position, "device": torch.device("cpu")}
-    return MapLoader(range(spec.length), spec, batching, options={}, **where)
+    return MapLoader(range(spec.length), stream, LoaderContext(position, torch.device("cpu"), batching))
 
 
 def windows(loader):
@@ -162,7 +162,11 @@ def test_an_epoch_holds_each_sample_once(spec, epoch):
 
 def test_epochs_and_seeds_have_their_own_order():
     orders = {
-        tuple(order(DataSpec(50, 8, seed, shuffle=True, drop_last=False), epoch)(np.arange(50)).tolist())
+        tuple(
+            order(DataSpec(50, global_batch_size=8, seed=seed, shuffle=True, drop_last=False), epoch)(
+                np.arange(50)
+            ).tolist()
+        )
         for seed in range(5)
         for epoch in range(5)
     }
@@ -188,7 +192,7 @@ def test_weights_add_up_to_the_mean_over_the_window(count, world_size):
 
 
 def test_a_rank_without_a_sample_stands_in_with_weight_zero():
-    spec = DataSpec(2, 8, seed=0, shuffle=True, drop_last=False)
+    spec = DataSpec(2, global_batch_size=8, seed=0, shuffle=True, drop_last=False)
     planned = [next(rank_loader(spec, Cursor(), rank, 4).planned()) for rank in range(4)]
     assert [micro.samples for micro, _ in planned] == [1, 1, 0, 0]
     assert [len(ids) for _, ids in planned] == [1, 1, 2, 2]

@@ -15,6 +15,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train import Shards
 from azureml_elastic.train.data.batching import Batching
+from azureml_elastic.train.data.loader import LoaderContext
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.data.shard_loader import ShardLoader
@@ -49,9 +50,9 @@ class Ranks:
             position.in_epochs = True
             stream = position.add("train", spec)
             stream.cursor = cursor
-            where = {"state": stream, "position": position, "device": torch.device("cpu")}
-            more = {"exchange": self.exchange, "options": {"collate_fn": list, **(options or {})}}
-            self.loaders.append(ShardLoader(dataset(sizes), spec, Batching(policy), **where, **more))
+            options = {"collate_fn": list, **(options or {})}
+            context = LoaderContext(position, torch.device("cpu"), Batching(policy), options=options)
+            self.loaders.append(ShardLoader(dataset(sizes), stream, context, self.exchange))
 
     def exchange(self, numbers):
         if self.barrier.wait() == 0:
@@ -198,9 +199,8 @@ def test_what_cannot_be_read_in_shards_is_refused():
         ShardSpec.make(0, None, global_batch_size=64, seed=0, shuffle=True, drop_last=False)
     spec = ShardSpec.make(2, None, global_batch_size=64, seed=0, shuffle=True, drop_last=False)
     position = Position(WorkerIdentity(0, 0, 3, 0))
-    where = {"state": position.add("train", spec), "position": position, "device": torch.device("cpu")}
-    more = {"exchange": lambda _: None, "options": {}}
-    loader = ShardLoader(dataset([1, 2]), spec, Batching(FixedGlobalBatch()), **more, **where)
+    context = LoaderContext(position, torch.device("cpu"), Batching(FixedGlobalBatch()))
+    loader = ShardLoader(dataset([1, 2]), position.add("train", spec), context, lambda _: None)
     with pytest.raises(UsageError, match="2 streams, fewer than the 3 ranks"):
         next(iter(loader))
     with pytest.raises(UsageError, match="2 items cannot be read as 3 shards"):
