@@ -49,7 +49,7 @@ class MicroBatch:
         weight: weight of its mean loss, see :func:`~azureml_elastic.train.data.sampling.weight`
         index: index among this rank's micro-batches of the window
         last: whether it is the last of those
-        seed: seed of random numbers that is the same at any world size, where micro-batches do not depend on it
+        seed: random seed that is the same at any world size, where micro-batches do not depend on it
     """
 
     window: Window

@@ -120,7 +120,7 @@ class Part(NamedTuple):
         batch: collated samples, ``None`` without a sample
         ids: sample ids, ``shard << 32 | position in the shard``
         streams: number and position afterwards of each stream of the group
-        seed: seed of random numbers that is the same at any world size
+        seed: random seed that is the same at any world size
     """
 
     batch: Any
