@@ -36,7 +36,7 @@ from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.process_groups import ProcessGroups
-from azureml_elastic.ipc.agent_interface import Identity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 
 Way = Callable[[], Callable[[], Any]]
@@ -109,7 +109,7 @@ def rank_main(megabytes: int, runs: int, folder: Path) -> None:
     """Measure everything on one rank, together with the other one; rank 0 prints JSON lines."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    world = ProcessGroups(Identity(rank, rank, int(os.environ["WORLD_SIZE"]), 0), torch.device("cpu"))
+    world = ProcessGroups(WorkerIdentity(rank, rank, int(os.environ["WORLD_SIZE"]), 0), torch.device("cpu"))
     world.open()
     state = State(megabytes)
     tracked = TrackedState({"model": state.model, "optimizer": state.optimizer})

@@ -12,6 +12,8 @@ from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, MANIF
 from azureml_elastic.checkpoint.format.shard_file import Layout
 from azureml_elastic.checkpoint.format.write_plan import assign
 from azureml_elastic.checkpoint.save.background_save import SaveTask
+from azureml_elastic.checkpoint.save.local_shard import ShardCopy
+from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.checkpoint.state.layout import held
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.errors import CheckpointError
@@ -120,12 +122,14 @@ def save_until_killed(folder, number, step, parent, seed):
     storage = Mortal(Path(folder), moments.randint(1, 120), moments)
     agent = MortalAgent(Path(folder), storage)
     reference = None if parent is None else Reference.from_json(parent)
+    buffer = StagingBuffer(torch.device("cpu"))
+    buffer.reserve(1 << 16)
     while True:
         step += 1
         tensors = state_of(step)
         layout = Layout.of(assign([held(tensors)])[0])
-        content = [layout.header]
-        content += [bytes(tensors[e.chunk.name].reshape(-1).view(torch.uint8).tolist()) for e in layout.entries]
+        chunks = [bytes(tensors[e.chunk.name].reshape(-1).view(torch.uint8).tolist()) for e in layout.entries]
+        content = b"".join([layout.header, *chunks])
         manifest = Manifest(
             directory=str(FolderName(step, number, f"{moments.getrandbits(32):08x}")),
             step=step,
@@ -137,16 +141,13 @@ def save_until_killed(folder, number, step, parent, seed):
             data=None,
             torch="2",
         )
+        buffer.put(0, content)
+        copy = ShardCopy(buffer, len(content), 0, empty=False)
         saving = SaveTask(
-            storage,
-            manifest,
-            "rank-00000.safetensors",
-            content,
-            None,
-            control=Alone(),
-            agent=agent,
-            stall_seconds=0.0,
+            *(manifest, "rank-00000.safetensors", copy, None, Alone(), agent),
+            storage=storage,
             keep=3,
+            stall_seconds=0.0,
             pauses=(),
         )
         saving.start()

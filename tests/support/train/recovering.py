@@ -154,11 +154,12 @@ def different_steps(folder):
 
 def abort_beside_other_connections(folder):
     """Abort the groups of a process that opened a connection of its own meanwhile; return what still works."""
-    opened = Path(folder).with_suffix(".opened")
+    opened, joined = Path(folder).with_suffix(".opened"), Path(folder).with_suffix(".joined")
     groups = ProcessGroups(WorkerIdentity(int(os.environ["RANK"]), 0, 2, 1), torch.device("cpu"))
     if groups.identity.rank == 1:
         until(opened.exists)
         groups.open()
+        joined.touch()
         return [_fails(groups)]
     ends: list[socket.socket] = []
 
@@ -176,6 +177,7 @@ def abort_beside_other_connections(folder):
     other.start()
     groups.open()
     other.join()
+    until(joined.exists)  # an abort before would fail the opening of the other rank
     groups.abort()
     failure = _fails(groups)
     ends[0].sendall(b"open")

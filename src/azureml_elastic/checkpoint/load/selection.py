@@ -9,10 +9,12 @@ with a commit marker is the next candidate.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, Manifest, Reference
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
@@ -31,6 +33,7 @@ STALE_SECONDS = 5.0
 _POLL_SECONDS = 0.25
 
 
+@dataclass
 class CheckpointSelector:
     """Search for an undamaged checkpoint.
 
@@ -41,18 +44,13 @@ class CheckpointSelector:
         report: function called on rank 0 with the folder of a damaged checkpoint and a description of the damage.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        control: ControlGroup,
-        stale_seconds: float = STALE_SECONDS,
-        report: Callable[[str, str], None] = lambda _, __: None,
-    ) -> None:
-        self._storage = storage
-        self._control = control
-        self._is_main = control.rank == 0
-        self._report = report
-        self._until = time.monotonic() + stale_seconds
+    storage: Storage
+    control: ControlGroup
+    stale_seconds: float = STALE_SECONDS
+    report: Callable[[str, str], None] = lambda _, __: None
+
+    def __post_init__(self) -> None:
+        self._until = time.monotonic() + self.stale_seconds
 
     def newest_whole(self, pointer: Reference) -> Manifest:
         """Return the manifest of the newest undamaged checkpoint. A collective.
@@ -63,27 +61,30 @@ class CheckpointSelector:
         Raises:
             CheckpointDamaged: all are damaged; raised on all ranks.
         """
-        candidates = self._candidates(pointer) if self._is_main else iter(())
+        candidates = self._candidates(pointer) if self.control.rank == 0 else iter(())
         damages: list[str] = []
         while True:
-            directory, manifest, damage = self._control.from_main(next(candidates, ("", None, "")))
+            directory, manifest, damage = self.control.from_main(next(candidates, ("", None, "")))
             if not directory:
                 raise CheckpointDamaged(
-                    f"The run's newest checkpoint is {pointer.directory} in {self._storage}, but neither it nor an "
+                    f"The run's newest checkpoint is {pointer.directory} in {self.storage}, but neither it nor an "
                     f"older one is whole: {'; '.join(damages)}. Check that this is the folder that the run has "
                     "written to. To start anew, submit with another checkpoint folder and run id."
                 )
             problems = [damage]
             if manifest is not None:
-                parts = self._control.together("Checking files", self._checker(manifest))
+                parts = self.control.together("Checking files", functools.partial(self._check, manifest))
                 problems = [problem for part in parts for problem in part]
-                if not problems:
-                    if self._is_main:
-                        self._accept(manifest)
-                    return manifest
+            if not problems:
+                assert manifest is not None
+                self._mark(directory, COMMITTED, b"")  # missing where the writer died before
+                return manifest
             damages.extend(problems)
-            if self._is_main:
-                self._quarantine(directory, "; ".join(problems))
+            text = "; ".join(problems)
+            if self.control.rank == 0:
+                _LOG.warning("The checkpoint %s is damaged, an older one is restored: %s", directory, text)
+                self.report(directory, text)
+            self._mark(directory, DAMAGED, text.encode() + b"\n")
 
     def _candidates(self, pointer: Reference) -> Iterator[tuple[str, Manifest | None, str]]:
         """Yield folder, manifest and damage of each candidate, the newest first. For rank 0.
@@ -109,24 +110,16 @@ class CheckpointSelector:
             if manifest.directory not in tried:
                 yield manifest.directory, manifest, ""
 
-    def _accept(self, manifest: Manifest) -> None:
-        """Add the commit marker, where the writer died before."""
-        if self._storage.size(manifest.directory, COMMITTED) is None:
+    def _mark(self, directory: str, marker: str, content: bytes) -> None:
+        """Add a marker file to a folder that has none yet. Damaged checkpoints are kept for examination."""
+        if self.control.rank == 0 and self.storage.size(directory, marker) is None:
             with contextlib.suppress(OSError):
-                self._storage.write(manifest.directory, COMMITTED, [])
-
-    def _quarantine(self, directory: str, problems: str) -> None:
-        """Report a damaged checkpoint and mark its folder, which is kept for examination."""
-        _LOG.warning("The checkpoint %s is damaged, an older one is restored: %s", directory, problems)
-        self._report(directory, problems)
-        if self._storage.size(directory, DAMAGED) is None:
-            with contextlib.suppress(OSError):
-                self._storage.write(directory, DAMAGED, [problems.encode() + b"\n"])
+                self.storage.write(directory, marker, [content])
 
     def _read(self, reference: Reference) -> Manifest:
         while True:
             try:
-                return Manifest.read(self._storage, reference.directory)
+                return Manifest.read(self.storage, reference.directory)
             except CheckpointDamaged:
                 if time.monotonic() >= self._until:
                     raise
@@ -135,27 +128,24 @@ class CheckpointSelector:
     def _committed_before(self, reference: Reference) -> list[Manifest]:
         """Return the readable manifests of checkpoints that were committed earlier, the newest first."""
         found = []
-        for folder in self._storage.folders():
-            if COMMITTED in self._storage.files(folder):
+        for folder in self.storage.folders():
+            if COMMITTED in self.storage.files(folder):
                 with contextlib.suppress(CheckpointDamaged):
-                    found.append(Manifest.read(self._storage, folder))
+                    found.append(Manifest.read(self.storage, folder))
         earlier = (each for each in found if (each.step, each.directory) < (reference.step, reference.directory))
         return sorted(earlier, key=lambda each: (each.step, each.directory), reverse=True)
 
-    def _checker(self, manifest: Manifest) -> Callable[[], list[str]]:
-        """Return a function that checks this rank's part of the files: every world_size-th in order of size."""
-        ordered: list[tuple[str, FileSum]] = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
-        mine = ordered[self._control.rank :: self._control.world_size]
+    def _check(self, manifest: Manifest) -> list[str]:
+        """Return the problems of this rank's part of the files: every world_size-th in order of size."""
+        ordered = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
 
         def problem(item: tuple[str, FileSum]) -> str | None:
             name, sums = item
             # A stale cache may miss a file or its end; a wrong checksum is final.
-            while self._storage.size(manifest.directory, name) != sums.size and time.monotonic() < self._until:
+            while self.storage.size(manifest.directory, name) != sums.size and time.monotonic() < self._until:
                 time.sleep(_POLL_SECONDS)
-            return self._storage.problem(manifest.directory, name, sums)
+            return self.storage.problem(manifest.directory, name, sums)
 
-        def check() -> list[str]:
-            with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify-checkpoint") as pool:
-                return [each for each in pool.map(problem, mine) if each is not None]
-
-        return check
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify-checkpoint") as pool:
+            found = pool.map(problem, ordered[self.control.rank :: self.control.world_size])
+            return [each for each in found if each is not None]

@@ -1,1 +1,1 @@
-"""SaveTask the state of a run: when, from which buffers, and how a checkpoint is committed."""
+"""Saving the state of a run: when, from which buffers, and how a checkpoint is committed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from azureml_elastic.checkpoint.format.retention import for_good
 from azureml_elastic.checkpoint.load.reading import load
 from azureml_elastic.checkpoint.load.selection import STALE_SECONDS, CheckpointSelector
 from azureml_elastic.checkpoint.save.background_save import SaveTask
+from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
 from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, RETRY_SECONDS, retry_while_unavailable
 from azureml_elastic.checkpoint.save.local_shard import LocalShard, ShardCopy
 from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import recover_from_replicas
@@ -29,7 +30,6 @@ from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.distributed.background_task import TaskOutcome
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent
@@ -39,7 +39,7 @@ __all__ = ["Checkpoints", "RestoredCheckpoint"]
 _LOG = logging.getLogger(__name__)
 
 _FAILURES = 2
-"""Failed checkpoints in a row that end the run: a full disk does not recover by itself."""
+"""Number of failed checkpoints in a row that ends the run: a full disk does not recover by itself."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Checkpoints:
         self._shard = LocalShard(groups, spare=self.snapshots)
         self._peer_buffers = PeerBuffers()
         self._committed: Reference | None = None
-        self._task: SaveTask | ReplicationTask | None = None
-        self._abandoned: SaveTask | ReplicationTask | None = None
+        self._task: BackgroundTask | None = None
+        self._abandoned: BackgroundTask | None = None
         self._fenced = ""
         self._failures: list[str] = []
 
@@ -122,48 +122,23 @@ class Checkpoints:
         manifest = self._manifest(step, plain, data, for_good(step, before, self._policy.keep_every))
         copy, error = self._copy(tensors)
         self._task = SaveTask(
-            self._storage,
-            manifest,
-            self._file,
-            None if copy is None or copy.empty else copy.blocks(),
-            error,
-            control=self._groups.background,
-            agent=self._agent,
-            stall_seconds=time.monotonic() - began,
+            *(manifest, self._file, copy, error, self._groups.background, self._agent),
+            storage=self._storage,
             keep=self._policy.keep,
+            stall_seconds=time.monotonic() - began,
             pauses=RETRY_SECONDS if must_commit else (),
         )
         self._task.start()
 
     def begin_snapshot(self, step: int, state: TrackedState, data: Mapping[str, Any] | None) -> None:
-        """Start to take a snapshot, and return when the state may change again.
-
-        Args:
-            step: optimizer steps completed.
-            state: state to copy.
-            data: position in the data.
-
-        Raises:
-            CheckpointError: a rank cannot collect its state; raised on all ranks.
-        """
+        """Start to take a snapshot, and return when the state may change again; see :meth:`begin`."""
         plain, tensors = self._ready(state)
-        manifest = self._manifest(step, plain, data)
-        tail, error = b"", None
-        if self._groups.identity.rank == 0:
-            try:
-                tail = manifest.to_bytes()
-            except ValueError as failure:  # the state is no JSON
-                error = f"the manifest: {failure}"
-        copy, failed = self._copy(tensors, tail)
+        manifest, identity = self._manifest(step, plain, data), self._groups.identity
+        copy, error = self._copy(tensors, manifest.to_bytes if identity.rank == 0 else bytes)
         self._task = ReplicationTask(
-            manifest,
-            self._file,
-            None if error else copy,
-            error or failed,
-            identity=self._groups.identity,
+            *(manifest, self._file, copy, error, self._groups.background, self._agent),
+            identity=identity,
             buffers=self._peer_buffers,
-            control=self._groups.background,
-            agent=self._agent,
         )
         self._task.start()
 
@@ -181,13 +156,13 @@ class Checkpoints:
         Returns:
             Its outcome, the same on all ranks; ``None`` where no save is in progress, or it continues.
         """
-        outcome = self._task.wait(timeout) if self._task is not None else None
+        outcome = None if self._task is None else self._task.wait(timeout)
         if self._task is None or outcome is None:
             return None
         task, self._task = self._task, None
         step, is_main = task.manifest.step, self._groups.identity.rank == 0
         if isinstance(task, ReplicationTask):
-            self._replicated(task, outcome)
+            self._hold_replicated(task, outcome)
             if outcome.kind != "kept" and is_main:
                 _LOG.warning("The snapshot of step %d failed: %s Training goes on.", step, outcome.text)
             return outcome
@@ -199,14 +174,9 @@ class Checkpoints:
         elif outcome.kind == "failed":
             self._failures.append(f"step {step}: {outcome.text}")
         if outcome.kind in ("failed", "unavailable") and is_main:
-            _LOG.warning(
-                "The checkpoint of step %d in %s was not committed: %s Training goes on; the last committed "
-                "checkpoint is %s.",
-                step,
-                self._storage,
-                outcome.text,
-                "none" if self._committed is None else self._committed.directory,
-            )
+            last = "none" if self._committed is None else self._committed.directory
+            text = "The checkpoint of step %d in %s was not committed: %s Training goes on; the last commit is %s."
+            _LOG.warning(text, step, self._storage, outcome.text, last)
         return outcome
 
     def require(self, *, at_once: bool = False) -> None:
@@ -234,21 +204,22 @@ class Checkpoints:
         assert self._task is None
         plain, tensors = self._shard.collect(state)
         if self._abandoned is not None:
-            outcome = self._abandoned.wait()
-            if isinstance(self._abandoned, ReplicationTask) and outcome is not None:
-                self._replicated(self._abandoned, outcome)
+            self._hold_replicated(self._abandoned, self._abandoned.wait())
             self._abandoned = None
         return plain, tensors
 
-    def _replicated(self, task: ReplicationTask, outcome: TaskOutcome) -> None:
+    def _hold_replicated(self, task: BackgroundTask, outcome: TaskOutcome | None) -> None:
         """Preserve the copy of a snapshot that the agents hold."""
-        if outcome.kind == "kept":
+        if outcome is not None and outcome.kind == "kept":
             assert task.copy is not None
             self._shard.hold(task.copy)
 
-    def _copy(self, tensors: dict[str, torch.Tensor], tail: bytes = b"") -> tuple[ShardCopy | None, str | None]:
+    def _copy(
+        self, tensors: dict[str, torch.Tensor], tail: Callable[[], bytes] = bytes
+    ) -> tuple[ShardCopy | None, str | None]:
+        """Return a copy of this rank's shard, or the reason why it could not be made."""
         try:
-            return self._shard.copy(tensors, tail), None
+            return self._shard.copy(tensors, tail()), None
         except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one
             return None, f"{type(failure).__name__}: {failure}"
 
@@ -275,21 +246,21 @@ class Checkpoints:
     # --- restoring ---------------------------------------------------------------------------------------------------
 
     def committed(self) -> Reference | None:
-        """Return the run's newest committed checkpoint.
+        """Return the run's newest committed checkpoint, ``None`` without one.
 
         Raises:
             CheckpointError: the table is unavailable.
             Fenced: a newer round has taken over.
         """
-        found: Any = (None, (None, ""))
+        found: Any = None
         if self._groups.control.rank == 0:
             found = retry_while_unavailable(self._agent.pointer, LONG_RETRY_SECONDS)
-        pointer, (kind, text) = self._groups.control.from_main(found)
-        if kind == "fenced":
-            raise Fenced(f"Training does not start: {text}")
-        if kind is not None:
-            raise CheckpointError(f"The committed checkpoint to start from could not be looked up: {text}")
-        self._committed = pointer
+        found = self._groups.control.from_main(found)
+        if isinstance(found, TaskOutcome):
+            if found.kind == "fenced":
+                raise Fenced(f"Training does not start: {found.text}")
+            raise CheckpointError(f"The committed checkpoint to start from could not be looked up: {found.text}")
+        self._committed = found
         return self._committed
 
     def restore(self, state: TrackedState) -> RestoredCheckpoint | None:
@@ -304,15 +275,13 @@ class Checkpoints:
             Fenced: a newer round has taken over.
             UsageError: the checkpoint does not fit what is tracked.
         """
-        pointer = self._committed or self.committed()
-        control, agent = self._groups.control, self._agent
+        pointer, control, agent = self._committed or self.committed(), self._groups.control, self._agent
         if self.snapshots:
             identity = self._groups.identity
             pointer = recover_from_replicas(self._storage, control, agent, identity, pointer, self._policy) or pointer
         if pointer is None:
             return None
-        selector = CheckpointSelector(self._storage, control, self._stale_seconds, agent.damaged)
-        manifest = selector.newest_whole(pointer)
+        manifest = CheckpointSelector(self._storage, control, self._stale_seconds, agent.damaged).newest_whole(pointer)
         present = state.targets(manifest.state)
         own = random_state.tensor_name(control.rank)
         tensors = load(

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from azureml_elastic.checkpoint.format.manifest import COMMITTED, MANIFEST, Manifest
 from azureml_elastic.checkpoint.format.retention import retire
+from azureml_elastic.checkpoint.save.background_task import TaskOutcome
 from azureml_elastic.checkpoint.storage.storage import Storage
-from azureml_elastic.distributed.background_task import TaskKind, TaskOutcome
 from azureml_elastic.errors import Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import Agent
 
@@ -37,7 +37,7 @@ def commit(
     pauses: tuple[float, ...],
     abandoned: Callable[[], bool] = lambda: False,
 ) -> TaskOutcome:
-    """Publish a manifest, commit the checkpoint, and remove old ones. For rank 0 alone.
+    """Publish a complete manifest, commit the checkpoint, and remove old ones. For rank 0 alone.
 
     Args:
         storage: storage of the checkpoints.
@@ -51,12 +51,12 @@ def commit(
     try:
         storage.publish(manifest.directory, MANIFEST, manifest.to_bytes())
     except (OSError, ValueError) as error:  # ValueError: the state is no JSON
-        return discard(storage, manifest, f"writing the manifest failed: {error}")
+        return discard(storage, manifest.directory, f"writing the manifest failed: {error}")
     if abandoned():
         return TaskOutcome("broken", "the round has ended")
-    _, (kind, text) = retry_while_unavailable(lambda: agent.commit(manifest.reference, stall_seconds), pauses)
-    if kind is not None:
-        return TaskOutcome(kind, text)
+    failure = retry_while_unavailable(lambda: agent.commit(manifest.reference, stall_seconds), pauses)
+    if failure is not None:
+        return failure
     try:
         storage.write(manifest.directory, COMMITTED, [])
         retire(storage, manifest, keep)
@@ -65,26 +65,24 @@ def commit(
     return TaskOutcome("committed")
 
 
-def discard(storage: Storage, manifest: Manifest, reason: str) -> TaskOutcome:
+def discard(storage: Storage, directory: str, reason: str) -> TaskOutcome:
     """Remove a failed attempt, as a full disk may be why it failed, and return its outcome."""
     with contextlib.suppress(OSError):
-        storage.remove(manifest.directory, MANIFEST)
+        storage.remove(directory, MANIFEST)
     return TaskOutcome("failed", reason)
 
 
-def retry_while_unavailable(
-    action: Callable[[], T], pauses: tuple[float, ...], sleep: Callable[[float], None] = time.sleep
-) -> tuple[T | None, tuple[TaskKind | None, str]]:
-    """Call the agent, repeatedly while the table is unavailable; return the result, and kind and text of a failure."""
+def retry_while_unavailable(action: Callable[[], T], pauses: tuple[float, ...]) -> T | TaskOutcome:
+    """Call the agent, again after each pause while the table is unavailable; return the result or the failure."""
     for pause in (*pauses, None):
         try:
-            return action(), (None, "")
+            return action()
         except Fenced as error:
-            return None, ("fenced", str(error))
+            return TaskOutcome("fenced", str(error))
         except TableUnavailable as error:
             if pause is None:
-                return None, ("unavailable", str(error))
-            sleep(pause)
+                return TaskOutcome("unavailable", str(error))
+            time.sleep(pause)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
-            return None, ("failed", f"{type(error).__name__}: {error}")
+            return TaskOutcome("failed", f"{type(error).__name__}: {error}")
     raise AssertionError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,15 +59,11 @@ class ShardCopy:
     tail: int
     empty: bool
 
-    def blocks(self) -> Iterator[bytes | memoryview]:
-        """Yield the content of the file."""
-        yield self.buffer.view(0, self.nbytes)
-
 
 class LocalShard:
     """The part of each checkpoint that this rank writes. For one thread.
 
-    One plan serves all states of the same form: names, shapes, types and sharding of the tensors.
+    A plan is made anew only where the form of the state changes.
 
     Args:
         groups: process groups of the round.
@@ -84,9 +79,8 @@ class LocalShard:
         self._attempts = 0
 
     def enter(self) -> None:
-        """Continue with the ranks of another round."""
-        self._plan = None
-        self._attempts = 0
+        """Forget the plan, which was made with the ranks of another round."""
+        self._plan, self._attempts = None, 0
 
     def collect(self, state: TrackedState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the state as JSON and as tensors, and plan the shards where the form changed. A collective.
@@ -98,30 +92,33 @@ class LocalShard:
         failure: Exception | None = None
         plain: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
-        verdict = _SAME
         try:
             plain, tensors = state.collect(is_main=control.rank == 0)
             tensors[random_state.tensor_name(control.rank)] = random_state.capture(self._groups.device)
-            if self._plan is None or self._plan.form != signature(tensors):
-                verdict = _CHANGED
+            verdict = _SAME if self._plan is not None and self._plan.form == signature(tensors) else _CHANGED
         except Exception as error:  # noqa: BLE001 - the other ranks must not wait for this one
             failure, verdict = error, _FAILED
         lowest = control.lowest(verdict)
         if lowest == _FAILED:
-            control.together("Collecting the state", lambda: _raise(failure))
+
+            def fail() -> None:
+                if failure is not None:
+                    raise failure
+
+            control.together("Collecting the state", fail)
         if lowest == _CHANGED:
             plans = control.together("Planning the checkpoint", lambda: (held(tensors), secrets.token_hex(16)))
             layout = Layout.of(assign([boxes for boxes, _ in plans])[control.rank])
-            places = pieces(plans[control.rank][0], [entry.chunk for entry in layout.entries])
-            self._plan = _Plan(signature(tensors), layout, tuple(places), plans[0][1])
+            parts = pieces(plans[control.rank][0], [entry.chunk for entry in layout.entries])
+            self._plan = _Plan(signature(tensors), layout, tuple(parts), plans[0][1])
         return plain, tensors
 
     def reserve(self) -> None:
         """Allocate the memory for a copy on a thread. No task may read a copy meanwhile."""
         if self._reserving is None:
             assert self._plan is not None
-            arguments = (self._plan.layout.nbytes,)
-            self._reserving = threading.Thread(target=self._reserve, args=arguments, name="reserve-memory", daemon=True)
+            nbytes = self._plan.layout.nbytes
+            self._reserving = threading.Thread(target=self._reserve, args=(nbytes,), name="reserve-memory", daemon=True)
             self._reserving.start()
 
     def hold(self, copy: ShardCopy) -> None:
@@ -130,11 +127,7 @@ class LocalShard:
         self._held = copy.buffer
 
     def copy(self, tensors: dict[str, torch.Tensor], tail: bytes = b"") -> ShardCopy:
-        """Copy the shard to memory, over the previous copy that is not held.
-
-        Args:
-            tensors: tensors that :meth:`collect` returned.
-            tail: bytes to append.
+        """Copy the shard of :meth:`collect` to memory, over the previous copy that is not held, and append a tail.
 
         Raises:
             OSError: there is not enough memory.
@@ -165,8 +158,3 @@ class LocalShard:
                 buffer.reserve(nbytes)
         except OSError as error:
             _LOG.warning("Memory for checkpoints of %d bytes cannot be allocated: %s", nbytes, error)
-
-
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure

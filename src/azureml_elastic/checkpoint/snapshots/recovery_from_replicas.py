@@ -8,22 +8,20 @@ taken.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import mmap
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from azureml_elastic.checkpoint.format.manifest import MANIFEST, FolderName, Manifest, Reference
+from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
 from azureml_elastic.checkpoint.format.retention import for_good
-from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, commit
+from azureml_elastic.checkpoint.save.background_task import TaskOutcome
+from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, commit, discard
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.distributed.background_task import TaskOutcome
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
@@ -60,11 +58,6 @@ class ReplicaShard:
     tail: int
     xxh3: str
     path: str
-
-    @classmethod
-    def of(cls, holder: int, description: Mapping[str, Any]) -> ReplicaShard:
-        """Return the shard that an agent describes."""
-        return cls(holder=holder, **description)
 
 
 def choose_replicas(held: Sequence[ReplicaShard], newer_than: int) -> list[ReplicaShard] | None:
@@ -107,15 +100,6 @@ def recover_from_replicas(
 ) -> Reference | None:
     """Commit the newest complete snapshot in memory, if it is newer than the committed checkpoint. A collective.
 
-    Args:
-        storage: storage of the checkpoints.
-        control: control group of the ranks.
-        agent: agent that holds the shards of this node.
-        identity: rank of this process.
-        committed: committed checkpoint, ``None`` without one.
-        policy: retention settings.
-        pauses: seconds between attempts to commit while the table is unavailable.
-
     Returns:
         The new checkpoint, ``None`` where no snapshot is newer or it cannot be written.
 
@@ -123,7 +107,7 @@ def recover_from_replicas(
         CheckpointError: it could not be committed.
         Fenced: a newer round has taken over.
     """
-    mine = [ReplicaShard.of(control.rank, each) for each in agent.held_shards()] if identity.local_rank == 0 else []
+    mine = [ReplicaShard(control.rank, **each) for each in agent.held_shards()] if identity.local_rank == 0 else []
     held = [each for part in control.gather(mine) for each in part]
     before = -1 if committed is None else committed.step
     while True:
@@ -139,7 +123,7 @@ def recover_from_replicas(
         except CheckpointError as error:
             if control.rank == 0:
                 _LOG.warning("The snapshot of step %d in memory cannot be saved: %s", step, error)
-                _remove(storage, str(name))
+                discard(storage, str(name), str(error))
             return None
         manifests = [part for part, _ in parts if part is not None]
         bad = {each for _, damaged in parts for each in damaged}
@@ -147,7 +131,7 @@ def recover_from_replicas(
             break
         if control.rank == 0:
             _LOG.warning("%d shards of the snapshot of step %d are damaged.", len(bad), step)
-            _remove(storage, str(name))
+            discard(storage, str(name), "damaged")
         held = [each for each in held if each not in bad]
     files = {each.file: FileSum(each.size, each.xxh3) for each in chosen}
     manifest = replace(manifests[0], directory=str(name), round=identity.round, parent=committed, files=files)
@@ -193,9 +177,3 @@ def _write(
                 _LOG.warning("%s", error)
                 bad.append(each)
     return manifest, bad
-
-
-def _remove(storage: Storage, folder: str) -> None:
-    """Remove a failed attempt; a full disk may be why it failed."""
-    with contextlib.suppress(OSError):
-        storage.remove(folder, MANIFEST)

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from typing_extensions import override
 
-from azureml_elastic.checkpoint.format.manifest import Manifest
-from azureml_elastic.checkpoint.save.local_shard import ShardCopy
+from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
-from azureml_elastic.distributed.background_task import BackgroundTask, TaskOutcome
-from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import ElasticError
-from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
 __all__ = ["PeerBuffers", "ReplicationTask", "partners"]
 
@@ -78,83 +76,59 @@ class _Offer:
     description: dict[str, Any]
 
 
+@dataclass(eq=False)
 class ReplicationTask(BackgroundTask):
-    """The replication of one snapshot.
+    """The replication of one snapshot; its manifest is stored behind the shard of rank 0.
 
     Args:
-        manifest: manifest of the snapshot, without the files; it is stored behind the shard of rank 0.
-        name: file name of this rank's shard in a checkpoint.
-        copy: copy of this rank's shard, ``None`` where copying failed.
-        error: why copying failed.
         identity: rank of this process.
         buffers: memory for replicas of other ranks' shards.
-        control: control group of this thread.
-        agent: agent that keeps the memory open.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        name: str,
-        copy: ShardCopy | None,
-        error: str | None,
-        *,
-        identity: WorkerIdentity,
-        buffers: PeerBuffers,
-        control: ControlGroup,
-        agent: Agent,
-    ) -> None:
-        super().__init__()
-        self.manifest = manifest
-        self.copy = copy
-        self._name = name
-        self._error = error
-        self._identity = identity
-        self._buffers = buffers
-        self._control = control
-        self._agent = agent
+    identity: WorkerIdentity
+    buffers: PeerBuffers
 
+    @override
     def work(self) -> TaskOutcome:
-        """Exchange the shards and pass them to the agents."""
-        offers = self.collective(lambda: self._control.gather(self._offer()))
+        offers = self.collective(lambda: self.control.gather(self._offer()))
         failed = [f"rank {rank}: {each.error}" for rank, each in enumerate(offers) if each.error is not None]
         if failed:
             return TaskOutcome("failed", f"copying failed on {len(failed)} ranks: {'; '.join(failed)}")
         assert self.copy is not None
-        rank = self._identity.rank
+        rank = self.identity.rank
         targets = partners([each.node for each in offers])
         incoming: list[tuple[int, StagingBuffer]] = []
         try:
             sources = [source for source, target in enumerate(targets) if target == rank]
-            incoming = [(source, self._buffers.get(at, offers[source].nbytes)) for at, source in enumerate(sources)]
+            incoming = [(source, self.buffers.get(at, offers[source].nbytes)) for at, source in enumerate(sources)]
         except OSError as error:
-            self._error = f"there is no memory for other nodes' shards: {error}"
+            self.error = f"there is no memory for other nodes' shards: {error}"
         if not self._succeeded():
-            return TaskOutcome("failed", self._error or "another rank has no memory for other nodes' shards")
+            return TaskOutcome("failed", self.error or "another rank has no memory for other nodes' shards")
         self.collective(lambda: self._exchange(targets[rank], offers, incoming))
         try:
-            self._agent.hold_shard(self.copy.buffer.descriptor, offers[rank].description)
+            self.agent.hold_shard(self.copy.buffer.descriptor, offers[rank].description)
             for source, buffer in incoming:
-                self._agent.hold_shard(buffer.descriptor, offers[source].description)
+                self.agent.hold_shard(buffer.descriptor, offers[source].description)
         except ElasticError as error:
-            self._error = f"the agent does not hold the shards: {error}"
+            self.error = f"the agent does not hold the shards: {error}"
         if not self._succeeded():
-            self._agent.discard_snapshot(self.manifest.directory)
-            return TaskOutcome("failed", self._error or "another rank's agent does not hold the shards")
-        self._agent.retain_snapshot(self.manifest.directory)
-        self._buffers.hold()
+            self.agent.discard_snapshot(self.manifest.directory)
+            return TaskOutcome("failed", self.error or "another rank's agent does not hold the shards")
+        self.agent.retain_snapshot(self.manifest.directory)
+        self.buffers.hold()
         return TaskOutcome("kept")
 
     def _succeeded(self) -> bool:
-        return self.collective(lambda: self._control.all_true(self._error is None))
+        return self.collective(lambda: self.control.all_true(self.error is None))
 
     def _offer(self) -> _Offer:
-        rank, node = self._identity.rank, self._identity.rank - self._identity.local_rank
+        rank, node = self.identity.rank, self.identity.rank - self.identity.local_rank
         if self.copy is None:
-            return _Offer(node, self._error or "there is no copy", 0, {})
+            return _Offer(node, self.error or "there is no copy", 0, {})
         description = {
             "folder": self.manifest.directory,
-            "file": self._name,
+            "file": self.file,
             "step": self.manifest.step,
             "world_size": self.manifest.world_size,
             "rank": rank,
@@ -169,9 +143,9 @@ class ReplicationTask(BackgroundTask):
     ) -> None:
         """Send this rank's shard and receive those of others, piece by piece."""
         assert self.copy is not None
-        mine = offers[self._identity.rank].nbytes if target is not None else 0
+        mine = offers[self.identity.rank].nbytes if target is not None else 0
         longest = max([mine, *(offers[rank].nbytes for rank, _ in incoming)])
-        group = self._control.group
+        group = self.control.group
         for begin in range(0, longest, _PIECE_BYTES):
             transfers = []
             if begin < mine:

@@ -11,16 +11,18 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from azureml_elastic.checkpoint.format.manifest import Manifest
+from azureml_elastic.checkpoint.save.local_shard import ShardCopy
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import RoundBroken
+from azureml_elastic.ipc.agent_interface import Agent
 
-__all__ = ["BackgroundTask", "TaskKind", "TaskOutcome"]
+__all__ = ["BackgroundTask", "TaskOutcome"]
 
 T = TypeVar("T")
-
-TaskKind = Literal["committed", "kept", "unavailable", "fenced", "failed", "broken"]
 
 _NICE = 5
 
@@ -35,17 +37,35 @@ class TaskOutcome:
         text: reason of a failure.
     """
 
-    kind: TaskKind
+    kind: Literal["committed", "kept", "unavailable", "fenced", "failed", "broken"]
     text: str = ""
 
 
+@dataclass(eq=False)
 class BackgroundTask(ABC):
-    """A task that the training thread starts and waits for."""
+    """A task with a copy of this rank's shard, which the training thread starts and waits for.
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._in_collective = self._abandoned = False
-        self._outcome: TaskOutcome | None = None
+    Args:
+        manifest: manifest without the files.
+        file: name of this rank's file in a checkpoint.
+        copy: copy of this rank's shard, ``None`` where it could not be made.
+        error: reason for a missing copy.
+        control: control group of this thread.
+        agent: agent of the node.
+    """
+
+    manifest: Manifest
+    file: str
+    copy: ShardCopy | None
+    error: str | None
+    control: ControlGroup
+    agent: Agent
+    abandoned: bool = field(default=False, init=False)
+    _in_collective: bool = field(default=False, init=False)
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _outcome: TaskOutcome | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name=type(self).__name__.lower(), daemon=True)
 
     def start(self) -> None:
@@ -60,13 +80,8 @@ class BackgroundTask(ABC):
     def abandon(self) -> None:
         """Keep the thread off the control group, which was aborted and is about to be closed."""
         with self._changed:
-            self._abandoned = True
+            self.abandoned = True
             self._changed.wait_for(lambda: not self._in_collective)
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether the round has ended."""
-        return self._abandoned
 
     @abstractmethod
     def work(self) -> TaskOutcome:
@@ -79,7 +94,7 @@ class BackgroundTask(ABC):
             RoundBroken: the round has ended.
         """
         with self._changed:
-            if self._abandoned:
+            if self.abandoned:
                 raise RoundBroken("the round has ended")
             self._in_collective = True
         try:
