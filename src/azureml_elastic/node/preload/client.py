@@ -27,14 +27,14 @@ __all__ = ["ForkRefused", "ForkedWorker", "PreloadServer"]
 _LOG = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 15.0
-"""A request waits for at most one import; see ``LATER`` in :mod:`.import_loader`."""
+"""Time limit of a request, which waits for at most one import; see ``LATER`` in :mod:`.import_loader`."""
 
 _END_SECONDS = 2.0
 _MOST_BYTES = 1 << 16
 
 
 class ForkRefused(Exception):
-    """No worker can be forked now, for the reason in the message. Start it plainly."""
+    """The preload server cannot fork a worker, for the reason in the message; the worker must be started plainly."""
 
 
 class PreloadServer:
@@ -48,6 +48,7 @@ class PreloadServer:
         options: command line options of the interpreter.
         program: program of the workers.
         environ: environment of the workers; variables of single workers (``RANK``) are ignored.
+        popen: function that starts the process, with the arguments of ``subprocess.Popen``.
     """
 
     def __init__(
@@ -64,37 +65,35 @@ class PreloadServer:
         """Command for a plain start of the same worker."""
         self._environ = lasting(environ)
         self._changes = threading.Condition(threading.RLock())
-        self._ready = self._settled = False
+        self._ready = self._settled = self._closed = False
         self._refusal: str | None = None
-        self._closed = False
         self._requests = 0
         self._answers: dict[int, dict[str, Any]] = {}
         self._workers: dict[int, ForkedWorker] = {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] | None = None
-        self._link: socket.socket | None = None
-        self._reader: threading.Thread | None = None
         if sys.platform != "linux":
             self._refuse(f"{sys.platform} is not Linux")
             return
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = [interpreter, *options, "-c", OUTERMOST, str(theirs.fileno()), "{}"]
+        self._link, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = _anonymous_file()
+        words = [interpreter, *options, "-c", OUTERMOST, str(server_end.fileno()), "{}"]
         words += [program.kind, program.target, *program.arguments]
-        with theirs, _scratch() as output:
-            self._errors = _scratch()
+        with server_end, _anonymous_file() as output:
             try:
                 self._process = popen(
                     words,
                     env=self._environ,
                     stdout=output,
                     stderr=self._errors,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[server_end.fileno()],
                     start_new_session=True,
                 )
             except OSError as error:
                 self._refuse(f"{interpreter!r} cannot be started: {error.strerror}")
+                self._link.close()
+                self._errors.close()
                 return
-        self._reader = threading.Thread(target=self._read, name="preload-server", daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(self._process,), name="preload-server", daemon=True)
         self._reader.start()
 
     @property
@@ -114,17 +113,17 @@ class PreloadServer:
         with self._changes:
             return self._refusal
 
-    def wait_ready(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the imports to finish or fail; return :attr:`ready`."""
-        with self._changes:
-            self._changes.wait_for(lambda: self._ready or self._refusal is not None, timeout)
-            return self.ready
-
     @property
     def settled(self) -> bool:
         """Whether the modules that torch imports in its first steps are imported too, or cannot be."""
         with self._changes:
             return self._settled or self._refusal is not None
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for the imports to finish or fail; return :attr:`ready`."""
+        with self._changes:
+            self._changes.wait_for(lambda: self._ready or self._refusal is not None, timeout)
+            return self.ready
 
     def start(self, environ: Mapping[str, str], stdout: Path | None, stderr: Path | None) -> ForkedWorker:
         """Fork a worker.
@@ -138,18 +137,20 @@ class PreloadServer:
             ForkRefused: the worker must be started plainly.
             OSError: a file cannot be written.
         """
-        self._check(environ)
+        with self._changes:
+            if not self.ready:
+                raise ForkRefused(self._refusal or "its imports are not done")
+            self._requests += 1
+            number = self._requests
+        if names := changed(self._environ, environ):
+            raise ForkRefused(f"{', '.join(names)} in the environment changed after the imports")
         with contextlib.ExitStack() as files:
-            content = files.enter_context(_scratch())
+            content = files.enter_context(_anonymous_file())
             content.write(json.dumps(dict(environ)).encode())
             content.flush()
             descriptors = [content.fileno()]
             for path, inherited in ((stdout, 1), (stderr, 2)):
-                file = inherited if path is None else files.enter_context(path.open("wb")).fileno()
-                descriptors.append(file)
-            with self._changes:
-                self._requests += 1
-                number = self._requests
+                descriptors.append(inherited if path is None else files.enter_context(path.open("wb")).fileno())
             self._send({"op": "fork", "id": number, "folder": os.getcwd()}, descriptors)  # noqa: PTH109
             return self._answer(number)
 
@@ -160,29 +161,16 @@ class PreloadServer:
             if self._refusal is None:
                 self._refusal = "it was closed"
             self._changes.notify_all()
-        if self._link is not None:
+        if self._process is not None:
             with contextlib.suppress(OSError):
                 self._link.shutdown(socket.SHUT_RDWR)
-        if self._reader is not None:
             self._reader.join()
-        for file in (self._link, self._errors):
-            if file is not None:
-                file.close()
+            self._link.close()
+            self._errors.close()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def _check(self, environ: Mapping[str, str]) -> None:
-        with self._changes:
-            if self._refusal is not None:
-                raise ForkRefused(self._refusal)
-            if not self._ready:
-                raise ForkRefused("its imports are not done")
-        names = changed(self._environ, environ)
-        if names:
-            raise ForkRefused(f"{', '.join(names)} in the environment changed after the imports")
-
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        assert self._link is not None
         try:
             socket.send_fds(self._link, [json.dumps(message).encode()], list(descriptors))
         except OSError as error:
@@ -190,15 +178,16 @@ class PreloadServer:
 
     def _answer(self, number: int) -> ForkedWorker:
         with self._changes:
-            answered = self._changes.wait_for(
+            in_time = self._changes.wait_for(
                 lambda: number in self._answers or self._refusal is not None, _ANSWER_SECONDS
             )
-            answer = self._answers.pop(number, None)
-            if not answered:
+            answer = self._answers.pop(number, {})
+            if not in_time:
                 self._refuse(f"it did not answer within {_ANSWER_SECONDS:g} s")
-                self._kill()
-            if answer is None or "reason" in answer:
-                raise ForkRefused(answer["reason"] if answer else self._refusal or "it has ended")
+                assert self._process is not None
+                self._process.kill()
+            if "pid" not in answer:
+                raise ForkRefused(answer.get("reason") or self._refusal)
             return self._workers[answer["pid"]]
 
     def _reap(self, pid: int) -> None:
@@ -214,25 +203,15 @@ class PreloadServer:
             self._changes.notify_all()
         _LOG.warning("Workers are started without the preload server, which takes some seconds longer: %s.", reason)
 
-    def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        assert self._link is not None
-        while True:
-            try:
-                data = self._link.recv(_MOST_BYTES)
-            except OSError:
-                break
-            if not data:
-                break
-            self._take(json.loads(data))
-        self._has_ended()
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._link.recv(_MOST_BYTES):
+                self._receive(json.loads(data))
+        self._end(process)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         operation = message["op"]
         with self._changes:
             if operation == "ready":
@@ -246,28 +225,25 @@ class PreloadServer:
                 self._settled = True
             elif operation == "unsafe":
                 self._refuse(message["reason"])
-            elif operation == "started":
-                worker = ForkedWorker(message["pid"], self.command, self._changes, self._reap)
-                self._workers[message["pid"]] = worker
-                self._answers[message["id"]] = message
-            elif operation == "declined":
-                self._answers[message["id"]] = message
             elif operation == "ended":
-                worker_or_none = self._workers.get(message["pid"])
-                if worker_or_none is not None:
-                    worker_or_none.end(message["code"])
+                if message["pid"] in self._workers:
+                    self._workers[message["pid"]].end(message["code"])
+            else:
+                if operation == "started":
+                    worker = ForkedWorker(message["pid"], self.command, self._changes, self._reap)
+                    self._workers[worker.pid] = worker
+                self._answers[message["id"]] = message
             self._changes.notify_all()
 
-    def _has_ended(self) -> None:
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Record the end of the process and of its workers, which the kernel ends with it."""
-        assert self._process is not None
         try:
-            code = self._process.wait(_END_SECONDS)
+            code = process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
+            process.kill()
+            code = process.wait()
         with self._changes:
-            running = [worker for worker in self._workers.values() if worker.runs]
+            running = [worker for worker in self._workers.values() if worker.running]
         until = time.monotonic() + _END_SECONDS
         for worker in running:
             _end_orphan(worker.pid, until)
@@ -276,17 +252,13 @@ class PreloadServer:
         with self._changes:
             for worker in running:
                 worker.end(-signal.SIGKILL)
-            self._changes.notify_all()
 
     def _end_reason(self, code: int) -> str:
         if code < 0:
             return f" by {signal.Signals(-code).name}"
-        assert self._errors is not None
         with contextlib.suppress(OSError, ValueError):
-            lines = os.pread(self._errors.fileno(), _MOST_BYTES, 0).decode(errors="replace").split("\n")
-            said = [line.strip() for line in lines if line.strip()]
-            if said:
-                return f" with exit code {code}: {said[-1]}"
+            lines = os.pread(self._errors.fileno(), _MOST_BYTES, 0).decode(errors="replace").strip().split("\n")
+            return f" with exit code {code}" + (f": {lines[-1].strip()}" if lines[-1] else "")
         return f" with exit code {code}"
 
 
@@ -306,8 +278,7 @@ def _end_orphan(pid: int, until: float) -> None:
         time.sleep(0.002)
 
 
-def _scratch() -> IO[bytes]:
-    """Return an empty anonymous file."""
+def _anonymous_file() -> IO[bytes]:
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("azureml-elastic"), "w+b")
     return tempfile.TemporaryFile()

@@ -1,7 +1,4 @@
-"""torch's multiprocessing context, which redirects and prefixes output, with workers forked by the preload server.
-
-If the preload server refuses, torch's own start is used for all workers of the round.
-"""
+"""torch's multiprocessing context, which redirects and prefixes output, with workers forked by the preload server."""
 
 from __future__ import annotations
 
@@ -9,9 +6,11 @@ import logging
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
+from torch.distributed.elastic.multiprocessing import SubprocessContext
 
 from azureml_elastic.node.preload.client import ForkedWorker, ForkRefused, PreloadServer
 
@@ -20,6 +19,7 @@ __all__ = ["ForkedHandler", "PreloadContext"]
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class ForkedHandler:
     """Counterpart of torch's ``SubprocessHandler`` for a forked worker.
 
@@ -28,9 +28,8 @@ class ForkedHandler:
         local_rank_id: local rank of the worker.
     """
 
-    def __init__(self, proc: ForkedWorker, local_rank_id: int) -> None:
-        self.proc = proc
-        self.local_rank_id = local_rank_id
+    proc: ForkedWorker
+    local_rank_id: int
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send a signal, by default SIGTERM, to the process group of the worker."""
@@ -43,37 +42,17 @@ class ForkedHandler:
 
 
 class PreloadContext(SubprocessContext):
-    """torch's context of worker processes, forked by the preload server if possible.
+    """torch's context of worker processes, forked by the preload server.
+
+    If the preload server refuses, torch's own start is used for all workers of the round.
 
     Args:
         server: preload server.
-        name: name of the workers; this and the following as in torch.
-        entrypoint: executable.
-        args: arguments of the executable by local rank.
-        envs: additions to this process's environment by local rank.
-        logs_specs: destinations of the output.
-        log_line_prefixes: prefixes of output lines by local rank.
+        arguments: arguments of torch's ``SubprocessContext``.
     """
 
-    def __init__(
-        self,
-        server: PreloadServer,
-        *,
-        name: str,
-        entrypoint: str,
-        args: dict[int, tuple[str, ...]],
-        envs: dict[int, dict[str, str]],
-        logs_specs: LogsSpecs,
-        log_line_prefixes: dict[int, str] | None,
-    ) -> None:
-        super().__init__(
-            name=name,
-            entrypoint=entrypoint,
-            args=args,
-            envs=envs,
-            logs_specs=logs_specs,
-            log_line_prefixes=log_line_prefixes,
-        )
+    def __init__(self, server: PreloadServer, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._server = server
         self.forked = False
         """Whether the workers were forked by the preload server."""
@@ -93,17 +72,14 @@ class PreloadContext(SubprocessContext):
             return
         self.subprocess_handlers = handlers  # type: ignore[assignment] # all that torch uses of them
         self.forked = True
-        _LOG.info(
-            "Forked %d workers in %.0f ms from the preload server.", self.nprocs, (time.monotonic() - start) * 1e3
-        )
+        milliseconds = (time.monotonic() - start) * 1e3
+        _LOG.info("Forked %d workers in %.0f ms from the preload server.", self.nprocs, milliseconds)
 
     def _fork(self, local_rank: int) -> ForkedWorker:
         if (self.entrypoint, *self.args[local_rank]) != self._server.command:
             raise ForkRefused("torch changes the arguments of each worker")
-        environ = {**os.environ, **self.envs[local_rank]}
-        return self._server.start(environ, _path(self.stdouts[local_rank]), _path(self.stderrs[local_rank]))
-
-
-def _path(name: str) -> Path | None:
-    """Return the path of a log file; torch denotes the console by ``""``."""
-    return Path(name) if name else None
+        # torch denotes the console by an empty file name.
+        stdout, stderr = (
+            Path(names[local_rank]) if names[local_rank] else None for names in (self.stdouts, self.stderrs)
+        )
+        return self._server.start({**os.environ, **self.envs[local_rank]}, stdout, stderr)

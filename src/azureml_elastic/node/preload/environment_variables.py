@@ -6,54 +6,33 @@ therefore have the same environment, except for variables that are read later.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 __all__ = ["changed", "is_per_worker", "is_read_late", "lasting"]
 
-_PER_WORKER = frozenset(
-    {
-        "AZUREML_ELASTIC_HISTORY",
-        "AZUREML_ELASTIC_ROUND",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "RANK",
-        "ROLE_NAME",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "WORLD_SIZE",
-    }
+_PER_WORKER = re.compile(
+    r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|"
+    r"AZUREML_ELASTIC_(HISTORY|ROUND)"
 )
-"""What this library sets for each worker, and what torchrun documents that it does
-(https://docs.pytorch.org/docs/stable/elastic/run.html)."""
+"""Variables that this library, or torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html), sets for each
+worker."""
 
-_PER_WORKER_FAMILIES = ("TORCHELASTIC_",)
-
-_READ_LATE = frozenset(
-    {
-        "CUBLAS_WORKSPACE_CONFIG",
-        "CUDA_DEVICE_ORDER",
-        "CUDA_LAUNCH_BLOCKING",
-        "CUDA_VISIBLE_DEVICES",
-        "HIP_VISIBLE_DEVICES",
-        "ROCR_VISIBLE_DEVICES",
-    }
+_READ_LATE = re.compile(
+    r"(CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING)|CUBLAS_WORKSPACE_CONFIG|"
+    r"(GLOO|NCCL|TORCH_NCCL|UCX)_.*"
 )
-_READ_LATE_FAMILIES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_")
-"""Read when a GPU or a process group is opened, which no import may do (see :mod:`.safety`)."""
+"""Read when a GPU or a process group is opened, which no import may do (see :mod:`.fork_safety`)."""
 
 
 def is_per_worker(name: str) -> bool:
     """Return whether a variable belongs to a single worker, and so is unset during the imports."""
-    return name in _PER_WORKER or name.startswith(_PER_WORKER_FAMILIES)
+    return _PER_WORKER.fullmatch(name) is not None
 
 
 def is_read_late(name: str) -> bool:
     """Return whether a variable may be set after the imports."""
-    return is_per_worker(name) or name in _READ_LATE or name.startswith(_READ_LATE_FAMILIES)
+    return is_per_worker(name) or _READ_LATE.fullmatch(name) is not None
 
 
 def lasting(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Checks whether the preload server may be forked.
 
-A fork copies one thread: locks held by others stay locked in the child. A process that has opened a GPU driver leaves
-its children an unusable one.
+A fork copies one thread: locks held by other threads stay locked in the child. A process that has opened a GPU driver
+leaves its children an unusable one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SETTLE_SECONDS = 0.2
 
 
 def why_unsafe() -> str | None:
-    """Return why this process must not be forked, or ``None``; native threads are counted after a fork."""
+    """Return why this process must not be forked, or ``None``; native threads are checked after a fork."""
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
         return f"the script's imports started {_count(len(threads), 'thread')} ({', '.join(threads)})"
@@ -35,14 +35,14 @@ def why_unsafe() -> str | None:
 
 
 def leftover_threads() -> str | None:
-    """Return, just after a fork, which native threads are left, or ``None``.
+    """Return, just after a fork, why the threads that are left make it unsafe, or ``None``.
 
     Thread pools with fork handlers, such as OpenBLAS's, stop before a fork and restart on demand.
     """
     until = time.monotonic() + _SETTLE_SECONDS
-    while (number := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < until:  # noqa: PTH208
+    while (threads := _native_threads()) and time.monotonic() < until:
         time.sleep(0.002)
-    return f"the script's imports started {_count(number, 'native thread')}" if number else None
+    return f"the script's imports started {_count(len(threads), 'native thread')}" if threads else None
 
 
 def trial_fork() -> str | None:
@@ -69,6 +69,11 @@ def open_devices(prefixes: tuple[str, ...]) -> list[str]:
             if path.startswith(prefixes):
                 found.add(path)
     return sorted(found)
+
+
+def _native_threads() -> list[Path]:
+    """Return the ``/proc`` folders of all threads that make a fork unsafe: all but the main thread."""
+    return [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
 
 
 def _count(number: int, noun: str) -> str:

@@ -41,21 +41,15 @@ LATER = (
     "multiprocessing.popen_fork",
 )
 """Modules that torch 2.13 imports between ``import torch`` and the third step of a script with
-``DistributedDataParallel``, optimizers, a ``DataLoader`` with workers and ``torch.save``. Measured, and ordered so
-that none takes more than 0.5 s: ``DistributedDataParallel`` imports ``torch._dynamo``, which needs the ones before it
-and would take 1.2 s. Older releases have fewer of them.
+``DistributedDataParallel``, optimizers, a ``DataLoader`` with workers and ``torch.save``. They were measured, and are
+ordered so that none takes more than 0.5 s: ``torch._dynamo`` alone would take 1.2 s without the modules before it.
 """
 
 _MOST_BYTES = 1 << 20
 
 
 class ReadsRank(Exception):
-    """An import has read a variable of a single worker.
-
-    Args:
-        package: package that was being imported.
-        variable: name of the variable.
-    """
+    """The import of a package has read a variable of a single worker."""
 
     def __init__(self, package: str, variable: str) -> None:
         super().__init__(f"{package} reads {variable} while it is imported")
@@ -69,19 +63,19 @@ class Output:
         self._flush_c = ctypes.CDLL(None).fflush
 
     def sizes(self) -> tuple[int, int]:
-        """Return the sizes of both in bytes."""
+        """Return the sizes of both files in bytes."""
         self._flush()
         return os.fstat(1).st_size, os.fstat(2).st_size
 
-    def forget_after(self, sizes: tuple[int, int]) -> None:
-        """Truncate both to the given sizes."""
+    def truncate(self, sizes: tuple[int, int]) -> None:
+        """Truncate both files to the given sizes."""
         self._flush()
         for descriptor, size in zip((1, 2), sizes, strict=True):
             os.ftruncate(descriptor, size)
             os.lseek(descriptor, size, os.SEEK_SET)
 
     def read(self) -> tuple[bytes, bytes]:
-        """Return the first MiB of each."""
+        """Return the first MiB of each file."""
         self._flush()
         return os.pread(1, _MOST_BYTES, 0), os.pread(2, _MOST_BYTES, 0)
 
@@ -123,19 +117,18 @@ def shadowed() -> str | None:
 
 
 def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output) -> int:
-    """Import torch and what the script imports, in its order.
+    """Import the modules that the script imports, in its order, and torch; return the number of successful imports.
+
+    An import that fails is left to the script.
 
     Args:
         found: imports of the script.
         excluded: top-level packages left to the workers.
         output: recorder of the imports' output.
 
-    Returns:
-        The number of successful imports. One that fails is left to the script.
-
     Raises:
         ImportError: torch cannot be imported.
-        ReadsRank: an import has read a variable of a single worker; this process is not usable any more.
+        ReadsRank: an import has read a variable of a single worker, so workers must not be forked from this process.
     """
     made = 0
     with _watched(os.environ) as read:
@@ -149,7 +142,7 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
                     _import_below(_OWN)
                 made += 1
             except BaseException as error:
-                output.forget_after(before)
+                output.truncate(before)
                 if wanted in _BASICS:
                     raise ImportError(f"{wanted.module} cannot be imported: {error!r}") from error
             if read:
@@ -164,7 +157,7 @@ def import_later(name: str, output: Output) -> None:
     with contextlib.suppress(Exception):
         importlib.import_module(name)
     warnings.filters[:] = filters  # type: ignore[index] # a list in fact
-    output.forget_after(before)
+    output.truncate(before)
 
 
 def _import_below(package: str) -> None:
@@ -176,9 +169,9 @@ def _import_below(package: str) -> None:
 
 @contextlib.contextmanager
 def _watched(environ: os._Environ[str]) -> Iterator[list[str]]:
-    """Record the variables of single workers that are read meanwhile.
+    """Record which variables of single workers are read in this context.
 
-    Modules keep references to ``os.environ``, so the object stays the same: only its class changes for a while.
+    Modules keep references to ``os.environ``, so the object stays the same and only its class is replaced.
     """
     usual = type(environ)
     read: list[str] = []
@@ -197,6 +190,5 @@ def _watched(environ: os._Environ[str]) -> Iterator[list[str]]:
 
 
 def difference(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that were set, and ``None`` for removed ones."""
-    names = {*before, *after}
-    return {name: after.get(name) for name in sorted(names) if before.get(name) != after.get(name)}
+    """Return the changed variables with their new values, ``None`` for removed ones."""
+    return {name: after.get(name) for name in sorted({*before, *after}) if before.get(name) != after.get(name)}

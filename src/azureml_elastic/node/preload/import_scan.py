@@ -4,8 +4,8 @@ Imports at the top level count, also inside ``if``, ``try``, ``with``, loops and
 not. Modules of the user's own folder are scanned recursively in the order of execution, so that the installed modules
 are listed in the order of their import.
 
-A script may prepare an import, as by ``os.environ["X"] = ...`` or ``sys.path.insert(0, ...)``. After such a statement
-only torch, numpy and the standard library are imported early; if these read the variable, not even they may be
+A statement such as ``os.environ["X"] = ...`` or ``sys.path.insert(0, ...)`` may affect later imports. After it only
+torch, numpy and the standard library are imported early, and not even these if torch may read the variable
 (:attr:`Findings.obstacle`).
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import site
 import sys
 import sysconfig
@@ -38,27 +39,11 @@ from azureml_elastic.node.preload.statements import (
 __all__ = ["Findings", "Import", "find_imports"]
 
 _BASICS = frozenset({"torch", "numpy"})
-_VARIABLES_OF_BASICS = (
-    "ATEN_",
-    "BLIS_",
-    "CUDA_",
-    "DNNL_",
-    "GOMP_",
-    "GOTO_",
-    "KMP_",
-    "LD_",
-    "MALLOC_",
-    "MKL_",
-    "NPY_",
-    "NUMPY",
-    "OMP_",
-    "ONEDNN_",
-    "OPENBLAS_",
-    "PYTHON",
-    "PYTORCH",
-    "TORCH",
-    "TRITON",
+_READ_BY_BASICS = re.compile(
+    r"(ATEN|BLIS|CUDA|DNNL|GOMP|GOTO|KMP|LD|MALLOC|MKL|NPY|OMP|ONEDNN|OPENBLAS)_|NUMPY|PYTHON|PYTORCH|TORCH|TRITON"
 )
+"""Beginnings of the environment variables that torch, numpy or their libraries may read at import."""
+
 _ALWAYS_INSTALLED = "azureml_elastic"
 
 
@@ -102,15 +87,22 @@ def find_imports(kind: str, target: str) -> Findings:
         kind: ``"script"`` or ``"module"``.
         target: path of the script or dotted name of the module; without imports if it cannot be read.
     """
-    walk = _Walk()
+    scan = _Scan()
     if kind == "script":
-        walk.read(Path(target), "__main__", is_package=False, is_main=True)
+        scan.read(Path(target), "__main__", is_package=False, is_main=True)
     else:
-        walk.enter(target, is_main=True)
-    return Findings(tuple(walk.imports), walk.obstacle)
+        scan.follow(target, is_main=True)
+    return Findings(tuple(scan.imports), scan.obstacle)
 
 
-class _Walk:
+@dataclass(frozen=True)
+class _Module:
+    path: Path
+    package: str
+    is_main: bool
+
+
+class _Scan:
     def __init__(self) -> None:
         self.imports: dict[Import, None] = {}
         self.obstacle: str | None = None
@@ -120,32 +112,30 @@ class _Walk:
 
     # --- modules -----------------------------------------------------------------------------------------------------
 
-    def enter(self, name: str, names: Sequence[str] = (), *, is_main: bool = False) -> bool:
-        """Follow the import of a module; return whether it exists."""
+    def follow(self, name: str, names: Sequence[str] = (), *, is_main: bool = False) -> bool:
+        """Follow the import of a module, or its execution by ``python -m``; return whether it exists."""
         package = name.partition(".")[0]
         spec = _find_top(package)
         if spec is None:
             return False
-        if self._is_installed(package, spec):
-            if is_main:
-                self._enter_installed_main(name, spec)
-            elif not self._only_basics or package in _BASICS or package in sys.stdlib_module_names:
+        installed = self._is_installed(package, spec)
+        if installed and not is_main:
+            if not self._only_basics or package in _BASICS or package in sys.stdlib_module_names:
                 self.imports.setdefault(Import(name, tuple(names)))
             return True
-        return self._enter_local(name, spec, names, is_main=is_main)
-
-    def _enter_local(self, name: str, spec: ModuleSpec, names: Sequence[str], *, is_main: bool) -> bool:
         parts = name.split(".")
         for count in range(1, len(parts) + 1):
             if count > 1:
-                deeper = _find_below(".".join(parts[:count]), spec)
-                if deeper is None:
+                spec = _find_below(".".join(parts[:count]), spec)
+                if spec is None:
                     return False
-                spec = deeper
-            if not (is_main and count == len(parts)):
-                self._read_spec(spec)
+            if count < len(parts) or not is_main or spec.submodule_search_locations is not None:
+                self._enter(spec, installed=installed)
         if is_main:
-            self._read_main(spec)
+            if spec.submodule_search_locations is not None:
+                spec = _find_below(f"{name}.__main__", spec)
+            if spec is not None:
+                self._read_spec(spec, is_main=True)
             return True
         for below in names:
             found = None if below == "*" else _find_below(f"{name}.{below}", spec)
@@ -153,28 +143,11 @@ class _Walk:
                 self._read_spec(found)
         return True
 
-    def _enter_installed_main(self, name: str, spec: ModuleSpec) -> None:
-        parts = name.split(".")
-        for count in range(2, len(parts) + 1):
-            self.imports.setdefault(Import(".".join(parts[: count - 1])))
-            deeper = _find_below(".".join(parts[:count]), spec)
-            if deeper is None:
-                return
-            spec = deeper
-        self._read_main(spec)
-
-    def _read_main(self, spec: ModuleSpec) -> None:
-        """Scan what ``python -m`` runs: the module, or the ``__main__`` of a package after the package."""
-        if spec.submodule_search_locations is not None:
-            if not self._is_installed(spec.name.partition(".")[0], spec):
-                self._read_spec(spec)
-            else:
-                self.imports.setdefault(Import(spec.name))
-            below = _find_below(f"{spec.name}.__main__", spec)
-            if below is None:
-                return
-            spec = below
-        self._read_spec(spec, is_main=True)
+    def _enter(self, spec: ModuleSpec, *, installed: bool) -> None:
+        if installed:
+            self.imports.setdefault(Import(spec.name))
+        else:
+            self._read_spec(spec)
 
     def _read_spec(self, spec: ModuleSpec, *, is_main: bool = False) -> None:
         if spec.origin is not None and spec.has_location and spec.origin.endswith(".py"):
@@ -193,17 +166,15 @@ class _Walk:
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return
         package = name if is_package else name.rpartition(".")[0]
-        self._run(tree.body, _Module(path, package, is_main))
+        self._scan(tree.body, _Module(path, package, is_main))
 
     def _is_installed(self, package: str, spec: ModuleSpec) -> bool:
         if package == _ALWAYS_INSTALLED or package in sys.builtin_module_names:
             return True
         if not spec.has_location and spec.submodule_search_locations is None:
             return True  # frozen or built in
-        places = [Path(place) for place in spec.submodule_search_locations or []]
-        if not places and spec.origin is not None:
-            places = [Path(spec.origin)]
-        return all(self._holds_installed(place.parent) for place in places)
+        paths = list(spec.submodule_search_locations or []) or ([spec.origin] if spec.origin is not None else [])
+        return all(self._holds_installed(Path(path).parent) for path in paths)
 
     def _holds_installed(self, folder: Path) -> bool:
         if any(folder == known or known in folder.parents for known in self._installed):
@@ -215,72 +186,66 @@ class _Walk:
 
     # --- statements --------------------------------------------------------------------------------------------------
 
-    def _run(self, body: Iterable[ast.stmt], place: _Module) -> bool:
+    def _scan(self, body: Iterable[ast.stmt], module: _Module) -> bool:
         """Scan statements in the order of execution; return whether all imports can be found."""
         complete = True
         for statement in body:
             if isinstance(statement, ast.Import):
                 for alias in statement.names:
-                    complete &= self.enter(alias.name)
+                    complete &= self.follow(alias.name)
             elif isinstance(statement, ast.ImportFrom):
-                complete &= self._import_from(statement, place)
+                complete &= self._import_from(statement, module)
             elif isinstance(statement, ast.If):
-                complete &= self._if(statement, place)
+                complete &= self._if(statement, module)
             elif isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             elif hasattr(statement, "handlers"):  # Try, and TryStar from Python 3.11 on
-                complete &= self._try(statement, place)
+                complete &= self._try(statement, module)
             else:
-                self._heed(own_expressions(statement), place)
+                self._record_changes(own_expressions(statement), module)
                 for block in blocks(statement):
-                    complete &= self._run(block, place)
+                    complete &= self._scan(block, module)
         return complete
 
-    def _import_from(self, statement: ast.ImportFrom, place: _Module) -> bool:
+    def _import_from(self, statement: ast.ImportFrom, module: _Module) -> bool:
         name = statement.module or ""
         if statement.level:
             try:
-                name = importlib.util.resolve_name("." * statement.level + name, place.package)
+                name = importlib.util.resolve_name("." * statement.level + name, module.package)
             except ImportError:
                 return False
-        return self.enter(name, [alias.name for alias in statement.names])
+        return self.follow(name, [alias.name for alias in statement.names])
 
-    def _if(self, statement: ast.If, place: _Module) -> bool:
-        self._heed([statement.test], place)
+    def _if(self, statement: ast.If, module: _Module) -> bool:
+        self._record_changes([statement.test], module)
         complete = True
-        if not (is_type_checking(statement.test) or (is_main_check(statement.test) and not place.is_main)):
-            complete = self._run(statement.body, place)
-        return self._run(statement.orelse, place) and complete
+        if not (is_type_checking(statement.test) or (is_main_check(statement.test) and not module.is_main)):
+            complete = self._scan(statement.body, module)
+        return self._scan(statement.orelse, module) and complete
 
-    def _try(self, statement: Any, place: _Module) -> bool:
-        complete = self._run(statement.body, place)
+    def _try(self, statement: Any, module: _Module) -> bool:
+        complete = self._scan(statement.body, module)
         if complete:
-            complete = self._run(statement.orelse, place)
+            complete = self._scan(statement.orelse, module)
         else:
             for handler in statement.handlers:
-                self._run(handler.body, place)
-        return self._run(statement.finalbody, place) and complete
+                self._scan(handler.body, module)
+        return self._scan(statement.finalbody, module) and complete
 
-    def _heed(self, expressions: Iterable[ast.AST], place: _Module) -> None:
-        """Record statements that prepare later imports."""
+    def _record_changes(self, expressions: Iterable[ast.AST], module: _Module) -> None:
+        """Record changes of the environment and of the path, which may affect later imports."""
         for node in executed(expressions):
-            serious = [name for name in variables_set(node) if not is_read_late(name)]
-            if serious or changes_path(node):
+            variables = [name for name in variables_set(node) if not is_read_late(name)]
+            if variables or changes_path(node):
                 self._only_basics = True
-            for name in serious:
-                if name != UNKNOWN and not name.startswith(_VARIABLES_OF_BASICS):
-                    continue
-                if self.obstacle is None and not any(found.package == "torch" for found in self.imports):
+            if self.obstacle is not None or any(found.package == "torch" for found in self.imports):
+                continue
+            for name in variables:
+                if name == UNKNOWN or _READ_BY_BASICS.match(name):
                     what = "os.environ" if name == UNKNOWN else f"os.environ[{name!r}]"
                     line = getattr(node, "lineno", 0)
-                    self.obstacle = f"{place.path}:{line} changes {what} before torch is imported"
-
-
-@dataclass(frozen=True)
-class _Module:
-    path: Path
-    package: str
-    is_main: bool
+                    self.obstacle = f"{module.path}:{line} changes {what} before torch is imported"
+                    break
 
 
 def _find_top(name: str) -> ModuleSpec | None:
@@ -292,8 +257,8 @@ def _find_top(name: str) -> ModuleSpec | None:
 
 def _find_below(name: str, parent: ModuleSpec) -> ModuleSpec | None:
     """Find a submodule without importing its parent."""
-    places = parent.submodule_search_locations
-    return None if places is None else PathFinder.find_spec(name, list(places))
+    paths = parent.submodule_search_locations
+    return None if paths is None else PathFinder.find_spec(name, list(paths))
 
 
 def _installed_folders() -> set[Path]:

@@ -1,8 +1,8 @@
-"""Turns a forked child into the process that ``python script.py`` or ``python -m module`` would create.
+"""Conversion of a forked child into the process that ``python script.py`` or ``python -m module`` would create.
 
-The interpreter's own start is in ``Modules/main.c`` and ``Python/pylifecycle.c``. Cases that cannot be reproduced
-exactly (a script that is a folder, has a syntax error, or is missing) are left to the interpreter: the child executes
-the command of a plain start.
+It reproduces the interpreter's start, which is in ``Modules/main.c`` and ``Python/pylifecycle.c``. Where that is not
+possible exactly (a script that is a folder, has a syntax error, or is missing), the child executes the command of a
+plain start.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ else:
 """Code that the preload server runs with ``-c``.
 
 ``serve`` returns only in children, with a function that runs the script, so this outermost frame is the only one below
-the script's. Its names are removed from ``__main__`` first. The working directory leaves the path before any import.
+the script's. Its names are removed from ``__main__`` first, and the working directory from the path before any import.
 """
 
 _NAMES_OF_MAIN = frozenset(
@@ -62,7 +62,7 @@ _STANDARD_ERROR = 2
 
 
 def adopt_descriptors(stdout: int, stderr: int) -> None:
-    """Use these descriptors as standard output and standard error."""
+    """Make these descriptors standard output and standard error."""
     for source, target in ((stdout, 1), (stderr, 2)):
         os.dup2(source, target)
         os.close(source)
@@ -95,7 +95,8 @@ def adopt_imports(printed: Iterable[bytes], variables: Mapping[str, str | None])
 
 
 def reset_process_state() -> None:
-    """Renew the state that each process has: random numbers, keys, caches. Python reseeds :mod:`random` itself."""
+    """Renew the state of its own that a new process has: random seeds, keys, caches."""
+    # Python reseeds the module random itself.
     sys.modules["torch"].default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -133,7 +134,7 @@ def become(kind: str, target: str, command: Sequence[str]) -> Callable[[], Any]:
         execute(command)
     _clear(namespace)
     namespace["__file__"] = path
-    if "__cached__" in _names_of_scripts():
+    if sys.version_info < (3, 15):
         namespace["__cached__"] = None
     namespace["__loader__"] = importlib.machinery.SourceFileLoader("__main__", path)
     _disguise(path)
@@ -142,10 +143,8 @@ def become(kind: str, target: str, command: Sequence[str]) -> Callable[[], Any]:
 
 def execute(command: Sequence[str]) -> NoReturn:
     """Replace this process by a plainly started one."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(
-            number, signal.SIG_DFL
-        )  # Python ignores them; a new interpreter finds them as they are by default
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a new interpreter would inherit that
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(command[0], list(command), os.environ)  # noqa: S606
     except OSError as error:
@@ -177,16 +176,11 @@ def on_uncaught() -> None:
 
 
 def on_end() -> None:
-    """Remove from ``__main__`` what the interpreter removes after a script's last line."""
+    """Remove the names from ``__main__`` that the interpreter removes after a script's last line."""
     main = sys.modules.get("__main__")
     if main is not None and main.__spec__ is None:
         for name in ("__file__", "__cached__"):
             main.__dict__.pop(name, None)
-
-
-def _names_of_scripts() -> frozenset[str]:
-    """Return the additional names that this version of the interpreter sets in the ``__main__`` of a script."""
-    return frozenset({"__file__", "__cached__"}) if sys.version_info < (3, 15) else frozenset({"__file__"})
 
 
 def _clear(namespace: dict[str, Any]) -> None:
@@ -219,7 +213,7 @@ def _has_option_x(command: Sequence[str]) -> bool:
 def _disguise(path: str) -> None:
     """Set the file name of the outermost frame to that of the script.
 
-    Programs search the script at the end of ``inspect.stack()``. Importlib uses this for moved compiled files.
+    Programs search the script at the end of ``inspect.stack()``.
     """
     frame = sys._getframe()  # noqa: SLF001
     while frame.f_back is not None:
@@ -227,6 +221,7 @@ def _disguise(path: str) -> None:
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         import _imp
 
+        # importlib uses this function for compiled files that were moved.
         _imp._fix_co_filename(frame.f_code, path)  # type: ignore[attr-defined]  # noqa: SLF001
 
 

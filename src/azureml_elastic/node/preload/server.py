@@ -12,8 +12,8 @@ It is started as ``python <options> -c <OUTERMOST> <descriptor> <excluded> <kind
 When the agent's end of the socket closes, the server kills its workers and exits. If the server is killed, the kernel
 kills the workers (``PR_SET_PDEATHSIG``).
 
-The server has one thread. An import may take seconds, and only forks wait for it: ends of workers and of the agent are
-handled by signal handlers, which Python also runs during an import.
+The server has one thread. An import may take seconds, and only forks wait for it: the exits of workers and of the agent
+are handled by signal handlers, which Python also runs during an import.
 """
 
 from __future__ import annotations
@@ -30,21 +30,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NoReturn
 
-from azureml_elastic.node.preload import script_runner as running
+from azureml_elastic.node.preload import import_loader, script_runner
 from azureml_elastic.node.preload.fork_safety import leftover_threads, trial_fork, why_unsafe
-from azureml_elastic.node.preload.import_loader import (
-    LATER,
-    Output,
-    ReadsRank,
-    difference,
-    import_all,
-    import_later,
-    prepare,
-    shadowed,
-)
 from azureml_elastic.node.preload.import_scan import find_imports
 
 __all__ = ["serve"]
@@ -62,29 +51,20 @@ _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 def serve() -> Callable[[], Any]:
-    """Serve the agent. Returns only in workers, with the function that runs the script."""
+    """Serve the agent's requests. Returns only in workers, with the function that runs the script."""
     descriptor, excluded, kind, target, *arguments = sys.argv[1:]
-    process = _Server(socket.socket(fileno=int(descriptor)), json.loads(excluded), kind, target)
+    server = _Server(socket.socket(fileno=int(descriptor)), json.loads(excluded), kind, target)
     try:
-        process.make_imports(arguments)
+        server.make_imports(arguments)
     except Exception as error:  # noqa: BLE001 - reported to the agent, which starts its workers plainly
-        process.refuse(f"{type(error).__name__}: {error}")
+        server.refuse(f"{type(error).__name__}: {error}")
     while True:
-        run = process.turn()
+        run = server.handle_one()
         if run is not None:
             return run
 
 
 class _Server:
-    """State of the preload server.
-
-    Args:
-        link: socket to the agent.
-        excluded: packages that are not imported, with the reasons.
-        kind: ``"script"`` or ``"module"``.
-        target: path of the script or name of the module.
-    """
-
     def __init__(self, link: socket.socket, excluded: dict[str, str], kind: str, target: str) -> None:
         self._link = link
         self._excluded = excluded
@@ -92,13 +72,13 @@ class _Server:
         self._target = target
         self._command = _plain_command(sys.orig_argv, kind)
         self._environment = dict(os.environ)
-        self._of_imports: dict[str, str | None] = {}
+        self._variables_set: dict[str, str | None] = {}
         self._printed: tuple[bytes, bytes] = (b"", b"")
-        self._output = Output()
+        self._output = import_loader.Output()
         self._workers: dict[int, bool] = {}
         """Whether the end was reported, by process id."""
         self._unsafe: str | None = None
-        self._later = list(LATER)
+        self._later = list(import_loader.LATER)
         self._quiet_until = time.monotonic() + _IDLE_SECONDS
         self._prctl = ctypes.CDLL(None).prctl
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -115,33 +95,29 @@ class _Server:
     def make_imports(self, arguments: list[str]) -> None:
         """Import the modules of the program, check that forking is safe, and report to the agent."""
         start = time.monotonic()
-        prepare(self._kind, self._target, arguments)
-        if shadow := shadowed():
+        import_loader.prepare(self._kind, self._target, arguments)
+        if shadow := import_loader.shadowed():
             self.refuse(f"{shadow} has the name of a module that is imported before the script's folder is known")
             return
-        if "torch" in self._excluded:
-            self.refuse(self._excluded["torch"])
-            return
         findings = find_imports(self._kind, self._target)
-        if findings.obstacle is not None:
-            self.refuse(findings.obstacle)
+        if obstacle := self._excluded.get("torch") or findings.obstacle:
+            self.refuse(obstacle)
             return
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() opens no GPU then
         before = dict(os.environ)
         gc.disable()
         try:
-            made = import_all(findings.imports, list(self._excluded), self._output)
-        except ReadsRank as error:
+            made = import_loader.import_all(findings.imports, list(self._excluded), self._output)
+        except import_loader.ReadsRank as error:
             self._start_again({**self._excluded, error.package: str(error)})
         if self._kind == "module":
             sys.argv[0] = "-m"
-        self._of_imports = difference(before, os.environ)
+        self._variables_set = import_loader.difference(before, os.environ)
         self._printed = self._output.read()
         self._take_signals()
         gc.collect()
         gc.freeze()
-        reason = trial_fork()
-        if reason is not None:
+        if reason := trial_fork():
             self.refuse(reason)
             return
         seconds = round(time.monotonic() - start, 3)
@@ -156,40 +132,37 @@ class _Server:
     def _start_again(self, excluded: dict[str, str]) -> NoReturn:
         """Replace this process by a new one that imports less."""
         words = list(sys.orig_argv)
-        words[words.index(running.OUTERMOST) + 2] = json.dumps(excluded)
-        self._output.forget_after((0, 0))
-        for number, handler in self._usual.items():
-            signal.signal(number, handler)
+        words[words.index(script_runner.OUTERMOST) + 2] = json.dumps(excluded)
+        self._output.truncate((0, 0))
+        self._restore_signals()
         self._link.set_inheritable(True)
         os.execvpe(words[0], words, self._environment)  # noqa: S606
 
-    def _import_one(self) -> None:
+    def _import_next(self) -> None:
         name = self._later.pop(0)
-        import_later(name, self._output)
+        import_loader.import_later(name, self._output)
         gc.collect()
         gc.freeze()
-        reason = why_unsafe() or (None if self._later else trial_fork())
-        if reason is not None:
+        if reason := why_unsafe() or (None if self._later else trial_fork()):
             self.refuse(f"{name}: {reason}")
         elif not self._later:
             self._send(op="settled")
 
     # --- the agent's requests ----------------------------------------------------------------------------------------
 
-    def turn(self) -> Callable[[], Any] | None:
-        """Handle one request, or use the idle time for an import."""
-        wait = None
-        if self._later:
-            wait = max(0.0, self._quiet_until - time.monotonic()) * 1000
-        if not self._poll.poll(wait):
-            self._import_one()
+    def handle_one(self) -> Callable[[], Any] | None:
+        """Handle one request, or use the idle time for an import; in a new worker, return what runs the script."""
+        milliseconds = max(0.0, self._quiet_until - time.monotonic()) * 1000 if self._later else None
+        if not self._poll.poll(milliseconds):
+            self._import_next()
             return None
         data, descriptors, _, _ = socket.recv_fds(self._link, _MOST_BYTES, _DESCRIPTORS)
         if not data:
             self._end()
         request = json.loads(data)
         if request["op"] == "reap":
-            self._reap(request["pid"])
+            if self._workers.pop(request["pid"], False):
+                os.waitpid(request["pid"], 0)
             return None
         run = self._fork(request, descriptors)
         if run is None:
@@ -198,8 +171,7 @@ class _Server:
         return run
 
     def _fork(self, request: dict[str, Any], descriptors: list[int]) -> Callable[[], Any] | None:
-        reason = self._why_not(request["folder"])
-        if reason is not None:
+        if reason := self._obstacle(request["folder"]):
             self._decline(request, reason)
             return None
         server = os.getpid()
@@ -212,7 +184,11 @@ class _Server:
             self._decline(request, f"it cannot fork: {error.strerror}")
             return None
         if worker == 0:
-            return self._become_worker(server, descriptors)
+            try:
+                return self._become_worker(server, *descriptors)
+            except Exception as error:  # noqa: BLE001 - a plain start is always possible
+                os.write(2, f"The forked start failed ({type(error).__name__}: {error}); starting plainly.\n".encode())
+                script_runner.execute(self._command)
         threads = leftover_threads()
         if threads is None:
             self._workers[worker] = False
@@ -229,56 +205,42 @@ class _Server:
     def _decline(self, request: dict[str, Any], reason: str) -> None:
         self._send(op="declined", id=request["id"], reason=reason)
 
-    def _why_not(self, folder: str) -> str | None:
+    def _obstacle(self, folder: str) -> str | None:
+        """Return why a worker for this working directory cannot be forked, or ``None``."""
+        if self._unsafe is None and (reason := why_unsafe()):
+            self.refuse(reason)
         if self._unsafe is not None:
             return self._unsafe
-        reason = why_unsafe()
-        if reason is not None:
-            self.refuse(reason)
-            return reason
         here = os.getcwd()  # noqa: PTH109
         return None if here == folder else f"the working directory was {here!r} and is {folder!r} now"
 
-    def _become_worker(self, server: int, descriptors: list[int]) -> Callable[[], Any]:
-        try:
-            return self._worker(server, descriptors)
-        except Exception as error:  # noqa: BLE001 - a plain start is always possible
-            os.write(2, f"The forked start failed ({type(error).__name__}: {error}); starting plainly.\n".encode())
-            running.execute(self._command)
-
-    def _worker(self, server: int, descriptors: list[int]) -> Callable[[], Any]:
+    def _become_worker(self, server: int, environment: int, stdout: int, stderr: int) -> Callable[[], Any]:
         self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server:
             os._exit(1)
         os.setsid()
         self._link.close()
-        for number, handler in self._usual.items():
-            signal.signal(number, handler)
+        self._restore_signals()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        environment, stdout, stderr = descriptors
-        wanted = running.read_environment(environment)
+        wanted = script_runner.read_environment(environment)
         if "LC_CTYPE" in self._environment:
             wanted.setdefault("LC_CTYPE", self._environment["LC_CTYPE"])  # Python sets it in the C locale
-        running.adopt_environment(wanted)
-        running.adopt_descriptors(stdout, stderr)
-        running.reset_process_state()
-        run = running.become(self._kind, self._target, self._command)
-        running.adopt_imports(self._printed, self._of_imports)
+        script_runner.adopt_environment(wanted)
+        script_runner.adopt_descriptors(stdout, stderr)
+        script_runner.reset_process_state()
+        run = script_runner.become(self._kind, self._target, self._command)
+        script_runner.adopt_imports(self._printed, self._variables_set)
         return run
-
-    def _reap(self, worker: int) -> None:
-        if self._workers.pop(worker, False):
-            os.waitpid(worker, 0)
 
     # --- signals -----------------------------------------------------------------------------------------------------
 
     def _take_signals(self) -> None:
-        """Ignore signals meant for the workers; install handlers for the ends of workers and agent.
+        """Ignore signals meant for the workers; install handlers for the exits of workers and agent.
 
         Handlers installed by imports are kept for the workers.
         """
         wanted: dict[int, Any] = dict.fromkeys(_IGNORED, signal.SIG_IGN)
-        wanted |= {signal.SIGCHLD: self._on_child, signal.SIGIO: self._on_link}
+        wanted |= {signal.SIGCHLD: self._on_child, signal.SIGIO: self._end_with_agent}
         for number, handler in wanted.items():
             current = signal.getsignal(number)
             if current not in (handler, self._usual[signal.Signals(number)]):
@@ -287,7 +249,11 @@ class _Server:
         for number in (signal.SIGCHLD, signal.SIGIO):
             signal.siginterrupt(number, False)
 
-    def _on_child(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
+    def _restore_signals(self) -> None:
+        for number, handler in self._usual.items():
+            signal.signal(number, handler)
+
+    def _on_child(self, *_signal: object) -> None:
         for worker, reported in list(self._workers.items()):
             if reported:
                 continue
@@ -297,16 +263,14 @@ class _Server:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                 self._send(op="ended", pid=worker, code=code)
 
-    def _on_link(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
-        self._end_with_agent()
-
-    def _end_with_agent(self) -> None:
+    def _end_with_agent(self, *_signal: object) -> None:
         poll = select.poll()  # self._poll may be in use
         poll.register(self._link, select.POLLRDHUP)
         if poll.poll(0):
             self._end()
 
     def _end(self) -> NoReturn:
+        """Kill the workers and exit."""
         for worker in self._workers:
             for kill in (os.killpg, os.kill):  # a worker that leads no group yet is killed alone
                 with contextlib.suppress(OSError):
@@ -322,5 +286,5 @@ class _Server:
 
 def _plain_command(words: list[str], kind: str) -> list[str]:
     """Return the command of a plain start, from the command of this process."""
-    position = words.index(running.OUTERMOST)
+    position = words.index(script_runner.OUTERMOST)
     return [*words[: position - 1], *(["-m"] if kind == "module" else []), *words[position + 4 :]]
