@@ -73,7 +73,7 @@ def local(
 
         from azureml_elastic.local.cluster import LocalCluster
         from azureml_elastic.local.faults.schedule import load_schedule
-        from azureml_elastic.local.settings import check_table
+        from azureml_elastic.local.table_choice import check_table
         from azureml_elastic.local.view import choose_view
         from azureml_elastic.report.terminal import summary
 

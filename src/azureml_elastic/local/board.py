@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from azureml_elastic.ledger.events import (
     CheckpointCommitted,
@@ -45,19 +45,19 @@ class NodePicture:
     alive: bool = True
 
 
+@dataclass
 class Board:
     """Latest state of all nodes and of the run."""
 
-    def __init__(self) -> None:
-        self.nodes: dict[str, NodePicture] = {}
-        self.round = 0
-        self.members: tuple[str, ...] = ()
-        self.sizes: list[int] = []
-        """World sizes of the sealed rounds so far."""
-        self.step = 0
-        self.checkpoint_step = 0
-        self.ended: RunEnded | None = None
-        self.failure: WorkerFailed | None = None
+    nodes: dict[str, NodePicture] = field(default_factory=dict)
+    round: int = 0
+    members: tuple[str, ...] = ()
+    sizes: list[int] = field(default_factory=list)
+    """World sizes of the sealed rounds so far."""
+    step: int = 0
+    checkpoint_step: int = 0
+    ended: RunEnded | None = None
+    failure: WorkerFailed | None = None
 
     @property
     def rank0(self) -> str | None:
@@ -99,29 +99,20 @@ def _picture(node: NodePicture, event: Event) -> NodePicture:
         node = replace(node, round=event.round, rank=event.rank)
     elif isinstance(event, Progress):
         node = replace(node, step=event.step)
-    state = _state(event)
+    unhealthy = isinstance(event, HealthChecked) and event.status == "fail"
+    state = "unhealthy" if unhealthy else _STATES.get(type(event))
     return replace(node, state=state) if state is not None and node.alive else node
 
 
-def _state(event: Event) -> str | None:
-    if isinstance(event, NodeStarted):
-        return "waiting"
-    if isinstance(event, HealthChecked):
-        return "unhealthy" if event.status == "fail" else "waiting"
-    if isinstance(event, HostQuarantined):
-        return "quarantined"
-    if isinstance(event, RoundEntered):
-        return "joined"
-    if isinstance(event, WorkersStarted):
-        return "workers started"
-    if isinstance(event, Progress):
-        return "training"
-    if isinstance(event, RoundReopened):
-        return "re-forming"
-    if isinstance(event, WorkerFailed):
-        return "worker failed"
-    if isinstance(event, HangDetected):
-        return "hung"
-    if isinstance(event, NodeLeft):
-        return "leaving"
-    return None
+_STATES: dict[type[Event], str] = {
+    NodeStarted: "waiting",
+    HealthChecked: "waiting",
+    HostQuarantined: "quarantined",
+    RoundEntered: "joined",
+    WorkersStarted: "workers started",
+    Progress: "training",
+    RoundReopened: "re-forming",
+    WorkerFailed: "worker failed",
+    HangDetected: "hung",
+    NodeLeft: "leaving",
+}

@@ -7,16 +7,25 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 
-from azureml_elastic.config import BatchPolicy, ElasticDistribution, FixedGlobalBatch
+from azureml_elastic.config import (
+    BatchPolicy,
+    CheckpointPolicy,
+    ElasticDistribution,
+    ElasticResources,
+    FixedGlobalBatch,
+    Plan,
+    TableRendezvous,
+)
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths, Report
 from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.processes import NodeProcesses
-from azureml_elastic.local.settings import check_table, local_plan, open_table_choice
+from azureml_elastic.local.table_choice import TableChoice, check_table, open_table_choice
 from azureml_elastic.local.view import View
 
 __all__ = ["NODE_COMMAND", "LocalCluster", "new_run_dir"]
@@ -24,7 +33,11 @@ __all__ = ["NODE_COMMAND", "LocalCluster", "new_run_dir"]
 NODE_COMMAND = (sys.executable, "-m", "azureml_elastic.node")
 """Command that starts a node's agent."""
 
+_CHECKPOINT_EVERY = timedelta(seconds=10)
+"""Local runs are shorter than a job's default checkpoint interval."""
 
+
+@dataclass(frozen=True)
 class LocalCluster:
     """Run a program on local nodes, each a process tree of this machine.
 
@@ -40,54 +53,33 @@ class LocalCluster:
         snapshot_path: folder for the snapshots instead of the nodes' local disks.
         audit: whether workers record the samples of each step, so that the report can prove that each was seen once.
         max_restarts: number of worker failures after which the run fails.
-        batch: batch policy at a changing world size.
+        batch: batch policy.
         distribution: all other settings of the processes; the arguments above take precedence.
         timeout_s: seconds after which the run is stopped and counted as failed.
         exit_grace_s: seconds that the other nodes have to exit after the run has ended.
-        view: view that shows the run; ``None`` for no output.
+        view: view that shows the run; by default none is shown.
         node_command: command that starts a node; ``--`` and the program are appended.
-        popen: function that starts the nodes; it takes arguments of ``subprocess.Popen`` and returns an object of that
-            kind.
+        popen: function that starts the nodes, with the interface of ``subprocess.Popen``.
     """
 
-    def __init__(
-        self,
-        nodes: tuple[int, int] = (1, 3),
-        *,
-        processes_per_node: int = 1,
-        chaos: Schedule | None = None,
-        run_dir: Path | None = None,
-        table: str = "sqlite",
-        checkpoint_steps: int | None = None,
-        snapshot_steps: int | None = None,
-        snapshot_path: Path | None = None,
-        audit: bool = False,
-        max_restarts: int = 3,
-        batch: BatchPolicy = FixedGlobalBatch(),  # noqa: B008 - frozen
-        distribution: ElasticDistribution | None = None,
-        timeout_s: float | None = None,
-        exit_grace_s: float = 20.0,
-        view: View | None = None,
-        node_command: Sequence[str] = NODE_COMMAND,
-        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
-    ) -> None:
-        self._nodes = nodes
-        self._processes_per_node = processes_per_node
-        self._chaos = chaos
-        self._run_dir = run_dir
-        self._table = table
-        self._checkpoint_steps = checkpoint_steps
-        self._snapshot_steps = snapshot_steps
-        self._snapshot_path = snapshot_path
-        self._audit = audit
-        self._max_restarts = max_restarts
-        self._batch = batch
-        self._distribution = distribution or ElasticDistribution()
-        self._timeout_s = timeout_s
-        self._exit_grace_s = exit_grace_s
-        self._view = view
-        self._node_command = tuple(node_command)
-        self._popen = popen
+    nodes: tuple[int, int] = (1, 3)
+    _: KW_ONLY
+    processes_per_node: int = 1
+    chaos: Schedule | None = None
+    run_dir: Path | None = None
+    table: str = "sqlite"
+    checkpoint_steps: int | None = None
+    snapshot_steps: int | None = None
+    snapshot_path: Path | None = None
+    audit: bool = False
+    max_restarts: int = 3
+    batch: BatchPolicy = field(default_factory=FixedGlobalBatch)
+    distribution: ElasticDistribution = field(default_factory=ElasticDistribution)
+    timeout_s: float | None = None
+    exit_grace_s: float = 20.0
+    view: View = field(default_factory=View)
+    node_command: Sequence[str] = NODE_COMMAND
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     def run(self, argv: Sequence[str]) -> Report:
         """Run a program to its end and write ``report.json``; no process is left running afterwards.
@@ -98,39 +90,22 @@ class LocalCluster:
         Raises:
             UsageError: the run folder is already used, the table is not recognised, or the faults do not apply to it.
         """
-        check_table(self._table, self._chaos)  # before a folder is made
-        paths = _prepare(self._run_dir or new_run_dir())
-        run_id = f"local-{secrets.token_hex(4)}"
+        check_table(self.table, self.chaos)  # before a folder is made
+        paths = _prepare(self.run_dir or new_run_dir())
         with contextlib.ExitStack() as stack:
-            table = stack.enter_context(open_table_choice(self._table, paths, self._chaos))
-            plan = local_plan(
-                nodes=self._nodes,
-                processes_per_node=self._processes_per_node,
-                max_restarts=self._max_restarts,
-                distribution=self._distribution,
-                checkpoint_steps=self._checkpoint_steps,
-                batch=self._batch,
-                snapshot_steps=self._snapshot_steps,
-                snapshot_path=self._snapshot_path,
-                audit=self._audit,
-                table=table,
-                paths=paths,
-                run_id=run_id,
-            )
-            processes = stack.enter_context(NodeProcesses(paths.logs, self._popen))
-            if self._view is not None:
-                stack.enter_context(self._view)
+            table = stack.enter_context(open_table_choice(self.table, paths, self.chaos))
+            processes = stack.enter_context(NodeProcesses(paths.logs, self.popen))
             launch = Launch(
-                plan=plan,
+                plan=self.plan(table, paths),
                 table=table,
                 paths=paths,
-                command=(*self._node_command, "--", *argv),
+                command=(*self.node_command, "--", *argv),
                 processes=processes,
-                schedule=self._chaos or Schedule(),
-                view=self._view,
+                schedule=self.chaos or Schedule(),
+                view=stack.enter_context(self.view),
             )
             try:
-                ending = launch.watch(self._nodes[1], self._timeout_s, self._exit_grace_s)
+                end = launch.watch(self.nodes[1], self.timeout_s, self.exit_grace_s)
             except KeyboardInterrupt:
                 launch.stop_all()
                 launch.report("interrupted", 130, "Interrupted.").write()
@@ -138,9 +113,37 @@ class LocalCluster:
             launch.stop_all()
             if left := processes.remaining():
                 raise RuntimeError(f"Processes of the run outlived it: {left}")
-        report = launch.report(ending.outcome, ending.exit_code, ending.message)
+        report = launch.report(end.outcome, end.exit_code, end.message)
         report.write()
         return report
+
+    def plan(self, table: TableChoice, paths: Paths) -> Plan:
+        """Return the plan that the nodes receive."""
+        minimum, maximum = self.nodes
+        timings = self.distribution.rendezvous.timings.model_copy(
+            update={"table_heartbeat_interval": timedelta(seconds=1)}
+        )
+        processes = {
+            "process_count_per_instance": self.processes_per_node,
+            "max_restarts": self.max_restarts,
+            # Scheduled events of this machine are not those of the local nodes.
+            "preemption": self.distribution.preemption.model_copy(update={"scheduled_events": None}),
+            "rendezvous": TableRendezvous(endpoint=table.endpoint, credential=table.credential, timings=timings),
+        }
+        return Plan(
+            resources=ElasticResources(min_instance_count=minimum, max_instance_count=maximum),
+            distribution=self.distribution.model_copy(update=processes),
+            checkpoint=CheckpointPolicy(
+                path=str(paths.checkpoints),
+                every=_CHECKPOINT_EVERY,
+                every_steps=self.checkpoint_steps,
+                snapshot_every_steps=self.snapshot_steps,
+                snapshot_path=None if self.snapshot_path is None else str(self.snapshot_path),
+            ),
+            batch=self.batch,
+            run_id=f"local-{secrets.token_hex(4)}",
+            audit=self.audit,
+        )
 
 
 def new_run_dir(parent: Path = Path("runs")) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.local.cluster import NODE_COMMAND, LocalCluster
+from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import Add, AtStep, Kill, Schedule
 from azureml_elastic.local.view import View
 
@@ -41,13 +41,12 @@ class DemoResult:
     doubts: tuple[str, ...]
 
 
-def run_demo(run_dir: Path | None, view: View | None, node_command: Sequence[str] | None = None) -> DemoResult:
+def run_demo(run_dir: Path | None, view: View) -> DemoResult:
     """Run the demo.
 
     Args:
         run_dir: new folder for the run's files; ``None`` creates one below ``./runs``.
         view: view that shows the run.
-        node_command: command that starts a node; ``None`` for the production one.
     """
     cluster = LocalCluster(
         (1, _NODES),
@@ -57,14 +56,13 @@ def run_demo(run_dir: Path | None, view: View | None, node_command: Sequence[str
         audit=True,
         timeout_s=_TIMEOUT_S,
         view=view,
-        node_command=NODE_COMMAND if node_command is None else node_command,
     )
     report = cluster.run([*_PROGRAM, "--epochs", str(_EPOCHS), "--step-delay", str(_STEP_DELAY_S)])
     return judge(report, _accuracy(report.paths.run_dir / "result.json"))
 
 
 def judge(report: Report, accuracy: float | None) -> DemoResult:
-    """Compare the report with what the demo is to show."""
+    """Compare the report with the expected course of the demo."""
     if report.outcome != "succeeded":
         return DemoResult(report, accuracy, (f"The run failed: {report.message}",))
     doubts: list[str] = []
@@ -75,10 +73,10 @@ def judge(report: Report, accuracy: float | None) -> DemoResult:
         doubts.append(f"The world sizes were {sizes}; they should fall after the loss and rise after the arrival.")
     if report.audit is None or not report.audit.complete:
         doubts.append("Not every sample of every epoch was seen exactly once.")
-    if accuracy is not None and accuracy < _LEAST_ACCURACY:
-        doubts.append(f"The accuracy is {accuracy:.1%}, below {_LEAST_ACCURACY:.0%}.")
     if accuracy is None:
         doubts.append("No accuracy was measured.")
+    elif accuracy < _LEAST_ACCURACY:
+        doubts.append(f"The accuracy is {accuracy:.1%}, below {_LEAST_ACCURACY:.0%}.")
     return DemoResult(report, accuracy, tuple(doubts))
 
 

@@ -1,7 +1,4 @@
-"""The demo's training script: a small network learns real handwritten digits, elastically.
-
-Run by ``azureml-elastic demo`` on every node; like any training script it knows nothing of the faults.
-"""
+"""The demo's training script, which ``azureml-elastic demo`` runs: a small network learns real handwritten digits."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from torch.utils.data import TensorDataset
 from azureml_elastic import train
 
 HELD_OUT = 297
-"""Of the 1,797 images, those that measure the accuracy."""
+"""Number of the 1,797 images that measure the accuracy."""
 
 
 def _main() -> None:
@@ -52,8 +49,8 @@ def _main() -> None:
             run.commit()
             time.sleep(options.step_delay)
         with torch.no_grad():
-            guessed = network(images[-HELD_OUT:].to(run.device)).argmax(dim=1).cpu()
-        accuracy = (guessed == labels[-HELD_OUT:]).float().mean().item()
+            predicted = network(images[-HELD_OUT:].to(run.device)).argmax(dim=1).cpu()
+        accuracy = (predicted == labels[-HELD_OUT:]).float().mean().item()
         if run.is_main:
             print(f"epoch {epoch + 1}: accuracy {accuracy:.1%} with {run.world_size} workers", flush=True)
             result = json.dumps({"accuracy": accuracy, "epochs": epoch + 1})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from azureml_elastic.config import Plan
+from azureml_elastic.config import Plan, environment
 from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.reading import EventReader, LineReader
 from azureml_elastic.ledger.summary import (
@@ -24,10 +25,10 @@ from azureml_elastic.local.faults.model import Add, Freeze, Kill, Preempt, Sched
 from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 from azureml_elastic.local.run_end import TIMED_OUT, NodeStatus, RunEnd, outcome_of, phase
-from azureml_elastic.local.settings import TableChoice, node_environment
+from azureml_elastic.local.table_choice import TableChoice
 from azureml_elastic.local.view import View
 
-__all__ = ["Launch"]
+__all__ = ["Launch", "node_environment"]
 
 _POLL_S = 0.03
 
@@ -38,12 +39,13 @@ class _Node:
 
     process: NodeProcess
     output: LineReader
-    done_to_it: NodeEnding | None = None
+    forced: NodeEnding | None = None
+    """Ending that the launcher has caused."""
     exit_code: int | None = None
     leftovers: int = 0
     last_line: str = ""
     frozen: bool = False
-    frozen_for_good: bool = False
+    resumes: bool = True
 
     @property
     def name(self) -> str:
@@ -51,11 +53,9 @@ class _Node:
 
     @property
     def status(self) -> NodeStatus:
-        ending: NodeEnding = "running"
+        ending: NodeEnding = "running" if self.resumes else "frozen"
         if self.exit_code is not None:
-            ending = self.done_to_it or "exited"
-        elif self.frozen_for_good:
-            ending = "frozen"
+            ending = self.forced or "exited"
         return NodeStatus(self.name, ending, self.exit_code, self.process.log, self.last_line)
 
 
@@ -67,6 +67,7 @@ class _Timer:
     action: Callable[[], None] = field(compare=False)
 
 
+@dataclass(kw_only=True)
 class Launch:
     """Start the nodes, watch them and inject the faults.
 
@@ -77,30 +78,21 @@ class Launch:
         command: command that starts a node.
         processes: context in which the nodes are started.
         schedule: faults to inject.
-        view: view that shows the run; ``None`` for no output.
+        view: view that shows the run.
     """
 
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        table: TableChoice,
-        paths: Paths,
-        command: Sequence[str],
-        processes: NodeProcesses,
-        schedule: Schedule,
-        view: View | None,
-    ) -> None:
-        self._plan = plan
-        self._table = table
-        self._paths = paths
-        self._command = command
-        self._processes = processes
-        self._schedule = schedule
-        self._view = view
+    plan: Plan
+    table: TableChoice
+    paths: Paths
+    command: Sequence[str]
+    processes: NodeProcesses
+    schedule: Schedule
+    view: View
+
+    def __post_init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._board = Board()
-        self._reader = EventReader(paths.events)
+        self._reader = EventReader(self.paths.events)
         self._events: list[Event] = []
         self._timers: list[_Timer] = []
         self._fired: frozenset[int] = frozenset()
@@ -109,51 +101,54 @@ class Launch:
         self._losses: list[tuple[str, float]] = []
 
     def watch(self, count: int, timeout_s: float | None, exit_grace_s: float) -> RunEnd:
-        """Start the nodes and return when the run is over; nodes that did not exit in time may still be running."""
+        """Start the nodes and return when the run is over; some nodes may still be running then.
+
+        Args:
+            count: number of nodes to start.
+            timeout_s: time limit of the run; ``None`` for no limit.
+            exit_grace_s: seconds that the other nodes have to exit after the run has ended.
+        """
         started = time.monotonic()
         ending_since: float | None = None
         self._start(count)
         while True:
-            self._look()
+            self._update()
             state = self._chaos_state()
             statuses = [node.status for node in self._nodes.values()]
-            more = may_add(self._schedule, state)
+            current = phase(statuses, self._board.ended, more_to_come=may_add(self.schedule, state))
             now = time.monotonic()
-            current = phase(statuses, self._board.ended, more_to_come=more)
-            if current == "ending":
-                ending_since = now if ending_since is None else ending_since
-                if now - ending_since > exit_grace_s:
-                    return self._ending()
-            elif current == "over":
-                return self._ending()
-            else:
-                for decision in due(self._schedule, state):
+            if current == "ending" and ending_since is None:
+                ending_since = now
+            if current == "over" or (ending_since is not None and now - ending_since > exit_grace_s):
+                return outcome_of(statuses, self._board.ended, self._board.failure)
+            if current == "going":
+                for decision in due(self.schedule, state):
                     self._inject(decision)
             for timer in sorted(timer for timer in self._timers if timer.at <= now):
                 self._timers.remove(timer)
                 timer.action()
             if timeout_s is not None and now - started > timeout_s:
                 message = f"The run was stopped after {timeout_s:g} s, the limit that --timeout set, at step "
-                return RunEnd("failed", TIMED_OUT, f"{message}{self._board.step}. The nodes' logs: {self._paths.logs}")
+                return RunEnd("failed", TIMED_OUT, f"{message}{self._board.step}. The nodes' logs: {self.paths.logs}")
             time.sleep(_POLL_S)
 
     def stop_all(self) -> None:
         """Kill the remaining processes, and read the last events and output."""
         for node in self._nodes.values():
             if node.exit_code is None:
-                node.done_to_it = node.done_to_it or ("frozen" if node.frozen_for_good else "stopped")
+                node.forced = node.forced or ("stopped" if node.resumes else "frozen")
                 node.process.kill()
-        self._look()
+        self._update()
 
     def report(self, outcome: RunState, exit_code: int, message: str) -> Report:
         """Return the run's report."""
         return summarise(
             self._events,
-            paths=self._paths,
+            paths=self.paths,
             outcome=outcome,
             exit_code=exit_code,
             message=message,
-            run_id=self._plan.run_id or "",
+            run_id=self.plan.run_id or "",
             nodes=[
                 NodeSummary(
                     name=node.name, exit_code=node.exit_code, ending=node.status.ending, leftovers=node.leftovers
@@ -161,34 +156,31 @@ class Launch:
                 for node in self._nodes.values()
             ],
             faults=self._faults,
-            audit=audit_folder(self._paths, self._events) if self._plan.audit else None,
+            audit=audit_folder(self.paths, self._events) if self.plan.audit else None,
             losses=self._losses,
             skipped_events=self._reader.skipped,
         )
 
-    def _ending(self) -> RunEnd:
-        statuses = [node.status for node in self._nodes.values()]
-        return outcome_of(statuses, self._board.ended, self._board.failure)
-
     def _start(self, count: int) -> tuple[str, ...]:
         names = tuple(f"node-{len(self._nodes) + index}" for index in range(count))
         for name in names:
-            environment = node_environment(name, self._plan, self._table, self._paths)
-            process = self._processes.start(name, self._command, environment)
+            variables = node_environment(name, self.plan, self.table, self.paths)
+            process = self.processes.start(name, self.command, variables)
             self._nodes[name] = _Node(process, LineReader(process.log))
             self._board.add(name)
         return names
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         """Read new events, output and exit codes."""
         for node in self._nodes.values():
             code = node.process.exit_code()
             if code is not None and node.exit_code is None:
                 node.exit_code = code
-                # A lost machine takes all its processes along; so must a node.
+                # As with a lost machine, no process of the node stays.
                 left = node.process.kill()
-                node.leftovers = 0 if node.done_to_it == "killed" else left
-                self._board.set_state(node.name, _state_after(node.done_to_it, code), alive=False)
+                node.leftovers = 0 if node.forced == "killed" else left
+                exited = "finished" if code == 0 else f"exited with {code}"
+                self._board.set_state(node.name, node.forced or exited, alive=False)
         fresh = sorted(self._reader.read(), key=lambda event: event.time)  # one machine, one clock
         self._events += fresh
         self._board.apply(fresh)
@@ -197,10 +189,9 @@ class Launch:
         for node in self._nodes.values():
             lines = [line.decode("utf-8", "replace") for line in node.output.read()]
             node.last_line = next((line for line in reversed(lines) if line.strip()), node.last_line)
-            if self._view is not None and lines:
-                self._view.output(node.name, lines)
-        if self._view is not None:
-            self._view.events(self._board, fresh)
+            if lines:
+                self.view.output(node.name, lines)
+        self.view.events(self._board, fresh)
 
     def _chaos_state(self) -> ChaosState:
         nodes = self._nodes.values()
@@ -208,7 +199,7 @@ class Launch:
             step=self._board.step,
             seconds=None if self._sealed_at is None else time.monotonic() - self._sealed_at,
             living=frozenset(
-                node.name for node in nodes if node.exit_code is None and node.done_to_it is None and not node.frozen
+                node.name for node in nodes if node.exit_code is None and node.forced is None and not node.frozen
             ),
             gone=frozenset(node.name for node in nodes if node.exit_code is not None),
             rank0=self._board.rank0,
@@ -223,7 +214,7 @@ class Launch:
         if isinstance(fault, Add):
             hit = self._start(fault.count)
         elif isinstance(fault, TableTrouble):
-            self._disturb(fault)
+            self._inject_into_table(fault)
         elif decision.victim is not None:
             hit = (decision.victim,)
             node = self._nodes[decision.victim]
@@ -234,24 +225,23 @@ class Launch:
             elif isinstance(fault, Freeze):
                 self._freeze(node, fault.duration_s)
         self._faults.append(FaultRecord(fault=str(fault), nodes=hit, step=self._board.step, time=time.time()))
-        if self._view is not None:
-            gone = "all nodes" if isinstance(fault, TableTrouble) else "its target has already exited"
-            self._view.note(f"fault {fault}: {', '.join(hit) or gone}")
+        otherwise = "all nodes" if isinstance(fault, TableTrouble) else "its target has already exited"
+        self.view.note(f"fault {fault}: {', '.join(hit) or otherwise}")
 
-    def _disturb(self, fault: TableTrouble) -> None:
-        proxy = self._table.proxy
+    def _inject_into_table(self, fault: TableTrouble) -> None:
+        proxy = self.table.proxy
         assert proxy is not None, "a schedule with table faults has a proxy"
         disturbance = proxy.add(fault.disturbance)
         if fault.duration_s is not None:
             self._timers.append(_Timer(time.monotonic() + fault.duration_s, lambda: proxy.remove(disturbance)))
 
     def _kill(self, node: _Node) -> None:
-        node.done_to_it = "killed"
+        node.forced = "killed"
         self._losses.append((node.name, time.time()))
         node.process.kill()
 
     def _preempt(self, node: _Node, notice_s: float) -> None:
-        node.done_to_it = "preempted"
+        node.forced = "preempted"
         self._board.set_state(node.name, "preempted")
         node.process.terminate()
 
@@ -263,8 +253,7 @@ class Launch:
         self._timers.append(_Timer(time.monotonic() + notice_s, end))
 
     def _freeze(self, node: _Node, duration_s: float | None) -> None:
-        node.frozen = True
-        node.frozen_for_good = duration_s is None
+        node.frozen, node.resumes = True, duration_s is not None
         loss = (node.name, time.time())
         self._losses.append(loss)
         self._board.set_state(node.name, "frozen")
@@ -282,7 +271,15 @@ class Launch:
         self._timers.append(_Timer(time.monotonic() + duration_s, thaw))
 
 
-def _state_after(done_to_it: NodeEnding | None, code: int) -> str:
-    if done_to_it is not None:
-        return done_to_it
-    return "finished" if code == 0 else f"exited with {code}"
+def node_environment(name: str, plan: Plan, table: TableChoice, paths: Paths) -> dict[str, str]:
+    """Return the environment of a node: this process's own, with the node's plan, name and folders."""
+    return {
+        "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        **table.environment,
+        environment.PLAN: plan.to_json(),
+        environment.NODE_ID: name,
+        environment.RUN_DIR: str(paths.run_dir),
+        environment.LOCAL_ADDRESS: "127.0.0.1",
+    }

@@ -4,6 +4,9 @@ Workers run in sessions of their own and may outlive their agent, so neither pro
 them. Each node therefore has a marker in its environment, which its descendants inherit: its tree consists of the
 agent's descendants *and* every process with that marker. This process is a *subreaper* meanwhile, so that orphans
 become its children and do not stay as zombies.
+
+``python -m azureml_elastic.local.processes NONCE`` is the watchdog of a launcher: when its standard input closes,
+because the launcher has ended or was killed, it kills all processes with the launcher's marker.
 """
 
 from __future__ import annotations
@@ -17,12 +20,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 from typing_extensions import Self
 
-__all__ = ["MARKER", "NodeProcess", "NodeProcesses", "end_tree", "marked"]
+__all__ = ["MARKER", "NodeProcess", "NodeProcesses"]
 
 MARKER = "AZUREML_ELASTIC_LOCAL_NODE"
 """Environment variable that marks a node's processes: ``<nonce of the launcher>/<name of the node>``."""
@@ -41,8 +43,7 @@ class NodeProcess:
         environment: environment of the agent.
         log: file for the output of the whole tree.
         marker: value of :data:`MARKER`, unique on this machine.
-        popen: function that starts the agent; it takes arguments of ``subprocess.Popen`` and returns an object of
-            that kind.
+        popen: function that starts the agent, with the interface of ``subprocess.Popen``.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class NodeProcess:
         environment: Mapping[str, str],
         log: Path,
         marker: str,
-        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+        popen: Callable[..., subprocess.Popen[bytes]],
     ) -> None:
         self.name = name
         self.log = log
@@ -78,7 +79,7 @@ class NodeProcess:
 
     def tree(self) -> list[psutil.Process]:
         """Return the living processes of this node."""
-        found = set(marked(self._marker))
+        found = set(_marked(self._marker))
         if self.exit_code() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 agent = psutil.Process(self.pid)
@@ -101,7 +102,7 @@ class NodeProcess:
 
     def kill(self) -> int:
         """Kill all processes of the tree and return how many there were."""
-        ended = end_tree(self.tree)
+        ended = _end_tree(self.tree)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._agent.wait(_END_TIMEOUT_S)
         _reap(ended)
@@ -128,22 +129,17 @@ class NodeProcesses:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._was_subreaper = _set_subreaper(True)
         self._watchdog = subprocess.Popen(
-            [sys.executable, "-m", "azureml_elastic.local.watchdog", self._nonce],
+            [sys.executable, "-m", __name__, self._nonce],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for node in self._nodes.values():
             node.kill()
-        _reap(end_tree(self.remaining))
+        _reap(_end_tree(self.remaining))
         self._watchdog.communicate()
         _set_subreaper(self._was_subreaper)
 
@@ -161,10 +157,10 @@ class NodeProcesses:
 
     def remaining(self) -> list[psutil.Process]:
         """Return the living processes of all nodes."""
-        return [process for process in marked(self._nonce + "/") if _alive(process)]
+        return [process for process in _marked(self._nonce + "/") if _alive(process)]
 
 
-def marked(prefix: str) -> list[psutil.Process]:
+def _marked(prefix: str) -> list[psutil.Process]:
     """Return the processes whose marker equals the prefix, or starts with it if the prefix ends with a slash."""
     found = []
     for process in psutil.process_iter():
@@ -175,13 +171,10 @@ def marked(prefix: str) -> list[psutil.Process]:
     return found
 
 
-def end_tree(tree: Callable[[], Iterable[psutil.Process]]) -> set[psutil.Process]:
+def _end_tree(tree: Callable[[], Iterable[psutil.Process]]) -> set[psutil.Process]:
     """Kill a process tree, wait for its end and return the killed processes.
 
     All processes are stopped first, so that none can start another one unseen.
-
-    Args:
-        tree: function that returns the living processes of the tree.
     """
     processes = _freeze(tree)
     for process in processes:
@@ -227,3 +220,8 @@ def _set_subreaper(wanted: bool) -> bool:
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
     return bool(before.value)
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    _end_tree(lambda: _marked(sys.argv[1] + "/"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -48,16 +46,14 @@ _COLOURS = {
 }
 
 
-class View(Protocol):
-    """View of a run, a context manager for the duration of the run."""
+class View:
+    """View of a run, a context manager for the duration of the run; the base class shows nothing."""
 
     def __enter__(self) -> Self:
-        """Start to use the terminal."""
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Release the terminal."""
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def note(self, text: str) -> None:
         """Show an action of the launcher."""
@@ -69,7 +65,7 @@ class View(Protocol):
         """Show output lines of a node."""
 
 
-class PlainView:
+class PlainView(View):
     """View that prints one line per event and per line of output, in the order of arrival.
 
     Args:
@@ -79,14 +75,6 @@ class PlainView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._printed: set[tuple[str, int]] = set()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        pass
 
     def note(self, text: str) -> None:
         """Print the line."""
@@ -112,7 +100,7 @@ class PlainView:
         self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-class LiveView:
+class LiveView(View):
     """View that redraws a table of the nodes in place.
 
     Args:
@@ -126,13 +114,11 @@ class LiveView:
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
 
     def __enter__(self) -> Self:
-        self._live.__enter__()
+        self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, traceback)
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
     def note(self, text: str) -> None:
         """Show the line among the five newest ones below the table."""
@@ -183,10 +169,8 @@ def describe(event: Event) -> str | None:
     if isinstance(event, RoundEntered):
         return f"round {event.round}: {event.world_size} workers on {', '.join(event.members)}"
     if isinstance(event, Restored):
-        source = "from scratch" if event.step == 0 else f"after step {event.step}"
-        return (
-            f"round {event.round}: training goes on {source}" if event.step else f"round {event.round}: starts {source}"
-        )
+        start = f"training goes on after step {event.step}" if event.step else "starts from scratch"
+        return f"round {event.round}: {start}"
     if isinstance(event, CheckpointCommitted):
         return f"checkpoint of step {event.step} committed (training paused for {event.seconds * 1000:.0f} ms)"
     if isinstance(event, CheckpointQuarantined):

@@ -28,7 +28,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
@@ -153,12 +152,7 @@ class TableProxy:
         self._open_or_refuse()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._refuse()
         with self._lock:

@@ -1,21 +1,18 @@
 """Plan, table and environment of the nodes of a local cluster."""
 
-import json
 import os
 
 import pytest
 
-from azureml_elastic.config import ElasticDistribution, Plan, TableRendezvous
+from azureml_elastic.config import TableRendezvous
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from azureml_elastic.local.settings import (
+from azureml_elastic.local.table_choice import (
     TableChoice,
     check_table,
     connection_endpoint,
-    local_plan,
-    node_environment,
     open_table_choice,
 )
 from azureml_elastic.node.table import open_table
@@ -94,52 +91,3 @@ def test_nodes_reach_a_table_that_is_to_be_disturbed_through_a_proxy(tmp_path, a
         assert '"row": "row"' in (tmp_path / "table.jsonl").read_text()
     with open_table_choice("azurite", Paths.of(tmp_path), parse_schedule("kill=any@5s")) as choice:
         assert choice.proxy is None
-
-
-def test_the_plan_reaches_the_node_and_holds_no_secret(tmp_path, monkeypatch):
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", SECRET)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    paths = Paths.of(tmp_path)
-    with open_table_choice("azurite", paths) as table:
-        plan = local_plan(
-            distribution=ElasticDistribution(),
-            nodes=(1, 3),
-            processes_per_node=2,
-            max_restarts=5,
-            checkpoint_steps=7,
-            audit=True,
-            table=table,
-            paths=paths,
-            run_id="run",
-        )
-        environment = node_environment("node-4", plan, table, paths)
-    received = Plan.from_json(environment["AZUREML_ELASTIC_PLAN"])
-    assert received == plan
-    assert (received.resources.min_instance_count, received.resources.max_instance_count) == (1, 3)
-    assert received.distribution.process_count_per_instance == 2
-    assert received.distribution.max_restarts == 5
-    assert received.distribution.preemption.scheduled_events is None
-    assert received.checkpoint.every_steps == 7
-    assert received.checkpoint.path == str(tmp_path / "checkpoints")
-    assert (received.run_id, received.audit) == ("run", True)
-    assert environment["AZUREML_ELASTIC_NODE_ID"] == "node-4"
-    assert environment["AZUREML_ELASTIC_RUN_DIR"] == str(tmp_path)
-    assert environment["OMP_NUM_THREADS"] == "1"
-    assert "c2VjcmV0" not in json.dumps(environment["AZUREML_ELASTIC_PLAN"])
-
-
-def test_the_user_s_thread_count_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    paths, table = Paths.of(tmp_path), TableChoice("x.sqlite")
-    plan = local_plan(
-        distribution=ElasticDistribution(),
-        nodes=(1, 1),
-        processes_per_node=1,
-        max_restarts=0,
-        checkpoint_steps=None,
-        audit=False,
-        table=table,
-        paths=paths,
-        run_id="run",
-    )
-    assert node_environment("node-0", plan, table, paths)["OMP_NUM_THREADS"] == "4"

@@ -1,4 +1,4 @@
-"""Plan, table and environment of the nodes of a local cluster."""
+"""The table of a local cluster, with its emulator and its fault-injecting proxy."""
 
 from __future__ import annotations
 
@@ -6,27 +6,15 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from pathlib import Path
 
-from azureml_elastic.config import (
-    BatchPolicy,
-    CheckpointPolicy,
-    Credential,
-    ElasticDistribution,
-    ElasticResources,
-    FixedGlobalBatch,
-    Plan,
-    TableRendezvous,
-    environment,
-)
+from azureml_elastic.config import Credential
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths
 from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.table.opening import emulator_connection_string
 
-__all__ = ["TableChoice", "check_table", "connection_endpoint", "local_plan", "node_environment", "open_table_choice"]
+__all__ = ["TableChoice", "check_table", "connection_endpoint", "open_table_choice"]
 
 CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
 
@@ -67,19 +55,12 @@ def check_table(table: str, schedule: Schedule | None = None) -> None:
     connection = os.environ.get(CONNECTION_STRING)
     address = connection_endpoint(connection) if table == "azurite" and connection is not None else table
     if table == "sqlite" or address.startswith("https://"):
-        reason = (
-            "a local file has none"
-            if table == "sqlite"
-            else f"{address} is reached over TLS, which the proxy cannot intercept"
-        )
+        tls = f"{address} is reached over TLS, which the proxy cannot intercept"
+        reason = "the table is a local file" if table == "sqlite" else tls
         raise UsageError(
             f"The fault schedule has table faults ({schedule}), but {reason}. Use --table azurite, or leave these "
             "faults out."
         )
-
-
-_CHECKPOINT_EVERY = timedelta(seconds=10)
-"""Local runs are shorter than a job's default checkpoint interval."""
 
 
 @contextlib.contextmanager
@@ -97,7 +78,7 @@ def open_table_choice(table: str, paths: Paths, schedule: Schedule | None = None
     """
     check_table(table, schedule)
     with contextlib.ExitStack() as stack:
-        choice = stack.enter_context(_table_itself(table, paths))
+        choice = stack.enter_context(_open(table, paths))
         if schedule is not None and schedule.disturbs_table:
             log = paths.run_dir / "table.jsonl"
             proxy = stack.enter_context(TableProxy(choice.endpoint, seed=schedule.seed, log=log))
@@ -110,7 +91,7 @@ def _through(proxy: TableProxy, choice: TableChoice) -> TableChoice:
     connection = choice.environment.get(CONNECTION_STRING) or os.environ.get(CONNECTION_STRING)
     secret = {}
     if choice.credential == "connection_string" and connection is not None:
-        parts = dict(part.split("=", 1) for part in connection.split(";") if "=" in part)
+        parts = _parts(connection)
         if "AccountName" in parts:
             parts |= {"DefaultEndpointsProtocol": "http", "TableEndpoint": proxy.endpoint}
             secret = {CONNECTION_STRING: "".join(f"{name}={value};" for name, value in parts.items())}
@@ -120,7 +101,7 @@ def _through(proxy: TableProxy, choice: TableChoice) -> TableChoice:
 
 
 @contextlib.contextmanager
-def _table_itself(table: str, paths: Paths) -> Iterator[TableChoice]:
+def _open(table: str, paths: Paths) -> Iterator[TableChoice]:
     connection = os.environ.get(CONNECTION_STRING)
     if table == "sqlite":
         yield TableChoice(str(paths.run_dir / "table.sqlite"))
@@ -142,7 +123,7 @@ def connection_endpoint(connection: str) -> str:
     Raises:
         UsageError: the connection string names no table endpoint.
     """
-    parts = dict(part.split("=", 1) for part in connection.split(";") if "=" in part)
+    parts = _parts(connection)
     if parts.get("UseDevelopmentStorage", "").lower() == "true":
         return _EMULATOR_ENDPOINT
     if "TableEndpoint" in parts:
@@ -158,77 +139,5 @@ def connection_endpoint(connection: str) -> str:
     )
 
 
-def local_plan(
-    *,
-    nodes: tuple[int, int],
-    processes_per_node: int,
-    max_restarts: int,
-    distribution: ElasticDistribution,
-    checkpoint_steps: int | None,
-    batch: BatchPolicy = FixedGlobalBatch(),  # noqa: B008 - frozen
-    snapshot_steps: int | None = None,
-    snapshot_path: Path | None = None,
-    audit: bool,
-    table: TableChoice,
-    paths: Paths,
-    run_id: str,
-) -> Plan:
-    """Return the plan of a local run.
-
-    Args:
-        nodes: minimum and maximum number of nodes that train.
-        processes_per_node: number of workers per node.
-        max_restarts: number of worker failures after which the run fails.
-        distribution: all other settings of the processes.
-        checkpoint_steps: steps between two checkpoints; ``None`` for an interval in time only.
-        batch: batch policy at a changing world size.
-        snapshot_steps: steps between two snapshots in memory; ``None`` for no snapshots.
-        snapshot_path: folder for the snapshots instead of the nodes' local disks.
-        audit: whether workers record the samples of each step.
-        table: table of the run.
-        paths: files of the run.
-        run_id: name of the run in the table.
-    """
-    minimum, maximum = nodes
-    return Plan(
-        resources=ElasticResources(min_instance_count=minimum, max_instance_count=maximum),
-        distribution=distribution.model_copy(
-            update={
-                "process_count_per_instance": processes_per_node,
-                "max_restarts": max_restarts,
-                # Scheduled events of this machine are not those of the local nodes.
-                "preemption": distribution.preemption.model_copy(update={"scheduled_events": None}),
-                "rendezvous": TableRendezvous(
-                    endpoint=table.endpoint,
-                    credential=table.credential,
-                    timings=distribution.rendezvous.timings.model_copy(
-                        update={"table_heartbeat_interval": timedelta(seconds=1)}
-                    ),
-                ),
-            }
-        ),
-        checkpoint=CheckpointPolicy(
-            path=str(paths.checkpoints),
-            every=_CHECKPOINT_EVERY,
-            every_steps=checkpoint_steps,
-            snapshot_every_steps=snapshot_steps,
-            snapshot_path=None if snapshot_path is None else str(snapshot_path),
-        ),
-        batch=batch,
-        run_id=run_id,
-        audit=audit,
-    )
-
-
-def node_environment(name: str, plan: Plan, table: TableChoice, paths: Paths) -> dict[str, str]:
-    """Return the environment of a node: this process's own, with the node's plan, name and folders."""
-    return {
-        "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        **table.environment,
-        environment.PLAN: plan.to_json(),
-        environment.NODE_ID: name,
-        environment.RUN_DIR: str(paths.run_dir),
-        environment.LOCAL_ADDRESS: "127.0.0.1",
-    }
+def _parts(connection: str) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in connection.split(";") if "=" in part)
