@@ -7,10 +7,12 @@ the protocol.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
@@ -21,14 +23,14 @@ from urllib.parse import parse_qs, urlsplit
 
 from typing_extensions import Self
 
-__all__ = ["MetadataService", "Trouble"]
+__all__ = ["MetadataFault", "MetadataService"]
 
 _DRIP_SECONDS = 0.05
 _EVENTS_VERSION = "2020-07-01"
 
 
 @dataclass(frozen=True)
-class Trouble:
+class MetadataFault:
     """Fault of the service; by default none.
 
     Args:
@@ -70,75 +72,8 @@ class _Event:
         }
 
 
-class _State:
-    """Thread-safe state of the service and record of its requests."""
-
-    def __init__(self, first_delay: float, clock_offset: timedelta) -> None:
-        self.trouble = Trouble()
-        self.closed = threading.Event()
-        self.requests: list[str] = []
-        self.approved: list[str] = []
-        self.most_open = 0
-        self._first_delay = first_delay
-        self._clock_offset = clock_offset
-        self._open = 0
-        self._lock = threading.Lock()
-        self._events: dict[str, _Event] = {}
-        self._incarnation = 1
-
-    def now(self) -> datetime:
-        return datetime.now(timezone.utc) + self._clock_offset
-
-    def put(self, event: _Event) -> None:
-        with self._lock:
-            self._events[event.id] = event
-            self._incarnation += 1
-
-    def start(self, *events: str) -> bool:
-        with self._lock:
-            if not all(event in self._events for event in events):
-                return False
-            for event in events:
-                self._events[event] = replace(self._events[event], started=True)
-            self._incarnation += 1
-            return True
-
-    def remove(self, event: str) -> None:
-        with self._lock:
-            del self._events[event]
-            self._incarnation += 1
-
-    def document(self) -> bytes:
-        with self._lock:
-            events = [event.to_json() for event in self._events.values()]
-            return json.dumps({"DocumentIncarnation": self._incarnation, "Events": events}).encode()
-
-    def approve(self, body: bytes) -> bool:
-        try:
-            wanted = [str(request["EventId"]) for request in json.loads(body)["StartRequests"]]
-        except (ValueError, KeyError, TypeError):
-            return False
-        if not self.start(*wanted):
-            return False
-        self.approved += wanted
-        return True
-
-    def begun(self, what: str) -> float:
-        """Count a request and return the delay of its response in seconds."""
-        with self._lock:
-            first = what == "scheduledevents" and what not in self.requests
-            self.requests.append(what)
-            self._open += 1
-            self.most_open = max(self.most_open, self._open)
-        return self.trouble.delay + (self._first_delay if first else 0.0)
-
-    def over(self) -> None:
-        with self._lock:
-            self._open -= 1
-
-
 class MetadataService:
-    """A context manager that runs the service on a free port of this machine.
+    """A thread-safe context manager that runs the service on a free port of this machine.
 
     Args:
         first_delay: delay of the first document in seconds; on Azure the first request enables the service.
@@ -146,52 +81,45 @@ class MetadataService:
     """
 
     def __init__(self, *, first_delay: float = 0.0, clock_offset: timedelta = timedelta(0)) -> None:
-        self._state = _State(first_delay, clock_offset)
-        self._server: _Server | None = None
-        self._thread: threading.Thread | None = None
+        self.fault = MetadataFault()
+        """Current fault; may be changed at any time."""
+        self.closed = threading.Event()
+        self.most_at_once = 0
+        """Maximum number of requests that were open at the same time."""
+        self._first_delay = first_delay
+        self._clock_offset = clock_offset
+        self._lock = threading.Lock()
+        self._requests: list[str] = []
+        self._approved: list[str] = []
+        self._open = 0
+        self._events: dict[str, _Event] = {}
+        self._incarnation = 1
 
     def __enter__(self) -> Self:
-        self._server = _Server(self._state)
+        self._server = _Server(self)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="metadata", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._server is not None
-        assert self._thread is not None
-        self._state.closed.set()
+        self.closed.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
     def address(self, machine: str) -> str:
         """Return the service address of a machine."""
-        assert self._server is not None, "the service does not run"
         return f"http://127.0.0.1:{self._server.server_address[1]}/{machine}/metadata"
-
-    @property
-    def trouble(self) -> Trouble:
-        """Current fault; may be changed at any time."""
-        return self._state.trouble
-
-    @trouble.setter
-    def trouble(self, trouble: Trouble) -> None:
-        self._state.trouble = trouble
 
     @property
     def documents(self) -> int:
         """Number of requested documents."""
-        return self._state.requests.count("scheduledevents")
-
-    @property
-    def most_at_once(self) -> int:
-        """Maximum number of requests that were open at the same time."""
-        return self._state.most_open
+        return self._requests.count("scheduledevents")
 
     @property
     def approved(self) -> tuple[str, ...]:
         """Ids of the events that machines have approved, in order."""
-        return tuple(self._state.approved)
+        return tuple(self._approved)
 
     def announce(self, type_: str, *machines: str, notice: float = 30.0, duration: int = -1) -> str:
         """Schedule an event and return its id.
@@ -202,27 +130,75 @@ class MetadataService:
             notice: seconds until the earliest start; about 30 for a real preemption.
             duration: expected interruption in seconds, -1 for unknown.
         """
-        not_before = self._state.now() + timedelta(seconds=notice)
+        not_before = self.now() + timedelta(seconds=notice)
         event = _Event(secrets.token_hex(8), type_, machines, not_before, duration)
-        self._state.put(event)
+        with self._lock:
+            self._events[event.id] = event
+            self._incarnation += 1
         return event.id
 
-    def begin(self, event: str) -> None:
-        """Start an event."""
-        self._state.start(event)
+    def begin(self, *events: str) -> bool:
+        """Start events; return whether all of them are scheduled."""
+        with self._lock:
+            if not self._events.keys() >= set(events):
+                return False
+            for event in events:
+                self._events[event] = replace(self._events[event], started=True)
+            self._incarnation += 1
+            return True
 
     def remove(self, event: str) -> None:
         """Remove an event that is over or was cancelled."""
-        self._state.remove(event)
+        with self._lock:
+            del self._events[event]
+            self._incarnation += 1
+
+    # --- for the request handlers ------------------------------------------------------------------------------------
+
+    def now(self) -> datetime:
+        """Return the time by the service's clock."""
+        return datetime.now(timezone.utc) + self._clock_offset
+
+    def document(self) -> bytes:
+        """Return the document with all events."""
+        with self._lock:
+            events = [event.to_json() for event in self._events.values()]
+            return json.dumps({"DocumentIncarnation": self._incarnation, "Events": events}).encode()
+
+    def approve(self, body: bytes) -> bool:
+        """Start the events that a machine approves; return whether the request was valid."""
+        try:
+            wanted = [str(request["EventId"]) for request in json.loads(body)["StartRequests"]]
+        except (ValueError, KeyError, TypeError):
+            return False
+        if not self.begin(*wanted):
+            return False
+        self._approved += wanted
+        return True
+
+    @contextlib.contextmanager
+    def request(self, resource: str) -> Iterator[None]:
+        """Count a request as long as the context is open, and delay its response."""
+        with self._lock:
+            first = resource == "scheduledevents" and resource not in self._requests
+            self._requests.append(resource)
+            self._open += 1
+            self.most_at_once = max(self.most_at_once, self._open)
+        try:
+            self.closed.wait(self.fault.delay + (self._first_delay if first else 0.0))
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
 
 
 class _Server(ThreadingHTTPServer):
-    def __init__(self, state: _State) -> None:
-        self.state = state
+    def __init__(self, service: MetadataService) -> None:
+        self.service = service
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore errors: clients close connections after their timeouts."""
+        """Do nothing: clients close connections after their timeouts."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -240,18 +216,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         del timestamp
-        return format_datetime(self.server.state.now(), usegmt=True)
+        return format_datetime(self.server.service.now(), usegmt=True)
 
     def _serve(self, body: bytes | None) -> None:
-        state = self.server.state
         parts = urlsplit(self.path)
         machine, _, path = parts.path.strip("/").partition("/")
-        what = path.removeprefix("metadata/")
-        try:
-            state.closed.wait(state.begun(what))
-            status, answer = self._answer(machine, what, parse_qs(parts.query), body)
-        finally:
-            state.over()
+        resource = path.removeprefix("metadata/")
+        with self.server.service.request(resource):
+            status, answer = self._answer(machine, resource, parse_qs(parts.query), body)
         if status is None:
             self.close_connection = True
             return
@@ -262,26 +234,25 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def _answer(
-        self, machine: str, what: str, query: dict[str, list[str]], body: bytes | None
+        self, machine: str, resource: str, query: dict[str, list[str]], body: bytes | None
     ) -> tuple[int | None, bytes]:
         """Return the status and the body; ``None`` as status closes the connection without a response."""
-        state = self.server.state
-        trouble = state.trouble
-        if trouble.silent or trouble.dripping:
-            while not state.closed.wait(_DRIP_SECONDS) and trouble is state.trouble and not self._hung_up():
-                if trouble.dripping:
+        service, fault = self.server.service, self.server.service.fault
+        if fault.silent or fault.dripping:
+            while not service.closed.wait(_DRIP_SECONDS) and fault is service.fault and not self._hung_up():
+                if fault.dripping:
                     self.wfile.write(b"H")
             return None, b""
-        if trouble.status != HTTPStatus.OK:
-            return trouble.status, b'{"error": "as asked"}'
+        if fault.status != HTTPStatus.OK:
+            return fault.status, b'{"error": "injected"}'
         if self.headers.get("Metadata", "").lower() != "true" or "api-version" not in query:
             return HTTPStatus.BAD_REQUEST, b'{"error": "the header Metadata or the api-version is missing"}'
-        if what == "instance/compute/name" and body is None and not trouble.nameless:
+        if resource == "instance/compute/name" and body is None and not fault.nameless:
             return HTTPStatus.OK, machine.encode()
-        if what == "scheduledevents" and query["api-version"] == [_EVENTS_VERSION]:
+        if resource == "scheduledevents" and query["api-version"] == [_EVENTS_VERSION]:
             if body is None:
-                return HTTPStatus.OK, state.document() if trouble.body is None else trouble.body
-            return (HTTPStatus.OK if state.approve(body) else HTTPStatus.BAD_REQUEST), b""
+                return HTTPStatus.OK, service.document() if fault.body is None else fault.body
+            return (HTTPStatus.OK if service.approve(body) else HTTPStatus.BAD_REQUEST), b""
         return HTTPStatus.NOT_FOUND, b'{"error": "not found"}'
 
     def _hung_up(self) -> bool:

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from azureml_elastic.local.faults.metadata_service import MetadataService, Trouble
+from azureml_elastic.local.faults.metadata_service import MetadataFault, MetadataService
 from azureml_elastic.node.preemption.metadata_service import MetadataError, call, read_time
 from azureml_elastic.node.preemption.scheduled_events import (
     MetadataTimeouts,
@@ -75,7 +75,7 @@ def test_these_events_make_the_machine_that_they_name_leave(service, watched, ki
 
 @pytest.mark.parametrize("nameless", [False, True])
 def test_a_neighbour_s_event_never_counts(service, watched, nameless, caplog):
-    service.trouble = Trouble(nameless=nameless)
+    service.fault = MetadataFault(nameless=nameless)
     for event in (("Preempt", "set_2"), ("Preempt", "set_11", "set_2"), ("Terminate", "set_2")):
         service.announce(*event)
     watched.poll()
@@ -85,13 +85,13 @@ def test_a_neighbour_s_event_never_counts(service, watched, nameless, caplog):
 
 
 def test_a_machine_without_a_known_name_goes_by_its_own(service):
-    service.trouble = Trouble(nameless=True)
+    service.fault = MetadataFault(nameless=True)
     watched = Watched(service.address("Alone"), host_name="alone")
     event = service.announce("Preempt", "Alone")
     service.announce("Preempt", "alone", "other")
     watched.poll()
     assert watched.reasons == [f"scheduled event Preempt {event}"]
-    service.trouble = Trouble()
+    service.fault = MetadataFault()
     watched.poll()
     assert len(watched.reasons) == 2
 
@@ -167,27 +167,27 @@ def test_nobody_waits_for_the_first_answer():
 
 
 BAD = {
-    "status 500": Trouble(status=500),
-    "status 429": Trouble(status=429),
-    "redirect": Trouble(status=302),
-    "not json": Trouble(body=b"<html>"),
-    "empty": Trouble(body=b""),
-    "not utf-8": Trouble(body=b"\xff\xfe\xff"),
-    "a list": Trouble(body=b"[]"),
-    "no events": Trouble(body=b'{"DocumentIncarnation": 3}'),
-    "nested": Trouble(body=b'{"Events":' * 20_000),
-    "huge": Trouble(body=b" " * (3 << 20)),
-    "silent": Trouble(silent=True),
-    "dripping": Trouble(dripping=True),
-    "slow": Trouble(delay=60.0),
+    "status 500": MetadataFault(status=500),
+    "status 429": MetadataFault(status=429),
+    "redirect": MetadataFault(status=302),
+    "not json": MetadataFault(body=b"<html>"),
+    "empty": MetadataFault(body=b""),
+    "not utf-8": MetadataFault(body=b"\xff\xfe\xff"),
+    "a list": MetadataFault(body=b"[]"),
+    "no events": MetadataFault(body=b'{"DocumentIncarnation": 3}'),
+    "nested": MetadataFault(body=b'{"Events":' * 20_000),
+    "huge": MetadataFault(body=b" " * (3 << 20)),
+    "silent": MetadataFault(silent=True),
+    "dripping": MetadataFault(dripping=True),
+    "slow": MetadataFault(delay=60.0),
 }
 
 
-@pytest.mark.parametrize("trouble", BAD.values(), ids=BAD.keys())
-def test_a_bad_answer_changes_nothing_and_takes_no_longer_than_its_time(service, watched, trouble):
+@pytest.mark.parametrize("fault", BAD.values(), ids=BAD.keys())
+def test_a_bad_answer_changes_nothing_and_takes_no_longer_than_its_time(service, watched, fault):
     event = service.announce("Preempt", "set_1")
     watched.poll()
-    service.trouble = trouble
+    service.fault = fault
     watched.watch._timeouts = replace(GENEROUS, request=0.3)
     pauses = []
     for _ in range(3):
@@ -196,14 +196,14 @@ def test_a_bad_answer_changes_nothing_and_takes_no_longer_than_its_time(service,
         assert time.monotonic() - began < 30
     assert pauses == [0.5, 1.0, 2.0]  # it is not pressed while it is not well
     assert len(watched.said) == 1
-    service.trouble = Trouble()
+    service.fault = MetadataFault()
     watched.watch._timeouts = GENEROUS
     assert watched.poll() == 0.5
     assert watched.reasons == [f"scheduled event Preempt {event}"]
 
 
 def test_requests_to_a_service_that_hangs_never_pile_up(service):
-    service.trouble = Trouble(silent=True)
+    service.fault = MetadataFault(silent=True)
     watched = Watched(
         service.address("vm"), interval=0.01, timeouts=MetadataTimeouts(first=0.2, request=0.2, longest=0.02)
     )

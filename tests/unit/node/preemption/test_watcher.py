@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from azureml_elastic.config import PreemptionPolicy
-from azureml_elastic.local.faults.metadata_service import MetadataService, Trouble
+from azureml_elastic.local.faults.metadata_service import MetadataFault, MetadataService
 from azureml_elastic.node.preemption.marker import MarkerFileWatcher
 from azureml_elastic.node.preemption.notices import Announcement, Notice, first, merge
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
@@ -132,12 +132,12 @@ def test_the_last_document_stays_valid_while_the_service_fails(service, woken):
     with opened(PreemptionWatcher(policy(scheduled_events=service.address("vm_1")), woken.set)) as preemption:
         event = service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
-        service.trouble = Trouble(status=500)
+        service.fault = MetadataFault(status=500)
         service.remove(event)
         asked = service.documents
         until(lambda: service.documents >= asked + 3)
         assert preemption.noticed
-        service.trouble = Trouble()
+        service.fault = MetadataFault()
         until(lambda: not preemption.noticed)
 
 
@@ -171,7 +171,7 @@ def test_a_service_that_fails_keeps_nobody_from_leaving(service, woken):
     with opened(PreemptionWatcher(asked, woken.set)) as preemption:
         service.announce("Preempt", "vm_1")
         until(lambda: preemption.noticed)
-        service.trouble = Trouble(status=503)
+        service.fault = MetadataFault(status=503)
         preemption.acknowledge()
     assert service.approved == ()
 
