@@ -7,9 +7,9 @@ are saved by rank 0.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from azureml_elastic.checkpoint.state import tree
 
@@ -53,25 +54,19 @@ class Stateful(Protocol):
         """Restore the state."""
 
 
+@dataclass(eq=False)
 class Tracked(ABC):
     """The state of a tracked object.
 
     Args:
         name: name of the object, the first part of the names of its tensors.
+
+    Attributes:
+        replicated: whether every rank holds the full state.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank holds the full state."""
-        return True
-
-    @property
-    def scales_gradients(self) -> bool:
-        """Whether it is a ``GradScaler``, which fails on an optimizer step without gradients."""
-        return False
+    name: str
+    replicated: bool = field(default=True, init=False)
 
     @abstractmethod
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -81,12 +76,12 @@ class Tracked(ABC):
             UsageError: the state cannot be saved.
         """
 
-    @abstractmethod
     def common(self, tensors: Tensors) -> set[str]:
         """Return the names of the tensors that other ranks than 0 may write too.
 
         Excluded are tensors that may differ between ranks: there the value of rank 0 is saved.
         """
+        return set(tensors)
 
     def targets(self, plain: Any) -> dict[str, torch.Tensor]:  # noqa: ARG002 - for subclasses
         """Return tensors to read a checkpoint into, given its state as JSON."""
@@ -107,26 +102,23 @@ class Tracked(ABC):
         """
 
 
+@dataclass(eq=False)
 class ModuleState(Tracked):
-    """The state of a module."""
+    """The state of a module: parameters and buffers. Buffers may differ between ranks."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        super().__init__(name)
-        self.module = module
+    module: nn.Module
 
-    @property
-    def replicated(self) -> bool:
-        """Whether the module is not sharded."""
+    def __post_init__(self) -> None:
         kinds = {type(module).__name__ for module in self.module.modules()}
         sharded = any(isinstance(tensor, DTensor) for tensor in self.module.parameters())
-        return "FullyShardedDataParallel" not in kinds and not sharded
+        self.replicated = "FullyShardedDataParallel" not in kinds and not sharded
 
+    @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return parameters and buffers."""
         return tree.split(self.name, get_model_state_dict(self.module))
 
+    @override
     def common(self, tensors: Tensors) -> set[str]:
-        """Return all but the buffers, which may differ between ranks."""
         buffers = {buffer.untyped_storage().data_ptr() for buffer in self.module.buffers()}
         return {
             key
@@ -134,77 +126,56 @@ class ModuleState(Tracked):
             if isinstance(tensor, DTensor) or tensor.untyped_storage().data_ptr() not in buffers
         }
 
+    @override
     def restore(self, plain: Any, tensors: Tensors) -> None:
-        """Load the state."""
         set_model_state_dict(self.module, tree.join(plain, tensors))
 
 
+@dataclass(eq=False)
 class OptimizerState(Tracked):
-    """The state of a torch optimizer.
+    """The state of a torch optimizer by names of parameters. A new optimizer takes an empty step for it.
 
     Args:
-        name: name of the object.
         optimizer: the optimizer.
         owner: module with its parameters.
     """
 
-    def __init__(self, name: str, optimizer: Optimizer, owner: nn.Module) -> None:
-        super().__init__(name)
-        self.optimizer = optimizer
-        self._owner = owner
+    optimizer: Optimizer
+    owner: nn.Module
 
+    @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return the state by names of parameters. A new optimizer takes an empty step for it."""
-        return tree.split(self.name, get_optimizer_state_dict(self._owner, self.optimizer))
+        return tree.split(self.name, get_optimizer_state_dict(self.owner, self.optimizer))
 
-    def common(self, tensors: Tensors) -> set[str]:
-        """Return all names."""
-        return set(tensors)
-
+    @override
     def restore(self, plain: Any, tensors: Tensors) -> None:
-        """Load the state."""
         options = StateDictOptions(strict=False)  # a parameter without a gradient has no state yet
-        set_optimizer_state_dict(self._owner, self.optimizer, tree.join(plain, tensors), options=options)
+        set_optimizer_state_dict(self.owner, self.optimizer, tree.join(plain, tensors), options=options)
 
 
+@dataclass(eq=False)
 class OtherState(Tracked):
-    """The state of any other object."""
+    """The state of any other object, which may differ between ranks."""
 
-    def __init__(self, name: str, value: Stateful) -> None:
-        super().__init__(name)
-        self.value = value
+    value: Stateful
 
-    @property
-    def scales_gradients(self) -> bool:
-        """Whether it is a ``GradScaler``."""
-        return type(self.value).__name__ == "GradScaler"
-
+    @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return its ``state_dict()``."""
         return tree.split(self.name, self.value.state_dict())
 
-    def common(self, tensors: Tensors) -> set[str]:  # noqa: ARG002 - it may differ between ranks
-        """Return no names."""
+    @override
+    def common(self, tensors: Tensors) -> set[str]:
         return set()
 
+    @override
     def restore(self, plain: Any, tensors: Tensors) -> None:
-        """Load the state."""
         self.value.load_state_dict(tree.join(plain, tensors))
-
-    def copy(self) -> Any:
-        """Return a copy of the state."""
-        return copy.deepcopy(self.value.state_dict())
-
-    def put_back(self, state: Any) -> None:
-        """Load what :meth:`copy` returned."""
-        self.value.load_state_dict(state)
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]]) -> Any:
     """Return the settings of parameter groups as JSON; tensors of one element become numbers."""
-    return [
-        tree.split("", {key: _number(value) for key, value in group.items() if key != "params"})[0] for group in groups
-    ]
+    settings = [{key: _number(value) for key, value in group.items() if key != "params"} for group in groups]
+    return [tree.split("", each)[0] for each in settings]
 
 
 def restore_settings(groups: Sequence[dict[str, Any]], saved: Any) -> None:
@@ -230,8 +201,7 @@ def _number(value: Any) -> Any:
 def owner_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module | None:
     """Return the module with all parameters of an optimizer, ``None`` without one."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    having: Callable[[nn.Module], bool] = lambda module: wanted <= {id(each) for each in module.parameters()}  # noqa: E731
-    return next(filter(having, modules.values()), None)
+    return next((each for each in modules.values() if wanted <= set(map(id, each.parameters()))), None)
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

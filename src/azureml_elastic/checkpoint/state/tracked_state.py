@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -41,16 +42,10 @@ class TrackedState:
 
     def __init__(self, objects: Mapping[str, Any], on_step: Callable[[], None] = lambda: None) -> None:
         self.names = sorted(objects)
-        engines = {name: value for name, value in objects.items() if is_engine(value)}
-        modules = {
-            name: value for name, value in objects.items() if isinstance(value, nn.Module) and name not in engines
-        }
-        self._tracked: list[Tracked] = []
-        for name, wrapped in objects.items():
-            value = unwrap_optimizer(wrapped)
-            if "/" in name:
-                raise UsageError(f"The name {name!r} holds a '/', which separates the parts of tensors' names.")
-            self._tracked.append(_tracked(name, value, modules, engines))
+        values = {name: unwrap_optimizer(value) for name, value in objects.items()}
+        engines = {name: value for name, value in values.items() if is_engine(value)}
+        modules = {name: each for name, each in values.items() if isinstance(each, nn.Module) and name not in engines}
+        self._tracked = [_tracked(name, value, modules, engines) for name, value in values.items()]
         self._engine = next((each for each in self._tracked if isinstance(each, EngineState)), None)
         for optimizer in self.optimizers:
             optimizer.register_step_post_hook(lambda *_: on_step())
@@ -63,21 +58,19 @@ class TrackedState:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers, including those of engines."""
-        found = [getattr(each, "optimizer", None) for each in self._tracked]
-        return [optimizer for optimizer in found if optimizer is not None]
+        return [each.optimizer for each in self._tracked if hasattr(each, "optimizer")]
 
     @property
     def schedulers(self) -> list[LRScheduler]:
         """The tracked torch schedulers of steps or epochs."""
-        values = [unwrap_scheduler(each.value) for each in self._tracked if isinstance(each, OtherState)]
-        return [
-            value for value in values if isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau)
-        ]
+        values = (unwrap_scheduler(each.value) for each in self._tracked if isinstance(each, OtherState))
+        values = (value for value in values if not isinstance(value, ReduceLROnPlateau))
+        return [value for value in values if isinstance(value, LRScheduler)]
 
     @property
     def schedulers_of_engines(self) -> list[Any]:
         """The schedulers that engines step."""
-        found = [each.scheduler for each in self._tracked if isinstance(each, EngineState)]
+        found = (each.engine.lr_scheduler for each in self._tracked if isinstance(each, EngineState))
         return [scheduler for scheduler in found if scheduler is not None]
 
     @property
@@ -88,7 +81,7 @@ class TrackedState:
     @property
     def scales_gradients(self) -> bool:
         """Whether a ``GradScaler`` is tracked, which fails on an optimizer step without gradients."""
-        return any(each.scales_gradients for each in self._tracked)
+        return any(type(each.value).__name__ == "GradScaler" for each in self._tracked if isinstance(each, OtherState))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients, through the engine where one is tracked.
@@ -119,20 +112,20 @@ class TrackedState:
 
     def others(self) -> dict[str, Any]:
         """Return a copy of the states of schedulers and other objects than modules and optimizers."""
-        return {each.name: each.copy() for each in self._tracked if isinstance(each, OtherState)}
+        others = (each for each in self._tracked if isinstance(each, OtherState))
+        return {each.name: copy.deepcopy(each.value.state_dict()) for each in others}
 
     def restore_others(self, states: Mapping[str, Any]) -> None:
         """Restore what :meth:`others` returned."""
         for each in self._tracked:
             if isinstance(each, OtherState):
-                each.put_back(states[each.name])
+                each.value.load_state_dict(states[each.name])
 
     def collect(self, *, is_main: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the state as JSON and as tensors that alias the live ones.
 
-        Args:
-            is_main: whether this is rank 0, which alone saves what may differ between ranks: buffers, and objects
-                that are neither module nor optimizer.
+        Rank 0 (``is_main``) alone saves what may differ between ranks: buffers, and objects that are neither module nor
+        optimizer.
 
         Raises:
             UsageError: a state cannot be saved.
@@ -148,15 +141,12 @@ class TrackedState:
         return plain, tensors
 
     def targets(self, plain: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return tensors to read a checkpoint into, by name.
-
-        Args:
-            plain: state of the checkpoint as JSON.
+        """Return tensors by name to read a checkpoint into, whose state as JSON is ``plain``.
 
         Raises:
             UsageError: the checkpoint holds other names, or does not fit an object.
         """
-        self.require_names(plain)
+        self._require_names(plain)
         tensors: dict[str, torch.Tensor] = {}
         for each in self._tracked:
             with _fitting(each):
@@ -174,17 +164,12 @@ class TrackedState:
         Raises:
             UsageError: the checkpoint holds other names, or does not fit an object.
         """
-        self.require_names(plain)
+        self._require_names(plain)
         for each in self._tracked:
             with _fitting(each):
                 each.restore(plain[each.name], tensors)
 
-    def require_names(self, saved: Mapping[str, Any]) -> None:
-        """Check that a checkpoint holds the names that are tracked.
-
-        Raises:
-            UsageError: the names differ.
-        """
+    def _require_names(self, saved: Mapping[str, Any]) -> None:
         if sorted(saved) != self.names:
             raise UsageError(
                 f"The checkpoint holds {sorted(saved)}, but this script tracks {self.names}. Track the same names, or "
@@ -193,6 +178,8 @@ class TrackedState:
 
 
 def _tracked(name: str, value: Any, modules: Mapping[str, nn.Module], engines: Mapping[str, Any]) -> Tracked:
+    if "/" in name:
+        raise UsageError(f"The name {name!r} holds a '/', which separates the parts of tensors' names.")
     for engine in engines.values():
         if value is not engine and any(value is part for part in EngineState.parts(engine)):
             raise UsageError(

@@ -8,14 +8,15 @@ scheduler, and the engine's counters.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from azureml_elastic.checkpoint.format.manifest import FLAT
 from azureml_elastic.checkpoint.state import tree
@@ -36,39 +37,31 @@ def is_engine(value: Any) -> bool:
     return any(kind.__name__ == "DeepSpeedEngine" for kind in type(value).__mro__)
 
 
+@dataclass(eq=False)
 class EngineState(Tracked):
     """The state of a DeepSpeed engine.
 
     Args:
-        name: name of the object.
         engine: the engine.
 
     Raises:
         UsageError: the engine uses features whose state cannot be saved.
     """
 
-    def __init__(self, name: str, engine: Any) -> None:
-        super().__init__(name)
-        self._engine = engine
-        self._partitions = partitions_of(engine)
+    replicated: bool = field(default=False, init=False)
+    engine: Any
+
+    def __post_init__(self) -> None:
+        self._partitions = partitions_of(self.engine)
         self._boundary_set = False
-        self._names = {parameter: key for key, parameter in engine.module.named_parameters()}
+        self._names = {parameter: key for key, parameter in self.engine.module.named_parameters()}
+        self._sizes = {name: size_of(parameter) for parameter, name in self._names.items()}
 
     @staticmethod
     def parts(engine: Any) -> list[Any]:
         """Return the objects whose state belongs to the engine."""
         found = [engine.module, engine.optimizer, getattr(engine.optimizer, "optimizer", None), engine.lr_scheduler]
         return [part for part in found if part is not None]
-
-    @property
-    def replicated(self) -> bool:
-        """Always false."""
-        return False
-
-    @property
-    def scheduler(self) -> Any:
-        """The scheduler that the engine steps, ``None`` without one."""
-        return self._engine.lr_scheduler
 
     @property
     def optimizer(self) -> Optimizer:
@@ -81,30 +74,26 @@ class EngineState(Tracked):
         Raises:
             UsageError: the configuration or the release of DeepSpeed does not support several passes.
         """
-        if not last and self._engine.gradient_accumulation_steps() == 1:
+        if not last and self.engine.gradient_accumulation_steps() == 1:
             raise UsageError(
                 "gradient_accumulation_steps is 1, but a step has several micro-batches. Give run.deepspeed_config() "
                 "the loader's micro_batch_size, and take what it returns."
             )
-        if not last and _loses_gradients(self._engine.optimizer):
+        if not last and _loses_gradients(self.engine.optimizer):
             raise UsageError(
                 "This release of DeepSpeed loses gradients where it accumulates them over more than two micro-batches "
                 "and offloads the optimizer at stage 1 or 2. Update it (0.19.8 does not), or leave out one of both."
             )
-        self._engine.set_gradient_accumulation_boundary(last)
+        self.engine.set_gradient_accumulation_boundary(last)
         self._boundary_set = True
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of a weighted loss."""
-        self._engine.backward(loss, scale_wrt_gas=False)
+        self.engine.backward(loss, scale_wrt_gas=False)
 
+    @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return the state of this rank.
-
-        Raises:
-            UsageError: an optimizer step is incomplete, or the state cannot be saved.
-        """
-        engine = self._engine
+        engine = self.engine
         if not self._boundary_set and engine.micro_steps % engine.gradient_accumulation_steps():
             raise UsageError(
                 f"A checkpoint was due after {engine.micro_steps} batches, in the middle of "
@@ -112,8 +101,7 @@ class EngineState(Tracked):
             )
         slots = self._slots()
         self._require_state(slots)
-        tensors: dict[str, torch.Tensor] = dict(self._parameters(slots))
-        state = {}
+        tensors, state = dict(self._parameters(slots)), {}
         for name, slot in slots.items():
             flats, numbers = self._kept(name, slot)
             for key, flat in flats.items():
@@ -127,38 +115,28 @@ class EngineState(Tracked):
         plain["optimizer"] = {"groups": settings_of(self._groups), "state": state}
         return plain, {**tensors, **others}
 
+    @override
     def common(self, tensors: Tensors) -> set[str]:
-        """Return the names of parts of parameters."""
         return {key for key, tensor in tensors.items() if isinstance(tensor, Fragment)}
 
+    @override
     def targets(self, plain: Any) -> dict[str, torch.Tensor]:
-        """Return tensors to read a checkpoint of any stage and world size into; creates missing optimizer state.
-
-        Raises:
-            ValueError: the checkpoint is of another model.
-        """
         saved = {name: torch.Size(each[FLAT][1]) for name, each in plain["parameters"].items()}
         if saved != self._sizes:
-            differing = sorted(
-                name for name in saved.keys() | self._sizes.keys() if saved.get(name) != self._sizes.get(name)
-            )
-            raise ValueError(f"it differs in {len(differing)} parameters, such as {differing[0]!r}")
+            differing = {name for name, _ in saved.items() ^ self._sizes.items()}
+            raise ValueError(f"it differs in {len(differing)} parameters, such as {min(differing)!r}")
         for name, slot in self._slots().items():
             state, wanted = self.optimizer.state[slot.key], plain["optimizer"]["state"][name]["tensors"]
             for key in [key for key, value in state.items() if _is_like(slot, key, value) and key not in wanted]:
                 del state[key]
-            for key, kind in wanted.items():
+            for key, kind in wanted.items():  # the state of a new optimizer is missing
                 if not _is_like(slot, key, state.get(key)):
                     dtype = getattr(torch, kind.removeprefix("torch."))
                     state[key] = torch.zeros_like(slot.key, dtype=dtype, requires_grad=False)
         return self.collect()[1]
 
+    @override
     def restore(self, plain: Any, tensors: Tensors) -> None:
-        """Restore a state of any stage and world size. A collective.
-
-        Raises:
-            ValueError: the state is of another optimizer.
-        """
         with self._partitions.changing():
             for name, own in self.collect()[1].items():
                 found = tensors.get(name)
@@ -179,10 +157,6 @@ class EngineState(Tracked):
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
-    @functools.cached_property
-    def _sizes(self) -> dict[str, torch.Size]:
-        return {name: size_of(parameter) for parameter, name in self._names.items()}
-
     def _slots(self) -> dict[str, Slot]:
         return {self._names[parameter]: slot for parameter, slot in self._partitions.slots()}
 
@@ -193,11 +167,7 @@ class EngineState(Tracked):
             yield f"{self.name}/parameters/{name}", Fragment(held, start, self._sizes[name].numel())
 
     def _require_state(self, slots: Mapping[str, Slot]) -> None:
-        """Check that the state of the optimizer is found, whatever the release and the settings.
-
-        Raises:
-            UsageError: only some of the parameters have a state.
-        """
+        """Check that the state of the optimizer is found for all parameters, whatever the release and the settings."""
         without = [name for name, slot in slots.items() if not self.optimizer.state.get(slot.key)]
         # Without ZeRO a parameter that never had a gradient has no state; a flat part of all always has a gradient.
         if without and len(without) < len(slots) and not isinstance(self._partitions, Whole):
@@ -225,9 +195,8 @@ class EngineState(Tracked):
         return tensors, numbers
 
     def _others(self) -> dict[str, Any]:
-        engine = self._engine
-        scaler = getattr(engine.optimizer, "loss_scaler", None)
-        grad_scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+        engine = self.engine
+        scaler, grad_scaler = _scalers(engine)
         return {
             "buffers": dict(_buffers(engine.module)),
             "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
@@ -237,14 +206,14 @@ class EngineState(Tracked):
         }
 
     def _restore_others(self, found: Mapping[str, Any]) -> None:
-        engine = self._engine
+        engine = self.engine
         for name, buffer in _buffers(engine.module):
             if found["buffers"][name] is not buffer:
                 buffer.copy_(found["buffers"][name])
         for name, count in found["counters"].items():
             setattr(engine, name, count)
-        _restore_scaler(getattr(engine.optimizer, "loss_scaler", None), found["loss_scaler"])
-        grad_scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+        scaler, grad_scaler = _scalers(engine)
+        _restore_scaler(scaler, found["loss_scaler"])
         if grad_scaler is not None and found["grad_scaler"] is not None:
             grad_scaler.load_state_dict(found["grad_scaler"])
         if (engine.lr_scheduler is None) != (found["scheduler"] is None):
@@ -270,6 +239,12 @@ def _buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:  # noqa: SLF001
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _scalers(engine: Any) -> tuple[Any, Any]:
+    """Return the loss scalers of DeepSpeed and of torch, ``None`` where the engine has none."""
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None), getattr(optimizer, "torch_autocast_gradscaler", None)
 
 
 def _scaler(scaler: Any) -> dict[str, Any]:

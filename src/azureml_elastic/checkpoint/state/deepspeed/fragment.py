@@ -26,8 +26,7 @@ class Fragment(torch.Tensor):
     held: torch.Tensor
     start: int
 
-    def __new__(cls, held: torch.Tensor, start: int, total: int) -> Self:
-        """Create a fragment."""
+    def __new__(cls, held: torch.Tensor, start: int, total: int) -> Self:  # noqa: D102 - see the class
         whole: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, (total,), dtype=held.dtype, device=held.device
         )
@@ -35,13 +34,11 @@ class Fragment(torch.Tensor):
         return whole
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the range of this rank (torch's protocol for reading and writing)."""
         if not self.held.numel() and self.numel():
             return []
         return [ChunkStorageMetadata(torch.Size([self.start]), torch.Size([self.held.numel()]))]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """Return the items to write (torch's protocol for writing)."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -53,10 +50,8 @@ class Fragment(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
-        """Return the elements of this rank (torch's protocol for reading and writing)."""
         return self.held
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, *_: Any) -> NoReturn:
-        """Refuse computations."""
         raise TypeError(f"{operation} is not supported on a Fragment, whose other elements are on other ranks")

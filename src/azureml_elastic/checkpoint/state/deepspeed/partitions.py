@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from azureml_elastic.errors import UsageError
 
@@ -48,20 +49,20 @@ class Slot:
         return flat.detach().view(-1).narrow(0, self.offset, self.count)
 
 
+@dataclass
 class Partitions(ABC):
     """The parts of parameters on this rank.
 
     Args:
-        optimizer: optimizer of DeepSpeed.
+        zero: optimizer of DeepSpeed.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._zero = optimizer
+    zero: Any
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer that steps."""
-        base: Optimizer = self._zero.optimizer
+        base: Optimizer = self.zero.optimizer
         return base
 
     @abstractmethod
@@ -81,20 +82,20 @@ class Whole(Partitions):
     """Without ZeRO and mixed precision: the optimizer steps on the parameters."""
 
     @property
+    @override
     def optimizer(self) -> Optimizer:
-        """The optimizer, which DeepSpeed has not wrapped."""
-        base: Optimizer = self._zero
+        base: Optimizer = self.zero  # not wrapped
         return base
 
+    @override
     def slots(self) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-        """Yield all parameters of the optimizer."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 yield parameter, Slot(parameter, 0, 0, parameter.numel())
 
+    @override
     def changing(self) -> AbstractContextManager[None]:
-        """Do nothing: the parts are the parameters of the model."""
-        return contextlib.nullcontext()
+        return contextlib.nullcontext()  # the parts are the parameters of the model
 
 
 class Cut(Partitions):
@@ -102,28 +103,28 @@ class Cut(Partitions):
 
     @property
     def _groups(self) -> list[tuple[list[torch.nn.Parameter], torch.Tensor]]:
-        zero = self._zero
+        zero = self.zero
         if hasattr(zero, "bf16_groups"):
             return list(zip(zero.bf16_groups, zero.fp32_groups_flat_partition, strict=True))
         return list(zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True))
 
+    @override
     def slots(self) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-        """Yield all parameters of the optimizer, including those without elements on this rank."""
         for parameters, flat in self._groups:
             for parameter in parameters:
-                place = parameter._hp_mapping  # type: ignore[attr-defined]  # noqa: SLF001
-                if place is None:
+                mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # noqa: SLF001
+                if mapping is None:
                     yield parameter, Slot(flat, 0, 0, 0)
                 else:
-                    here, there = place.lp_fragment_address, place.hp_fragment_address
+                    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
                     yield parameter, Slot(flat, there.start, here.start, here.numel)
 
+    @override
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Convert to the type of the model at the end, and gather from all ranks."""
-        zero = self._zero
+        zero = self.zero
         yield
-        zero.update_lp_params()
+        zero.update_lp_params()  # converts to the type of the model, and gathers from all ranks
         if all(self.optimizer.state.get(flat) for _, flat in self._groups):
             zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001 - refreshes DeepSpeed's view of the parameters
 
@@ -131,26 +132,26 @@ class Cut(Partitions):
 class Scattered(Partitions):
     """Stage 3."""
 
+    @override
     def slots(self) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-        """Yield all parameters of the optimizer, including those with only padding on this rank."""
-        zero = self._zero
+        zero = self.zero
         for parameters in zero.fp16_groups:
             for parameter in parameters:
                 group, offset, part = zero.grad_position[zero.get_param_id(parameter)]
                 start, count = self._extent(parameter, part)
                 yield parameter, Slot(zero.fp32_partitioned_groups_flat[group], offset, start, count)
 
+    @override
     def rest(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
-        """Return this rank's part, without the padding."""
         part = parameter.ds_tensor.detach().view(-1)  # type: ignore[attr-defined]
         start, count = self._extent(parameter, part.numel())
         return part.narrow(0, 0, count), start
 
+    @override
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Drop gathered copies of small parameters; at the end convert to the type of the model, and gather them."""
-        zero = self._zero
-        zero.checkpoint_event_prologue()
+        zero = self.zero
+        zero.checkpoint_event_prologue()  # drops gathered copies of small parameters
         yield
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
             zero.fp16_partitioned_groups_flat[index].data.copy_(flat.data)
@@ -160,7 +161,7 @@ class Scattered(Partitions):
             parameter.all_gather([parameter])
 
     def _extent(self, parameter: Any, part: int) -> tuple[int, int]:
-        rank = torch.distributed.get_rank(self._zero.dp_process_group)
+        rank = torch.distributed.get_rank(self.zero.dp_process_group)
         start = min(rank * part, parameter.ds_numel)
         return start, min(part, parameter.ds_numel - start)
 
@@ -177,12 +178,17 @@ def partitions_of(engine: Any) -> Partitions:
             f"The DeepSpeed engine cannot be tracked: {problem}. Supported are ZeRO stages 1, 2 and 3 with data "
             "parallelism alone, their offloading to the CPU included, and stage 0 in 32 bits."
         )
-    optimizer = engine.optimizer
+    kind = _kind(engine.optimizer)
+    assert kind is not None
+    return kind(engine.optimizer)
+
+
+def _kind(optimizer: Any) -> type[Partitions] | None:
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return Scattered(optimizer)
+        return Scattered
     if hasattr(optimizer, "single_partition_of_fp32_groups") or hasattr(optimizer, "fp32_groups_flat_partition"):
-        return Cut(optimizer)
-    return Whole(optimizer)
+        return Cut
+    return Whole if isinstance(optimizer, Optimizer) else None
 
 
 def size_of(parameter: Any) -> torch.Size:
@@ -215,18 +221,8 @@ def _problem(engine: Any) -> str | None:
         and not all(each.is_contiguous() for each in engine.module.parameters()),
         "it overlaps optimizer steps with later ones (ZenFlow)": bool(getattr(optimizer, "zenflow", False)),
     }
-    for what, found in unsupported.items():
-        if found:
-            return what
-    known = isinstance(optimizer, Optimizer) or any(
-        hasattr(optimizer, name)
-        for name in (
-            "fp32_partitioned_groups_flat",
-            "single_partition_of_fp32_groups",
-            "fp32_groups_flat_partition",
-        )
-    )
-    return None if known else f"{type(optimizer).__name__} keeps its state in another way; take ZeRO stage 1"
+    unsupported[f"{type(optimizer).__name__} keeps its state in another way; take ZeRO stage 1"] = not _kind(optimizer)
+    return next((what for what, found in unsupported.items() if found), None)
 
 
 def _enabled(engine: Any, what: str) -> bool:
