@@ -165,7 +165,7 @@ class _Node:
             exit_code, reason = self._take_part(self._agent())
             self._channel.ended_well = exit_code == 0
         finally:
-            number = self._rendezvous.last_round
+            number = self._rendezvous.membership.last_round
             self._recorder.record(NodeLeft, number, reason=reason, exit_code=exit_code)
         return exit_code
 
@@ -199,7 +199,7 @@ class _Node:
 
     def _leads(self) -> bool:
         """Return whether it is this node that looks after what concerns the whole run."""
-        return self._rendezvous.leads or self._rendezvous.hub.should_seal()
+        return self._rendezvous.membership.leads or self._rendezvous.hub.should_seal()
 
     def _agent(self) -> NodeAgent:
         try:
@@ -253,14 +253,14 @@ class _Node:
         limit = self._plan.distribution.health.quarantine_strikes
         if limit is not None and live >= limit:
             self._recorder.record(
-                HostQuarantined, self._rendezvous.last_round, host=self._identity.host_id, strikes=live
+                HostQuarantined, self._rendezvous.membership.last_round, host=self._identity.host_id, strikes=live
             )
         return live
 
     def _cannot_reach(self, gap: UnreachablePair) -> None:
         self._recorder.record(
             Unreachable,
-            self._rendezvous.last_round,
+            self._rendezvous.membership.last_round,
             host=gap.host,
             peer=gap.peer,
             address=gap.address,

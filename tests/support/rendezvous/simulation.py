@@ -145,14 +145,14 @@ class Node:
             rendezvous.wake.clear()
             status = rendezvous.status()
             if status.broken:
-                rendezvous.reopen("lost" if status.lost else "reopened", lost=status.lost)
+                rendezvous.round_end.reopen("lost" if status.lost else "reopened", lost=status.lost)
                 return
             if self._ends is not None:
                 how, self._ends = self._ends, None
-                rendezvous.reopen("requested by the test", **how)
+                rendezvous.round_end.reopen("requested by the test", **how)
                 return
-            if rendezvous.leads and status.waiting:
-                rendezvous.reopen("joining")
+            if rendezvous.membership.leads and status.waiting:
+                rendezvous.round_end.reopen("joining")
                 return
 
 

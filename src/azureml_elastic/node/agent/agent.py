@@ -43,7 +43,6 @@ from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.rendezvous.hub.messages import Done
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
-from azureml_elastic.node.rendezvous.state.round import global_ranks
 from azureml_elastic.node.rendezvous.torchrun import enter
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
@@ -129,7 +128,7 @@ class NodeAgent:
             recorder,
             identity.node,
             broadcast=rendezvous.hub.broadcast,
-            send=lambda message: rendezvous.link.report(message),  # noqa: PLW0108 - another one in each round
+            send=lambda message: rendezvous.membership.link.report(message),  # noqa: PLW0108 - another one in each round
         )
         self._peers = PeerMessenger(rendezvous, channel, hangs, opens_session=opens_session)
         self._store: Any = None
@@ -179,7 +178,7 @@ class NodeAgent:
 
     def _processes(self) -> list[Worker]:
         """Return the workers, for their stacks."""
-        ranks = global_ranks(self._rdzv.assignment.round, self._rdzv.assignment.rank)
+        ranks = self._rdzv.membership.assignment.global_ranks
         return [Worker(local_rank, ranks[local_rank], pid) for local_rank, pid in enumerate(self._workers.pids)]
 
     @property
@@ -230,12 +229,12 @@ class NodeAgent:
                 if self._group.all(self._channel.stopped):
                     continue
                 self._done = True
-                self._rdzv.link.send(Done())
+                self._rdzv.membership.link.send(Done())
 
     def _some_failed(self) -> ExitReason | None:
         self._workers.wait_for_siblings()
         self._group.wait_for_final_messages()
-        ranks = global_ranks(self._rdzv.assignment.round, self._rdzv.assignment.rank)
+        ranks = self._rdzv.membership.assignment.global_ranks
         failures = {ranks[local_rank]: failure for local_rank, failure in self._workers.failures().items()}
         if all(failure.exitcode == AGENT_LOST for failure in failures.values()):
             return self._workers_gave_way()
@@ -273,9 +272,9 @@ class NodeAgent:
         else:
             self._channel.interrupt()
         if leaving:
-            self._rdzv.disconnect()  # the hub notices this before the table is updated
-        round_ = self._rdzv.assignment.round
-        if self._rdzv.reopen(reason, lost=lost, round_failed=round_failed):
+            self._rdzv.membership.disconnect()  # the hub notices this before the table is updated
+        round_ = self._rdzv.membership.assignment.round
+        if self._rdzv.round_end.reopen(reason, lost=lost, round_failed=round_failed):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
             for member in faulty_members(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
                 self._strike(member.host_id, "lost its connection")
@@ -284,7 +283,7 @@ class NodeAgent:
     def _strike(self, host: str, reason: str | None) -> None:
         """Hold something against a host."""
         if reason is not None and host:
-            self._strikes.strike(host, reason, incident_id(self._rdzv.assignment.round))
+            self._strikes.strike(host, reason, incident_id(self._rdzv.membership.assignment.round))
             self._record(HostStruck, host=host, reason=reason)
 
     def _worker_failed(self, result: RunResult) -> ExitReason | None:
@@ -312,7 +311,7 @@ class NodeAgent:
 
     def _workers_hang(self, hang: Hang) -> ExitReason | None:
         """Start anew, which costs as much as a failure: a program may hang at the same place each time."""
-        rank = global_ranks(self._rdzv.assignment.round, self._rdzv.assignment.rank)[0]
+        rank = self._rdzv.membership.assignment.global_ranks[0]
         return self._charge(hang_failure(rank, FAILED, hang.reason), hang.reason, lost=self._leavers)
 
     def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> ExitReason | None:
@@ -343,18 +342,18 @@ class NodeAgent:
 
     def _close_run(self) -> ExitReason | None:
         """Mark the run's good end. Rank 0 writes; the others make sure that it has."""
-        if not self._rdzv.leads:
+        if not self._rdzv.membership.leads:
             until = time.monotonic() + _CLOSING_SECONDS
             while not self._rdzv.status().over and time.monotonic() < until:
                 self._rdzv.wake.wait(until - time.monotonic())
                 self._rdzv.wake.clear()
-        if self._rdzv.close(succeeded=True):
+        if self._rdzv.round_end.close(succeeded=True):
             self._record(RunEnded, succeeded=True)
             return ExitReason.SUCCEEDED
         return None  # closed by another node, which joining tells, or reopened
 
     def _record(self, kind: type[Any], **fields: Any) -> None:
-        self._recorder.record(kind, self._rdzv.assignment.round.number, **fields)
+        self._recorder.record(kind, self._rdzv.membership.assignment.round.number, **fields)
 
 
 def _why(status: Status) -> str:

@@ -65,11 +65,11 @@ class PeerMessenger:
         """Tell rank 0's agent, once, that this node has to go."""
         if not self._leaving:
             self._leaving = True
-            self._rdzv.link.report({"what": "leaving"})
+            self._rdzv.membership.link.report({"what": "leaving"})
 
     def talk(self) -> None:
         """Carry proposals and decisions between rank 0's agent and the local workers."""
-        link = self._rdzv.link
+        link = self._rdzv.membership.link
         for message in link.take_broadcasts():
             if message["op"] == "prepare":
                 self._channel.prepare(message)

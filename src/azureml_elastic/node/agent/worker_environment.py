@@ -6,7 +6,6 @@ import os
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.round import global_ranks
 
 __all__ = ["worker_environments"]
 
@@ -14,7 +13,7 @@ __all__ = ["worker_environments"]
 def worker_environments(assignment: Assignment, run_id: str, max_restarts: int) -> dict[int, dict[str, str]]:
     """Return, by local rank, what torchrun would set for the workers of this node."""
     round_ = assignment.round
-    ranks = global_ranks(round_, assignment.rank)
+    ranks = assignment.global_ranks
     host, port = assignment.store_address
     shared = {
         "LOCAL_WORLD_SIZE": str(len(ranks)),

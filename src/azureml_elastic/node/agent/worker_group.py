@@ -12,7 +12,6 @@ from azureml_elastic.node.agent.worker_environment import worker_environments
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.failures.classification import root_cause
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.round import global_ranks
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["WorkerGroup"]
@@ -107,7 +106,7 @@ class WorkerGroup:
         """
         self._workers.finish_stopping()  # whatever they hand over is for the next ones
         round_ = assignment.round
-        ranks = global_ranks(round_, assignment.rank)
+        ranks = assignment.global_ranks
         self._channel.begin(round_.number, len(ranks), pointer, keep=self.stays)
         environments = worker_environments(assignment, run_id, max_restarts)
         if self.stays:

@@ -79,14 +79,15 @@ def apply_restart_policy(
     Returns:
         The failure that closed the run; ``None`` if another round follows or another node has ended this one first.
     """
-    number, failed_rounds = rendezvous.assignment.round.number, rendezvous.assignment.round.failed_rounds
+    membership, round_end = rendezvous.membership, rendezvous.round_end
+    number, failed_rounds = membership.last_round, membership.assignment.round.failed_rounds
     record = failure.record(rendezvous.node, step)
     decision = decide_restart(
-        rendezvous.failures,
+        membership.failures,
         record,
         distribution,
         conclusive=failure.conclusive,
-        seconds=rendezvous.seconds_in_round,
+        seconds=membership.seconds,
         failed_rounds=failed_rounds,
     )
     recorder.record(
@@ -101,12 +102,12 @@ def apply_restart_policy(
     )
     if decision.restart:
         _LOG.warning("%s: %s; %s.", reason, failure.signature, decision.why)
-        if rendezvous.reopen(reason, lost=lost, failures=decision.failures, round_failed=decision.round_failed):
+        if round_end.reopen(reason, lost=lost, failures=decision.failures, round_failed=decision.round_failed):
             recorder.record(RoundReopened, number, reason=reason, lost=tuple(lost))
         return None
     message = closing_message(failure.message, record, number, decision.why)
     code = of_failed_run(failure.exit_code)
-    if not rendezvous.close(succeeded=False, message=message, exit_code=code, failures=decision.failures):
+    if not round_end.close(succeeded=False, message=message, exit_code=code, failures=decision.failures):
         return None
     recorder.record(RunEnded, number, succeeded=False, message=message)
     return Failure(failure.rank, code, message)

@@ -3,74 +3,77 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 
-from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.failures.restart_policy import FailureRecord, aged
+from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import Hello, Message
-from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
-from azureml_elastic.node.rendezvous.state.round import Round
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
+from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 __all__ = ["Membership"]
 
 _CONNECT_SECONDS = 1.0
-"""Time after which a node that still tries to reach rank 0's hub counts as one that cannot."""
+"""Time after which a node that still tries to connect to rank 0's hub reports that it cannot."""
 
 
 class Membership:
     """The round that this node has joined last. For the agent's thread, except for methods marked thread-safe.
 
     Args:
-        node: name of this node.
-        incarnation: incarnation of this node.
-        timings: heartbeat interval and timeout.
-        wake: callback from other threads when the hub has sent something.
-        runtime: clock and sockets.
-        latest: receives each version of the round that the hub sends.
+        context: settings and shared objects.
+        me: row of this node.
 
     Attributes:
-        assignment: place in the round joined last, ``None`` before the first.
-        link: connection to rank 0's hub; ``None`` before the first round and after :meth:`disconnect`.
+        me: row of this node, with the number of strikes that was read last.
         over: whether the round is known to have ended.
     """
 
-    def __init__(
-        self,
-        node: str,
-        incarnation: str,
-        timings: RendezvousTimings,
-        wake: Callable[[], None],
-        runtime: Runtime,
-        latest: LatestRound,
-    ) -> None:
-        self._node = node
-        self._incarnation = incarnation
-        self._timings = timings
-        self._wake = wake
-        self._runtime = runtime
-        self._latest = latest
+    def __init__(self, context: Context, me: Member) -> None:
+        self._context = context
+        self._assignment: Assignment | None = None
+        self._link: Link | None = None
         self._since = 0.0
         self._failed_number = 0
-        self.assignment: Assignment | None = None
-        self.link: Link | None = None
+        self.me = me
         self.over = False
+
+    @property
+    def assignment(self) -> Assignment:
+        """The assignment in the round joined last."""
+        assert self._assignment is not None, "no round was joined yet"
+        return self._assignment
+
+    @property
+    def last_round(self) -> int:
+        """Number of the round joined last, 0 before the first."""
+        return self._assignment.round.number if self._assignment else 0
 
     @property
     def leads(self) -> bool:
         """Whether this node is rank 0 of its round."""
-        return self.assignment is not None and self.assignment.rank == 0
+        return self._assignment is not None and self._assignment.rank == 0
 
     @property
     def seconds(self) -> float:
         """Seconds since this node got its assignment."""
-        return self._runtime.clock() - self._since
+        return self._context.clock() - self._since
 
-    def rank_in(self, round_: Round) -> int | None:
-        """Return the rank of this incarnation in a sealed round, ``None`` if it has none or has been in it before."""
-        already = self.assignment is not None and self.assignment.round.number >= round_.number
-        return None if already else round_.rank_of(self._node, self._incarnation)
+    @property
+    def failures(self) -> tuple[FailureRecord, ...]:
+        """The run's worker failures that still count, aged as if the round ended now."""
+        return aged(self.assignment.round.failures, self.seconds)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a :attr:`link`: false before the first round and after :meth:`disconnect`."""
+        return self._link is not None
+
+    @property
+    def link(self) -> Link:
+        """The connection to rank 0's hub."""
+        assert self._link is not None, "this node is not connected to rank 0's hub"
+        return self._link
 
     def enter(self, round_: Round, rank: int, listener: socket.socket, timeout: float | None = None) -> Assignment:
         """Take the assignment in a sealed round, and connect to rank 0's hub.
@@ -84,19 +87,12 @@ class Membership:
         Raises:
             OSError: rank 0's hub cannot be reached; the assignment is set all the same.
         """
-        self.assignment = assignment = Assignment(round_, rank, listener if rank == 0 else None)
-        self.over, self._since = False, self._runtime.clock()
+        self._assignment = assignment = Assignment(round_, rank, listener if rank == 0 else None)
+        self.over, self._since = False, self._context.clock()
         first = round_.members[0]
+        hello = Hello(self.me.node, round_.number, first.incarnation)
         try:
-            self.link = Link(
-                (first.host, first.hub_port),
-                Hello(self._node, round_.number, first.incarnation),
-                self._timings,
-                self._wake,
-                runtime=self._runtime,
-                timeout=timeout,
-                latest=self._latest,
-            )
+            self._link = Link(self._context, (first.host, first.hub_port), hello, timeout)
         except OSError:
             self._failed_number = round_.number
             raise
@@ -104,15 +100,15 @@ class Membership:
 
     def is_in(self, number: int, node: str) -> bool:
         """Return whether this node and another one are still in the round of this number. Thread-safe."""
-        link, assignment = self.link, self.assignment
-        if link is None or assignment is None or assignment.round.number != number or self.over or link.broken:
+        link = self._link
+        if link is None or self.last_round != number or self.over:
             return False
-        return node not in link.lost
+        return not link.broken and node not in link.lost
 
     def reached_leader(self, number: int) -> bool | None:
         """Return whether this node has reached rank 0's hub of a round, ``None`` if it still tries. Thread-safe."""
-        link, assignment = self.link, self.assignment
-        if assignment is None or assignment.round.number != number:
+        link = self._link
+        if self.last_round != number or not number:
             return None
         if link is not None:
             return not link.broken
@@ -120,18 +116,17 @@ class Membership:
 
     def send_to_leader(self, message: Message) -> None:
         """Send to rank 0's hub, if there is a connection to it. Thread-safe."""
-        link = self.link
-        if link is not None:
+        if (link := self._link) is not None:
             link.send(message)
 
     def disconnect(self) -> None:
         """End the connection to rank 0's hub, which reports this node as lost within milliseconds."""
-        if self.link is not None:
-            self.link.close()
-            self.link = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
     def leave(self) -> None:
         """End the connection and close the assignment's listener."""
         self.disconnect()
-        if self.assignment is not None and self.assignment.listener is not None:
-            self.assignment.listener.close()  # without effect where the store has taken it over
+        if self._assignment is not None and self._assignment.listener is not None:
+            self._assignment.listener.close()  # without effect where the store has taken it over

@@ -1,7 +1,6 @@
 """The rendezvous of one node: it joins a round, is a member of it, and ends it, again and again until the run ends.
 
-:class:`Rendezvous` drives objects that each own one piece of I/O: the table rows, this node's hub, the connection to
-another hub, the table heartbeat and the probes. Decisions are pure functions of
+:class:`Rendezvous` drives objects that each own one piece of I/O. Decisions are pure functions of
 :mod:`~azureml_elastic.node.rendezvous.state`. One thread, the agent's, calls it; other threads only wake that one.
 """
 
@@ -15,11 +14,10 @@ from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
-from azureml_elastic.node.failures.restart_policy import FailureRecord, aged
 from azureml_elastic.node.host.addresses import format_address, listening_address
 from azureml_elastic.node.host.ports import Ports
+from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
-from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import Unreachable
 from azureml_elastic.node.rendezvous.hub.state import HubView
 from azureml_elastic.node.rendezvous.hub.watch import HubWatch
@@ -28,16 +26,11 @@ from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.join.waiting import JoinWaiter
 from azureml_elastic.node.rendezvous.membership import Membership
 from azureml_elastic.node.rendezvous.reachability.probing import DataPort, PeerProber
-from azureml_elastic.node.rendezvous.reachability.reachability import (
-    Reachability,
-    UnreachablePair,
-    is_unreachable,
-)
+from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
 from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 from azureml_elastic.node.table import Table
@@ -71,6 +64,8 @@ class Rendezvous:
         incarnation: random identifier of this process.
         wake: event that is set when the agent should look at :meth:`status`.
         hub: this node's hub.
+        membership: the round joined last, and the connection to its rank 0.
+        round_end: reopens the round, or closes the run.
 
     Raises:
         UsageError: all these ports are taken.
@@ -94,84 +89,39 @@ class Rendezvous:
         # Each object gets only objects that were made before it.
         self.node = node
         self.incarnation = uuid.uuid4().hex[:12]
-        self._limits = limits
-        self._timings = timings
         self._strikes = strikes
         self._unreachable = unreachable
-        self._interface = interface = listening_address(host)
-        self._runtime = runtime = runtime or Runtime(Ports(ports))
-        self._latest = latest = LatestRound()
-        self.wake = runtime.event()
-        wake, clock = self.wake.set, runtime.clock
-        self._membership = Membership(node, self.incarnation, timings, wake, runtime, latest)
-        self._reachability = Reachability(node, host, clock, ports, self._report_unreachable)
-        self._prober = PeerProber(runtime, self._reachability, self._membership, wake, node)
-        self._sleeper = Sleeper(self.wake, clock, self._prober, self._reachability, cancelled)
-        self._rows = Rows(table, self._sleeper.sleep, latest)
-        self.hub = Hub(
-            interface, timings, wake, self.incarnation,
-            runtime=runtime, quarantine=limits.quarantine, latest=latest,
-            reached_leader=self._membership.reached_leader,
-        )  # fmt: skip
-        self._data_port = DataPort(runtime, interface) if ports is not None else None
-        self._heartbeat = TableHeartbeat(table, timings, self.hub.request_read, runtime)
-        self._watch = HubWatch(self._reachability, timings, wake, runtime, latest)
-        self._waiter = JoinWaiter(
-            rows=self._rows, hub=self.hub, watch=self._watch, heartbeat=self._heartbeat,
-            reachability=self._reachability, limits=limits, timings=timings, sleeper=self._sleeper, clock=clock,
-            latest=latest,
-        )  # fmt: skip
-        self._entry = RoundEntry(
-            membership=self._membership, rows=self._rows, heartbeat=self._heartbeat, reachability=self._reachability,
-            timings=timings, sleeper=self._sleeper, runtime=runtime, latest=latest,
-        )  # fmt: skip
-        self._end = RoundEnd(
-            membership=self._membership, rows=self._rows, hub=self.hub, watch=self._watch, wake=self.wake,
-            reachability=self._reachability, timings=timings, clock=clock, latest=latest,
-        )  # fmt: skip
-        data_port = self._data_port.number if self._data_port is not None else 0
-        self._me = Member(
-            node, self.incarnation,
-            host=host, hub_port=self.hub.port, slots=slots, host_id=host_id, data_port=data_port,
-        )  # fmt: skip
-
-    @property
-    def assignment(self) -> Assignment:
-        """The place in the round joined last."""
-        assert self._membership.assignment is not None, "no round was joined yet"
-        return self._membership.assignment
-
-    @property
-    def last_round(self) -> int:
-        """Number of the round joined last, 0 before the first."""
-        return self.assignment.round.number if self._membership.assignment else 0
-
-    @property
-    def leads(self) -> bool:
-        """Whether this node is rank 0 of its round."""
-        return self._membership.leads
-
-    @property
-    def seconds_in_round(self) -> float:
-        """Seconds since this node got its assignment, on its monotonic clock."""
-        return self._membership.seconds
-
-    @property
-    def failures(self) -> tuple[FailureRecord, ...]:
-        """The run's worker failures that still count, aged as if the round ended now."""
-        return aged(self.assignment.round.failures, self.seconds_in_round)
-
-    @property
-    def link(self) -> Link:
-        """The connection to rank 0's hub."""
-        assert self._membership.link is not None, "no round was joined yet"
-        return self._membership.link
+        self._interface = listening_address(host)
+        self._context = context = Context(limits, timings, runtime or Runtime(Ports(ports)))
+        self.wake = context.wake
+        hub_listener = context.runtime.listen(self._interface, 4096)
+        self._data_port = DataPort(context.runtime, self._interface) if ports is not None else None
+        me = Member(
+            node,
+            self.incarnation,
+            host=host,
+            hub_port=hub_listener.getsockname()[1],
+            slots=slots,
+            host_id=host_id,
+            data_port=self._data_port.number if self._data_port is not None else 0,
+        )
+        self.membership = membership = Membership(context, me)
+        self._reachability = reach = Reachability(node, host, context.clock, ports, self._report_unreachable)
+        self._prober = PeerProber(context, reach, membership)
+        self._sleeper = Sleeper(context, self._prober, cancelled)
+        self._rows = rows = Rows(table, self._sleeper.sleep, context.latest)
+        self.hub = hub = Hub(context, hub_listener, self.incarnation, membership.reached_leader)
+        self._heartbeat = heartbeat = TableHeartbeat(context, table, hub.request_read)
+        self._watch = HubWatch(context, reach)
+        self._waiter = JoinWaiter(context, rows, hub, self._watch, heartbeat, reach, self._sleeper)
+        self._entry = RoundEntry(context, membership, rows, heartbeat, reach, self._sleeper)
+        self.round_end = RoundEnd(context, membership, rows, hub, self._watch, reach)
 
     # --- joining -----------------------------------------------------------------------------------------------------
 
     def announce(self) -> None:
         """Write this node's row before its slow imports, so that the first round can wait for it."""
-        self._rows.write_member(replace(self._me, state="starting"))
+        self._rows.write_member(replace(self.membership.me, state="starting"))
 
     def join(self) -> Assignment:
         """Wait for the next round in which this node is a member, and enter it.
@@ -185,7 +135,7 @@ class Rendezvous:
             InterruptedError: ``cancelled`` returned true.
             TableForbidden, TableNotFound: the table cannot be used.
         """
-        self._membership.leave()
+        self.membership.leave()
         listener: socket.socket | None = None
         try:
             round_, known = self._first_read()
@@ -198,15 +148,15 @@ class Rendezvous:
                     if assignment is not None:
                         listener = None if assignment.listener is not None else listener
                         return assignment
-                    if self.last_round == round_.number:
+                    if self.membership.last_round == round_.number:
                         # This node has left its own round, and the node that should end it may be dead.
-                        self.reopen(f"{self.node} has left the round")
-                        round_ = self._latest.after(round_) or self._rows.read_round()
+                        self.round_end.reopen(f"{self.node} has left the round")
+                        round_ = self._context.latest.after(round_) or self._rows.read_round()
                     else:
-                        round_ = self._waiter.wait_beside(round_, self._me)
+                        round_ = self._waiter.wait_beside(round_, self.membership.me)
                     continue
                 if listener is None:
-                    listener = self._runtime.listen(self._interface, 2048)
+                    listener = self._context.runtime.listen(self._interface, 2048)
                 if round_.failed_rounds:
                     self._sleeper.sleep(min(_MAX_BACKOFF_SECONDS, 0.1 * 2**round_.failed_rounds))
                 round_ = self._waiter.wait_for_seal(round_, self._candidacy(round_, listener), known)
@@ -228,28 +178,65 @@ class Rendezvous:
         round_ = self._rows.read_round()
         if round_.closed:
             raise _ended(round_)
-        return round_.number > self.last_round > 0 and self.node not in round_.previous
+        return round_.number > self.membership.last_round > 0 and self.node not in round_.previous
+
+    def _first_read(self) -> tuple[Round, Iterable[Member] | Roster]:
+        """Return the current round and other nodes, without a read where the round was received."""
+        if not self.membership.last_round:
+            return self._rows.read_some(self.node)
+        before = self.membership.assignment.round
+        return self._context.latest.after(before) or self._rows.read_round(), before.members
+
+    def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
+        """Return the row with which this node wants to be in an open round."""
+        # A former member that is not a survivor was lost to the others, which may have written strikes against it.
+        was_member = self.membership.last_round > 0
+        strikes = self._strikes(was_member and self.node not in round_.previous)
+        self.membership.me = me = replace(self.membership.me, strikes=strikes)
+        failures_before = self.membership.assignment.round.failures if was_member else ()
+        self._reachability.suspect_workers = round_.failed_rounds > 0 or len(round_.failures) > len(failures_before)
+        return replace(me, round=round_.number, store_port=listener.getsockname()[1])
+
+    def _enter(self, round_: Round, listener: socket.socket | None) -> Assignment | None:
+        """Enter the sealed round if this incarnation is in it and has not been in it before."""
+        rank = round_.rank_of(self.node, self.incarnation)
+        if rank is None or listener is None or self.membership.last_round >= round_.number:
+            return None
+        if rank == 0:
+            self.hub.enter(round_)
+            self._heartbeat.start(round_.number)
+        else:
+            self._heartbeat.stop()
+        try:
+            assignment = self._entry.enter(round_, rank, listener)
+        except LeaderLostError as error:
+            self.round_end.reopen(str(error), lost=frozenset({round_.members[0].node}), round_failed=True)
+            return None
+        if assignment is not None:
+            self._watch.close()  # only now, so that the messages sent there have arrived
+            self._prober.begin(assignment)
+        return assignment
 
     # --- being a member ----------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
         """Return the state of the round; reads the table only where a hub has sent that the row has changed."""
         self._prober.tick()
-        membership = self._membership
-        link, assignment = membership.link, membership.assignment
-        if link is None or assignment is None:
+        membership = self.membership
+        if not membership.connected:
             return Status()
+        link, round_ = membership.link, membership.assignment.round
         view = self.hub.view() if membership.leads else HubView()
         lost = link.lost | view.lost
-        membership.over = membership.over or link.broken or self._has_changed(assignment.round, link)
+        membership.over = membership.over or link.broken or self._has_changed(round_)
         if link.broken and not link.was_paused:
-            lost |= {assignment.round.members[0].node} - {self.node}
-        is_full = len(assignment.round.members) >= self._limits.maximum
-        debounce = self._timings.rescale_debounce.total_seconds()
+            lost |= {round_.members[0].node} - {self.node}
+        is_full = len(round_.members) >= self._context.limits.maximum
+        debounce = self._context.timings.rescale_debounce.total_seconds()
         return Status(
             lost=lost - {self.node},
             over=membership.over or self.node in lost,
-            waiting=frozenset() if is_full else view.spares(self._runtime.clock(), debounce),
+            waiting=frozenset() if is_full else view.spares(self._context.clock(), debounce),
             all_done=link.all_done,
         )
 
@@ -258,7 +245,7 @@ class Rendezvous:
 
         The two nodes are not members of one round again until they reach each other.
         """
-        return self._reachability.confirm({member.incarnation for member in self.assignment.round.members})
+        return self._reachability.confirm({member.incarnation for member in self.membership.assignment.round.members})
 
     def store_failed(self, error: OSError, seconds: float) -> None:
         """End the round because this node cannot reach the port of its store.
@@ -267,122 +254,45 @@ class Rendezvous:
             error: error of the connection.
             seconds: timeout of the connection.
         """
-        first, number = self.assignment.round.members[0], self.assignment.round.number
-        store = format_address(first.host, first.store_port)
-        reason = f"{self.node} cannot reach the store of {first.node} at {store}: {error}"
+        round_ = self.membership.assignment.round
+        first, port = round_.members[0], round_.members[0].store_port
+        reason = f"{self.node} cannot reach the store of {first.node} at {format_address(first.host, port)}: {error}"
         if is_unreachable(error):
-            purpose = f"the store of round {number}"
-            reason = str(
-                self._reachability.failed(first, purpose, error, seconds, target="store", port=first.store_port)
-            )
-        self.reopen(reason, round_failed=True)
-
-    def disconnect(self) -> None:
-        """End the connection to rank 0's hub, which reports this node as lost within milliseconds."""
-        self._membership.disconnect()
-
-    # --- ending a round ----------------------------------------------------------------------------------------------
-
-    def reopen(
-        self,
-        reason: str,
-        *,
-        lost: frozenset[str] = frozenset(),
-        failures: tuple[FailureRecord, ...] = (),
-        round_failed: bool = False,
-    ) -> bool:
-        """End the current round so that another can form, or the run after too many failed rounds.
-
-        Args:
-            reason: why, for the ledger.
-            lost: members that will not return.
-            failures: the run's failures with the one that ends the round; none when no worker has failed.
-            round_failed: whether the round ends because its nodes could not connect to each other.
-
-        Returns:
-            Whether this node has ended it; otherwise another one was first, and nothing is charged.
-        """
-        return self._end.reopen(self._me, reason, lost=lost, failures=failures, round_failed=round_failed)
-
-    def close(
-        self,
-        *,
-        succeeded: bool,
-        message: str = "",
-        exit_code: int = 0,
-        failures: tuple[FailureRecord, ...] = (),
-    ) -> bool:
-        """End the run for all nodes, and return whether this node has ended it."""
-        return self._end.close(succeeded=succeeded, message=message, exit_code=exit_code, failures=failures)
+            purpose = f"the store of round {round_.number}"
+            reason = str(self._reachability.failed(first, purpose, error, seconds, target="store", port=port))
+        self.round_end.reopen(reason, round_failed=True)
 
     def leave(self, reason: str) -> None:
         """Write that this node will not return. Never raises, since a node that leaves cannot handle errors."""
         with contextlib.suppress(Exception):
-            self._rows.write_member(replace(self._me, state="left", reason=reason))
+            self._rows.write_member(replace(self.membership.me, state="left", reason=reason))
 
     def shutdown(self) -> None:
         """Close the hub and the connections."""
-        self._membership.leave()
+        self.membership.leave()
         self._heartbeat.stop()
         self.hub.close()
         if self._data_port is not None:
             self._data_port.close()
 
-    def _first_read(self) -> tuple[Round, Iterable[Member] | Roster]:
-        """Return the current round and other nodes, without a read where the round was received."""
-        if self._membership.assignment is None:
-            return self._rows.read_some(self.node)
-        before = self.assignment.round
-        return self._latest.after(before) or self._rows.read_round(), before.members
-
-    def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
-        """Return the row with which this node wants to be in an open round."""
-        # A former member that is not a survivor was lost to the others, which may have written strikes against it.
-        was_member = self._membership.assignment is not None
-        self._me = replace(self._me, strikes=self._strikes(was_member and self.node not in round_.previous))
-        failures_before = self.assignment.round.failures if was_member else ()
-        self._reachability.suspect_workers = round_.failed_rounds > 0 or len(round_.failures) > len(failures_before)
-        return replace(self._me, round=round_.number, store_port=listener.getsockname()[1])
-
-    def _enter(self, round_: Round, listener: socket.socket | None) -> Assignment | None:
-        """Enter the sealed round if this incarnation is in it and has not been in it before."""
-        rank = self._membership.rank_in(round_)
-        if rank is None or listener is None:
-            return None
-        if rank == 0:
-            self.hub.enter(round_)
-            self._heartbeat.start(round_.number)
-        else:
-            self._heartbeat.stop()
-        try:
-            assignment = self._entry.enter(round_, rank, listener, self._me)
-        except LeaderLostError as error:
-            self.reopen(str(error), lost=frozenset({round_.members[0].node}), round_failed=True)
-            return None
-        if assignment is not None:
-            self._watch.close()  # only now, so that the messages sent there have arrived
-            self._prober.begin(assignment)
-        return assignment
-
-    def _has_changed(self, round_: Round, link: Link) -> bool:
+    def _has_changed(self, round_: Round) -> bool:
         """Return whether a newer version of the round is known; reads the row if rank 0's hub has sent to read it."""
-        if self._latest.after(round_) is not None:
+        if self._context.latest.after(round_) is not None:
             return True
-        if not link.must_read:
+        if not self.membership.link.take_read_request():
             return False
-        link.must_read = False
         try:
             current = self._rows.read_round(retry=False)
         except TableUnavailable:
-            link.must_read = True
+            self.membership.link.must_read = True
             return False
         return current.number != round_.number or current.state != "sealed"
 
     def _report_unreachable(self, pair: UnreachablePair) -> None:
         """Report a pair to the agent and to rank 0's node. Thread-safe."""
         self._unreachable(pair)
-        if not self._membership.leads:
-            self._membership.send_to_leader(Unreachable(str(pair)))
+        if not self.membership.leads:
+            self.membership.send_to_leader(Unreachable(str(pair)))
 
 
 def _ended(round_: Round) -> RunSucceeded | RunFailed:

@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists
-from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.table import Row, Table
 
 __all__ = ["TABLE_HEARTBEAT_KEY", "StaleHeartbeat", "TableHeartbeat"]
@@ -27,21 +26,19 @@ class TableHeartbeat:
     """Writer of the row while this node is rank 0, and reader while it is not.
 
     Args:
+        context: interval between two writes, clock and threads.
         table: table of the run.
-        timings: ``table_heartbeat_interval`` between two writes.
         superseded: callback from the heartbeat's thread when a newer round writes the row, which shows that this node
             was given up.
-        runtime: clock and threads.
     """
 
-    def __init__(
-        self, table: Table, timings: RendezvousTimings, superseded: Callable[[], None], runtime: Runtime
-    ) -> None:
-        self._runtime = runtime
+    def __init__(self, context: Context, table: Table, superseded: Callable[[], None]) -> None:
+        self.clock = context.clock
+        self.interval = context.timings.table_heartbeat_interval.total_seconds()
+        self._runtime = context.runtime
         self._table = table
-        self._interval = timings.table_heartbeat_interval.total_seconds()
         self._superseded = superseded
-        self._stopped = runtime.event()
+        self._stopped = self._runtime.event()
         self._thread: threading.Thread | None = None
 
     def version(self) -> str | None:
@@ -91,7 +88,7 @@ class TableHeartbeat:
                     continue
             except ElasticError as error:
                 _LOG.debug("The table heartbeat could not be written: %s", error)
-            stopped.wait(self._interval)
+            stopped.wait(self.interval)
 
     def _read(self) -> Row | None:
         try:
@@ -101,18 +98,14 @@ class TableHeartbeat:
 
 
 class StaleHeartbeat:
-    """Detector of a table heartbeat that has stopped, by the time since its version changed last.
+    """Detector of a table heartbeat that has stopped: its version has not changed for two intervals.
 
     Args:
         heartbeat: the row.
-        timings: ``table_heartbeat_interval``; the heartbeat is stale after two of them.
-        clock: clock in monotonic seconds.
     """
 
-    def __init__(self, heartbeat: TableHeartbeat, timings: RendezvousTimings, clock: Callable[[], float]) -> None:
+    def __init__(self, heartbeat: TableHeartbeat) -> None:
         self._heartbeat = heartbeat
-        self._limit = 2 * timings.table_heartbeat_interval.total_seconds()
-        self._clock = clock
         self._version: str | None = None
         self._since: float | None = None
 
@@ -124,6 +117,6 @@ class StaleHeartbeat:
         """Read the row, and return whether it has not changed for too long."""
         version = self._heartbeat.version()
         if self._since is None or version != self._version:
-            self._version, self._since = version, self._clock()
+            self._version, self._since = version, self._heartbeat.clock()
             return False
-        return self._clock() - self._since > self._limit
+        return self._heartbeat.clock() - self._since > 2 * self._heartbeat.interval

@@ -59,7 +59,8 @@ def enter(rendezvous: Rendezvous) -> tuple[Assignment, TCPStore]:
             return assignment, store
         status = rendezvous.status()
         if not status.over or status.lost:
-            rendezvous.reopen("the round's store cannot be reached", lost=status.lost, round_failed=not status.lost)
+            reason = "the round's store cannot be reached"
+            rendezvous.round_end.reopen(reason, lost=status.lost, round_failed=not status.lost)
 
 
 class TableRendezvousHandler(RendezvousHandler):
@@ -116,7 +117,7 @@ class TableRendezvousHandler(RendezvousHandler):
     def set_closed(self) -> None:
         """End the run as failed, since torchrun gives up."""
         if self._joined and not self._closed:
-            self._rendezvous.close(succeeded=False, message="torchrun closed the rendezvous.", exit_code=1)
+            self._rendezvous.round_end.close(succeeded=False, message="torchrun closed the rendezvous.", exit_code=1)
             self._closed = True
 
     def num_nodes_waiting(self) -> int:
@@ -136,7 +137,8 @@ class TableRendezvousHandler(RendezvousHandler):
         error = sys.exc_info()[1]
         if self._joined and not self._closed:
             message = "" if error is None else f"A worker failed under torchrun: {error}"
-            self._rendezvous.close(succeeded=error is None, message=message, exit_code=0 if error is None else 1)
+            exit_code = 0 if error is None else 1
+            self._rendezvous.round_end.close(succeeded=error is None, message=message, exit_code=exit_code)
             self._closed = True
         self._rendezvous.shutdown()
         return True

@@ -10,11 +10,11 @@ import pytest
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import MessageClient, MessageServer, listen
-from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import CODEC, Hello
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
+from tests.support.rendezvous.hubs import make_context, start_hub
 from tests.support.waiting import until
 
 
@@ -34,16 +34,16 @@ def test_a_link_reports_whether_its_own_process_was_paused(paused):
     listener = listen(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = MessageServer(listener, lambda *_: None, lambda _: None)
-    woken = threading.Event()
     runtime = PausableRuntime()
     runtime.clock = lambda: runtime.offset  # no pause of this process counts
-    link = Link(("127.0.0.1", port), Hello("node", 1), RendezvousTimings(), woken.set, runtime=runtime)
+    context = make_context(runtime=runtime)
+    link = Link(context, ("127.0.0.1", port), Hello("node", 1))
     try:
         until(lambda: server.connections)
         if paused:
             runtime.offset = 60.0
         server.close()
-        assert woken.wait(60)
+        assert context.wake.wait(60)
         assert link.broken
         assert link.was_paused == paused
     finally:
@@ -52,12 +52,12 @@ def test_a_link_reports_whether_its_own_process_was_paused(paused):
 
 def test_a_paused_hub_gives_up_only_members_that_stay_silent():
     runtime, timings = PausableRuntime(), RendezvousTimings(join_timeout=timedelta(seconds=50))
-    hub = Hub("127.0.0.1", timings, lambda: None, runtime=runtime)
+    hub = start_hub(make_context(timings, runtime))
     hub.enter(Round(1, "sealed", members=tuple(Member(name, name) for name in ("beating", "silent", "late"))))
     here = ("127.0.0.1", hub.port)
     greetings = {name: Hello(name, 1) for name in ("beating", "silent")}
     received = threading.Event()
-    beating = Link(here, greetings["beating"], timings, lambda: None)
+    beating = Link(make_context(timings), here, greetings["beating"])
     silent = MessageClient(here, lambda *_: received.set())
     try:
         silent.send(CODEC.encode(greetings["silent"]))
@@ -81,14 +81,14 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
     ],
 )
 def test_a_hub_closes_connections_that_send_malformed_messages_and_serves_others(fields, caplog):
-    hub = Hub("127.0.0.1", RendezvousTimings(), lambda: None)
+    hub = start_hub()
     closed = threading.Event()
     client = MessageClient(("127.0.0.1", hub.port), lambda *_: None, lambda _: closed.set())
     try:
         client.send(fields)
         assert closed.wait(60)
         assert "sent a malformed message" in caplog.text
-        link = Link(("127.0.0.1", hub.port), Hello("node", 1), RendezvousTimings(), lambda: None)
+        link = Link(make_context(), ("127.0.0.1", hub.port), Hello("node", 1))
         until(lambda: link.must_read)
         link.close()
     finally:

@@ -116,7 +116,7 @@ def test_one_that_gets_through_in_time_stays_a_member_and_is_waited_for_again(cl
     assert [round_.number for round_ in nodes.rounds() if round_.state == "sealed"] == [1]
     states = [write.value["state"] for write in nodes.storage.writes if write.key == member_key(name(1))]
     assert states == ["starting", "waiting", "left", "waiting"]
-    leader = next(node for node in nodes.nodes if node.rendezvous.leads)
+    leader = next(node for node in nodes.nodes if node.rendezvous.membership.leads)
     leader.break_round()
     pass_time(nodes, 5.0)
     assert in_round(nodes) == {name(0), name(1), name(2)}
@@ -169,7 +169,7 @@ def test_such_a_pair_is_separated_when_the_round_has_failed(cluster):
     nodes.block(name(2), name(3))
     nodes.settle(60.0, 4)
     pass_time(nodes, 8.0)
-    leader = next(node for node in nodes.nodes if node.rendezvous.leads)
+    leader = next(node for node in nodes.nodes if node.rendezvous.membership.leads)
     leader.break_round(round_failed=True)
     run_to(nodes, {name(0), name(1), name(2)}, 60.0)
     nodes.verify()

@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.host.ports import Ports
-from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import Watch
 from azureml_elastic.node.rendezvous.reachability.probing import peers_to_probe
-from azureml_elastic.node.rendezvous.reachability.quorum_check import QuorumCheck, is_leader_unreachable
+from azureml_elastic.node.rendezvous.reachability.quorum_check import is_leader_unreachable, query_members
 from azureml_elastic.node.rendezvous.reachability.reachability import (
     Reachability,
     describe_absence,
@@ -42,6 +41,7 @@ from azureml_elastic.node.rendezvous.state.member_selection import (
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.store import open_store
 from azureml_elastic.node.table import open_table
+from tests.support.rendezvous.hubs import make_context, start_hub
 from tests.support.waiting import until
 
 HERE = "127.0.0.1"
@@ -127,7 +127,7 @@ def test_nodes_of_one_machine_share_a_range_through_many_rounds(tmp_path, free_r
             seen |= {assignments[0].store_address[1]}
             stores["node-0"].set("key", str(number))
             assert stores["node-1"].get("key") == str(number).encode()
-            assert nodes[0].reopen("again")
+            assert nodes[0].round_end.reopen("again")
     assert len(seen) > 3
     assert all(low <= port <= high for port in seen)
     stores.clear()
@@ -295,10 +295,9 @@ def test_a_pair_that_workers_have_met_counts_until_it_is_reached_again():
 
 
 def test_a_node_that_connected_before_the_round_receives_which_members_cannot_reach_it():
-    timings = RendezvousTimings()
-    hub = Hub(HERE, timings, lambda: None)
+    hub = start_hub()
     greeting = Watch("quick", "i-quick", 2)
-    link = Link((HERE, hub.port), greeting, timings, lambda: None)
+    link = Link(make_context(), (HERE, hub.port), greeting)
     try:
         until(lambda: hub.view().waiting == {"quick"})
         hub.enter(Round(2, "sealed", members=(Member("a", "i-a", unreached=("i-quick",)), Member("b", "i-b"))))
@@ -350,12 +349,15 @@ def test_members_answer_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
     nodes = [Rendezvous(table, f"node-{k}", HERE, 1, Limits(4, 4), RendezvousTimings()) for k in range(4)]
     with ThreadPoolExecutor(4) as pool:
         assignment, *_ = pool.map(Rendezvous.join, nodes)
-    check = QuorumCheck(Runtime(), "node-1")
-    assert check.query(assignment.round) == [True, True]
+
+    def query() -> list[bool | None]:
+        return query_members(Runtime(), assignment.round, "node-1")
+
+    assert query() == [True, True]
     nodes[3].shutdown()
     nodes[0].hub.close()
     limit = time.monotonic() + 60
-    while check.query(assignment.round) != [False, None]:
+    while query() != [False, None]:
         assert time.monotonic() < limit
     for node in nodes:
         node.shutdown()
@@ -446,7 +448,7 @@ def test_no_thread_stays_behind(tmp_path, caplog):
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(Rendezvous.join, nodes))
     limit = time.monotonic() + 10
-    while any(len(node._prober._reached) < 2 + node.leads for node in nodes):
+    while any(len(node._prober._reached) < 2 + node.membership.leads for node in nodes):
         assert time.monotonic() < limit
         for node in nodes:
             assert not node.status().broken

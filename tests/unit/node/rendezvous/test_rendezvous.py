@@ -22,6 +22,7 @@ from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, member_key
 from azureml_elastic.node.rendezvous.state.sealing import reopened
 from azureml_elastic.node.table import open_table
+from tests.support.rendezvous.hubs import make_context
 from tests.support.waiting import until
 
 TIMINGS = RendezvousTimings(
@@ -93,7 +94,7 @@ class Nodes:
             until(lambda: node.status().broken)
             status = node.status()
             if not status.over or status.lost:
-                node.reopen("lost", lost=status.lost)
+                node.round_end.reopen("lost", lost=status.lost)
             return node.join()
 
         return [future.result(TIMEOUT) for future in [self.pool.submit(again, node) for node in nodes]]
@@ -102,8 +103,8 @@ class Nodes:
     def kill(node: Rendezvous) -> None:
         node.hub.close()
         node._heartbeat.stop()
-        if node._membership.link is not None:
-            node._membership.link._client.connection.close()
+        if node.membership.connected:
+            node.membership.link._client.connection.close()
 
     def close(self) -> None:
         self.over.set()
@@ -180,7 +181,7 @@ def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
     until(lambda: first.status().waiting)
     assert first.status().waiting == {"node-1"}
     assert not first.status().broken
-    first.reopen("joining")
+    first.round_end.reopen("joining")
     (assignment,) = nodes.rejoin(first)
     assert assignment.rank == 0
     assert pending.result(TIMEOUT).rank == 1
@@ -271,9 +272,9 @@ def test_a_round_whose_leader_is_lost_too_was_is_no_failed_round(nodes, frozen):
     frozen("node-9")
     pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
     nodes.join(*pair)
-    (leader,), (other,) = ([node for node in pair if node.leads is leads] for leads in (True, False))
+    (leader,), (other,) = ([node for node in pair if node.membership.leads is leads] for leads in (True, False))
     until(lambda: other.status().lost)
-    assert other.reopen("lost two", lost=other.status().lost | {leader.node})
+    assert other.round_end.reopen("lost two", lost=other.status().lost | {leader.node})
     assert other._rows.read_round().failed_rounds == 0
 
 
@@ -283,12 +284,12 @@ def test_a_round_that_a_member_never_connected_to_has_failed_whichever_node_ends
     frozen("node-9")
     pair = [nodes.make(name, 3, 3) for name in ("node-1", "node-2")]
     nodes.join(*pair)
-    (ending,) = (node for node in pair if node.leads is leads)
+    (ending,) = (node for node in pair if node.membership.leads is leads)
     until(lambda: ending.status().lost)
-    assert ending.reopen("lost node-9", lost=ending.status().lost)
+    assert ending.round_end.reopen("lost node-9", lost=ending.status().lost)
     round_ = ending._rows.read_round()
     assert round_.failed_rounds == 1
-    first = ending.assignment.round.members[0]
+    first = ending.membership.assignment.round.members[0]
     assert f"node-9 (127.0.0.1) did not reach {first.node} (127.0.0.1:{first.hub_port}) within 2 s" in round_.reason
 
 
@@ -296,9 +297,9 @@ def test_a_silent_member_is_lost(nodes):
     nodes.hasten(heartbeat_timeout=2)
     first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
     nodes.join(first, second)
-    leader, silent = (first, second) if first.leads else (second, first)
-    silent.link._on_tick = lambda: None
-    silent.link._client._loop._on_tick = lambda: None
+    leader, silent = (first, second) if first.membership.leads else (second, first)
+    silent.membership.link._on_tick = lambda: None
+    silent.membership.link._client._loop._on_tick = lambda: None
     until(lambda: leader.status().lost)
     assert leader.status().lost == {silent.node}
 
@@ -306,7 +307,7 @@ def test_a_silent_member_is_lost(nodes):
 def test_a_node_that_closes_its_connection_is_lost(nodes):
     first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
     nodes.join(first, second)
-    leader, other = (first, second) if first.leads else (second, first)
+    leader, other = (first, second) if first.membership.leads else (second, first)
     other.shutdown()
     until(lambda: leader.status().lost)
     assert leader.status().lost == {other.node}
@@ -315,7 +316,7 @@ def test_a_node_that_closes_its_connection_is_lost(nodes):
 def test_nodes_that_cannot_reach_each_other_fail_the_run_with_the_address(nodes):
     pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
     for node in pair:
-        node._me = replace(node._me, host="127.0.0.99")  # where neither of them listens
+        node.membership.me = replace(node.membership.me, host="127.0.0.99")  # where neither of them listens
     for pending in nodes.start(*pair):
         with pytest.raises(RunFailed, match=r"cannot reach node-\d at 127\.0\.0\.99"):
             pending.result(TIMEOUT)
@@ -326,9 +327,9 @@ def test_a_newcomer_that_missed_the_seal_is_made_room_for_when_it_sends_that_it_
     first = nodes.make("node-0", 1, 2)
     nodes.join(first)
     greeting = Watch("node-1", "slow", 1)
-    slow = Link(("127.0.0.1", first.hub.port), greeting, TIMINGS, lambda: None)
+    slow = Link(make_context(TIMINGS), ("127.0.0.1", first.hub.port), greeting)
     until(lambda: first.status().waiting)
-    first.reopen("joining")
+    first.round_end.reopen("joining")
     (assignment,) = nodes.rejoin(first)
     assert [member.node for member in assignment.round.members] == ["node-0"]
     until(lambda: slow.received is not None and slow.received.state == "sealed")
@@ -358,7 +359,7 @@ def test_rounds_leave_no_threads_behind(nodes):
 
     before = links()
     for _ in range(4):
-        group[0].reopen("again")
+        group[0].round_end.reopen("again")
         nodes.rejoin(*group)
     until(lambda: links() <= before)
 
@@ -368,7 +369,7 @@ def test_the_run_is_over_for_late_nodes(nodes):
     nodes.join(first)
     (waiting,) = nodes.start(nodes.make("node-1", 1, 1))
     until(lambda: first.hub.view().waiting)
-    assert first.close(succeeded=True)
+    assert first.round_end.close(succeeded=True)
     with pytest.raises(RunSucceeded):
         nodes.make("node-2").join()
     with pytest.raises(RunSucceeded):
@@ -378,7 +379,7 @@ def test_the_run_is_over_for_late_nodes(nodes):
 def test_a_failure_reaches_everyone_with_its_message_and_exit_code(nodes):
     first, second = nodes.make("node-0", 2, 2), nodes.make("node-1", 2, 2)
     nodes.join(first, second)
-    assert second.close(succeeded=False, message="ValueError: no such file", exit_code=7)
+    assert second.round_end.close(succeeded=False, message="ValueError: no such file", exit_code=7)
     until(lambda: first.status().over)
     for node in (first, nodes.make("node-2")):
         with pytest.raises(RunFailed, match="no such file") as failure:
@@ -390,7 +391,7 @@ def test_one_incident_is_charged_once(nodes):
     group = [nodes.make(f"node-{k}", 3, 3) for k in range(3)]
     nodes.join(*group)
     failures = {node: (FailureRecord("same", "user", 5, node.node, rank, 1),) for rank, node in enumerate(group)}
-    reopening = [nodes.pool.submit(node.reopen, "crash", failures=failures[node]) for node in group]
+    reopening = [nodes.pool.submit(node.round_end.reopen, "crash", failures=failures[node]) for node in group]
     charged = [future.result(TIMEOUT) for future in reopening]
     assert sorted(charged) == [False, False, True]
     written = failures[group[charged.index(True)]]
@@ -402,14 +403,14 @@ def test_failures_grow_older_by_the_duration_of_rounds(nodes):
     pair = [nodes.make(f"node-{k}", 2, 2) for k in range(2)]
     nodes.join(*pair)
     known = FailureRecord("same", "user", 5, "node-0", 0, 1)
-    assert pair[0].reopen("crash", failures=(known,))
+    assert pair[0].round_end.reopen("crash", failures=(known,))
     started = time.monotonic()
     nodes.rejoin(*pair)
-    until(lambda: pair[0].failures[0].age_seconds > 0.2)
-    assert pair[0].reopen("joining")
+    until(lambda: pair[0].membership.failures[0].age_seconds > 0.2)
+    assert pair[0].round_end.reopen("joining")
     (first, _) = nodes.rejoin(*pair)
     assert 0.2 < first.round.failures[0].age_seconds < time.monotonic() - started
-    assert pair[1].close(succeeded=False, message="x", exit_code=1)
+    assert pair[1].round_end.close(succeeded=False, message="x", exit_code=1)
     (last,) = Round.from_value(nodes.table.get(ROUND_KEY).value).failures
     assert last.age_seconds >= first.round.failures[0].age_seconds
 
@@ -425,7 +426,7 @@ def test_another_incarnation_of_a_member_is_a_newcomer(nodes):
     nodes.rejoin(first)
     until(lambda: first.status().waiting or pending.done())
     if not pending.done():
-        first.reopen("joining")
+        first.round_end.reopen("joining")
         nodes.rejoin(first)
     assert pending.result(TIMEOUT).round.rank_of("node-1", reborn.incarnation) is not None
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.failures.restart_policy import FailureRecord
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.member_selection import candidates
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round, global_ranks
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.state.sealing import SealTimer, is_complete, reopened, seal
 
 FAILURE = FailureRecord("1234abcd ValueError: no (train.py:3 f)", "user", 5, "node-1", 1, 7, 2.5)
@@ -49,7 +50,7 @@ def test_survivors_keep_their_order_and_come_first(previous, present, strangers,
 def test_a_sealed_round_has_at_most_the_maximum_and_consecutive_ranks(present, maximum):
     sealed = seal(Round(), [waiting(node, slots=2) for node in present], Limits(1, maximum))
     assert len(sealed.members) == min(len(present), maximum)
-    ranks = [rank for k in range(len(sealed.members)) for rank in global_ranks(sealed, k)]
+    ranks = [rank for k in range(len(sealed.members)) for rank in Assignment(sealed, k, None).global_ranks]
     assert ranks == list(range(sealed.world_size))
     for rank, member in enumerate(sealed.members):
         assert sealed.rank_of(member.node, member.incarnation) == rank

@@ -88,7 +88,7 @@ def test_a_large_round_that_loses_rank_0_asks_little_of_the_table(cluster):
     nodes = cluster()
     storm(nodes, [0.0] * MANY, 1)
     calls = nodes.storage.calls.total()
-    first = next(node for node in nodes.nodes if node.rendezvous.leads)
+    first = next(node for node in nodes.nodes if node.rendezvous.membership.leads)
     lost_at = nodes.scheduler.now + 0.1
     nodes.at(lost_at, first.kill)
     nodes.run(lambda: first.dead, 1.0)

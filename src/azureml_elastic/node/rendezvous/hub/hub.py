@@ -9,36 +9,18 @@ the round, those that wait for an open round are sent which of them should seal 
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Connection
-from azureml_elastic.node.rendezvous.hub.messages import (
-    CODEC,
-    AllDone,
-    Beat,
-    Broadcast,
-    Done,
-    Hello,
-    LeaderAnswer,
-    LeaderQuery,
-    Lost,
-    Message,
-    Reached,
-    Report,
-    RoundChanged,
-    SealPosition,
-    Unreachable,
-    Watch,
-)
+from azureml_elastic.node.rendezvous.context import Context
+from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
 from azureml_elastic.node.rendezvous.hub.state import HubState, HubView
 from azureml_elastic.node.rendezvous.hub.watchers import Watcher
-from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 
 __all__ = ["Hub"]
 
@@ -52,39 +34,28 @@ class Hub:
     """The server of one node.
 
     Args:
-        host: address of the interface to listen on.
-        timings: heartbeat interval and timeouts.
-        wake: callback from the hub's thread when the view or the reports have changed.
+        context: settings; ``wake`` is set when the view or the reports have changed.
+        listener: listening socket, which the hub owns from now on.
         incarnation: incarnation of this node; greetings for another one are refused.
-        runtime: clock and sockets.
-        quarantine: number of strikes from which no room is made for a node; ``None`` for never.
-        latest: receives each version of the round.
         reached_leader: function that returns whether this node has reached rank 0's hub of a round, ``None`` while
             it still tries.
+
+    Attributes:
+        port: port on which the hub listens.
     """
 
     def __init__(
         self,
-        host: str,
-        timings: RendezvousTimings,
-        wake: Callable[[], None],
+        context: Context,
+        listener: socket.socket,
         incarnation: str = "",
-        *,
-        runtime: Runtime | None = None,
-        quarantine: int | None = None,
-        latest: LatestRound | None = None,
         reached_leader: Callable[[int], bool | None] = lambda _: None,
     ) -> None:
-        runtime = runtime or Runtime()
-        self._timings = timings
-        self._wake = wake
+        self._context = context
         self._incarnation = incarnation
-        self._quarantine = quarantine
-        self._latest = latest or LatestRound()
         self._reached_leader = reached_leader
-        self._clock = runtime.clock
         self._lock = threading.Lock()
-        self._state = HubState(runtime.clock)
+        self._state = HubState(context.clock)
         self._must_read = False
         self._round: Round | None = None
         self._entered = 0.0
@@ -93,18 +64,18 @@ class Hub:
         self._absent: set[str] = set()
         self._done: set[str] = set()
         self._reports: list[tuple[int, str, Mapping[str, Any]]] = []
-        listener = runtime.listen(host, 4096)
+        self._pauses = PauseDetector(context.clock, context.tick)
         self.port: int = listener.getsockname()[1]
-        tick = timings.heartbeat_interval.total_seconds() / 2
-        self._pauses = PauseDetector(runtime.clock, tick)
         with self._lock:  # the first tick may come before this constructor has returned
-            self._server = runtime.serve(listener, self._on_message, self._on_close, self._on_tick, tick)
+            self._server = context.runtime.serve(
+                listener, self._on_message, self._on_close, self._on_tick, context.tick
+            )
 
     def enter(self, round_: Round) -> None:
         """Serve a sealed round in which this node is rank 0, instead of the one before."""
         with self._lock:
             self._round = round_
-            self._entered = self._clock()
+            self._entered = self._context.clock()
             self._lost, self._absent, self._done = set(), set(), set()
             unreachable = self._state.watchers.enter(round_)
             self._members = {
@@ -114,7 +85,7 @@ class Hub:
             }
         self.publish(round_)
         for connection, names in unreachable:
-            _send(connection, SealPosition(unreachable_from=names))
+            _send(connection, messages.SealPosition(unreachable_from=names))
 
     def add_own_candidacy(self, round_: Round, me: Member) -> None:
         """Add this node itself as a candidate of an open round."""
@@ -123,12 +94,12 @@ class Hub:
         self._send_positions()
 
     def should_seal(self) -> bool:
-        """Return whether this node is among those that should look after the open round, as far as this hub knows."""
+        """Return whether this node is among the first candidates, by what this hub has received."""
         with self._lock:
             return self._state.should_seal()
 
     def take_read_request(self) -> bool:
-        """Return, once, whether a member is in a sealed round that this hub does not know, so that the row be read."""
+        """Return, once, whether a member is in a sealed round that this hub has not received and must read."""
         with self._lock:
             request, self._must_read = self._must_read, False
             return request
@@ -140,7 +111,7 @@ class Hub:
 
     def publish(self, round_: Round) -> None:
         """Send a version of the row to all connected nodes, unless an equal or newer one was sent."""
-        self._latest.observe(round_)
+        self._context.latest.observe(round_)
         with self._lock:
             is_new = self._state.publish(round_)
         if is_new:
@@ -152,14 +123,14 @@ class Hub:
 
     def broadcast(self, body: Mapping[str, Any]) -> None:
         """Send a message of this node's agent to the agents of all members."""
-        self._send_members(Broadcast(body))
+        self._send_members(messages.Broadcast(body))
 
     def view(self) -> HubView:
-        """Return what is known about the round now."""
+        """Return the state of the round."""
         with self._lock:
-            # Members may have waited here while the round was open, and be about to send their greeting.
+            # Members that waited here while the round was open may not have sent their greeting yet.
             members = self._members.keys() | self._member_names()
-            waiting = self._state.watchers.waiting(members, self._quarantine)
+            waiting = self._state.watchers.waiting(members, self._context.limits.quarantine)
             since = waiting.values()
             return HubView(
                 lost=frozenset(self._lost),
@@ -171,7 +142,7 @@ class Hub:
             )
 
     def take_reports(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return and forget the reports of members of this round, oldest first, each as the node's name and body."""
+        """Return and forget the reports of this round's members, oldest first, each as the node's name and the body."""
         with self._lock:
             current = self._round.number if self._round else 0
             reports = [(node, body) for number, node, body in self._reports if number == current]
@@ -183,38 +154,44 @@ class Hub:
         self._server.close()
 
     def _on_message(self, connection: Connection, fields: Mapping[str, Any]) -> None:
-        message = CODEC.receive(connection, fields)
-        if message is None or isinstance(message, Beat):
+        message = messages.CODEC.receive(connection, fields)
+        if message is None or isinstance(message, messages.Beat):
             return
-        if isinstance(message, Hello | Watch | LeaderQuery) and message.to not in ("", self._incarnation):
-            connection.close("the message is meant for another process, which had this port before")
+        if isinstance(message, messages.Greeting) and not self._accepts(connection, message):
             return
         member, number = connection.state.get("member"), connection.state.get("round", 0)
         match message:
-            case LeaderQuery():
-                _send(connection, LeaderAnswer(self._reached_leader(message.round)))
+            case messages.LeaderQuery():
+                _send(connection, messages.LeaderAnswer(self._reached_leader(message.round)))
                 return
-            case Hello():
+            case messages.Hello():
                 self._on_hello(connection, message)
-            case Watch():
+            case messages.Watch():
                 self._on_watch(connection, message)
-            case RoundChanged(round=None):
+            case messages.RoundChanged(round=None):
                 self.request_read()
-            case RoundChanged(round=Round() as round_):
+            case messages.RoundChanged(round=Round() as round_):
                 self.publish(round_)
-            case Unreachable() if member is not None:
+            case messages.Unreachable() if member is not None:
                 _LOG.warning("%s.", message.text)
-            case Reached() if member is not None:
+            case messages.Reached() if member is not None:
                 with self._lock:
                     self._state.watchers.reached(message.incarnation, member)
-            case Report() if member is not None:
+            case messages.Report() if member is not None:
                 with self._lock:
                     self._reports.append((number, member, message.body))
-            case Done() if member is not None:
+            case messages.Done() if member is not None:
                 self._on_done(member, number)
-        self._wake()
+        self._context.wake.set()
 
-    def _on_hello(self, connection: Connection, hello: Hello) -> None:
+    def _accepts(self, connection: Connection, greeting: messages.Greeting) -> bool:
+        """Return whether to serve a connection, by its first message; if not, close it."""
+        if greeting.to in ("", self._incarnation):
+            return True
+        connection.close("the message is meant for another process, which had this port before")
+        return False
+
+    def _on_hello(self, connection: Connection, hello: messages.Hello) -> None:
         connection.state.update(member=hello.node, node=hello.node, round=hello.round)
         with self._lock:
             if self._round is None or hello.round >= self._round.number:
@@ -225,15 +202,15 @@ class Hub:
             self._must_read = self._must_read or unknown
         # From here on the member receives every change; this is what it may have missed.
         if missed is not None:
-            _send(connection, RoundChanged(missed))
+            _send(connection, messages.RoundChanged(missed))
         if unknown:
             self.request_read()  # the node that has sealed the round has not sent it here, or its message was lost
 
-    def _on_watch(self, connection: Connection, watch: Watch) -> None:
+    def _on_watch(self, connection: Connection, watch: messages.Watch) -> None:
         connection.state.update(member=None, node=watch.node, position=None)
         watcher = Watcher(
             connection,
-            self._clock(),
+            self._context.clock(),
             beside=0 if watch.is_open else watch.round,
             candidacy=watch.candidacy,
             strikes=watch.strikes,
@@ -245,9 +222,9 @@ class Hub:
             missed = self._state.newer_than(Round(watch.round, "open" if watch.is_open else "sealed"))
             unreachable_from = self._state.watchers.unreached_by(watcher)
         if missed is not None:
-            _send(connection, RoundChanged(missed))
-        # Any answer shows the node that this hub serves it.
-        _send(connection, SealPosition(unreachable_from=unreachable_from))
+            _send(connection, messages.RoundChanged(missed))
+        # Sent even if empty: any answer shows the node that this hub serves it.
+        _send(connection, messages.SealPosition(unreachable_from=unreachable_from))
         self._send_positions()
 
     def _on_done(self, member: str, number: int) -> None:
@@ -257,7 +234,7 @@ class Hub:
             self._done.add(member)
             all_done = self._member_names() <= self._done
         if all_done:
-            self._send_members(AllDone())
+            self._send_members(messages.AllDone())
 
     def _on_close(self, connection: Connection) -> None:
         node = connection.state.get("node", "")
@@ -265,7 +242,7 @@ class Hub:
             queue_changed = self._state.leave(node, connection)
         if queue_changed:
             self._send_positions()
-            self._wake()
+            self._context.wake.set()
         with self._lock:
             if self._members.get(node) is not connection:
                 return
@@ -277,19 +254,19 @@ class Hub:
     def _on_tick(self) -> None:
         self._pauses.tick()
         silence = self._pauses.silence
-        timeout = self._timings.heartbeat_timeout.total_seconds()
-        join_timeout = self._timings.join_timeout.total_seconds()
+        timeout = self._context.heartbeat_timeout
+        join_timeout = self._context.timings.join_timeout.total_seconds()
         with self._lock:
             server, watchers = self._server, self._state.watchers.connections()
             gone = [link for link in watchers if silence(link.last_received) > _WATCHER_TIMEOUT_FACTOR * timeout]
-        server.broadcast(CODEC.encode(Beat()))
+        server.broadcast(messages.CODEC.encode(messages.Beat()))
         for connection in gone:
             connection.close("silent")
         with self._lock:
             if self._round is None:
                 return
             silent = [name for name, link in self._members.items() if silence(link.last_received) > timeout]
-            # A member that still waits here is alive, and only slow to learn of the seal.
+            # A member that still waits here is alive, but has not received the seal yet.
             here = self._members.keys() | self._state.watchers.names()
             absent = sorted(self._member_names() - here) if silence(self._entered) > join_timeout else []
             broken = [self._members[name] for name in silent]
@@ -304,16 +281,16 @@ class Hub:
             self._lost.update(lost)
             self._absent.update(never_connected)
         if lost:
-            self._send_members(Lost(lost, never_connected))
-            self._wake()
+            self._send_members(messages.Lost(lost, never_connected))
+            self._context.wake.set()
 
     def _send_positions(self) -> None:
         with self._lock:
             positions = self._state.take_positions()
         for connection, position in positions:
-            _send(connection, SealPosition(position))
+            _send(connection, messages.SealPosition(position))
 
-    def _send_members(self, message: Message) -> None:
+    def _send_members(self, message: messages.Message) -> None:
         with self._lock:
             number = self._round.number if self._round else 0
             connections = [link for link in self._members.values() if link.state["round"] == number]
@@ -322,11 +299,11 @@ class Hub:
 
     def _broadcast_change(self, round_: Round | None) -> None:
         if self._server.connections:
-            self._server.broadcast(CODEC.encode(RoundChanged(round_)))
+            self._server.broadcast(messages.CODEC.encode(messages.RoundChanged(round_)))
 
     def _member_names(self) -> set[str]:
         return {member.node for member in self._round.members} if self._round else set()
 
 
-def _send(connection: Connection, message: Message) -> None:
-    connection.send(CODEC.encode(message))
+def _send(connection: Connection, message: messages.Message) -> None:
+    connection.send(messages.CODEC.encode(message))

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import Connection, MessageClient
-from azureml_elastic.node.rendezvous.hub.messages import (
-    CODEC,
-    AllDone,
-    Beat,
-    Broadcast,
-    Lost,
-    Message,
-    Report,
-    RoundChanged,
-    SealPosition,
-)
+from azureml_elastic.node.rendezvous.context import Context
+from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
-from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Round
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 
 __all__ = ["Link"]
 
@@ -31,13 +19,10 @@ class Link:
     """A connection to a hub, with heartbeats in both directions.
 
     Args:
+        context: settings; ``wake`` is set when something has changed.
         address: host and port of the hub.
-        greeting: first message, :``Hello`` or ``Watch``.
-        timings: heartbeat interval and timeout.
-        wake: callback from the link's thread when something has changed.
-        runtime: clock and sockets.
+        greeting: first message, ``Hello`` or ``Watch``.
         timeout: seconds to connect in; ``None`` for the heartbeat timeout.
-        latest: receives each version of the round that the hub sends.
 
     Attributes:
         answered: whether the hub has sent anything yet.
@@ -49,6 +34,8 @@ class Link:
         position: position among the candidates that should seal; see ``SealPosition``.
         called: whether the hub has sent a position again; reset by the owner.
         unreachable_from: members of the hub's round that cannot reach this node.
+        lost: members that the hub has reported as lost.
+        absent: those of the lost members that have never connected to the hub.
         all_done: whether the workers of all members have succeeded.
 
     Raises:
@@ -56,27 +43,12 @@ class Link:
     """
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        greeting: Message,
-        timings: RendezvousTimings,
-        wake: Callable[[], None],
-        *,
-        runtime: Runtime | None = None,
-        timeout: float | None = None,
-        latest: LatestRound | None = None,
+        self, context: Context, address: tuple[str, int], greeting: messages.Message, timeout: float | None = None
     ) -> None:
-        runtime = runtime or Runtime()
-        self._wake = wake
-        self._clock = runtime.clock
-        self._latest = latest or LatestRound()
+        self._context = context
         self._lock = threading.Lock()
-        tick = timings.heartbeat_interval.total_seconds() / 2
-        self._timeout = timings.heartbeat_timeout.total_seconds()
-        self._pauses = PauseDetector(self._clock, tick)
-        self._last_received = self._clock()
-        self._lost: set[str] = set()
-        self._absent: set[str] = set()
+        self._pauses = PauseDetector(context.clock, context.tick)
+        self._last_received = context.clock()
         self._broadcasts: list[Mapping[str, Any]] = []
         self.answered = False
         self.broken = False
@@ -86,38 +58,24 @@ class Link:
         self.position: int | None = None
         self.called = False
         self.unreachable_from: tuple[str, ...] = ()
+        self.lost: frozenset[str] = frozenset()
+        self.absent: frozenset[str] = frozenset()
         self.all_done = False
         self._client: MessageClient | None = None  # the first tick may come before it is set
-        self._client = runtime.dial(
-            address,
-            self._on_message,
-            self._on_close,
-            self._on_tick,
-            tick,
-            self._timeout if timeout is None else timeout,
+        seconds = context.heartbeat_timeout if timeout is None else timeout
+        self._client = context.runtime.dial(
+            address, self._on_message, self._on_close, self._on_tick, context.tick, seconds
         )
         self.send(greeting)
 
-    @property
-    def lost(self) -> frozenset[str]:
-        """Members that the hub has reported as lost."""
-        with self._lock:
-            return frozenset(self._lost)
-
-    @property
-    def absent(self) -> frozenset[str]:
-        """Those of the lost members that have never connected to the hub."""
-        with self._lock:
-            return frozenset(self._absent)
-
-    def send(self, message: Message) -> None:
+    def send(self, message: messages.Message) -> None:
         """Send to the hub; does nothing when the connection is broken."""
         if self._client is not None:
-            self._client.send(CODEC.encode(message))
+            self._client.send(messages.CODEC.encode(message))
 
     def report(self, body: Mapping[str, Any]) -> None:
         """Send a message to the agent of the hub's node."""
-        self.send(Report(body))
+        self.send(messages.Report(body))
 
     def take_broadcasts(self) -> list[Mapping[str, Any]]:
         """Return and forget the messages that rank 0's agent has broadcast, oldest first."""
@@ -125,51 +83,56 @@ class Link:
             broadcasts, self._broadcasts = self._broadcasts, []
             return broadcasts
 
+    def take_read_request(self) -> bool:
+        """Return, once, whether the hub has sent that the row has changed, but not to what."""
+        request, self.must_read = self.must_read, False
+        return request
+
     def close(self) -> None:
         """End the connection: a member whose workers are not done is lost to the round."""
         if self._client is not None:
             self._client.close()
 
     def _on_message(self, connection: Connection, fields: Mapping[str, Any]) -> None:
-        self._last_received = self._clock()
+        self._last_received = self._context.clock()
         self.answered = True
-        message = CODEC.receive(connection, fields)
-        if message is None or isinstance(message, Beat):
+        message = messages.CODEC.receive(connection, fields)
+        if message is None or isinstance(message, messages.Beat):
             return
-        with self._lock:
-            match message:
-                case RoundChanged(round=None):
-                    self.must_read = True
-                case RoundChanged(round=Round() as round_):
-                    self._latest.observe(round_)
-                    if round_.is_newer_than(self.received):
-                        self.received = round_
-                case SealPosition():
-                    self.position = message.position
-                    self.called = message.position is not None
-                    self.unreachable_from = message.unreachable_from
-                case Lost():
-                    self._lost.update(message.nodes)
-                    self._absent.update(message.absent)
-                case AllDone():
-                    self.all_done = True
-                case Broadcast():
+        match message:
+            case messages.RoundChanged(round=None):
+                self.must_read = True
+            case messages.RoundChanged(round=Round() as round_):
+                self._context.latest.observe(round_)
+                if round_.is_newer_than(self.received):
+                    self.received = round_
+            case messages.SealPosition():
+                self.position = message.position
+                self.called = message.position is not None
+                self.unreachable_from = message.unreachable_from
+            case messages.Lost():
+                self.absent |= {*message.absent}
+                self.lost |= {*message.nodes}
+            case messages.AllDone():
+                self.all_done = True
+            case messages.Broadcast():
+                with self._lock:
                     self._broadcasts.append(message.body)
-        self._wake()
+        self._context.wake.set()
 
     def _on_close(self, _: Connection) -> None:
         self._check_pause()
         self.broken = True
-        self._wake()
+        self._context.wake.set()
 
     def _on_tick(self) -> None:
         if self._client is None:
             return
         self._check_pause()
-        self.send(Beat())
-        if self._pauses.silence(self._last_received) > self._timeout:
+        self.send(messages.Beat())
+        if self._pauses.silence(self._last_received) > self._context.heartbeat_timeout:
             self._client.connection.close("the hub is silent")
 
     def _check_pause(self) -> None:
-        if self._pauses.tick() > self._timeout:
+        if self._pauses.tick() > self._context.heartbeat_timeout:
             self.was_paused = True

@@ -29,6 +29,7 @@ __all__ = [
     "Beat",
     "Broadcast",
     "Done",
+    "Greeting",
     "Hello",
     "LeaderAnswer",
     "LeaderQuery",
@@ -212,5 +213,8 @@ Message = (
     | AllDone
     | Broadcast
 )
+
+Greeting = Hello | Watch | LeaderQuery
+"""The messages with which a node opens a connection to a hub."""
 
 CODEC: MessageCodec[Message] = MessageCodec(*get_args(Message))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import RoundChanged, Watch
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, is_unreachable
-from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 
 __all__ = ["HubWatch"]
 
@@ -21,37 +19,24 @@ _SHORT_TIMEOUT_SECONDS = 1.2
 """Time to connect to a machine that did not answer before: enough for TCP's second attempt."""
 
 
+@dataclass
 class HubWatch:
     """A waiting node's connection to at most one hub. Not thread-safe.
 
     Args:
+        context: settings and shared objects.
         reachability: receives hubs that cannot be reached.
-        timings: heartbeat interval and timeout.
-        wake: callback from another thread when the hub has sent something.
-        runtime: clock and sockets.
-        latest: receives each version of the round that the hub sends.
 
     Attributes:
         link: the connection, ``None`` without one.
         member: the node of the hub.
     """
 
-    def __init__(
-        self,
-        reachability: Reachability,
-        timings: RendezvousTimings,
-        wake: Callable[[], None],
-        runtime: Runtime,
-        latest: LatestRound,
-    ) -> None:
-        self._reachability = reachability
-        self._timings = timings
-        self._wake = wake
-        self._runtime = runtime
-        self._latest = latest
-        self._greeting: Watch | None = None
-        self.link: Link | None = None
-        self.member: Member | None = None
+    context: Context
+    reachability: Reachability
+    link: Link | None = field(default=None, init=False)
+    member: Member | None = field(default=None, init=False)
+    _greeting: Watch | None = field(default=None, init=False)
 
     def connect(
         self, member: Member, round_: Round, me: Member, purpose: str, timeout: float | None = None
@@ -69,7 +54,12 @@ class HubWatch:
         Returns:
             ``None`` if connected, else whether the machine refused the connection.
         """
-        greeting = _greeting(round_, self._reachability.marked(me, member.incarnation), member)
+        is_open = round_.state == "open"
+        me = self.reachability.marked(me, member.incarnation)
+        candidacy = me if is_open else None
+        greeting = Watch(
+            me.node, me.incarnation, round_.number, is_open, member.incarnation, me.strikes, me.unreached, candidacy
+        )
         link = self.link
         same = self.member is not None and self.member.incarnation == member.incarnation
         if link is not None and same and not link.broken:
@@ -79,27 +69,18 @@ class HubWatch:
                 self.member, self._greeting = member, greeting
             return None
         self.close()
-        seconds = self._timings.heartbeat_timeout.total_seconds() if timeout is None else timeout
-        if self._reachability.is_hub_unreachable(member.incarnation):
+        seconds = self.context.heartbeat_timeout if timeout is None else timeout
+        if self.reachability.is_hub_unreachable(member.incarnation):
             seconds = min(seconds, _SHORT_TIMEOUT_SECONDS)
-        address = (member.host, member.hub_port)
         try:
-            self.link = Link(
-                address,
-                greeting,
-                self._timings,
-                self._wake,
-                runtime=self._runtime,
-                timeout=seconds,
-                latest=self._latest,
-            )
+            self.link = Link(self.context, (member.host, member.hub_port), greeting, seconds)
         except OSError as error:
             if timeout is None and is_unreachable(error):
-                self._reachability.failed(member, purpose, error, seconds)
+                self.reachability.failed(member, purpose, error, seconds)
             else:
                 _LOG.info("The hub of %s cannot be reached: %s", member.node, error)
             return isinstance(error, ConnectionRefusedError)
-        self._reachability.reached(member.incarnation, "hub")
+        self.reachability.reached(member.incarnation, "hub")
         self.member, self._greeting = member, greeting
         return None
 
@@ -110,27 +91,10 @@ class HubWatch:
 
     def take_read_request(self) -> bool:
         """Return, once, whether the hub has sent that the row has changed, but not to what."""
-        if self.link is None or not self.link.must_read:
-            return False
-        self.link.must_read = False
-        return True
+        return self.link is not None and self.link.take_read_request()
 
     def close(self) -> None:
         """End the connection."""
         if self.link is not None:
             self.link.close()
             self.link = self.member = None
-
-
-def _greeting(round_: Round, me: Member, to: Member) -> Watch:
-    is_open = round_.state == "open"
-    return Watch(
-        me.node,
-        me.incarnation,
-        round_.number,
-        is_open,
-        to.incarnation,
-        me.strikes,
-        me.unreached,
-        me if is_open else None,
-    )

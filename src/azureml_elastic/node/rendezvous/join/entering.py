@@ -2,25 +2,23 @@
 
 A machine that refuses the connection has lost its agent: the round is over. One that does not answer may be gone or cut
 off, or this node is cut off. The majority of members decides: where most have reached rank 0's node, the round goes on
-without this one, which writes so into its row and keeps trying until the round has changed.
+without this one, which marks its row as left and keeps trying until the round has changed.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.host.addresses import format_address
+from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.membership import Membership
-from azureml_elastic.node.rendezvous.reachability.quorum_check import QuorumCheck, is_leader_unreachable
+from azureml_elastic.node.rendezvous.reachability.quorum_check import is_leader_unreachable, query_members
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, UnreachablePair, is_unreachable
-from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import Member, Round
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.rows import Rows
 from azureml_elastic.node.rendezvous.table_heartbeat import StaleHeartbeat, TableHeartbeat
 
@@ -39,49 +37,33 @@ class LeaderLostError(Exception):
     """The round must be reopened without rank 0's node; the message is the reason."""
 
 
+@dataclass(frozen=True)
 class RoundEntry:
     """Entry of this node into sealed rounds. Not thread-safe.
 
     Args:
+        context: settings and shared objects.
         membership: connects to rank 0's hub.
         rows: table rows.
         heartbeat: table heartbeat, which shows whether the round runs.
         reachability: receives unreachable pairs.
-        timings: heartbeat timeout and table heartbeat interval.
         sleeper: pauses between attempts.
-        runtime: clock, threads and sockets.
-        latest: newest version of the round.
     """
 
-    def __init__(
-        self,
-        *,
-        membership: Membership,
-        rows: Rows,
-        heartbeat: TableHeartbeat,
-        reachability: Reachability,
-        timings: RendezvousTimings,
-        sleeper: Sleeper,
-        runtime: Runtime,
-        latest: LatestRound,
-    ) -> None:
-        self._membership = membership
-        self._rows = rows
-        self._heartbeat = heartbeat
-        self._reachability = reachability
-        self._timings = timings
-        self._sleeper = sleeper
-        self._runtime = runtime
-        self._latest = latest
+    context: Context
+    membership: Membership
+    rows: Rows
+    heartbeat: TableHeartbeat
+    reachability: Reachability
+    sleeper: Sleeper
 
-    def enter(self, round_: Round, rank: int, listener: socket.socket, me: Member) -> Assignment | None:
+    def enter(self, round_: Round, rank: int, listener: socket.socket) -> Assignment | None:
         """Enter a round.
 
         Args:
             round_: sealed round.
             rank: rank of this node in it.
             listener: listening socket for the round's store.
-            me: this node.
 
         Returns:
             The assignment, or ``None`` where the round has changed meanwhile.
@@ -89,45 +71,45 @@ class RoundEntry:
         Raises:
             LeaderLostError: the round must be reopened without rank 0's node.
         """
-        first = round_.members[0]
+        me, first = self.membership.me, round_.members[0]
         try:
-            return self._membership.enter(round_, rank, listener)
+            return self.membership.enter(round_, rank, listener)
         except OSError as error:
             if not is_unreachable(error):
                 _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
                 raise LeaderLostError(_refusal(me, first, error)) from error
-            seconds = self._timings.heartbeat_timeout.total_seconds()
-            pair = self._reachability.failed(first, f"rank 0 of round {round_.number}", error, seconds)
-        verdict = is_leader_unreachable(QuorumCheck(self._runtime, me.node).query(round_))
-        if verdict or (verdict is None and self._heartbeat.round() != round_.number):
+            purpose = f"rank 0 of round {round_.number}"
+            pair = self.reachability.failed(first, purpose, error, self.context.heartbeat_timeout)
+        verdict = is_leader_unreachable(query_members(self.context.runtime, round_, me.node))
+        if verdict or (verdict is None and self.heartbeat.round() != round_.number):
             raise LeaderLostError(str(pair))
-        return self._keep_trying(round_, rank, listener, me, pair)
+        return self._keep_trying(round_, rank, listener, pair)
 
     def _keep_trying(
-        self, round_: Round, rank: int, listener: socket.socket, me: Member, pair: UnreachablePair
+        self, round_: Round, rank: int, listener: socket.socket, pair: UnreachablePair
     ) -> Assignment | None:
-        first = round_.members[0]
+        me, first = self.membership.me, round_.members[0]
         _LOG.warning("Round %d may go on without this node, which keeps trying to enter it.", round_.number)
-        self._rows.write_member(
-            replace(me, state="left", reason=str(pair)), lambda: self._latest.after(round_) is not None
+        self.rows.write_member(
+            replace(me, state="left", reason=str(pair)), lambda: self.context.latest.after(round_) is not None
         )
         pause, longest = _RETRY_SECONDS
-        stale = StaleHeartbeat(self._heartbeat, self._timings, self._runtime.clock)
+        stale = StaleHeartbeat(self.heartbeat)
         stale.check()
         while True:
-            self._sleeper.sleep(pause)
+            self.sleeper.sleep(pause)
             pause = min(longest, 1.5 * pause)
-            if self._latest.after(round_) is not None or self._rows.read_round().is_newer_than(round_):
+            if self.context.latest.after(round_) is not None or self.rows.read_round().is_newer_than(round_):
                 return None
             try:
-                assignment = self._membership.enter(round_, rank, listener, _RETRY_TIMEOUT_SECONDS)
+                assignment = self.membership.enter(round_, rank, listener, _RETRY_TIMEOUT_SECONDS)
             except OSError as error:
                 if not is_unreachable(error):
                     raise LeaderLostError(_refusal(me, first, error)) from error
             else:
-                self._reachability.reached(first.incarnation, "hub")
-                # The row said that this node has left, for which the next round would not wait.
-                self._rows.write_member(replace(me, round=round_.number))
+                self.reachability.reached(first.incarnation, "hub")
+                # Its row says that this node has left: the next round would not wait for it.
+                self.rows.write_member(replace(me, round=round_.number))
                 return assignment
             if stale.check():
                 raise LeaderLostError(str(pair))

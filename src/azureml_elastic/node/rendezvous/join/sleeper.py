@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.reachability.probing import PeerProber
-from azureml_elastic.node.rendezvous.reachability.reachability import Reachability
 
 __all__ = ["Sleeper"]
 
@@ -14,30 +14,19 @@ _MAX_SECONDS = 5.0
 """Longest sleep while an unreachable node is to be probed again."""
 
 
+@dataclass(frozen=True)
 class Sleeper:
     """Sleep that other threads can end, and that starts the probes which are due.
 
     Args:
-        wake: event that ends a sleep.
-        clock: clock in monotonic seconds.
+        context: clock and event that ends a sleep.
         prober: prober whose due probes are started before each sleep.
-        reachability: pairs that are to be probed again.
         cancelled: function that returns whether to raise ``InterruptedError`` after a sleep.
     """
 
-    def __init__(
-        self,
-        wake: threading.Event,
-        clock: Callable[[], float],
-        prober: PeerProber,
-        reachability: Reachability,
-        cancelled: Callable[[], bool],
-    ) -> None:
-        self._wake = wake
-        self._clock = clock
-        self._prober = prober
-        self._reachability = reachability
-        self._cancelled = cancelled
+    context: Context
+    prober: PeerProber
+    cancelled: Callable[[], bool]
 
     def wait(self, seconds: float) -> bool:
         """Sleep until woken, at most for this time; return whether the node was woken.
@@ -45,10 +34,10 @@ class Sleeper:
         Raises:
             InterruptedError: the wait was cancelled.
         """
-        self._prober.tick()
-        woken = self._wake.wait(min(seconds, _MAX_SECONDS) if self._reachability.pairs() else seconds)
-        self._wake.clear()
-        if self._cancelled():
+        self.prober.tick()
+        woken = self.context.wake.wait(min(seconds, _MAX_SECONDS) if self.prober.reachability.pairs() else seconds)
+        self.context.wake.clear()
+        if self.cancelled():
             raise InterruptedError("the node is leaving the run")
         return woken
 
@@ -58,6 +47,6 @@ class Sleeper:
         Raises:
             InterruptedError: the wait was cancelled.
         """
-        until = self._clock() + seconds
-        while (left := until - self._clock()) > 0:
+        until = self.context.clock() + seconds
+        while (left := until - self.context.clock()) > 0:
             self.wait(left)

@@ -10,12 +10,12 @@ its own hub.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import TableUnavailable, ValueTooLarge
 from azureml_elastic.node.host.addresses import format_address
+from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.watch import HubWatch
 from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints
@@ -23,8 +23,7 @@ from azureml_elastic.node.rendezvous.join.read_schedule import ReadSchedule
 from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability
 from azureml_elastic.node.rendezvous.state.member_selection import candidates, describe_partitions
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
-from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
+from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
 from azureml_elastic.node.rendezvous.state.sealing import SealTimer, drop_unresponsive, reopened, seal
 from azureml_elastic.node.rendezvous.table_heartbeat import StaleHeartbeat, TableHeartbeat
@@ -43,46 +42,27 @@ _CHECK_SECONDS = 20.0
 """Time between two reads of a spare that is connected to rank 0's hub, in case the hub fails to send a change."""
 
 
+@dataclass(frozen=True)
 class JoinWaiter:
     """One node's waits, connected to a hub that sends changes, with reads of the table only where they are needed.
 
     Args:
+        context: settings and shared objects.
         rows: table rows.
         hub: this node's own hub, which forwards changes.
         watch: connection to another node's hub.
         heartbeat: table heartbeat, read where rank 0's hub cannot be reached.
         reachability: nodes that this node cannot reach.
-        limits: node counts.
-        timings: timeouts of the rendezvous.
         sleeper: pauses that other threads can end.
-        clock: clock in monotonic seconds.
-        latest: newest version of the round.
     """
 
-    def __init__(
-        self,
-        *,
-        rows: Rows,
-        hub: Hub,
-        watch: HubWatch,
-        heartbeat: TableHeartbeat,
-        reachability: Reachability,
-        limits: Limits,
-        timings: RendezvousTimings,
-        sleeper: Sleeper,
-        clock: Callable[[], float],
-        latest: LatestRound,
-    ) -> None:
-        self._rows = rows
-        self._hub = hub
-        self._watch = watch
-        self._heartbeat = heartbeat
-        self._reachability = reachability
-        self._limits = limits
-        self._timings = timings
-        self._sleeper = sleeper
-        self._clock = clock
-        self._latest = latest
+    context: Context
+    rows: Rows
+    hub: Hub
+    watch: HubWatch
+    heartbeat: TableHeartbeat
+    reachability: Reachability
+    sleeper: Sleeper
 
     def wait_for_seal(self, round_: Round, me: Member, known: Iterable[Member] | Roster) -> Round:
         """Become a candidate of an open round, wait until a node, perhaps this one, has changed it, and return it.
@@ -93,29 +73,29 @@ class JoinWaiter:
             known: other nodes: the members of the round before, or the rows as they were read last.
         """
         # In the first round nodes find each other by their rows. Later they know each other, and a message suffices.
-        me = self._reachability.marked(me)
-        written = (round_.number == 1 or self._rows.has_left) and self._write(round_, me)
-        write_at = self._clock() + _WRITE_SECONDS
-        self._hub.add_own_candidacy(round_, me)
+        me = self.reachability.marked(me)
+        written = (round_.number == 1 or self.rows.has_left) and self._write(round_, me)
+        write_at = self.context.clock() + _WRITE_SECONDS
+        self.hub.add_own_candidacy(round_, me)
         points = MeetingPoints(round_, me, known)
-        timer = SealTimer(round_, self._limits, self._timings, self._clock)
-        schedule = ReadSchedule(self._clock())
+        timer = SealTimer(round_, self.context.limits, self.context.timings, self.context.clock)
+        schedule = ReadSchedule(self.context.clock())
         rows: dict[str, Member] = {}
-        while (newer := self._latest.after(round_)) is None:
-            schedule.set_active(self._meet(points, round_, me, schedule), self._clock())
-            if (marked := self._reachability.marked(me)) != me:
+        while (newer := self.context.latest.after(round_)) is None:
+            schedule.set_active(self._meet(points, round_, me, schedule), self.context.clock())
+            if (marked := self.reachability.marked(me)) != me:
                 me = marked
-                self._hub.add_own_candidacy(round_, me)
-                written, write_at = False, self._clock()
-            alone = self._watch.link is None and not points.is_first
-            if not written and (alone or self._clock() >= write_at):
+                self.hub.add_own_candidacy(round_, me)
+                written, write_at = False, self.context.clock()
+            alone = self.watch.link is None and not points.is_first
+            if not written and (alone or self.context.clock() >= write_at):
                 written = self._write(round_, me)
                 continue
-            if schedule.take_decision(self._clock()):
+            if schedule.take_decision(self.context.clock()):
                 if timer.is_due(self._present(rows, points, me), me.node):
-                    schedule.read_now(self._clock())
-                schedule.has_decided(self._clock(), timer.next_change)
-            if schedule.should_read(self._clock()):
+                    schedule.read_now(self.context.clock())
+                schedule.has_decided(self.context.clock(), timer.next_change)
+            if schedule.should_read(self.context.clock()):
                 read = self._read_all()
                 if read is not None:
                     current, roster = read
@@ -126,12 +106,12 @@ class JoinWaiter:
                     present = self._present(rows, points, me)
                     if timer.is_due(present, me.node):
                         return self._forward(
-                            self._seal(round_, drop_unresponsive(round_, present, me.node, self._limits))
+                            self._seal(round_, drop_unresponsive(round_, present, me.node, self.context.limits))
                         )
-                schedule.has_read(self._clock(), timer.next_change)
+                schedule.has_read(self.context.clock(), timer.next_change)
                 continue
-            left = schedule.seconds_left(self._clock())
-            if self._sleeper.wait(left if written else max(0.0, min(left, write_at - self._clock()))):
+            left = schedule.seconds_left(self.context.clock())
+            if self.sleeper.wait(left if written else max(0.0, min(left, write_at - self.context.clock()))):
                 schedule.hub_received()
         return self._forward(newer)
 
@@ -140,90 +120,90 @@ class JoinWaiter:
         first = round_.members[0]
         purpose = f"rank 0 of round {round_.number}"
         logged: tuple[str, ...] = ()
-        stale = StaleHeartbeat(self._heartbeat, self._timings, self._clock)
+        stale = StaleHeartbeat(self.heartbeat)
         pause, longest = _ALONE_SECONDS
-        dial_at = self._clock()
+        dial_at = self.context.clock()
         read_at = dial_at + _CHECK_SECONDS
-        while (newer := self._latest.after(round_)) is None:
-            now = self._clock()
-            if self._watch.link is not None and self._watch.link.broken:
-                self._watch.close()
+        while (newer := self.context.latest.after(round_)) is None:
+            now = self.context.clock()
+            if self.watch.link is not None and self.watch.link.broken:
+                self.watch.close()
                 dial_at, read_at = now + pause, now
-            if now >= dial_at and self._watch.connect(first, round_, me, purpose) is not None:
+            if now >= dial_at and self.watch.connect(first, round_, me, purpose) is not None:
                 dial_at, read_at = now + pause, now
-            link = self._watch.link
+            link = self.watch.link
             if link is not None and link.unreachable_from not in ((), logged):
                 logged = link.unreachable_from
                 _LOG.warning(
                     "Round %d makes no room for %s (%s), which %s cannot reach. %s",
                     round_.number, me.node, format_address(me.host, me.hub_port), ", ".join(logged),
-                    self._reachability.advice,
+                    self.reachability.advice,
                 )  # fmt: skip
-            connected = link is not None and self._watch.member == first
+            connected = link is not None and self.watch.member == first
             if connected:
                 stale.reset()
-            if self._must_read() or self._clock() >= read_at:
-                current = self._rows.read_round()
+            if self._must_read() or self.context.clock() >= read_at:
+                current = self.rows.read_round()
                 if current.is_newer_than(round_):
                     return self._forward(current)
                 if not connected:
                     if stale.check():
                         return self._give_up(round_, me)
                     pause = min(longest, pause * 1.5)
-                read_at = self._clock() + (_CHECK_SECONDS if connected else pause)
+                read_at = self.context.clock() + (_CHECK_SECONDS if connected else pause)
             else:
-                self._sleeper.wait(max(0.0, (read_at if connected else min(read_at, dial_at)) - self._clock()))
+                self.sleeper.wait(max(0.0, (read_at if connected else min(read_at, dial_at)) - self.context.clock()))
         return self._forward(newer)
 
     def _write(self, round_: Round, me: Member) -> bool:
         """Write this node's row, unless the round changes meanwhile."""
-        return self._rows.write_member(me, lambda: self._latest.after(round_) is not None)
+        return self.rows.write_member(me, lambda: self.context.latest.after(round_) is not None)
 
     def _present(self, rows: Mapping[str, Member], points: MeetingPoints, me: Member) -> list[Member]:
         """Return all nodes, by their rows or by what they have sent to this node's hub, which is newer."""
         left = {row.incarnation for row in rows.values() if row.state == "left"}
         known = {node: replace(row, state="left") if points.is_gone(row) else row for node, row in rows.items()}
-        here = {member.node: member for member in (*self._hub.candidates(), me) if member.incarnation not in left}
+        here = {member.node: member for member in (*self.hub.candidates(), me) if member.incarnation not in left}
         return [*{**known, **here}.values()]
 
     def _meet(self, points: MeetingPoints, round_: Round, me: Member, schedule: ReadSchedule) -> bool:
         """Connect to the current meeting point; return whether this node should look after the round."""
-        watch = self._watch
+        watch = self.watch
         if watch.link is not None and watch.member is not None and watch.link.broken:
             if points.connection_broke(watch.member, answered=watch.link.answered):
-                schedule.read_now(self._clock())
+                schedule.read_now(self.context.clock())
             watch.close()
         purpose = f"where the nodes of round {round_.number} meet"
         point = points.choose()
         while point is not None and (refused := watch.connect(point, round_, me, purpose)) is not None:
             was_known = points.connect_failed(point, refused=refused)
             if was_known or not refused:
-                schedule.read_now(self._clock())
+                schedule.read_now(self.context.clock())
             if not refused:
                 break  # the attempt took seconds: write this node's row before the next one
             point = points.choose()
         if point is None:
             watch.close()
         if self._must_read():
-            schedule.read_now(self._clock())
+            schedule.read_now(self.context.clock())
         link = watch.link
         if link is not None and link.called:
             link.called = False
             schedule.candidate_came()
-        return link is None or link.position is not None or (points.is_first and self._hub.should_seal())
+        return link is None or link.position is not None or (points.is_first and self.hub.should_seal())
 
     def _read_all(self) -> tuple[Round, Roster] | None:
         """Read all rows; ``None`` while the table is unavailable, since hubs may send what it does not."""
         try:
-            return self._rows.read_all()
+            return self.rows.read_all()
         except TableUnavailable as error:
             _LOG.warning("The table is unavailable (%s); reading again later.", error)
             return None
 
     def _seal(self, round_: Round, members: Sequence[Member]) -> Round:
-        sealed = seal(round_, members, self._limits)
+        sealed = seal(round_, members, self.context.limits)
         try:
-            written = self._rows.replace_round(sealed)
+            written = self.rows.replace_round(sealed)
         except ValueTooLarge as error:
             _LOG.error("Round %d cannot be sealed: %s", round_.number, error)
             message = (
@@ -231,28 +211,28 @@ class JoinWaiter:
                 "give the nodes shorter names."
             )
             sealed = replace(round_, state="failed", message=message, exit_code=1)
-            written = self._rows.replace_round(sealed)
+            written = self.rows.replace_round(sealed)
         if written:
             names = {member.node for member in sealed.members}
             for text in describe_partitions(candidates(round_, members), names):
                 _LOG.warning("Round %d is sealed %s", round_.number, text)
             return sealed
         _LOG.info("Another node has changed round %d first.", round_.number)
-        return self._rows.read_round()
+        return self.rows.read_round()
 
     def _give_up(self, round_: Round, me: Member) -> Round:
         _LOG.warning("Round %d has stopped writing its heartbeat; it is reopened without its members.", round_.number)
         everyone = [member.node for member in round_.members]
         reason = f"no sign of life from {round_.members[0].node}"
         next_ = reopened(round_, reason, lost=everyone, waiting=[me.node])
-        return self._forward(next_ if self._rows.end_round(round_.number, next_) else self._rows.read_round())
+        return self._forward(next_ if self.rows.end_round(round_.number, next_) else self.rows.read_round())
 
     def _forward(self, round_: Round) -> Round:
         """Send a version of the round to the nodes at this node's hub, and to the hub that it is connected to."""
-        self._hub.publish(round_)
-        self._watch.forward(round_)
+        self.hub.publish(round_)
+        self.watch.forward(round_)
         return round_
 
     def _must_read(self) -> bool:
         """Return, once, whether a hub has learned that the row has changed, but not to what."""
-        return self._watch.take_read_request() | self._hub.take_read_request()
+        return self.watch.take_read_request() | self.hub.take_read_request()

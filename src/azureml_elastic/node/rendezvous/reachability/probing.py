@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from azureml_elastic.ipc import Connection
+from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.messages import Reached
 from azureml_elastic.node.rendezvous.membership import Membership
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, Target, is_unreachable
@@ -86,27 +87,16 @@ class PeerProber:
     """This node's probes. :meth:`tick` is for one thread, and starts probes on another.
 
     Args:
-        runtime: clock, threads and sockets.
+        context: settings; ``wake`` is set when an unreachable peer is reached again.
         reachability: receives the results.
         membership: this node's round, and its connection to rank 0's hub, which receives recoveries.
-        wake: callback for when an unreachable peer is reached again.
-        node: name of this node, seed of the sample.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        reachability: Reachability,
-        membership: Membership,
-        wake: Callable[[], None],
-        node: str,
-    ) -> None:
-        self._runtime = runtime
-        self._reachability = reachability
+    def __init__(self, context: Context, reachability: Reachability, membership: Membership) -> None:
+        self.reachability = reachability
+        self._context = context
         self._membership = membership
-        self._wake = wake
-        self._choose = random.Random(node)
-        self._clock = runtime.clock
+        self._choose = random.Random(membership.me.node)
         self._reached: set[str] = set()
         self._next: Assignment | None = None
         self._next_at = 0.0
@@ -118,20 +108,20 @@ class PeerProber:
         first = assignment.round.members[0]
         if not first.data_port:
             self._reached.add(first.incarnation)
-        self._next, self._next_at = assignment, self._clock() + _DELAY_SECONDS
+        self._next, self._next_at = assignment, self._context.clock() + _DELAY_SECONDS
 
     def tick(self) -> None:
         """Start the probes that are due, unless others still run."""
         if self._busy:
             return
-        now = self._clock()
+        now = self._context.clock()
         if self._next is not None and now >= self._next_at:
             assignment, self._next = self._next, None
             peers = peers_to_probe(assignment.round.members, assignment.rank, self._reached, self._choose)
             if peers:
                 self._start(partial(self._probe_members, assignment.round, peers))
                 return
-        pairs = self._reachability.pairs()
+        pairs = self.reachability.pairs()
         if not pairs:
             self._retry_at.clear()
             return
@@ -154,7 +144,7 @@ class PeerProber:
             finally:
                 self._busy = False
 
-        self._runtime.thread(run, "probing").start()
+        self._context.runtime.thread(run, "probing").start()
 
     def _probe_members(self, round_: Round, peers: list[Member]) -> None:
         """Probe members that were not reached before, twice."""
@@ -162,7 +152,7 @@ class PeerProber:
         left += [(peer, "worker_port", peer.data_port) for peer in peers if peer.data_port]
         errors: dict[tuple[str, Target], OSError] = {}
         for _ in range(_TRIES):
-            results = self._runtime.probe([(peer.host, port) for peer, _, port in left], _PROBE_SECONDS)
+            results = self._context.runtime.probe([(peer.host, port) for peer, _, port in left], _PROBE_SECONDS)
             failed = [(each, error) for each, error in zip(left, results, strict=True) if error is not None]
             errors = {(peer.incarnation, target): error for (peer, target, _), error in failed if is_unreachable(error)}
             left = [each for each, error in failed if is_unreachable(error)]
@@ -178,18 +168,18 @@ class PeerProber:
             if self._membership.is_in(round_.number, peer.node):
                 purpose = _PURPOSES[target].format(round_.number)
                 error = errors[peer.incarnation, target]
-                self._reachability.failed(peer, purpose, error, _PROBE_SECONDS, target=target, port=port)
+                self.reachability.failed(peer, purpose, error, _PROBE_SECONDS, target=target, port=port)
 
     def _probe_again(self, due: list[tuple[tuple[str, Target], tuple[str, int]]]) -> None:
-        errors = self._runtime.probe([address for _, address in due], _PROBE_SECONDS)
+        errors = self._context.runtime.probe([address for _, address in due], _PROBE_SECONDS)
         for ((incarnation, target), _), error in zip(due, errors, strict=True):
             if error is None or not is_unreachable(error):
                 self._recovered(incarnation, target)
 
     def _recovered(self, incarnation: str, target: Target) -> None:
-        if self._reachability.reached(incarnation, target):
+        if self.reachability.reached(incarnation, target):
             self._membership.send_to_leader(Reached(incarnation))
-            self._wake()
+            self._context.wake.set()
 
 
 def _targets(peer: Member) -> set[tuple[str, Target]]:

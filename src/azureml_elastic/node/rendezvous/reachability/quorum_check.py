@@ -6,7 +6,7 @@ cut off, and the round must go on without this one. A node that decided that alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from azureml_elastic.node.rendezvous.hub.messages import CODEC, LeaderAnswer, Le
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
-__all__ = ["QuorumCheck", "is_leader_unreachable"]
+__all__ = ["is_leader_unreachable", "query_members"]
 
 _MAX_QUERIES = 8
 """Largest number of members that are queried."""
@@ -36,35 +36,22 @@ def is_leader_unreachable(answers: Sequence[bool | None]) -> bool | None:
     return False if True in answers else None
 
 
-class QuorumCheck:
-    """Sender of queries to the hubs of other members.
+def query_members(runtime: Runtime, round_: Round, node: str) -> list[bool | None]:
+    """Query members of a sealed round whether they have reached rank 0's node.
 
     Args:
         runtime: clock, threads and sockets.
-        node: name of this node.
+        round_: sealed round.
+        node: name of this node, which is not queried.
+
+    Returns:
+        The answers, ``None`` for each member that did not answer.
     """
+    others = [member for member in round_.members[1:] if member.node != node][:_MAX_QUERIES]
+    answers: list[bool | None] = [None] * len(others)
 
-    def __init__(self, runtime: Runtime, node: str) -> None:
-        self._runtime = runtime
-        self._node = node
-
-    def query(self, round_: Round) -> list[bool | None]:
-        """Return whether other members of the sealed round have reached rank 0's node, ``None`` for no answer."""
-        others = [member for member in round_.members[1:] if member.node != self._node][:_MAX_QUERIES]
-        answers: list[bool | None] = [None] * len(others)
-        threads = [
-            self._runtime.thread(partial(self._query_one, other, round_.number, answers, index), "quorum check")
-            for index, other in enumerate(others)
-        ]
-        for thread in threads:
-            thread.start()
-        until = self._runtime.clock() + _TIMEOUT_SECONDS
-        for thread in threads:
-            thread.join(max(0.0, until - self._runtime.clock()))
-        return list(answers)
-
-    def _query_one(self, member: Member, number: int, answers: list[bool | None], index: int) -> None:
-        answered = self._runtime.event()
+    def query(index: int, member: Member) -> None:
+        answered = runtime.event()
 
         def on_message(connection: Connection, fields: Mapping[str, Any]) -> None:
             message = CODEC.receive(connection, fields)
@@ -72,12 +59,22 @@ class QuorumCheck:
                 answers[index] = message.reached
                 answered.set()
 
-        on_close: Callable[[Connection], None] = lambda _: answered.set()  # noqa: E731
+        def on_close(_: Connection) -> None:
+            answered.set()
+
         address = (member.host, member.hub_port)
         try:
-            client = self._runtime.dial(address, on_message, on_close, lambda: None, _TIMEOUT_SECONDS, _TIMEOUT_SECONDS)
+            client = runtime.dial(address, on_message, on_close, lambda: None, _TIMEOUT_SECONDS, _TIMEOUT_SECONDS)
         except OSError:
             return
-        client.send(CODEC.encode(LeaderQuery(number, member.incarnation)))
+        client.send(CODEC.encode(LeaderQuery(round_.number, member.incarnation)))
         answered.wait(_TIMEOUT_SECONDS)
         client.close()
+
+    threads = [runtime.thread(partial(query, *each), "quorum check") for each in enumerate(others)]
+    for thread in threads:
+        thread.start()
+    until = runtime.clock() + _TIMEOUT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, until - runtime.clock()))
+    return list(answers)

@@ -1,4 +1,4 @@
-"""A node's place in a round, and the state of that round."""
+"""A node's assignment in a round, and the status of that round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Assignment", "Status"]
 
 @dataclass(frozen=True)
 class Assignment:
-    """A node's place in a sealed round.
+    """A node's rank in a sealed round.
 
     Args:
         round: sealed round.
@@ -29,6 +29,12 @@ class Assignment:
         """Host and port of the round's store."""
         first = self.round.members[0]
         return first.host, first.store_port
+
+    @property
+    def global_ranks(self) -> range:
+        """Global ranks of the node's workers."""
+        first = sum(member.slots for member in self.round.members[: self.rank])
+        return range(first, first + self.round.members[self.rank].slots)
 
 
 @dataclass(frozen=True)

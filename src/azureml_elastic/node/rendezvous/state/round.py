@@ -20,7 +20,7 @@ from typing import Any, Literal
 from azureml_elastic.node.failures.restart_policy import FailureRecord, read_records
 from azureml_elastic.node.rendezvous.state.row_keys import member_key
 
-__all__ = ["Limits", "Member", "Round", "RoundState", "global_ranks"]
+__all__ = ["Limits", "Member", "Round", "RoundState"]
 
 RoundState = Literal["open", "sealed", "succeeded", "failed"]
 MemberState = Literal["starting", "waiting", "left"]
@@ -169,9 +169,3 @@ class Round:
         if other is None:
             return True
         return (self.number, _ORDER.index(self.state)) > (other.number, _ORDER.index(other.state))
-
-
-def global_ranks(round_: Round, rank: int) -> range:
-    """Return the global ranks of the workers on the node with this rank."""
-    first = sum(member.slots for member in round_.members[:rank])
-    return range(first, first + round_.members[rank].slots)

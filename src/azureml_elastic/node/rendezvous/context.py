@@ -1,0 +1,37 @@
+"""The settings and objects that all parts of one node's rendezvous share."""
+
+from __future__ import annotations
+
+from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.state.round import Limits
+from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
+
+__all__ = ["Context"]
+
+
+class Context:
+    """Settings and shared objects of one node's rendezvous.
+
+    Args:
+        limits: node counts of a round.
+        timings: heartbeat interval and timeouts.
+        runtime: clock, threads and sockets.
+
+    Attributes:
+        clock: clock in monotonic seconds.
+        wake: event for the agent's thread; other threads set it when a hub has sent something or the state has changed.
+        latest: newest version of the round that this node has read, written or received.
+        heartbeat_timeout: silence in seconds after which a peer counts as lost.
+        tick: seconds between two heartbeats of a connection.
+    """
+
+    def __init__(self, limits: Limits, timings: RendezvousTimings, runtime: Runtime) -> None:
+        self.limits = limits
+        self.timings = timings
+        self.runtime = runtime
+        self.clock = runtime.clock
+        self.wake = runtime.event()
+        self.latest = LatestRound()
+        self.heartbeat_timeout = timings.heartbeat_timeout.total_seconds()
+        self.tick = timings.heartbeat_interval.total_seconds() / 2

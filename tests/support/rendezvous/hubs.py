@@ -1,0 +1,20 @@
+"""A hub and connections to hubs without a rendezvous around them."""
+
+from __future__ import annotations
+
+from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.rendezvous.context import Context
+from azureml_elastic.node.rendezvous.hub.hub import Hub
+from azureml_elastic.node.rendezvous.runtime import Runtime
+from azureml_elastic.node.rendezvous.state.round import Limits
+
+__all__ = ["make_context", "start_hub"]
+
+
+def make_context(timings: RendezvousTimings | None = None, runtime: Runtime | None = None) -> Context:
+    return Context(Limits(1, 8), timings or RendezvousTimings(), runtime or Runtime())
+
+
+def start_hub(context: Context | None = None) -> Hub:
+    context = context or make_context()
+    return Hub(context, context.runtime.listen("127.0.0.1", 100))
