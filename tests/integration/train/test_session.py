@@ -19,7 +19,7 @@ from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan
 from azureml_elastic.config import environment as names
 from azureml_elastic.distributed.process import WorkerEnvironment
 from azureml_elastic.errors import CheckpointDamaged, PlanError, UsageError
-from azureml_elastic.train.session.gradient_averaging import require_averaging
+from azureml_elastic.train.optim.gradient_averaging import require_averaging
 from tests.support.paths import SAMPLES
 from tests.support.train import workers
 

@@ -47,7 +47,7 @@ def noise(folder, length, global_batch_size, policy, options):
         run.backward(nn.functional.cross_entropy(model(x), y))
         if not run.accumulating:
             break
-    return run._rate._scale.moments, run.learning_rate_factor
+    return run._rate._scale.noise.moments, run.learning_rate_factor
 
 
 def of_each_step(folder, length, global_batch_size, policy, options=None, weighted=True, sharded=False):

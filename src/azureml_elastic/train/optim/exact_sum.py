@@ -1,10 +1,9 @@
-"""The sum of gradients to the bit the same at any world size.
+"""A sum of gradients that is bit-identical at any world size.
 
-A sum of floating-point numbers depends on their order, and so on which rank has added up which of them. Whole numbers
-do not: each micro-batch's gradient is multiplied by a power of two, such that the largest of all has as many bits as
-the sum leaves room for, rounded to 64 bits, and these are added up. The power follows from the largest gradient over
-all ranks, for each parameter by itself. (The idea of a common exponent: J. Demmel, H. D. Nguyen, "Fast Reproducible
-Floating-Point Summation", ARITH 2013.)
+A sum of floating-point numbers depends on their order, and so on the distribution of the terms over the ranks; a sum
+of integers does not. Each term is therefore multiplied by a power of two, chosen for each parameter from its largest
+gradient over all ranks such that the sum just fits, rounded to 64 bits and added up as an integer. (The idea of a
+common exponent: J. Demmel, H. D. Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013.)
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.distributed as dist
 __all__ = ["exact_sum"]
 
 _BITS = 62
-"""Of a signed number of 64 bits, with one to spare."""
+"""Bits of a signed 64-bit integer, with one to spare."""
 
 _BUCKET = 1 << 23
 """Numbers that are reduced at once: 64 MB."""
@@ -29,12 +28,12 @@ _ABSENT = -1.0
 def exact_sum(
     terms: Sequence[Sequence[torch.Tensor | None]], *, like: Sequence[torch.Tensor], count: int
 ) -> list[torch.Tensor | None]:
-    """Return the sums of tensors over all ranks, the same whichever rank has which term. A collective.
+    """Return the sums of tensors over all ranks, the same for any distribution of the terms. A collective.
 
     Args:
-        terms: this rank's; each a tensor for each of ``like``, or ``None`` for zeros.
-        like: tensors of the shape, type and device of the sums, the same on all ranks.
-        count: terms on all ranks together, at least; the same at any world size.
+        terms: terms of this rank; each has a tensor for each of ``like``, or ``None`` for zeros
+        like: tensors of the shape, type and device of the sums, the same on all ranks
+        count: upper bound of the number of terms on all ranks together; the same at any world size
 
     Returns:
         A sum for each of ``like``; ``None`` where no rank has a term. Where a term is not finite, its sum is NaN.
@@ -66,17 +65,17 @@ def exact_sum(
 
 
 def _largest_of(term: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Return the largest number of each tensor of a term; infinite where one is not finite."""
+    """Return the largest absolute value in each tensor of a term; infinite where a value is not finite."""
     found = torch.full((len(term),), _ABSENT, dtype=torch.float64, device=device)
-    there = [(index, tensor.detach()) for index, tensor in enumerate(term) if tensor is not None]
-    for index, tensor in there:
+    present = [(index, tensor.detach()) for index, tensor in enumerate(term) if tensor is not None]
+    for index, tensor in present:
         if not tensor.numel():
             found[index] = 0.0
-    there = [(index, tensor) for index, tensor in there if tensor.numel()]
-    if there:
-        tensors = [tensor if tensor.is_floating_point() else tensor.double() for _, tensor in there]
+    present = [(index, tensor) for index, tensor in present if tensor.numel()]
+    if present:
+        tensors = [tensor if tensor.is_floating_point() else tensor.double() for _, tensor in present]
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(tensors, math.inf)])  # noqa: SLF001
-        found[[index for index, _ in there]] = norms.nan_to_num(nan=math.inf, posinf=math.inf)
+        found[[index for index, _ in present]] = norms.nan_to_num(nan=math.inf, posinf=math.inf)
     return found
 
 

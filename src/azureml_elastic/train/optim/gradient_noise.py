@@ -1,8 +1,8 @@
-"""How noisy gradients are, and what a larger batch gains by it: AdaScale.
+"""The noise of gradients, and the gain of a larger batch: AdaScale.
 
 T. Johnson, P. Agrawal, H. Gu, C. Guestrin, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training" (ICML
 2020). With the variance v of one sample's gradient and the squared norm m of the expected gradient, a step on N samples
-gains ``(v / G + m) / (v / N + m)`` steps on G samples: 1 where there is no noise, N / G where there is nothing else.
+gains ``(v / G + m) / (v / N + m)`` steps on G samples: 1 without noise, N / G with nothing but noise.
 
 For micro-batches of b_i samples, N together, with mean gradients g_i and their weighted mean g::
 
@@ -28,8 +28,7 @@ class GradientNoiseScale:
     """Running estimates.
 
     Args:
-        moments: the variance in units of the reference batch, the squared norm, and the weight of both; empty before
-            the first step.
+        moments: variance in units of the reference batch, squared norm, and weight of both; empty before the first step
     """
 
     moments: tuple[float, ...] = ()
@@ -37,33 +36,29 @@ class GradientNoiseScale:
     def observe(
         self, local: float, mean: float, *, micro_batches: int, count: int, reference: int
     ) -> GradientNoiseScale:
-        """Return the estimates after another step.
+        """Return the estimates after another step; gradients that overflow are skipped.
 
         Args:
-            local: the sum of ``b_i/N |g_i|^2``.
-            mean: ``|g|^2``.
-            micro_batches: S; with fewer than two, nothing is learnt, nor from gradients that overflow.
-            count: N, samples of the step.
-            reference: G, samples of a step of the reference.
+            local: the sum of ``b_i/N |g_i|^2``
+            mean: ``|g|^2``
+            micro_batches: S; a step with fewer than two is skipped
+            count: N, samples of the step
+            reference: G, samples of a step of the reference
         """
         if micro_batches < 2 or not (math.isfinite(local) and math.isfinite(mean)):  # noqa: PLR2004 - a variance needs two
             return self
         sample_variance = max(count * (local - mean) / (micro_batches - 1), 0.0)
-        squared = max(mean - sample_variance / count, 0.0)
         keep = max(1 - micro_batches / 1000, 0.0)  # the paper's
-        variance_sum, squared_sum, weight = self.moments or (0.0, 0.0, 0.0)
-        add = 1 - keep
-        moments = (
-            keep * variance_sum + add * sample_variance / reference,
-            keep * squared_sum + add * squared,
-            keep * weight + add,
+        observed = (sample_variance / reference, max(mean - sample_variance / count, 0.0), 1.0)
+        before = self.moments or (0.0, 0.0, 0.0)
+        return GradientNoiseScale(
+            tuple(keep * old + (1 - keep) * new for old, new in zip(before, observed, strict=True))
         )
-        return GradientNoiseScale(moments)
 
     def gain(self, reference_world_size: int, world_size: int) -> float:
-        """Return the steps of the reference that one step at a world size is worth, between 1 and their ratio."""
+        """Return the number of reference steps that one step at a world size replaces, between 1 and their ratio."""
         k = world_size / reference_world_size
         if not self.moments or k <= 1:
             return min(k, 1.0)
         variance, squared = max(self.moments[0] / self.moments[2], _LEAST), self.moments[1] / self.moments[2]
-        return min(max((variance + squared) / (variance / k + squared), 1.0), k)  # whatever is rounded
+        return min(max((variance + squared) / (variance / k + squared), 1.0), k)  # despite rounding

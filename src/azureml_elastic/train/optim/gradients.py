@@ -1,6 +1,6 @@
 """The gradient of a whole window from the micro-batches of all ranks.
 
-Data parallelism averages over ranks; what is wanted is the mean over samples. Each micro-batch's mean loss is weighted
+Data parallelism averages over ranks, but the mean over samples is required. Each micro-batch's mean loss is weighted
 accordingly, ranks exchange gradients in the backward pass of their last one only, and a rank without a sample takes
 part with a weight of zero.
 """
@@ -15,33 +15,32 @@ from torch.nn.parallel import DistributedDataParallel
 
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.config import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data import sampling
 from azureml_elastic.train.data.position import MicroBatch, Position
 from azureml_elastic.train.optim.exact_sum import exact_sum
+from azureml_elastic.train.optim.gradient_averaging import data_parallel_parts
 from azureml_elastic.train.optim.learning_rate import LearningRate
 
 __all__ = ["Gradients"]
 
 
 class Gradients:
-    """How a step's gradients come about.
+    """The computation of a step's gradients.
 
     Args:
-        policy: batch policy of the run.
-        world: the ranks.
-        position: position in the data.
-        rate: learns from the gradients how noisy they are.
+        world: process groups of the round
+        position: position in the data
+        rate: learning rate, which may depend on the noise of the gradients
+        exact: whether gradients are bit-identical at any world size
     """
 
-    def __init__(self, policy: BatchPolicy, world: ProcessGroups, position: Position, rate: LearningRate) -> None:
+    def __init__(self, world: ProcessGroups, position: Position, rate: LearningRate, *, exact: bool) -> None:
         self._world = world
         self._position = position
         self._rate = rate
-        self.exact = isinstance(policy, FixedGlobalBatch) and policy.reduce == "exact"
-        self._measures_noise = isinstance(policy, FixedPerWorkerBatch) and policy.scaling == "adascale"
+        self.exact = exact
         self._state: TrackedState | None = None
         self._modules: list[nn.Module] = []
         self._parameters: list[torch.Tensor] = []
@@ -53,33 +52,32 @@ class Gradients:
         self._local = 0.0
 
     def attach(self, state: TrackedState) -> None:
-        """Compute the gradients of what is tracked.
+        """Compute the gradients of the tracked objects.
 
         Raises:
-            UsageError: the policy does not go with it.
+            UsageError: the batch policy does not support an object.
         """
         self._state = state
-        parts = [part for module in state.modules for part in module.modules()]
-        self._modules = [part for part in parts if _syncs(part)]
+        self._modules = [part for module in state.modules for part in data_parallel_parts(module)]
         self._parameters = _unique(
             each for module in state.modules for each in module.parameters() if each.requires_grad
         )
         self._buffers = _unique(each for module in state.modules for each in module.buffers())
-        if not (self.exact or self._measures_noise):
+        if not (self.exact or self._rate.measures_noise):
             return
         what = 'reduce="exact"' if self.exact else 'scaling="adascale"'
         if not state.replicated:
             raise UsageError(f"{what} needs the whole model on each rank; this one is sharded. Take another policy.")
-        if self._measures_noise:
+        if self._rate.measures_noise:
             if state.scales_gradients:
                 raise UsageError(f"{what} does not go with a GradScaler, whose scale changes. Train in bfloat16.")
             for parameter in self._parameters:
                 parameter.register_hook(self._measure)  # type: ignore[no-untyped-call]
-        elif any(isinstance(part, nn.SyncBatchNorm) for part in parts):
+        elif any(isinstance(part, nn.SyncBatchNorm) for module in state.modules for part in module.modules()):
             raise UsageError(f"{what} and SyncBatchNorm do not go together: ranks have different numbers of batches.")
 
     def begin(self, micro: MicroBatch) -> None:
-        """Get ready for a micro-batch's forward pass."""
+        """Prepare a micro-batch's forward pass."""
         if micro.index == 0:
             self._rate.begin()
             self._sum = self._tokens = None
@@ -94,12 +92,12 @@ class Gradients:
         """Compute the gradients of a micro-batch.
 
         Args:
-            loss: its mean loss.
-            micro: current micro-batch.
-            tokens: that the loss is the mean over, ``None`` for the samples.
+            loss: mean loss of the micro-batch
+            micro: current micro-batch
+            tokens: number of tokens that the loss is the mean over, ``None`` for a mean over the samples
 
         Raises:
-            UsageError: the call does not go with those before.
+            UsageError: only some calls of the step give tokens, or no parameters are tracked.
         """
         if micro.index == 0:
             self._tokens = None if tokens is None else 0
@@ -112,7 +110,7 @@ class Gradients:
             assert self._tokens is not None
             own = tokens if micro.samples else 0
             self._tokens += own
-            # As if the window's samples were its tokens, whose number is known in the end.
+            # The weight is relative to the window's samples, since the number of its tokens is known only at the end.
             weight = sampling.weight(own, micro.window.count, 1 if self.exact else self._world.control.world_size)
         self._norms.clear()
         weighed = loss if weight == 1 else loss * weight
@@ -120,7 +118,7 @@ class Gradients:
             weighed.backward()  # type: ignore[no-untyped-call]
         else:
             self._state.backward(weighed)
-        if self._measures_noise and weight:
+        if self._rate.measures_noise and weight:
             self._local += micro.samples / micro.window.count * _squared(self._norms) / weight**2
         if self._sum is not None:
             self._sum.add(micro)
@@ -130,8 +128,8 @@ class Gradients:
             self._sum.finish(micro.window.count)
         if self._tokens is not None:
             self._normalise(self._world.control.total(float(self._tokens)), micro.window.count)
-        if self._measures_noise:
-            self._learn(micro)
+        if self._rate.measures_noise:
+            self._observe(micro)
 
     def _sync(self, *, on: bool) -> None:
         if (on, self._position.generation) == self._syncing:
@@ -161,24 +159,23 @@ class Gradients:
     def _measure(self, gradient: torch.Tensor) -> None:
         self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=_dtype_of_norm(gradient)))
 
-    def _learn(self, micro: MicroBatch) -> None:
+    def _observe(self, micro: MicroBatch) -> None:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         gradients = [each.to(_dtype_of_norm(each)) for each in gradients]
         mean = _squared(torch._foreach_norm(gradients))  # noqa: SLF001 - what clip_grad_norm_ uses
         local = self._world.control.total(self._local)
-        batches = self._world.control.total(float((micro.index + 1) if micro.samples else 0))
+        batches = round(self._world.control.total(float((micro.index + 1) if micro.samples else 0)))
         first = self._position.first
         assert first is not None
-        self._rate.observe(
-            local, mean, micro_batches=round(batches), count=micro.window.count, reference=first.spec.global_batch_size
-        )
+        reference = first.spec.global_batch_size
+        self._rate.observe(local, mean, micro_batches=batches, count=micro.window.count, reference=reference)
 
 
 class _ExactSum:
-    """The gradients of a step's micro-batches, and what they do to buffers such as those of batch normalisation.
+    """The gradients of a step's micro-batches, and their changes to buffers such as those of batch normalisation.
 
-    Each micro-batch begins with the buffers of the step before. Those of the step are the mean, weighted as gradients
-    are; what counts, such as the batches that were seen, adds up.
+    Each micro-batch begins with the buffers of the step before. At the end of the step they are the mean, weighted as
+    gradients are; counters, such as the number of batches, add up.
     """
 
     def __init__(self, parameters: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
@@ -211,7 +208,7 @@ class _ExactSum:
         self._terms.append(gradients + changes)
 
     def finish(self, count: int) -> None:
-        """Make the sums over all ranks the gradients and the buffers. A collective."""
+        """Replace the gradients and the buffers by the sums over all ranks. A collective."""
         sums = exact_sum(self._terms, like=[*self._parameters, *self._buffers], count=count)
         for parameter, before, total in zip(self._parameters, self._before, sums, strict=False):
             parameter.grad = before if total is None else total if before is None else before.add_(total)
@@ -232,8 +229,3 @@ def _squared(norms: Sequence[torch.Tensor]) -> float:
 
 def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(each): each for each in tensors}.values())
-
-
-def _syncs(module: nn.Module) -> bool:
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    return bool(kinds & {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"})

@@ -1,7 +1,7 @@
 """The learning rate of each step, changed for the length of that step only.
 
 Schedulers and checkpoints see the script's own rates: a hook before ``optimizer.step()`` multiplies them and one after
-it puts them back. The hooks keep no count, because an optimizer may step several times for one step of the run
+it restores them. The hooks count nothing, because an optimizer may step several times for one step of the run
 (DeepSpeed's do, once for each group of parameters), or not at all (under a ``GradScaler``).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,133 +20,119 @@ from azureml_elastic.config import BatchPolicy, FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.position import Position, Window
 from azureml_elastic.train.data.sampling import DataSpec, LoaderSpec
-from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
 from azureml_elastic.train.optim.scaling import Scale, adam_betas
 
 __all__ = ["LearningRate"]
 
 
 class LearningRate:
-    """The factor of all tracked optimizers.
+    """The learning rate factor of all tracked optimizers.
 
     Args:
-        policy: batch policy of the run.
-        position: position in the data.
-        discarded: tells whether the step at hand counts for nothing.
+        policy: batch policy of the run
+        position: position in the data
+        discarded: function that returns whether the current step is discarded
     """
 
     def __init__(self, policy: BatchPolicy, position: Position, discarded: Callable[[], bool]) -> None:
         self._policy = policy if isinstance(policy, FixedPerWorkerBatch) else None
         self._position = position
         self._discarded = discarded
-        self._hooked: list[_Hooked] = []
+        self._hooked: list[_HookedOptimizer] = []
         self._scale: Scale | None = None
-        self._progress = 0.0
+        self._progress = 0.0  # of schedules, in steps of the reference
 
     @property
     def factor(self) -> float:
-        """Of the step at hand."""
+        """Factor of the current step."""
         return 1.0 if self._policy is None or self._scale is None else self._scale.factor(self._policy)
 
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the factor depends on the noise of the gradients, see :meth:`observe`."""
+        return self._policy is not None and self._policy.scaling == "adascale"
+
     def attach(self, optimizers: list[Optimizer]) -> None:
-        """Look after optimizers.
+        """Register the hooks of optimizers.
 
         Raises:
-            UsageError: the policy asks for what one of them does not have.
+            UsageError: the policy needs a setting that an optimizer does not have.
         """
         for optimizer in optimizers:
             if self._policy is not None:
                 _require_fitting(self._policy, optimizer)
-            self._hooked.append(_Hooked(optimizer, self._before_step))
+            self._hooked.append(_HookedOptimizer(optimizer, self._before_step))
 
     def begin(self) -> None:
-        """Make good what a step that has failed half-way has left. To be called before each step."""
+        """Restore the rates that a failed step has left changed. Called before each step."""
         for each in self._hooked:
-            each.put_back()
+            each.restore()
 
     def enter(self, world_size: int) -> None:
-        """Follow the world size of the round, after the state is restored."""
+        """Change the world size to that of the round, after the state is restored."""
         if self._policy is None:
             return
         if self._scale is None:
-            # A run that begins has no momentum to wait for; one that had another policy has gone at a factor of 1.
-            reference = self._policy.reference_world_size
-            size = reference if self._progress else world_size
-            self._scale = Scale(size, gain=GradientNoiseScale().gain(reference, size), progress=self._progress)
+            # A run that begins has no momentum to wait for; under another policy it has trained at a factor of 1.
+            self._scale = Scale(self._policy.reference_world_size if self._progress else world_size)
         self._scale, shrink = self._scale.enter(self._policy, world_size, self._momentum())
         if shrink != 1.0:
             for each in self._hooked:
                 each.shrink_momentum(shrink)
 
-    def observe(self, local: float, mean: float, *, micro_batches: int, count: int, reference: int) -> None:
-        """Learn from a step's gradients, before the optimizer steps, see :meth:`GradientNoiseScale.observe`."""
-        assert self._policy is not None
+    def observe(self, local: float, mean: float, **sizes: int) -> None:
+        """Measure the noise of a step's gradients before the optimizer steps, see :class:`GradientNoiseScale`."""
         assert self._scale is not None
-        noise = GradientNoiseScale(self._scale.moments).observe(
-            local, mean, micro_batches=micro_batches, count=count, reference=reference
-        )
-        gain = noise.gain(self._policy.reference_world_size, self._scale.world_size)
-        self._scale = _with(self._scale, gain=gain, moments=noise.moments)
+        self._scale = replace(self._scale, noise=self._scale.noise.observe(local, mean, **sizes))
 
     def steps_of(self, window: Window | None) -> int:
-        """Return by how many steps a schedule goes on with the step at hand.
+        """Return by how many steps a schedule advances with the current step.
 
         Args:
-            window: window of the first loader, ``None`` if it is not open.
+            window: window of the first loader, ``None`` if it is not open
         """
-        return math.floor(self._progress_now + self._advance_of(window)) - math.floor(self._progress_now)
+        return math.floor(self._progress + self._advance_of(window)) - math.floor(self._progress)
 
     def commit(self, window: Window | None) -> None:
         """Count a completed step, see :meth:`steps_of`."""
-        advance = self._advance_of(window)
-        if self._scale is None:
-            self._progress += advance
-        else:
-            self._scale = self._scale.advance(advance)
+        self._progress += self._advance_of(window)
+        if self._scale is not None:
+            self._scale = self._scale.advance()
 
     def to_json(self) -> dict[str, Any]:
         """Return the state, to be saved with a checkpoint."""
-        return {"progress": self._progress_now, "scale": None if self._scale is None else self._scale.to_json()}
+        return {"progress": self._progress, "scale": None if self._scale is None else self._scale.to_json()}
 
     def load(self, document: dict[str, Any] | None) -> None:
-        """Go to a saved state, ``None`` for the beginning; a run may have begun under another policy."""
+        """Restore a saved state, ``None`` for the beginning; a run may have begun under another policy."""
         self._progress = 0.0 if document is None else float(document["progress"])
         scale = None if document is None else document["scale"]
-        self._scale = None
-        if self._policy is not None and scale is not None:
-            self._scale = Scale.from_json({**scale, "progress": self._progress})
-
-    @property
-    def _progress_now(self) -> float:
-        return self._progress if self._scale is None else self._scale.progress
+        self._scale = None if self._policy is None or scale is None else Scale.from_json(scale)
 
     def _advance_of(self, window: Window | None) -> float:
         first = self._position.first
         if first is None:
-            return 1  # a script with a loader of its own, whose samples nobody has counted
+            return 1  # the script has a loader of its own, whose samples are not counted
         if window is None:
             return 0
         if self._policy is None:
             return 1
-        if self._policy.scaling == "adascale":
+        if self.measures_noise:
             assert self._scale is not None
-            return self._scale.gain
+            return self._scale.noise.gain(self._policy.reference_world_size, self._scale.world_size)
         return _steps_at(first.spec, window.after.consumed) - _steps_at(first.spec, window.before.consumed)
 
     def _momentum(self) -> float:
-        values = [0.0]
-        for each in self._hooked:
-            for group in each.optimizer.param_groups:
-                values.append(float(group.get("momentum", 0.0)))
-                values.append(float(group.get("betas", (0.0,))[0]))
-        return max(values)
+        groups = [group for each in self._hooked for group in each.optimizer.param_groups]
+        momenta = [(group.get("momentum", 0.0), group.get("betas", (0.0,))[0]) for group in groups]
+        return max((float(value) for pair in momenta for value in pair), default=0.0)
 
     def _before_step(self, optimizer: Optimizer) -> tuple[float, float | None]:
         if self._discarded():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        if self._position.accumulating and not self._discarded() and _moves(optimizer):
+        elif self._position.accumulating and _changes_weights(optimizer):
             self._position.require_whole()
         if self._policy is None or self._scale is None:
             return 1.0, None
@@ -153,12 +140,12 @@ class LearningRate:
         return self._scale.factor(self._policy), k if self._policy.scale_betas else None
 
 
-class _Hooked:
-    """One optimizer.
+class _HookedOptimizer:
+    """The hooks around an optimizer's steps.
 
     Args:
-        optimizer: optimizer whose rates change.
-        before_step: takes it; returns the factor, and by how much the batch is larger where betas are to follow it.
+        optimizer: optimizer whose rates change
+        before_step: function of the optimizer that returns the factor, and the ratio of the batch sizes if betas follow
     """
 
     def __init__(self, optimizer: Optimizer, before_step: Callable[[Optimizer], tuple[float, float | None]]) -> None:
@@ -166,10 +153,10 @@ class _Hooked:
         self._before_step = before_step
         self._changed: list[tuple[dict[str, Any], str, Any, Any]] = []
         optimizer.register_step_pre_hook(lambda *_: self._apply())
-        optimizer.register_step_post_hook(lambda *_: self.put_back())
+        optimizer.register_step_post_hook(lambda *_: self.restore())
 
-    def put_back(self) -> None:
-        """Revert what the hook before the step has changed, except values that were changed since."""
+    def restore(self) -> None:
+        """Revert the changes of the hook before the step, except for values that were changed since."""
         for group, key, original, applied in self._changed:
             if isinstance(applied, torch.Tensor):
                 if isinstance(group[key], torch.Tensor):  # without waiting for a GPU
@@ -186,9 +173,9 @@ class _Hooked:
                 state["momentum_buffer"].mul_(factor)
 
     def _apply(self) -> None:
-        self.put_back()  # an exception in a closure has kept the hook after the step from being called
+        self.restore()  # the hook after the step is not called if a closure raises
         factor, k = self._before_step(self.optimizer)
-        scaled: list[torch.Tensor] = []  # groups may share one: what was given to the optimizer, not to a group
+        scaled: list[torch.Tensor] = []  # groups may share a tensor that was given to the optimizer, not to a group
         for group in self.optimizer.param_groups:
             rate = group["lr"]
             if factor != 1.0 and not any(rate is each for each in scaled):
@@ -210,8 +197,8 @@ class _Hooked:
         self._changed.append((group, key, original, value))
 
 
-def _moves(optimizer: Optimizer) -> bool:
-    """Tell whether a step may change weights; the look at an optimizer's state makes it step at a rate of 0."""
+def _changes_weights(optimizer: Optimizer) -> bool:
+    """Return whether a step may change weights: reading a new optimizer's state makes it step at a rate of 0."""
     return any(float(group["lr"]) for group in optimizer.param_groups)
 
 
@@ -224,11 +211,7 @@ def _require_fitting(policy: FixedPerWorkerBatch, optimizer: Optimizer) -> None:
 
 
 def _steps_at(spec: LoaderSpec, consumed: int) -> int:
-    """Return the steps of the reference that so many samples of an epoch complete; its last one may be smaller."""
+    """Return the number of reference steps in the first samples of an epoch; the epoch's last step may be smaller."""
     if isinstance(spec, DataSpec):
         return spec.windows if consumed >= spec.usable else consumed // spec.global_batch_size
-    return -(-consumed // spec.global_batch_size)  # of shards nobody knows beforehand where the epoch ends
-
-
-def _with(scale: Scale, *, gain: float, moments: tuple[float, ...]) -> Scale:
-    return Scale.from_json({**scale.to_json(), "gain": gain, "moments": moments})
+    return -(-consumed // spec.global_batch_size)  # the length of an epoch of shards is not known beforehand

@@ -1,11 +1,11 @@
-"""By which factor a step's learning rate differs from the script's, as pure functions.
+"""The factor between a step's learning rate and the script's, as pure functions.
 
-Under a fixed batch per worker a step trains ``k`` times the samples of the reference. The factor that this asks for is
-``k`` (Goyal et al., 2017), its square root, AdaScale's gain, or 1. Where it rises, it rises linearly from the factor
-that is applied, over T steps: with momentum ``u' = mu u + g``, ``w' = w - gamma eta u'``, the buffer still holds the
-noise of small batches, which a rate ``k`` times as large would apply with ``k**2`` times the variance (Lin et al.,
-"Dynamic Mini-batch SGD for Elastic Distributed Training", arXiv 1904.12043). T has to grow with the horizon of the
-momentum: ``0.8 * ratio / (1 - mu)``. Where it falls, it falls at once: a rate that is too large for its batch diverges.
+Under a fixed batch per worker a step trains ``k`` times the samples of the reference. The target factor is ``k``
+(Goyal et al., 2017), its square root, AdaScale's gain, or 1. Where it rises, it rises linearly from the factor that is
+applied, over T steps: with momentum ``u' = mu u + g``, ``w' = w - gamma eta u'``, the buffer still holds the noise of
+small batches, which a rate ``k`` times as large would apply with ``k**2`` times the variance (Lin et al., "Dynamic
+Mini-batch SGD for Elastic Distributed Training", arXiv 1904.12043). T grows with the horizon of the momentum:
+``0.8 * ratio / (1 - mu)``. Where it falls, it falls at once: a rate that is too large for its batch diverges.
 """
 
 from __future__ import annotations
@@ -23,70 +23,60 @@ from azureml_elastic.train.optim.gradient_noise import GradientNoiseScale
 __all__ = ["Scale", "adam_betas", "ramp_steps", "target"]
 
 _RAMP_PER_HORIZON = 0.8
-"""Measured: shared noise of the buffer is forgotten, and no step is wasted."""
+"""Measured: the noise that the buffer holds is forgotten, and no step is wasted."""
+
+_NO_NOISE = GradientNoiseScale()
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The factor now, and the way to the one that is asked for.
+    """The current factor, and the ramp to the target factor.
 
     Args:
-        world_size: that it follows.
-        start: the factor at which the ramp began.
-        elapsed: steps of the ramp that are completed.
-        steps: number of steps of the whole ramp.
-        gain: AdaScale's, as of the last step.
-        moments: AdaScale's estimates, see :mod:`~azureml_elastic.train.optim.gradient_noise`.
-        progress: progress of schedules, in steps of the reference.
+        world_size: world size of the target factor
+        start: factor at which the ramp began
+        elapsed: steps of the ramp that are completed
+        steps: number of steps of the whole ramp
+        noise: estimates of AdaScale
     """
 
     world_size: int
     start: float = 1.0
     elapsed: int = 0
     steps: int = 0
-    gain: float = 1.0
-    moments: tuple[float, ...] = ()
-    progress: float = 0.0
+    noise: GradientNoiseScale = _NO_NOISE
 
     def factor(self, policy: FixedPerWorkerBatch) -> float:
-        """Return the factor of the step at hand."""
-        wanted = target(policy, self.world_size, self.gain)
+        """Return the factor of the current step."""
+        wanted = target(policy, self.world_size, self.noise)
         if self.elapsed >= self.steps or wanted <= self.start:
             return wanted
         return self.start + (wanted - self.start) * self.elapsed / self.steps
 
     def enter(self, policy: FixedPerWorkerBatch, world_size: int, momentum: float) -> tuple[Self, float]:
-        """Follow another world size.
+        """Change the world size.
 
         Args:
-            policy: batch policy of the run.
-            world_size: new world size.
-            momentum: momentum of the optimizer, 0 without one.
+            policy: batch policy of the run
+            world_size: new world size
+            momentum: momentum of the optimizer, 0 without one
 
         Returns:
-            The new state, and the number that momentum buffers are to be multiplied by.
+            The new state, and the factor for momentum buffers.
         """
         if world_size == self.world_size:
             return self, 1.0
-        now = self.factor(policy)
-        gain = self.gain
-        if policy.scaling == "adascale":  # what has been measured tells the gain of the new batch before its first step
-            gain = GradientNoiseScale(self.moments).gain(policy.reference_world_size, world_size)
-        wanted = target(policy, world_size, gain)
-        moved = replace(self, world_size=world_size, start=now, elapsed=0, steps=0, gain=gain)
+        now, wanted = self.factor(policy), target(policy, world_size, self.noise)
+        moved = replace(self, world_size=world_size, start=now, elapsed=0, steps=0)
         if wanted <= now:
             return moved, 1.0
         if isinstance(policy.momentum, Ramp):
             return replace(moved, steps=ramp_steps(policy.momentum, wanted / now, momentum)), 1.0
         return moved, now / wanted if policy.momentum == "rescale" else 1.0
 
-    def advance(self, steps: float) -> Self:
-        """Return the state after a completed step.
-
-        Args:
-            steps: number of reference steps that the step stands for.
-        """
-        return replace(self, elapsed=min(self.elapsed + 1, self.steps), progress=self.progress + steps)
+    def advance(self) -> Self:
+        """Return the state after a completed step."""
+        return replace(self, elapsed=min(self.elapsed + 1, self.steps))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, to be saved with a checkpoint."""
@@ -95,16 +85,16 @@ class Scale:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the inverse of :meth:`to_json`."""
-        return cls(**{**document, "moments": tuple(document["moments"])})
+        return cls(**{**document, "noise": GradientNoiseScale(tuple(document["noise"]["moments"]))})
 
 
 def ramp_steps(ramp: Ramp, ratio: float, momentum: float) -> int:
-    """Return the steps that a rise takes.
+    """Return the number of steps of a rise.
 
     Args:
-        ramp: ramp of the policy.
-        ratio: ratio of the factors after and before the change.
-        momentum: momentum of the optimizer, 0 without one.
+        ramp: ramp of the policy
+        ratio: ratio of the factors after and before the change
+        momentum: momentum of the optimizer, 0 without one
     """
     if ramp.steps != "auto":
         return ramp.steps
@@ -113,15 +103,16 @@ def ramp_steps(ramp: Ramp, ratio: float, momentum: float) -> int:
     return math.ceil(round(_RAMP_PER_HORIZON * ratio / (1 - momentum), 6))  # 1 - 0.9 is a little less than 0.1
 
 
-def target(policy: FixedPerWorkerBatch, world_size: int, gain: float = 1.0) -> float:
-    """Return the factor that a policy asks for, beyond all ramps.
+def target(policy: FixedPerWorkerBatch, world_size: int, noise: GradientNoiseScale = _NO_NOISE) -> float:
+    """Return the factor that a policy requires after all ramps.
 
     Args:
-        policy: batch policy of the run.
-        world_size: ranks.
-        gain: AdaScale's.
+        policy: batch policy of the run
+        world_size: number of ranks
+        noise: estimates of AdaScale
     """
     k = world_size / policy.reference_world_size
+    gain = noise.gain(policy.reference_world_size, world_size)
     factor = {"linear": k, "sqrt": math.sqrt(k), "adascale": gain, "none": 1.0}[policy.scaling]
     return factor if policy.max_scale is None else min(factor, policy.max_scale)
 

@@ -1,8 +1,9 @@
-"""A learning rate scheduler that counts samples, so that it means the same at any world size."""
+"""A learning rate scheduler that counts samples, so that it has the same effect at any world size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -18,15 +19,15 @@ __all__ = ["Schedule", "ScheduleCheck", "steps_of"]
 class Schedule:
     """One of torch's schedulers, stepped as often as it would be at the reference world size.
 
-    Where a step trains three times the samples of the reference, the scheduler goes on by three steps. What it has
-    besides ``step()`` is its own.
+    Where a step trains three times the samples of the reference, the scheduler advances by three steps. All attributes
+    besides ``step()`` are those of the scheduler.
 
     Args:
-        scheduler: scheduler of torch, or Accelerate's wrapper of one.
-        due: returns the steps that the optimizer step at hand stands for, ``None`` outside of one.
+        scheduler: scheduler of torch, or Accelerate's wrapper of one
+        due: function that returns the number of reference steps of the current optimizer step, ``None`` outside of one
 
     Raises:
-        UsageError: it follows a metric, not steps.
+        UsageError: the scheduler follows a metric, not steps.
     """
 
     def __init__(self, scheduler: Any, due: Callable[[], int | None]) -> None:
@@ -39,7 +40,7 @@ class Schedule:
         self._due = due
 
     def step(self) -> None:
-        """Go on with the optimizer step at hand.
+        """Advance by the current optimizer step.
 
         Raises:
             UsageError: there is none.
@@ -68,20 +69,20 @@ class Schedule:
         return getattr(self.__dict__["_scheduler"], name)
 
 
+@dataclass(eq=False)
 class ScheduleCheck:
-    """Check that no tracked scheduler counts steps, of which each may train another number of samples.
+    """Check that no tracked scheduler counts steps, because the number of samples of a step varies.
 
     Args:
         position: position in the data
     """
 
-    def __init__(self, position: Position) -> None:
-        self._position = position
-        self._counted: tuple[Any, list[int]] | None = None
+    position: Position
+    _counted: tuple[Any, list[int]] | None = field(default=None, init=False)
 
     def begin_step(self, tracked: TrackedState | None) -> None:
         """Count how often the schedulers were stepped, before the first step of an epoch or a round."""
-        if self._counted is None or self._counted[0] != self._within:
+        if self._counted is None or self._counted[0] != self._period:
             self._count(tracked)
 
     def end_step(self, tracked: TrackedState | None) -> None:
@@ -102,12 +103,12 @@ class ScheduleCheck:
                 )
 
     @property
-    def _within(self) -> tuple[Any, int]:
-        return self._position.epochs, self._position.generation
+    def _period(self) -> tuple[Any, int]:
+        return self.position.epochs, self.position.generation
 
     def _count(self, tracked: TrackedState | None) -> None:
         if tracked is not None:
-            self._counted = (self._within, [steps_of(scheduler) for scheduler in tracked.schedulers])
+            self._counted = (self._period, [steps_of(scheduler) for scheduler in tracked.schedulers])
 
 
 def steps_of(scheduler: Any) -> int:

@@ -21,9 +21,9 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
 from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.integrations.deepspeed import config_for
+from azureml_elastic.train.optim.gradient_averaging import require_averaging
 from azureml_elastic.train.session.audit import Audit
 from azureml_elastic.train.session.exit_hooks import ExitHooks, all_arrive
-from azureml_elastic.train.session.gradient_averaging import require_averaging
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 from azureml_elastic.train.session.profiling import Profiling
 from azureml_elastic.train.session.step_commits import StepCommits

@@ -51,7 +51,7 @@ class Training(ABC):
         self._batch = batch
         self._position = lifecycle.position
         self._rate = LearningRate(batch, self._position, lambda: lifecycle.discarded)
-        self._gradients = Gradients(batch, lifecycle.world, self._position, self._rate)
+        self._gradients = Gradients(lifecycle.world, self._position, self._rate, exact=Batching(batch).exact)
         self._tracked: TrackedState | None = None
         self._trained_out = False
         self._schedule_check = ScheduleCheck(self._position) if isinstance(batch, FixedPerWorkerBatch) else None

@@ -1,4 +1,4 @@
-"""The check that a tracked module's gradients are averaged over the ranks."""
+"""Which modules average gradients over the ranks, and the check that a tracked module's gradients are averaged."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["averages_gradients", "require_averaging"]
+__all__ = ["averages_gradients", "data_parallel_parts", "require_averaging"]
 
-_WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}
+_DATA_PARALLEL = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
+
+
+def data_parallel_parts(module: nn.Module, *others: str) -> list[nn.Module]:
+    """Return the parts of a module that are of a class of torch, or of the given names, that averages gradients."""
+    wanted = _DATA_PARALLEL.union(others)
+    return [part for part in module.modules() if wanted & {kind.__name__ for kind in type(part).__mro__}]
 
 
 def averages_gradients(module: nn.Module) -> bool:
@@ -20,7 +26,7 @@ def averages_gradients(module: nn.Module) -> bool:
 
     That is the case for parameters within ``DistributedDataParallel``, FSDP or a DeepSpeed engine, and for DTensors.
     """
-    wrapped = [part for part in module.modules() if _WRAPPERS & {kind.__name__ for kind in type(part).__mro__}]
+    wrapped = data_parallel_parts(module, "DeepSpeedEngine")
     averaged = {id(parameter) for part in wrapped for parameter in part.parameters()}
     return all(
         id(parameter) in averaged or isinstance(parameter, DTensor)
