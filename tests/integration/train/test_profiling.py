@@ -177,13 +177,13 @@ def profiling(tmp_path):
 def go(profiling, identity, begin, end):
     for step in range(begin, end + 1):
         nn.Linear(2, 2)(torch.ones(1, 2))
-        profiling.after_step(identity, step)
+        profiling.between_steps(identity, step)
 
 
 @pytest.mark.parametrize("lost_after", [2, 3])
 def test_a_round_that_ends_in_the_middle_of_a_recording_leaves_none(profiling, tmp_path, lost_after):
     before, after = WorkerIdentity(0, 0, 2, 1), WorkerIdentity(0, 0, 1, 2)
-    profiling.enter(before, 0)
+    profiling.between_steps(before, 0)
     go(profiling, before, 1, lost_after)
     go(profiling, after, lost_after + 1, lost_after + 6)  # the first of them in the new round is what it enters with
     profiling.finish(lost_after + 6)
@@ -194,7 +194,7 @@ def test_a_round_that_ends_in_the_middle_of_a_recording_leaves_none(profiling, t
 
 def test_a_rank_that_is_chosen_no_more_stops(profiling, tmp_path):
     before, after = WorkerIdentity(0, 0, 2, 1), WorkerIdentity(1, 1, 2, 2)
-    profiling.enter(before, 0)
+    profiling.between_steps(before, 0)
     go(profiling, before, 1, 3)
     go(profiling, after, 4, 20)
     profiling.close()

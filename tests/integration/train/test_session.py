@@ -115,7 +115,7 @@ def test_no_restart_point_lies_between_an_epochs_last_step_and_the_end_of_its_bo
         for _ in loop.run.epochs(2):
             for batch in loop.loader:
                 loop.one(batch)
-            loop.run._training_state.settle()
+            loop.run._state.settle()
             found.append(pointer(tmp_path))
     assert found == [0, 4]
     assert pointer(tmp_path) == 8

@@ -27,6 +27,7 @@ from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.data.sampling import Cursor, DataSpec
 from azureml_elastic.train.optim.learning_rate import LearningRate
+from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.training_state import TrainingState
 from tests.support.train import workers
 from tests.support.waiting import until
@@ -139,7 +140,9 @@ def different_steps(folder):
     world = ProcessGroups(identity, torch.device("cpu"))
     world.open()
     rate = LearningRate(FixedGlobalBatch(), position, lambda: False)
-    training_state = TrainingState(workers.policy(folder), storage, agent, world, position, rate)
+    training_state = TrainingState(
+        SessionContext(identity, agent, storage, workers.policy(folder)), world, position, rate
+    )
     stream = position.add("train", DataSpec(1000, global_batch_size=12, seed=0, shuffle=True, drop_last=False))
     training_state.track(TrackedState({"model": model, "optimizer": optimizer}))
     for _ in range(rank):

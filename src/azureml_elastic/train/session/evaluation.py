@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLi
 
 __all__ = ["Evaluation"]
 
-Sums = Mapping[str, "torch.Tensor | float"]
 
-
+@dataclass(frozen=True)
 class Evaluation:
     """A dataset and a measurement.
 
@@ -41,18 +41,18 @@ class Evaluation:
         UsageError: the dataset is empty, or an option is one that is set here.
     """
 
-    def __init__(
-        self, measure: Callable[[Any], Sums], dataset: SizedDataset, batch_size: int, options: Mapping[str, Any]
-    ) -> None:
-        if len(dataset) < 1 or batch_size < 1:
+    measure: Callable[[Any], Mapping[str, torch.Tensor | float]]
+    dataset: SizedDataset
+    batch_size: int
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if len(self.dataset) < 1 or self.batch_size < 1:
             raise UsageError(
-                f"The data set has {len(dataset)} samples and batch_size is {batch_size}; both must be 1 or more."
+                f"The dataset has {len(self.dataset)} samples and batch_size is {self.batch_size}; both must be 1 or "
+                "more."
             )
-        require_foreign(options)
-        self._measure = measure
-        self._dataset = dataset
-        self._batch_size = batch_size
-        self._options = options
+        require_foreign(self.options)
 
     def run(self, lifecycle: ProcessGroupLifecycle, modules: list[nn.Module]) -> dict[str, float]:
         """Return the means over all samples, the same on all ranks. A collective.
@@ -70,43 +70,36 @@ class Evaluation:
                     own = self._sums(lifecycle)
                 gathered = lifecycle.world.control.gather(own)
             if generation == lifecycle.position.generation:
-                return self._means(gathered)
+                names, count = dict.fromkeys(name for sums in gathered for name in sums), len(self.dataset)
+                return {
+                    name: math.fsum(each for sums in gathered for each in sums.get(name, ())) / count for name in names
+                }
 
     def _sums(self, lifecycle: ProcessGroupLifecycle) -> dict[str, list[float]]:
-        identity, count = lifecycle.position.identity, len(self._dataset)
-        begins = range(0, count, self._batch_size)
+        identity, count = lifecycle.position.identity, len(self.dataset)
+        begins = range(0, count, self.batch_size)
         part = share(len(begins), identity.world_size, identity.rank)
         passes = len(share(len(begins), identity.world_size, 0))  # the largest share
         repeated = part.start if part else 0
         indices = [*part, *[repeated] * (passes - len(part))]
-        batches = [list(range(begins[index], min(begins[index] + self._batch_size, count))) for index in indices]
-        options = {"pin_memory": lifecycle.device.type == "cuda", **self._options}
-        loader: DataLoader[Any] = DataLoader(
-            self._dataset,  # type: ignore[arg-type]  # torch asks for its class, and uses the two methods
-            batch_sampler=batches,
-            **options,
-        )
+        batches = [list(range(begins[index], min(begins[index] + self.batch_size, count))) for index in indices]
+        options = {"pin_memory": lifecycle.device.type == "cuda", **self.options}
+        dataset: Any = self.dataset
         sums: dict[str, list[float]] = {}
-        for index, batch in enumerate(loader):
-            measured = self._measure(to_device(batch, lifecycle.device))
+        for index, batch in enumerate(DataLoader(dataset, batch_sampler=batches, **options)):
+            measured = self.measure(to_device(batch, lifecycle.device))
             for name, value in measured.items() if index < len(part) else ():
                 sums.setdefault(name, []).append(float(value))
         return sums
 
-    def _means(self, gathered: list[dict[str, list[float]]]) -> dict[str, float]:
-        names = dict.fromkeys(name for sums in gathered for name in sums)
-        count = len(self._dataset)
-        return {name: math.fsum(each for sums in gathered for each in sums.get(name, ())) / count for name in names}
-
 
 @contextlib.contextmanager
 def _evaluating(modules: list[nn.Module]) -> Iterator[None]:
-    parts = [part for module in modules for part in module.modules()]
-    modes = [part.training for part in parts]
-    for part in parts:
+    modes = {part: part.training for module in modules for part in module.modules()}
+    for part in modes:
         part.training = False
     try:
         yield
     finally:
-        for part, mode in zip(parts, modes, strict=True):
+        for part, mode in modes.items():
             part.training = mode

@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.05
 
 
 class ExitHooks:
-    """Hooks that finish a session when the script has run to its end, and only then.
+    """Hooks that finish a session when the script has run to its end without an error.
 
     A script that ends with an uncaught exception is not finished: its state may be that of half a step. It exits with 1
     as it would by itself, but without the interpreter's teardown, in which threads of an open process group can abort
@@ -37,9 +37,7 @@ class ExitHooks:
         self, finish: Callable[[], None], close: Callable[[], None], failing: Callable[[BaseException], None]
     ) -> None:
         self.failed = False
-        self._finish = finish
-        self._close = close
-        self._failing = failing
+        self._finish, self._close, self._failing = finish, close, failing
         self._process = os.getpid()
         self._hook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._on_uncaught
@@ -49,8 +47,8 @@ class ExitHooks:
         """Remove the hooks; after a failure that of uncaught exceptions stays, because one is about to arrive."""
         atexit.unregister(self._on_exit)
         if self.failed:
-            self._finish = self._close = _nothing
-            self._failing = _nothing
+            self._finish = self._close = lambda: None
+            self._failing = lambda _: None
         elif sys.excepthook == self._on_uncaught:
             sys.excepthook = self._hook
 
@@ -65,7 +63,7 @@ class ExitHooks:
 
     def _on_exit(self) -> None:
         if os.getpid() != self._process:
-            return  # a fork that the script made; the session is its parent's
+            return  # a process that the script has forked; the session belongs to its parent
         try:
             if not self.failed:
                 self._finish()
@@ -75,10 +73,6 @@ class ExitHooks:
             sys.stderr.flush()
             os._exit(1)
         self._close()
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing."""
 
 
 def all_arrive(key: str, world_size: int, timeout: float) -> bool:
@@ -102,7 +96,7 @@ def all_arrive(key: str, world_size: int, timeout: float) -> bool:
             arrived = store.add(key, -1) + 1
             if arrived >= world_size:
                 store.add(key, 1)
-    except (RuntimeError, ValueError):  # the group or its store has gone
+    except (RuntimeError, ValueError):  # the process group or its store is closed
         return False
     return arrived >= world_size
 
@@ -112,16 +106,13 @@ def leave_quickly(code: int) -> None:
 
     Its teardown of torch's objects would take most of a second in a forked process, and the next worker starts only
     when this process has exited.
-
-    Args:
-        code: exit code
     """
 
     def leave() -> None:
         if os.getpid() != process:
             return
         atexit.unregister(leave)
-        atexit._run_exitfuncs()  # noqa: SLF001 - all others, as they would be called after this one
+        atexit._run_exitfuncs()  # noqa: SLF001 - those registered before; they would be called after this one
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -17,22 +17,24 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
+from azureml_elastic.checkpoint.state import random_state
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.distributed.data_parallel import ElasticDataParallel
 from azureml_elastic.distributed.process import pick_device
 from azureml_elastic.distributed.process_groups import ProcessGroups, is_peer_error
 from azureml_elastic.distributed.stuck_collective import is_stuck
 from azureml_elastic.errors import ElasticError, RoundBroken
-from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Agent, WorkerIdentity
+from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST
 from azureml_elastic.train.data.position import Position
-from azureml_elastic.train.session.audit import Audit
+from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.exit_hooks import leave_quickly
 from azureml_elastic.train.session.training_state import TrainingState
-from azureml_elastic.train.session.undo import Undo
 
 __all__ = ["ProcessGroupLifecycle"]
 
@@ -49,38 +51,32 @@ class ProcessGroupLifecycle:
     """The process group of the round, and the transition to the next one.
 
     Args:
-        agent: agent that started the process
-        identity: identity of this process; provisional where the process outlives rounds
-        audit: audit of the samples, if any
+        context: agent, audit and identity of this process
 
     Attributes:
         device: device of this process
         world: process groups of the round
         position: position in the data
+        training_state: state that is handed over and restored, set by the session
+        discarded: whether the current step does not count: its round has ended, or it repeats code after a resume
         over: whether the session has ended, so that no state is handed over
     """
 
-    def __init__(self, agent: Agent, identity: WorkerIdentity, audit: Audit | None) -> None:
-        self._agent = agent
-        self._audit = audit
-        self._training_state: TrainingState | None = None
+    def __init__(self, context: SessionContext) -> None:
+        self._agent = context.agent
+        self._audit = context.audit
+        self.training_state: TrainingState | None = None
         self._models: list[ElasticDataParallel] = []
-        self._undo: Undo | None = None
+        self._undo: Callable[[], None] | None = None
         self.discarded = False
-        """Whether the current step does not count: its round has ended, or it repeats code after a resume."""
         self.over = False
-        self.device = pick_device(identity)
-        self.world = ProcessGroups(agent.park() if agent.stays else identity, self.device)
+        self.device = pick_device(context.identity)
+        self.world = ProcessGroups(self._agent.park() if self._agent.stays else context.identity, self.device)
         self._thread = threading.get_ident()
-        agent.when_interrupted(self._on_interrupt)
-        self._enter()
+        self._agent.when_interrupted(self._on_interrupt)
+        self._open()
         self.position = Position(self.world.identity)
-        if audit is not None:
-            audit.enter(self.world.identity)
-
-    def keep(self, training_state: TrainingState) -> None:
-        """Set the state that is handed over and restored."""
-        self._training_state = training_state
+        self._audit.enter(self.world.identity)
 
     def parallel(self, model: nn.Module, **options: Any) -> nn.Module:
         """Return a module that averages the gradients of a model over the ranks of every round. A collective."""
@@ -100,20 +96,20 @@ class ProcessGroupLifecycle:
             model.share_buffers()
 
     def discard_step(self) -> None:
-        """Discard the current step: :meth:`end_discarded_step` undoes what it changes."""
-        self._undo = Undo(self._tracked, self.device)
+        """Discard the current step: :meth:`end_discarded_step` undoes its changes."""
+        self._undo = _capture(self._tracked, self.device)
         self.discarded = True
 
     def end_discarded_step(self) -> None:
         """Undo the changes of a step that was discarded."""
         assert self._undo is not None
-        self._undo.restore()
+        self._undo()
         self.discarded = False
         self.position.drop()
 
     def begin_epoch_end(self) -> None:
-        """Remember the state before the script's code at the end of an epoch, if this process may hand it over."""
-        self._undo = Undo(self._tracked, self.device) if self._hands_over else None
+        """Capture the state before the script's code at the end of an epoch, if this process may hand it over."""
+        self._undo = _capture(self._tracked, self.device) if self._hands_over else None
 
     def give_up(self, *, handed_over: bool = False) -> None:
         """Leave the round at a step boundary, as all ranks do.
@@ -131,7 +127,7 @@ class ProcessGroupLifecycle:
             return
         if not handed_over:
             self._state.hand_over()
-        self._leave_group()
+        self._state.abandon_save()
         self.over = True
         self._agent.stopped(steps)
         if self.world.identity.round:
@@ -154,10 +150,9 @@ class ProcessGroupLifecycle:
         except (RuntimeError, ElasticError) as error:
             if not self._is_interrupted(error):
                 raise
-            if stay and self._can_stay():
-                self._rejoin()
-            else:
+            if not (stay and self._can_stay()):
                 self._give_way()
+            self._rejoin()
 
     def on_uncaught(self, error: BaseException) -> None:
         """Exit with the state handed over if the script ends because one of its own collectives has lost a peer."""
@@ -166,21 +161,20 @@ class ProcessGroupLifecycle:
 
     @property
     def _state(self) -> TrainingState:
-        assert self._training_state is not None
-        return self._training_state
+        assert self.training_state is not None
+        return self.training_state
 
     @property
-    def _tracked(self) -> Any:
-        assert self._state.state is not None
-        return self._state.state
+    def _tracked(self) -> TrackedState:
+        assert self._state.tracked is not None
+        return self._state.tracked
 
     @property
     def _hands_over(self) -> bool:
-        """Whether this process alone can continue the run from its memory, were the round to end now."""
-        state = self._training_state
+        """Whether this process alone could continue the run from its memory if the round ended now."""
         return (
-            state is not None
-            and state.holds_full_state
+            self.training_state is not None
+            and self.training_state.holds_full_state
             # The kernels of a GPU may be in the middle of a step that looks complete to this process.
             and self.device.type == "cpu"
             and not (self.position.epoch_ending and self._tracked.scales_gradients)
@@ -210,7 +204,7 @@ class ProcessGroupLifecycle:
         """Enter the next round with the furthest state among its ranks, and discard the current step."""
         self._tracked.drop_gradients()
         while True:
-            self._leave_group()
+            self._state.abandon_save()
             try:
                 self.world.reopen(self._agent.park())
                 self._agent.connected()
@@ -223,8 +217,7 @@ class ProcessGroupLifecycle:
                     _LOG.warning("This process cannot enter the next round and exits; a new one continues: %s", error)
                     self._give_way()
         self.position.enter(self.world.identity)
-        if self._audit is not None:
-            self._audit.enter(self.world.identity)
+        self._audit.enter(self.world.identity)
         if self.position.opened:
             self.discard_step()
 
@@ -242,13 +235,7 @@ class ProcessGroupLifecycle:
             )
             self._give_way()
 
-    def _leave_group(self) -> None:
-        """Detach the thread that writes a checkpoint from the process group."""
-        if self._state.saving:
-            self.world.abort()
-            self._state.abandon_save()
-
-    def _enter(self) -> None:
+    def _open(self) -> None:
         while True:
             try:
                 self.world.open()
@@ -268,7 +255,7 @@ class ProcessGroupLifecycle:
         unclean = self.discarded or self.position.epoch_ending
         if self._hands_over and not (unclean and self._undo is None):
             if unclean and self._undo is not None:
-                self._undo.restore()
+                self._undo()
             self._state.hand_over()
         self._exit()
 
@@ -277,3 +264,34 @@ class ProcessGroupLifecycle:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_AGENT_LOST)
+
+
+def _capture(state: TrackedState, device: torch.device) -> Callable[[], None]:
+    """Copy everything besides weights that the script's code changes; return a function that restores it.
+
+    The copy has schedulers, other tracked objects, optimizer settings, buffers and random number generators.
+    """
+    others = state.others()
+    groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+    settings = [(group, key, _copy(value)) for group in groups for key, value in group.items() if key != "params"]
+    buffers = [(buffer, _copy(buffer)) for module in state.modules for buffer in module.buffers()]
+    random = random_state.capture(device)
+
+    def restore() -> None:
+        state.drop_gradients()
+        state.restore_others(others)
+        for group, key, value in settings:
+            if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        random_state.restore(random, device)
+
+    return restore
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,7 +1,7 @@
-"""PyTorch's profiler over chosen steps of the run, on chosen ranks, written as TensorBoard and Perfetto read it.
+"""PyTorch's profiler over chosen steps of the run, on chosen ranks, in the format of TensorBoard and Perfetto.
 
-A recording begins and ends between two steps. It is dropped where its round ends in the middle, since what it was to
-show did not happen. Nothing that goes wrong here ends training: it is logged once, and the profiler stays off.
+A recording begins and ends between two steps. It is dropped if its round ends in the middle. A failure of the profiler
+never ends training: it is logged once, and the profiler stays off.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = ["Profiling", "ends_within"]
 _LOG = logging.getLogger(__name__)
 
 _SUFFIX = ".pt.trace.json.gz"
-"""By which TensorBoard's plugin knows its files; what is before it and the time names the worker."""
+"""Suffix by which TensorBoard's plugin recognises its files; it takes the text before the time as the worker's name."""
 
 _IDLE_SECONDS = 5.0
-"""How long a process that ends waits for its GPU, on which the kernels of a lost round may hang for ever."""
+"""Time that a process which ends waits for its GPU, on which the kernels of a lost round may hang forever."""
 
 
 class Profiling:
     """The recordings of one process.
 
     Args:
-        wanted: the steps and ranks.
-        folder: folder of the traces.
-        node: begins the names of the files.
-        device: device of this process.
-        agent: agent that is informed of long steps.
+        wanted: steps and ranks to record
+        folder: folder of the traces
+        node: name of the node, the beginning of file names
+        device: device of this process
+        agent: agent that is informed of long steps
     """
 
     def __init__(self, wanted: Profile, folder: Path, node: str, device: torch.device, agent: Agent) -> None:
@@ -52,45 +52,30 @@ class Profiling:
         self._identity: WorkerIdentity | None = None
         self._entered = 0
         self._window: tuple[int, int] | None = None
-        self._next = math.inf
-        """Completed steps at which there is something to do."""
+        self._next = math.inf  # completed steps at which the profiler has to be started, stepped or stopped
         self._profiler: profile | None = None
         self._running = contextlib.ExitStack()
-        self._last: int | None = None
-        """The last step of the trace that is to be written when the profiler stops; ``None`` to write none."""
+        self._last: int | None = None  # last step of the trace to write when the profiler stops, None to write none
         self._failed = False
 
-    def enter(self, identity: WorkerIdentity, steps: int) -> None:
-        """Begin a round.
+    def between_steps(self, identity: WorkerIdentity, steps: int) -> None:
+        """Start, step or stop the profiler if that is due.
 
         Args:
-            identity: identity of this process in the round.
-            steps: completed.
-        """
-        self._drop()
-        self._identity, self._entered = identity, steps
-        with self._safely():
-            self._look_ahead(steps)
-
-    def after_step(self, identity: WorkerIdentity, steps: int) -> None:
-        """Do what is due between two steps.
-
-        Args:
-            identity: identity of this process in the current round.
-            steps: completed.
+            identity: identity of this process in the current round; a new one begins a round
+            steps: steps completed
         """
         if identity is not self._identity:
-            self.enter(identity, steps)
+            self._drop()
+            self._identity, self._entered = identity, steps
+            with self._safely():
+                self._look_ahead(steps)
         elif steps >= self._next:
             with self._safely():
-                self._go_on(steps)
+                self._advance(steps)
 
     def finish(self, steps: int) -> None:
-        """Write what was recorded of a recording that training has not reached the end of.
-
-        Args:
-            steps: completed.
-        """
+        """Write the recorded steps of a recording that is not complete at the end of training."""
         self._next = math.inf
         if self._profiler is not None and self._window is not None and steps >= self._window[0]:
             with self._safely():
@@ -98,7 +83,7 @@ class Profiling:
         self._drop()
 
     def close(self) -> None:
-        """Let go of the profiler: an interpreter that ends while it runs crashes."""
+        """Release the profiler: an interpreter that ends while it runs crashes."""
         if self._profiler is None or self._device.type != "cuda" or ends_within(_IDLE_SECONDS, self._wait_for_gpu):
             self._drop()
 
@@ -112,9 +97,9 @@ class Profiling:
         if self._window is not None:
             self._next = self._window[0] - 1 - self._wanted.warmup
             if steps >= self._next:
-                self._go_on(steps)
+                self._advance(steps)
 
-    def _go_on(self, steps: int) -> None:
+    def _advance(self, steps: int) -> None:
         assert self._window is not None
         if self._profiler is None:
             self._start(steps + 1, *self._window)
@@ -160,8 +145,8 @@ class Profiling:
     def _write(self, profiler: profile) -> None:
         if self._last is None or self._window is None or self._identity is None:
             return
-        place = f"{self._node}_rank{self._identity.rank}_round{self._identity.round}"
-        name = f"{place}_steps{self._window[0]}-{self._last}"
+        worker = f"{self._node}_rank{self._identity.rank}_round{self._identity.round}"
+        name = f"{worker}_steps{self._window[0]}-{self._last}"
         self._folder.mkdir(parents=True, exist_ok=True)
         partial = self._folder / f"{name}.part.gz"  # a process may be killed while it writes
         profiler.export_chrome_trace(str(partial))
@@ -180,12 +165,12 @@ class Profiling:
     def _safely(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+        except Exception as error:  # noqa: BLE001 - no error of the profiler may end training
             self._profiler, self._window, self._next = None, None, math.inf
             with contextlib.suppress(Exception):
                 self._running.close()
             if not self._failed:
-                _LOG.warning("The profiler has failed and stays off; training goes on: %r", error)
+                _LOG.warning("The profiler has failed and stays off; training continues: %r", error)
             self._failed = True
 
     def _wait_for_gpu(self) -> None:
@@ -194,12 +179,7 @@ class Profiling:
 
 
 def ends_within(seconds: float, action: Callable[[], None]) -> bool:
-    """Do something that may hang on a thread of its own, and return whether it has ended in time.
-
-    Args:
-        seconds: time to wait.
-        action: action to run.
-    """
+    """Run an action that may hang on a thread of its own, and return whether it has ended in time."""
     thread = threading.Thread(target=action, name="may-hang", daemon=True)
     thread.start()
     thread.join(seconds)

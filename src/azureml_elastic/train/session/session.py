@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -15,20 +16,14 @@ from torch import nn
 from typing_extensions import Self
 
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.checkpoint.storage.storage import Storage
-from azureml_elastic.config import BatchPolicy, CheckpointPolicy
+from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
-from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.integrations.deepspeed import config_for
 from azureml_elastic.train.optim.gradient_averaging import require_averaging
-from azureml_elastic.train.session.audit import Audit
+from azureml_elastic.train.optim.schedule import Schedule
+from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.exit_hooks import ExitHooks, all_arrive
-from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
-from azureml_elastic.train.session.profiling import Profiling
-from azureml_elastic.train.session.step_commits import StepCommits
 from azureml_elastic.train.session.training import Training
-from azureml_elastic.train.session.training_state import TrainingState
 
 __all__ = ["Session"]
 
@@ -45,42 +40,13 @@ class Session(Training):
     """One process of an elastic run; made by :func:`~azureml_elastic.train.start`.
 
     Args:
-        identity: identity of this process; round 0 where it waits for its assignment to one
-        policy: checkpoint policy
-        storage: storage of the checkpoints
-        agent: agent that started the process
-        audit: audit of the samples, if any
-        batch: batch policy
-        profiling: profiler, if any
-        can_grow: whether the run may have more than one rank later
+        context: components of the session
     """
 
-    def __init__(
-        self,
-        identity: WorkerIdentity,
-        policy: CheckpointPolicy,
-        storage: Storage,
-        agent: Agent,
-        audit: Audit | None,
-        batch: BatchPolicy,
-        profiling: Profiling | None = None,
-        *,
-        can_grow: bool = False,
-    ) -> None:
-        lifecycle = ProcessGroupLifecycle(agent, identity, audit)
-        super().__init__(lifecycle, agent, audit, batch)
-        self._training_state = TrainingState(policy, storage, agent, lifecycle.world, self._position, self._rate)
-        lifecycle.keep(self._training_state)
-        self._profiling = profiling
-        self._can_grow = can_grow
+    def __init__(self, context: SessionContext) -> None:
+        super().__init__(context)
         self._not_averaged: list[nn.Module] = []
-        self._commits = StepCommits(lifecycle, self._training_state, agent, audit, profiling)
-        self._exit_hooks = ExitHooks(self._finish_at_exit, self._close_at_exit, lifecycle.on_uncaught)
-
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps that the run has completed, over all rounds."""
-        return self._training_state.steps
+        self._exit_hooks = ExitHooks(self._finish_at_exit, self._close_at_exit, self._lifecycle.on_uncaught)
 
     def wrap(self, model: nn.Module, *, average_gradients: bool = True, **options: Any) -> nn.Module:
         """Move a model to this process's device, and average its gradients over the ranks.
@@ -107,13 +73,14 @@ class Session(Training):
 
         Args:
             config: DeepSpeed's configuration; its ``elasticity`` and ``nebula`` blocks are left out
-            global_batch_size: that of the loader
-            micro_batch_size: that of the loader, if any
+            global_batch_size: global batch size of the loader
+            micro_batch_size: micro-batch size of the loader, if any
 
         Raises:
             UsageError: the configuration has another global batch, or an accumulation that the loader does not have.
         """
-        size = Batching(self._batch, micro_batch_size).window_size(global_batch_size, self.world_size)
+        batching = replace(self._batching, micro_batch_size=micro_batch_size)
+        size = batching.window_size(global_batch_size, self.world_size)
         if config.get("train_batch_size") == global_batch_size:  # at the reference world size
             config = {**config, "train_batch_size": size}
         return config_for(config, size, self.world_size, micro_batch_size)
@@ -135,17 +102,25 @@ class Session(Training):
             CheckpointError: the newest checkpoint could not be determined.
             Fenced: a newer round has taken over.
         """
-        if self._training_state.state is not None:
-            names = self._training_state.state.names
+        if self._state.tracked is not None:
+            names = self._state.tracked.names
             raise UsageError(f"run.track() was called before, with {names}. Give all objects in one call.")
-        if (self.world_size > 1 or self._can_grow) and not self._gradients.exact:
+        if (self.world_size > 1 or self._context.can_grow) and not self._batching.exact:
             require_averaging(objects, self._not_averaged, self.world_size)
         state = TrackedState(objects, self._on_optimizer_step)
-        self._attach(state)
+        if isinstance(self._context.batch, FixedPerWorkerBatch) and any(
+            not isinstance(scheduler, Schedule) for scheduler in state.schedulers_of_engines
+        ):
+            raise UsageError(
+                "The DeepSpeed engine has a scheduler that counts steps, but the samples of a step depend on the world "
+                "size. Leave it out of the configuration: deepspeed.initialize(lr_scheduler=run.schedule(scheduler))."
+            )
+        self._gradients.attach(state)
+        self._rate.attach(state.optimizers)
         with self._lifecycle.guard(stay=False):
-            self._training_state.track(state)
-        if self._profiling is not None:
-            self._profiling.enter(self._lifecycle.world.identity, self.steps)
+            self._state.track(state)
+        if self._context.profiling is not None:
+            self._context.profiling.between_steps(self._lifecycle.world.identity, self.steps)
 
     def commit(self) -> None:
         """Commit an optimizer step: count its samples as trained. A collective.
@@ -156,7 +131,7 @@ class Session(Training):
 
         Raises:
             UsageError: nothing is tracked, there is no batch, or the session is over.
-            CheckpointError: a checkpoint was due and a rank could not write.
+            CheckpointError: a checkpoint was due and a rank could not write it.
             Fenced: a newer round has taken over.
             SystemExit: the agent has asked this process to exit; the state is saved.
         """
@@ -164,7 +139,12 @@ class Session(Training):
         if self._position.loaders and not self._position.opened:
             raise UsageError("run.commit() was called without a batch: call it once in each iteration over the loader.")
         if not self._lifecycle.discarded:
-            self._commit()
+            if self._schedule_check is not None:
+                self._schedule_check.end_step(self._state.tracked)
+            self._position.require_whole()
+            self._rate.begin()
+            self._rate.commit(self._position.first_window)
+            self._position.commit()
         self._commits.completed()
 
     def save(self, *, wait: bool = False) -> None:
@@ -184,7 +164,7 @@ class Session(Training):
             Fenced: a newer round has taken over.
         """
         self._require_tracked("save")
-        if self._training_state.half_step or (self._position.opened and not self._lifecycle.discarded):
+        if self._state.half_step or (self._position.opened and not self._lifecycle.discarded):
             raise UsageError(
                 "run.save() was called within a step. Call it after run.commit(), which completes the step."
             )
@@ -201,26 +181,25 @@ class Session(Training):
         """
         if self._lifecycle.over:
             return
-        if self._profiling is not None:
-            self._profiling.finish(self.steps)
+        if self._context.profiling is not None:
+            self._context.profiling.finish(self.steps)
         self._commits.finish()
         self._lifecycle.over = True
 
     def _require_tracked(self, method: str) -> None:
-        if self._training_state.state is None:
+        if self._state.tracked is None:
             raise UsageError(f"run.{method}() was called before run.track(): a restart would begin from scratch.")
         if self._lifecycle.over:
             raise UsageError(f"run.{method}() was called after run.finish().")
 
     def _finish_at_exit(self) -> None:
         """Finish a script that has ended; one that ends before its last epoch may be failing on this rank alone."""
-        state, over = self._training_state, self._lifecycle.over
-        if over or not (self._trained_out or state.state is not None):
+        if self._lifecycle.over or not (self._trained_out or self._state.tracked is not None):
             return
-        key = f"azureml_elastic/left/{self.round}/{self.steps}/{state.half_step}"
+        key = f"azureml_elastic/left/{self.round}/{self.steps}/{self._state.half_step}"
         if self._trained_out or all_arrive(key, self.world_size, _LEAVING_SECONDS):
             self.finish()
-        elif state.has_unsaved_progress():
+        elif self._state.has_unsaved_progress():
             _LOG.warning(
                 "The script ends after step %d, before its last epoch, and not all ranks ended within %g s: its "
                 "last steps are not saved. Call run.finish() on all ranks before a script ends early.",
@@ -245,7 +224,7 @@ class Session(Training):
 
     def _on_optimizer_step(self) -> None:
         if not self._lifecycle.discarded:
-            self._training_state.half_step = True
+            self._state.half_step = True
 
     def _close_at_exit(self) -> None:
         self._close()
@@ -253,13 +232,12 @@ class Session(Training):
 
     def _close(self) -> None:
         self._exit_hooks.cancel()
-        if self._profiling is not None:
-            self._profiling.close()
+        if self._context.profiling is not None:
+            self._context.profiling.close()
         if not self._lifecycle.over:
-            self._training_state.settle(_CLOSING_SECONDS)
-        self._agent.close()
-        if self._audit is not None:
-            self._audit.close()
+            self._state.settle(_CLOSING_SECONDS)
+        self._context.agent.close()
+        self._context.audit.close()
         world = self._lifecycle.world
         if world.owns_group and not self._exit_hooks.failed:  # closing a group with a dead peer could block
             world.close()

@@ -13,6 +13,7 @@ from azureml_elastic.train.agent_client.channel import ChannelAgent
 from azureml_elastic.train.agent_client.stack_dump import register_stack_dump
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.session.audit import Audit
+from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.profiling import Profiling
 from azureml_elastic.train.session.session import Session
 
@@ -21,7 +22,7 @@ __all__ = ["Recording", "start"]
 
 @dataclass(frozen=True)
 class Recording:
-    """What a run records for inspection afterwards, in place of what its job says.
+    """What a run records for inspection afterwards, in place of the job's settings.
 
     Args:
         audit: whether the samples of each step are recorded; ``None`` for the job's setting
@@ -54,7 +55,7 @@ def start(
         OSError: the node's agent does not answer.
     """
     environment = WorkerEnvironment.read()
-    plan, identity = environment.plan, environment.identity
+    plan, identity, run_dir = environment.plan, environment.identity, environment.run_dir
     policy = environment.policy(checkpoint)
     assert policy.path is not None
     storage = open_storage(policy.path)
@@ -67,12 +68,20 @@ def start(
         agent = ChannelAgent(environment.channel, identity, stays=environment.stays)
     recording = recording or Recording()
     audited = recording.audit if recording.audit is not None else plan is not None and plan.audit
-    audit = Audit(environment.run_dir) if audited else None
-    profile = recording.profile or (None if plan is None else plan.profile)
+    profile = recording.profile or (plan and plan.profile)
     profiling = None
-    if profile is not None:
-        folder = trace_folder(profile.folder, environment.run_dir)
+    if profile:
+        folder = trace_folder(profile.folder, run_dir)
         profiling = Profiling(profile, folder, environment.node, pick_device(identity), agent)
-    batch = batch or (FixedGlobalBatch() if plan is None else plan.batch)
-    can_grow = environment.channel is not None and environment.max_world_size > 1
-    return Session(identity, policy, storage, agent, audit, batch, profiling, can_grow=can_grow)
+    return Session(
+        SessionContext(
+            identity,
+            agent,
+            storage,
+            policy,
+            batch=batch or (plan.batch if plan else FixedGlobalBatch()),
+            audit=Audit(Path(run_dir or ".") if audited else None),
+            profiling=profiling,
+            can_grow=environment.channel is not None and environment.max_world_size > 1,
+        )
+    )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.config import BatchPolicy, FixedPerWorkerBatch
+from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader, SizedDataset
@@ -24,48 +22,44 @@ from azureml_elastic.train.data.shard_streams import ShardedDataset, ShardSpec
 from azureml_elastic.train.optim.gradients import Gradients
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.optim.schedule import Schedule, ScheduleCheck
-from azureml_elastic.train.session.audit import Audit
+from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.evaluation import Evaluation
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 from azureml_elastic.train.session.step_commits import StepCommits
+from azureml_elastic.train.session.training_state import TrainingState
 
 __all__ = ["Training"]
 
 
-class Training(ABC):
-    """WorkerIdentity of the process, loaders, epochs, gradients and evaluation.
+class Training:
+    """Rank, loaders, epochs, gradients and evaluation of a process.
 
     Args:
-        lifecycle: process group of this process
-        agent: agent that started the process
-        audit: audit of the samples, if any
-        batch: batch policy
+        context: components of the session
     """
 
-    _commits: StepCommits
-
-    def __init__(self, lifecycle: ProcessGroupLifecycle, agent: Agent, audit: Audit | None, batch: BatchPolicy) -> None:
-        self._lifecycle = lifecycle
-        self._agent = agent
-        self._audit = audit
-        self._batch = batch
-        self._position = lifecycle.position
-        self._rate = LearningRate(batch, self._position, lambda: lifecycle.discarded)
-        self._gradients = Gradients(lifecycle.world, self._position, self._rate, exact=Batching(batch).exact)
-        self._tracked: TrackedState | None = None
+    def __init__(self, context: SessionContext) -> None:
+        self._context = context
+        self._batching = Batching(context.batch)
+        self._lifecycle = lifecycle = ProcessGroupLifecycle(context)
+        self._position = position = lifecycle.position
+        self._rate = LearningRate(context.batch, position, lambda: lifecycle.discarded)
+        self._gradients = Gradients(lifecycle.world, position, self._rate, exact=self._batching.exact)
+        self._state = TrainingState(context, lifecycle.world, position, self._rate)
+        lifecycle.training_state = self._state
+        self._commits = StepCommits(context, lifecycle, self._state)
+        self._schedule_check = ScheduleCheck(position) if isinstance(context.batch, FixedPerWorkerBatch) else None
         self._trained_out = False
-        self._schedule_check = ScheduleCheck(self._position) if isinstance(batch, FixedPerWorkerBatch) else None
         self._epochs: int | None = None
         self._expected_steps: int | None = None
-        self._position.when_opened = self._opened
-        self._position.when_entered = self._report_expected_steps
-        if audit is not None:
-            self._position.when_ended = lambda loader, cursor: audit.ended(self.steps, loader, cursor)
+        position.when_opened = self._opened
+        position.when_entered = self._report_expected_steps
+        position.when_ended = lambda loader, cursor: context.audit.ended(self.steps, loader, cursor)
 
     @property
-    @abstractmethod
     def steps(self) -> int:
         """Number of optimizer steps that the run has completed, over all rounds."""
+        return self._state.steps
 
     @property
     def device(self) -> torch.device:
@@ -147,9 +141,9 @@ class Training(ABC):
             UsageError: the name is taken, the data differ from those of the checkpoint, or the dataset has neither a
                 length nor shards.
         """
-        batching = Batching(self._batch, micro_batch_size)
+        batching = replace(self._batching, micro_batch_size=micro_batch_size)
         batching.require_fitting(global_batch_size)
-        if self._gradients.exact and self._position.loaders:
+        if batching.exact and self._position.loaders:
             raise UsageError('reduce="exact" works with one training loader; take reduce="allreduce" for several.')
         order: dict[str, Any] = {
             "global_batch_size": global_batch_size,
@@ -164,7 +158,7 @@ class Training(ABC):
         if not isinstance(dataset, ShardedDataset):
             raise UsageError(
                 f"{type(dataset).__name__} has neither a length and samples by index, nor num_shards and shard(), so "
-                "it cannot be dealt out. Wrap what it reads: train.Shards(paths, read_one)."
+                "it cannot be divided among ranks. Wrap its items: train.Shards(paths, read_one)."
             )
         if micro_batch_size is not None:
             raise UsageError(
@@ -200,11 +194,11 @@ class Training(ABC):
             UsageError: the dataset is empty, or the session is over.
         """
         evaluation = Evaluation(measure, dataset, batch_size, options)
-        self._agent.busy()
+        self._context.agent.busy()
         try:
-            return evaluation.run(self._lifecycle, [] if self._tracked is None else self._tracked.modules)
+            return evaluation.run(self._lifecycle, [] if self._state.tracked is None else self._state.tracked.modules)
         finally:
-            self._agent.free()
+            self._context.agent.free()
 
     def schedule(self, scheduler: LRScheduler) -> Schedule:
         """Return a learning rate scheduler that counts samples, made of one that is stepped each step.
@@ -244,7 +238,7 @@ class Training(ABC):
 
         Args:
             loss: mean over the samples of this rank's batch, a tensor of one element
-            count: number of elements in this batch if the loss is a mean over something else than samples, such as the
+            count: number of elements in this batch if the loss is a mean over elements other than samples, such as the
                 tokens of sentences
 
         Raises:
@@ -270,9 +264,9 @@ class Training(ABC):
     def _opened(self, loader: LoaderState, micro: MicroBatch) -> None:
         self._gradients.begin(micro)
         if self._schedule_check is not None:
-            self._schedule_check.begin_step(self._tracked)
-        if micro.index == 0 and self._audit is not None:
-            self._audit.begin(self.steps + 1, loader, micro.window)
+            self._schedule_check.begin_step(self._state.tracked)
+        if micro.index == 0:
+            self._context.audit.begin(self.steps + 1, loader, micro.window)
 
     def _exchange(self, numbers: torch.Tensor) -> None:
         with self._lifecycle.guard():
@@ -284,33 +278,12 @@ class Training(ABC):
         if self._epochs is None or first is None or not isinstance(first.spec, DataSpec):
             return
         cursor, spec = first.cursor, first.spec
-        size = Batching(self._batch).window_size(spec.global_batch_size, position.identity.world_size)
+        size = self._batching.window_size(spec.global_batch_size, position.identity.world_size)
         remaining = (self._epochs - position.epoch) * spec.windows - -(-cursor.consumed // spec.global_batch_size)
         expected = self.steps + max(0, -(-remaining * spec.global_batch_size // size))
         if expected != self._expected_steps:
             self._expected_steps = expected
-            self._agent.expects(expected)
-
-    def _attach(self, state: TrackedState) -> None:
-        if isinstance(self._batch, FixedPerWorkerBatch) and any(
-            not isinstance(scheduler, Schedule) for scheduler in state.schedulers_of_engines
-        ):
-            raise UsageError(
-                "The DeepSpeed engine has a scheduler that counts steps, but the samples of a step depend on the world "
-                "size. Leave it out of the configuration: deepspeed.initialize(lr_scheduler=run.schedule(scheduler))."
-            )
-        self._gradients.attach(state)
-        self._rate.attach(state.optimizers)
-        self._tracked = state
-
-    def _commit(self) -> None:
-        """Count the current step as trained."""
-        if self._schedule_check is not None:
-            self._schedule_check.end_step(self._tracked)
-        self._position.require_whole()
-        self._rate.begin()
-        self._rate.commit(self._position.first_window)
-        self._position.commit()
+            self._context.agent.expects(expected)
 
     def _steps_of_schedule(self) -> int | None:
         if self._lifecycle.discarded:

@@ -13,13 +13,11 @@ from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose, position_key
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
-from azureml_elastic.checkpoint.storage.storage import Storage
-from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken
-from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
+from azureml_elastic.train.session.context import SessionContext
 
 __all__ = ["TrainingState"]
 
@@ -33,39 +31,30 @@ class TrainingState:
     """The training state on this rank, and its copies on storage and in memory.
 
     Args:
-        policy: checkpoint policy.
-        storage: storage of the checkpoints.
-        agent: agent that commits checkpoints and holds states in memory.
-        world: process groups of the round.
-        position: position in the data.
-        rate: scaling of the learning rate.
+        context: checkpoint policy, storage, and the agent that holds states in memory
+        world: process groups of the round
+        position: position in the data
+        rate: learning rate
 
     Attributes:
-        steps: optimizer steps completed, over all rounds.
-        half_step: whether the optimizer has stepped since the last completed step.
+        tracked: tracked objects, ``None`` before ``run.track()``
+        steps: optimizer steps completed, over all rounds
+        half_step: whether the optimizer has stepped since the last completed step
     """
 
-    def __init__(
-        self,
-        policy: CheckpointPolicy,
-        storage: Storage,
-        agent: Agent,
-        world: ProcessGroups,
-        position: Position,
-        rate: LearningRate,
-    ) -> None:
-        self._agent = agent
+    def __init__(self, context: SessionContext, world: ProcessGroups, position: Position, rate: LearningRate) -> None:
+        policy = context.checkpoint
+        self._agent = context.agent
         self._world = world
         self._identity = world.identity  # that of the groups changes before this process has entered the next round
         self._position = position
         self._rate = rate
-        self._checkpoints = Checkpoints(policy, storage, world, agent)
+        self._checkpoints = Checkpoints(policy, context.storage, world, context.agent)
         self._schedule = CheckpointSchedule(policy, world.control, clock=time.monotonic)
         rarer = {"every": policy.snapshot_every, "every_steps": policy.snapshot_every_steps}
-        self._snapshot_schedule = CheckpointSchedule(
-            policy.model_copy(update=rarer), world.control, clock=time.monotonic
-        )
-        self._state: TrackedState | None = None
+        snapshots = policy.model_copy(update=rarer)
+        self._snapshot_schedule = CheckpointSchedule(snapshots, world.control, clock=time.monotonic)
+        self.tracked: TrackedState | None = None
         self._last_saved: tuple[int, str] | None = None
         self._pending: tuple[int, str] | None = None
         self._entered_at = 0
@@ -75,23 +64,27 @@ class TrainingState:
         self.half_step = False
 
     @property
-    def state(self) -> TrackedState | None:
-        """The tracked objects, ``None`` before ``run.track()``."""
-        return self._state
-
-    @property
     def holds_full_state(self) -> bool:
         """Whether this process alone holds the full state of a completed step."""
-        return self._state is not None and self._state.replicated and not self.half_step and not self._incomplete
+        return self.tracked is not None and self.tracked.replicated and not self.half_step and not self._incomplete
 
-    def track(self, state: TrackedState) -> None:
-        """Set the tracked objects, and restore them where the run has a state. A collective."""
-        self._state = state
+    @property
+    def _objects(self) -> TrackedState:
+        assert self.tracked is not None
+        return self.tracked
+
+    @property
+    def _here(self) -> tuple[int, str]:
+        return self.steps, self._position.key()
+
+    def track(self, tracked: TrackedState) -> None:
+        """Set the tracked objects, and restore them if the run has a state. A collective."""
+        self.tracked = tracked
         try:
-            self._restore(state, self._handed_over(state))
+            self._restore(*self._handed_over())
             self._rate.enter(self._identity.world_size)
         except BaseException:
-            self._state = None
+            self.tracked = None
             raise
 
     def enter(self) -> None:
@@ -101,17 +94,15 @@ class TrainingState:
             RoundBroken: this process cannot continue from that state; a new process can.
         """
         local = None
-        if self._state is not None and self.holds_full_state:
+        before, self._identity = self._identity, self._world.identity
+        if self.holds_full_state:
             position = position_key(self._data())
-            local = RecoverableState(
-                self.steps, self._identity.round, self._identity.rank, position, self._save_pending
-            )
-        self._identity = self._world.identity
+            local = RecoverableState(self.steps, before.round, before.rank, position, self._save_pending)
         self._checkpoints.enter()
         self._schedule.enter(self._world.control)
         self._snapshot_schedule.enter(self._world.control)
-        if self._state is not None:
-            self._restore(self._state, (local, None))
+        if self.tracked is not None:
+            self._restore(local, None)
             self._rate.enter(self._identity.world_size)
 
     def due(self) -> bool:
@@ -119,21 +110,21 @@ class TrainingState:
         return self._schedule.due(self.steps)
 
     def has_unsaved_progress(self) -> bool:
-        """Return whether a checkpoint would hold more than the last one, the turn of an epoch aside."""
-        return self.steps > 0 if self._last_saved is None else self._last_saved != (self.steps, self._position.key())
+        """Return whether a checkpoint would hold more steps or samples than the last one."""
+        return self.steps > 0 if self._last_saved is None else self._last_saved != self._here
 
     def after_step(self) -> None:
         """Check the save in progress, and prepare the first one, after each step; sometimes a collective."""
         self.settle(0)
-        if self._state is not None and self.steps == self._entered_at + _SETTLED_STEPS:
-            self._checkpoints.prepare(self._state)
+        if self.tracked is not None and self.steps == self._entered_at + _SETTLED_STEPS:
+            self._checkpoints.prepare(self.tracked)
             self.half_step = False  # reading the state of a new optimizer makes it take an empty step
 
     def save(self, *, must_commit: bool = False) -> bool:
         """Take a checkpoint, and return while it is written. A collective.
 
         Args:
-            must_commit: whether to wait for the commit, and to retry it while the table is unavailable.
+            must_commit: whether to wait for the commit, and to retry it while the table is unavailable
 
         Returns:
             Whether the checkpoint is known to be committed.
@@ -141,16 +132,15 @@ class TrainingState:
         Raises:
             CheckpointError: checkpoints cannot be written.
             Fenced: a newer round has taken over.
-            RoundBroken: the round ended before a checkpoint that must be committed was.
+            RoundBroken: the round ended before the commit, with ``must_commit``.
         """
-        assert self._state is not None
         self._agent.busy()
         self.settle()
         self._checkpoints.require()
         self._schedule.saving(self.steps)
         self._save_pending = True
-        self._checkpoints.begin(self.steps, self._state, self._data(), must_commit=must_commit)
-        self._pending = (self.steps, self._position.key())
+        self._checkpoints.begin(self.steps, self._objects, self._data(), must_commit=must_commit)
+        self._pending = self._here
         self.half_step = False  # as above
         self._schedule.saved()
         if must_commit:
@@ -166,10 +156,9 @@ class TrainingState:
         if not self._checkpoints.snapshots or not self._snapshot_schedule.due(self.steps):
             return
         self.settle(0)
-        if self._world.control.all_true(not self.saving):
-            assert self._state is not None
+        if self._world.control.all_true(not self._checkpoints.under_way):
             self._snapshot_schedule.saving(self.steps)
-            self._checkpoints.begin_snapshot(self.steps, self._state, self._data())
+            self._checkpoints.begin_snapshot(self.steps, self._objects, self._data())
             self._pending = None
             self.half_step = False  # as above
             self._snapshot_schedule.saved()
@@ -178,9 +167,9 @@ class TrainingState:
         """Wait for the save in progress, if there is one.
 
         Args:
-            timeout: seconds after which the save is left to continue; ``None`` waits for its end.
+            timeout: seconds after which the save is left to continue, ``None`` to wait for its end
         """
-        if timeout is None and self.saving:
+        if timeout is None and self._checkpoints.under_way:
             self._agent.busy()
         outcome = self._checkpoints.settle(timeout)
         if outcome is not None and self._pending is not None:
@@ -189,15 +178,12 @@ class TrainingState:
             if outcome.kind == "committed":
                 self._last_saved = self._pending
 
-    @property
-    def saving(self) -> bool:
-        """Whether a save is in progress."""
-        return self._checkpoints.under_way
-
     def abandon_save(self) -> None:
-        """Stop the save in progress from using the process groups, which were aborted and are about to be closed."""
-        self.settle(0)
-        self._checkpoints.abandon()
+        """Stop the save in progress, if there is one, from using the process groups, which are about to be closed."""
+        if self._checkpoints.under_way:
+            self._world.abort()
+            self.settle(0)
+            self._checkpoints.abandon()
 
     def hand_over(self) -> bool:
         """Hand the state over to the agent, for the next worker of this node; return whether it succeeded."""
@@ -223,77 +209,73 @@ class TrainingState:
         return {**self._position.to_json(), "rate": self._rate.to_json()}
 
     def _snapshot(self) -> Snapshot:
-        assert self._state is not None
-        self._state.drop_gradients()  # of an interrupted step
-        plain, tensors = self._state.collect(is_main=True)
+        self._objects.drop_gradients()  # of an interrupted step
+        plain, tensors = self._objects.collect(is_main=True)
         self.half_step = False
         unsaved, random = self._schedule.unsaved_seconds, random_state.to_text(random_state.capture(self._world.device))
         return Snapshot(self.steps, plain, self._data(), unsaved, self._save_pending, random, tensors)
 
-    def _handed_over(self, state: TrackedState) -> tuple[RecoverableState | None, Snapshot | None]:
+    def _handed_over(self) -> tuple[RecoverableState | None, Snapshot | None]:
         """Return the state that the previous worker of this node has handed over."""
-        kept = self._agent.handed_over()
-        if kept is None or not state.replicated:
+        held = self._agent.handed_over()
+        if held is None or not self._objects.replicated:
             return None, None
         try:
-            snapshot = Snapshot.from_memory(kept.path)
+            snapshot = Snapshot.from_memory(held.path)
         except (OSError, CheckpointDamaged, ValueError) as error:
             _LOG.warning("The handed over state cannot be read: %s", error)
             return None, None
-        return RecoverableState(kept.step, kept.round, kept.rank, snapshot.position, snapshot.save_pending), snapshot
+        return RecoverableState(held.step, held.round, held.rank, snapshot.position, snapshot.save_pending), snapshot
 
-    def _restore(self, state: TrackedState, own: tuple[RecoverableState | None, Snapshot | None]) -> None:
-        """Restore the furthest state of all ranks and the storage on every rank. A collective."""
-        local, inherited = own
-        live = local is not None and inherited is None
-        states = self._world.control.gather(local)
+    def _restore(self, local: RecoverableState | None, inherited: Snapshot | None) -> None:
+        """Restore the furthest state of all ranks and the storage on every rank. A collective.
+
+        Args:
+            local: state that this rank can restore, if any
+            inherited: content of that state if the previous worker has handed it over, ``None`` if this process has it
+        """
+        live, control = local is not None and inherited is None, self._world.control
+        states = control.gather(local)
         reference = self._checkpoints.committed()
         source = choose(states, None if reference is None else reference.step)
         if source is None:
-            where = self._restore_from_storage(state, live=live)
+            directory = self._restore_from_storage(live=live)
+            self._agent.restored(self.steps, directory)
+            return
+        chosen = states[source]
+        assert chosen is not None
+        same = [chosen.same(each) for each in states]
+        snapshot = inherited
+        if not all(same):
+            mine = self._snapshot() if live and control.rank == source else inherited
+            snapshot = Snapshot.broadcast(mine, source, control)
+        if live and same[control.rank]:
+            self._begin(self._schedule.unsaved_seconds)  # the schedules of all ranks must start from the same step
         else:
-            chosen = states[source]
-            assert chosen is not None
-            same = [chosen.same(each) for each in states]
-            snapshot = inherited
-            if not all(same):
-                mine = self._snapshot() if live and self._world.control.rank == source else inherited
-                snapshot = Snapshot.broadcast(mine, source, self._world.control)
-            if not (live and same[self._world.control.rank]):
-                assert snapshot is not None
-                self._apply(state, snapshot, live=live)
-                if not live:
-                    self._restore_random(inherited if same[self._world.control.rank] else None)
-            else:
-                # The schedules of all ranks must start from the same step.
-                self._begin(self._schedule.unsaved_seconds)
-            where = "memory"
-            if reference is not None and reference.step == self.steps:
-                self._last_saved = (self.steps, self._position.key())
-            if any(each is not None and each.save_pending and each.step == chosen.step for each in states):
-                self._agent.restored(self.steps, where)
-                self.save()
-                return
-        self._agent.restored(self.steps, where)
+            assert snapshot is not None
+            self._apply(snapshot, live=live)
+            if not live:
+                self._restore_random(inherited if same[control.rank] else None)
+        if reference is not None and reference.step == self.steps:
+            self._last_saved = self._here
+        self._agent.restored(self.steps, "memory")
+        if any(each is not None and each.save_pending and each.step == chosen.step for each in states):
+            self.save()
 
-    def _restore_from_storage(self, state: TrackedState, *, live: bool) -> str | None:
+    def _restore_from_storage(self, *, live: bool) -> str | None:
         self._incomplete = True  # until all tensors are restored
-        restored = self._checkpoints.restore(state)
-        self.steps, self._last_saved, unsaved = 0, None, 0.0
-        data = None
-        if restored is not None:
-            self.steps, data = restored.reference.step, restored.data
-        self._restore_position(data, live=live)
-        if restored is not None:
-            self._last_saved = (self.steps, self._position.key())
-        self._begin(unsaved)
+        restored = self._checkpoints.restore(self._objects)
+        self.steps = 0 if restored is None else restored.reference.step
+        self._restore_position(None if restored is None else restored.data, live=live)
+        self._last_saved = None if restored is None else self._here
+        self._begin(0.0)
         self.half_step = self._incomplete = False  # restoring an optimizer makes it take an empty step
         return None if restored is None else restored.reference.directory
 
-    def _apply(self, state: TrackedState, snapshot: Snapshot, *, live: bool) -> None:
+    def _apply(self, snapshot: Snapshot, *, live: bool) -> None:
         self._incomplete = True
         with torch.no_grad():
-            state.restore(snapshot.state, snapshot.tensors)
+            self._objects.restore(snapshot.state, snapshot.tensors)
         self.steps = snapshot.step
         self._restore_position(snapshot.data, live=live)
         self._begin(snapshot.unsaved_seconds)

@@ -1,0 +1,38 @@
+"""The components that the parts of a session share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from azureml_elastic.checkpoint.storage.storage import Storage
+from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch
+from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
+from azureml_elastic.train.session.audit import Audit
+from azureml_elastic.train.session.profiling import Profiling
+
+__all__ = ["SessionContext"]
+
+
+@dataclass(frozen=True)
+class SessionContext:
+    """Components of a session.
+
+    Args:
+        identity: identity of this process; round 0 where it waits for its assignment to one
+        agent: agent that started the process
+        storage: storage of the checkpoints
+        checkpoint: checkpoint policy
+        batch: batch policy
+        audit: record of the samples of each step
+        profiling: profiler, ``None`` without one
+        can_grow: whether the run may have more than one rank later
+    """
+
+    identity: WorkerIdentity
+    agent: Agent
+    storage: Storage
+    checkpoint: CheckpointPolicy
+    batch: BatchPolicy = field(default_factory=FixedGlobalBatch)
+    audit: Audit = field(default_factory=lambda: Audit(None))
+    profiling: Profiling | None = None
+    can_grow: bool = False
