@@ -1,8 +1,11 @@
 """The notebooks run from their first cell to their last against a local workspace, and say what their text promises."""
 
 import json
+import os
 import shutil
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from tests.support.paths import SAMPLES
 pytest.importorskip("azure.ai.ml")
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
+kernelspec = pytest.importorskip("ipykernel.kernelspec")
 
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool  # noqa: E402 - after what it needs
 
@@ -33,7 +37,20 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
+    # The kernel and the commands of the cells take this interpreter, not the one that PATH or an installed spec names.
+    kernelspec.write_kernel_spec(tmp_path / "jupyter" / "kernels" / "python3")
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     return folder
+
+
+@pytest.fixture
+def foreign_kernel(tmp_path, monkeypatch):
+    """A spec of the default kernel in the user's folder that starts another interpreter, which does not exist."""
+    folder = tmp_path / "user" / "kernels" / "python3"
+    kernelspec.write_kernel_spec(folder, overrides={"argv": ["/nonexistent/python", "-m", "ipykernel_launcher"]})
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(folder.parents[1]))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
 
 
 def execute(project, name, **workspace):
@@ -43,7 +60,7 @@ def execute(project, name, **workspace):
     with LocalWorkspace(**workspace) as local:
         (folder / "config.json").write_text(json.dumps(dict(local.config)))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Jupyter's own packages announce to drop
+            warnings.simplefilter("ignore")  # deprecations in Jupyter's packages
             client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}})
             client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -57,6 +74,17 @@ def test_every_notebook_is_tested_and_has_no_outputs():
     for path in NOTEBOOKS:
         cells = nbformat.read(path, as_version=4).cells
         assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
+
+
+def test_the_kernel_is_the_interpreter_of_the_tests(foreign_kernel, project):
+    cell = nbformat.v4.new_code_cell("import shutil, sys; print(sys.executable, shutil.which('python'))")
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations in Jupyter's packages
+        nbclient.NotebookClient(notebook, timeout=60).execute()
+    interpreter, found = notebook.cells[0].outputs[0].text.split()
+    assert interpreter == sys.executable
+    assert Path(found).parent == Path(sys.executable).parent
 
 
 def test_quick_start(project):
