@@ -1,4 +1,4 @@
-"""The command ``azureml-elastic``: one file for each of its commands."""
+"""The command ``azureml-elastic``: one file for each group of commands."""
 
 from __future__ import annotations
 

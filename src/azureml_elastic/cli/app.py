@@ -7,20 +7,13 @@ from typing import Annotated
 
 import typer
 
-from azureml_elastic.cli.cancel import cancel
 from azureml_elastic.cli.checkpoints import checkpoints
-from azureml_elastic.cli.compile import compile_
-from azureml_elastic.cli.demo import demo
 from azureml_elastic.cli.doctor import doctor
-from azureml_elastic.cli.download import download
 from azureml_elastic.cli.init import init
-from azureml_elastic.cli.local import local
-from azureml_elastic.cli.logs import logs
+from azureml_elastic.cli.jobs import compile_, schema, submit
+from azureml_elastic.cli.local import demo, local, report
 from azureml_elastic.cli.replace_nodes import replace_nodes
-from azureml_elastic.cli.report import report
-from azureml_elastic.cli.schema import schema
-from azureml_elastic.cli.status import status
-from azureml_elastic.cli.submit import submit
+from azureml_elastic.cli.runs import cancel, download, logs, status
 from azureml_elastic.cli.workspace import workspace
 
 __all__ = ["app", "main"]
@@ -33,18 +26,9 @@ app = typer.Typer(
 )
 # Options end where the program begins; everything after it is the program's.
 app.command(context_settings={"allow_interspersed_args": False})(local)
-app.command()(demo)
-app.command()(report)
-app.command()(doctor)
-app.command()(init)
 app.command(name="compile")(compile_)
-app.command()(schema)
-app.command()(submit)
-app.command()(status)
-app.command()(logs)
-app.command()(cancel)
-app.command()(download)
-app.command()(replace_nodes)
+for command in (demo, report, doctor, init, schema, submit, status, logs, cancel, download, replace_nodes):
+    app.command()(command)
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(workspace, name="workspace")
 

@@ -23,58 +23,60 @@ Folder = Annotated[str, typer.Argument(help="The folder of the checkpoints, or a
 
 
 @checkpoints.command("list")
+@explained()
 def list_(folder: Folder) -> None:
     """List the checkpoints of a folder; only sizes are checked."""
-    with explained():
-        from rich.console import Console
-        from rich.table import Table
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
 
-        table = Table("step", "round", "ranks", "size", "state", "folder")
-        for found in _survey(folder):
-            ranks = "" if found.manifest is None else str(found.manifest.world_size)
-            table.add_row(
-                str(found.name.step), str(found.name.round), ranks, _size(found.nbytes), _state(found), found.directory
-            )
-        Console().print(table)
+    table = Table("step", "round", "ranks", "size", "state", "folder")
+    for found in _survey(folder):
+        ranks = "" if found.manifest is None else str(found.manifest.world_size)
+        table.add_row(
+            str(found.name.step), str(found.name.round), ranks, decimal(found.nbytes), _state(found), found.directory
+        )
+    Console().print(table)
 
 
 @checkpoints.command()
+@explained()
 def verify(folder: Folder) -> None:
-    """Read every byte of every checkpoint; exit with 1 where a committed one is damaged."""
-    with explained():
-        from azureml_elastic.checkpoint.format import catalogue
+    """Read every byte of every checkpoint; exit with 1 if a committed one is damaged."""
+    from azureml_elastic.checkpoint.format import catalogue
 
-        damaged = 0
-        for found in _survey(folder):
-            problems = [found.problem] if found.problem is not None else []
-            if found.manifest is not None and not problems:
-                problems = catalogue.verify(_storage(folder), found.manifest)
-            damaged += bool(problems) and found.committed
-            typer.echo(
-                f"{found.directory}: {'; '.join(problems) or 'whole'}{'' if found.committed else ' (never committed)'}"
-            )
-        if damaged:
-            raise CheckpointDamaged(f"{damaged} committed checkpoints in {folder} are damaged.")
+    damaged = 0
+    for found in _survey(folder):
+        problems = [found.problem] if found.problem is not None else []
+        if found.manifest is not None and not problems:
+            problems = catalogue.verify(_storage(folder), found.manifest)
+        damaged += bool(problems) and found.committed
+        typer.echo(
+            f"{found.directory}: {'; '.join(problems) or 'whole'}{'' if found.committed else ' (never committed)'}"
+        )
+    if damaged:
+        raise CheckpointDamaged(f"{damaged} committed checkpoints in {folder} are damaged.")
 
 
 @checkpoints.command()
+@explained()
 def prune(
     folder: Folder,
     keep: Annotated[int, typer.Option(min=1, help="Number of the newest undamaged checkpoints to keep.")] = 2,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Remove old checkpoints and incomplete attempts. Not to be used while the run is active."""
-    with explained():
-        from azureml_elastic.checkpoint.format import catalogue
+    from azureml_elastic.checkpoint.format import catalogue
 
-        count = len(_survey(folder))
-        if not yes:
-            typer.confirm(f"Keep the newest {keep} of {count} in {folder}, and remove the others?", abort=True)
-        for removed in catalogue.prune(_storage(folder), keep):
-            typer.echo(f"removed {removed}")
+    count = len(_survey(folder))
+    if not yes:
+        typer.confirm(f"Keep the newest {keep} of {count} in {folder}, and remove the others?", abort=True)
+    for removed in catalogue.prune(_storage(folder), keep):
+        typer.echo(f"removed {removed}")
 
 
 @checkpoints.command()
+@explained()
 def export(
     folder: Folder,
     target: Annotated[Path, typer.Argument(help="Path of the safetensors file.")],
@@ -86,15 +88,14 @@ def export(
     ] = None,
 ) -> None:
     """Write the tensors of a tracked object to one safetensors file."""
-    with explained():
-        require(("numpy", "numpy", "node"))
-        from azureml_elastic.checkpoint.format import catalogue
+    require(("numpy", "numpy", "node"))
+    from azureml_elastic.checkpoint.format import catalogue
 
-        manifest = _choose(folder, step)
-        if target.exists():
-            raise UsageError(f"{target} exists; nothing was written.")
-        count = catalogue.export(_storage(folder), manifest, tracked, target)
-        typer.echo(f"Wrote {count} tensors of step {manifest.step} to {target}")
+    manifest = _choose(folder, step)
+    if target.exists():
+        raise UsageError(f"{target} exists; nothing was written.")
+    count = catalogue.export(_storage(folder), manifest, tracked, target)
+    typer.echo(f"Wrote {count} tensors of step {manifest.step} to {target}")
 
 
 def _choose(folder: str, step: int | None) -> Manifest:
@@ -142,9 +143,3 @@ def _state(found: FoundCheckpoint) -> str:
     if not found.committed:
         return "[yellow]complete, not committed[/yellow]"
     return "kept for good" if found.name.kept else "committed"
-
-
-def _size(nbytes: int) -> str:
-    from rich.filesize import decimal
-
-    return decimal(nbytes)

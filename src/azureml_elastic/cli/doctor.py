@@ -1,4 +1,4 @@
-"""``azureml-elastic doctor``: finds out why runs do not find their table or their peers, and says what to do."""
+"""``azureml-elastic doctor``: finds out why nodes do not reach the table or each other, and recommends steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from azureml_elastic.errors import UsageError
 __all__ = ["doctor"]
 
 
+@explained()
 def doctor(
     endpoint: Annotated[
         str | None, typer.Option(help="Table URL of a storage account, or a path; else that of the workspace.")
@@ -23,14 +24,14 @@ def doctor(
     credential: Annotated[
         str | None, typer.Option(help="auto, managed_identity, on_behalf_of, connection_string or developer.")
     ] = None,
-    client_id: Annotated[str | None, typer.Option(help="Of a user-assigned managed identity.")] = None,
+    client_id: Annotated[str | None, typer.Option(help="Client ID of a user-assigned managed identity.")] = None,
     port_range: Annotated[str | None, typer.Option(help="Ports for peers, such as 29400-29500.")] = None,
     advertise: Annotated[
         str | None, typer.Option(help="Interface, range or address at which peers reach this machine.")
     ] = None,
     peer: Annotated[list[str] | None, typer.Option(help="host:port of another node; may be repeated.")] = None,
     node: Annotated[
-        bool, typer.Option("--node", help="Within a job: only its variables say which workspace and which plan.")
+        bool, typer.Option("--node", help="Run within a job: workspace and plan are taken from its variables only.")
     ] = False,
     subscription: SubscriptionOption = None,
     group: GroupOption = None,
@@ -41,55 +42,49 @@ def doctor(
     The workspace is that of config.json, of the variables of Azure ML, or of the options. Exits with 1 if a run would
     fail, and says what to do.
     """
-    with explained():
-        from rich.console import Console
-        from rich.table import Column, Table
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
 
-        from azureml_elastic.config import Plan, TableRendezvous
-        from azureml_elastic.config import environment as variables
-        from azureml_elastic.node.diagnostics.doctor import NODE_COMMAND, examine, failed, make_rendezvous, read_peer
+    from azureml_elastic.config import Plan, TableRendezvous
+    from azureml_elastic.config import environment as variables
+    from azureml_elastic.node.diagnostics.doctor import NODE_COMMAND, examine, failed, make_rendezvous, read_peer
 
-        logging.getLogger("azure").setLevel(logging.CRITICAL)
-        plan = Plan.from_json(os.environ[variables.PLAN]) if node and os.environ.get(variables.PLAN) else None
-        rendezvous = make_rendezvous(
-            plan.distribution.rendezvous if plan else TableRendezvous(),
-            endpoint=endpoint,
-            table=table,
-            credential=credential,
-            client_id=client_id,
-            port_range=port_range,
-            advertise=advertise,
-        )
-        peers = [read_peer(text) for text in peer or ()]
-        environ, nowhere = dict(os.environ), ""
-        if rendezvous.endpoint is None and not node:
-            try:
-                environ |= find_workspace(subscription, group, workspace).variables
-            except UsageError as error:
-                nowhere = str(error)
-        console = Console()
-        with Console(stderr=True).status("Looking ..."):
-            findings = list(examine(rendezvous, environ, peers, nowhere))
-        shown = Table("what", "", Column("found", overflow="fold"), box=None, pad_edge=False, header_style="bold")
-        colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-        for finding in findings:
-            wanted = f" (wanted: {finding.limit})" if finding.limit and finding.status != "ok" else ""
-            status = f"[{colours[finding.status]}]{finding.status}[/]"
-            shown.add_row(finding.name, status, _plain(f"{finding.value}{wanted}"))
-        console.print(shown)
-        steps = [finding for finding in findings if finding.advice and finding.status != "ok"]
-        if steps:
-            console.print("\nWhat to do", style="bold")
-        for finding in steps:
-            console.print(f"{finding.name}: {finding.advice}", markup=False, highlight=False, soft_wrap=True)
-        if not node:
-            hint = f"\nThe same from the nodes: submit the job with its command replaced by `{NODE_COMMAND}`."
-            console.print(hint, style="dim", markup=False, highlight=False, soft_wrap=True)
+    logging.getLogger("azure").setLevel(logging.CRITICAL)
+    plan = Plan.from_json(os.environ[variables.PLAN]) if node and os.environ.get(variables.PLAN) else None
+    rendezvous = make_rendezvous(
+        plan.distribution.rendezvous if plan else TableRendezvous(),
+        endpoint=endpoint,
+        table=table,
+        credential=credential,
+        client_id=client_id,
+        port_range=port_range,
+        advertise=advertise,
+    )
+    peers = [read_peer(text) for text in peer or ()]
+    environ, nowhere = dict(os.environ), ""
+    if rendezvous.endpoint is None and not node:
+        try:
+            environ |= find_workspace(subscription, group, workspace).variables
+        except UsageError as error:
+            nowhere = str(error)
+    console = Console()
+    with Console(stderr=True).status("Looking ..."):
+        findings = list(examine(rendezvous, environ, peers, nowhere))
+    shown = Table("what", "", Column("found", overflow="fold"), box=None, pad_edge=False, header_style="bold")
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for finding in findings:
+        wanted = f" (wanted: {finding.limit})" if finding.limit and finding.status != "ok" else ""
+        status = f"[{colours[finding.status]}]{finding.status}[/]"
+        shown.add_row(finding.name, status, escape(f"{finding.value}{wanted}"))
+    console.print(shown)
+    steps = [finding for finding in findings if finding.advice and finding.status != "ok"]
+    if steps:
+        console.print("\nWhat to do", style="bold")
+    for finding in steps:
+        console.print(f"{finding.name}: {finding.advice}", markup=False, highlight=False, soft_wrap=True)
+    if not node:
+        hint = f"\nThe same from the nodes: submit the job with its command replaced by `{NODE_COMMAND}`."
+        console.print(hint, style="dim", markup=False, highlight=False, soft_wrap=True)
     if failed(findings):
         raise typer.Exit(1)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

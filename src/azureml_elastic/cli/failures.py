@@ -9,37 +9,34 @@ from collections.abc import Iterator
 import typer
 from pydantic import ValidationError
 
+from azureml_elastic.config.exit_codes import FAILED, USAGE
 from azureml_elastic.errors import ElasticError, MissingExtra, UsageError
 
-__all__ = ["GOES_ON", "USAGE", "explained", "require"]
+__all__ = ["CONTINUES", "explained", "require"]
 
-USAGE = 2
-"""Exit code for invalid input."""
-
-GOES_ON = "Interrupted; a run that was submitted goes on. 'azureml-elastic cancel RUN' ends it."
+CONTINUES = "Interrupted; a run that was submitted continues. 'azureml-elastic cancel RUN' ends it."
 """Message after Ctrl-C for commands about a run in Azure ML."""
 
-FAILED = 1
-INTERRUPTED = 130
+_INTERRUPTED = 130
 
 
 @contextlib.contextmanager
 def explained(interrupted: str = "Interrupted; all nodes have been ended.") -> Iterator[None]:
-    """Convert errors of the body to a message and an exit code: 2 for invalid input, 130 for Ctrl-C, otherwise 1.
+    """Convert errors to a message and an exit code: 2 for invalid input, 130 for Ctrl-C, otherwise 1.
+
+    Serves as a decorator of commands and as a context manager.
 
     Args:
         interrupted: message after Ctrl-C.
     """
     try:
         yield
-    except UsageError as error:
-        raise _exit(str(error), USAGE) from error
     except ValidationError as error:
         raise _exit(_paragraph(error), USAGE) from error
     except ElasticError as error:
-        raise _exit(str(error), FAILED) from error
+        raise _exit(str(error), USAGE if isinstance(error, UsageError) else FAILED) from error
     except KeyboardInterrupt as error:
-        raise _exit(interrupted, INTERRUPTED) from error
+        raise _exit(interrupted, _INTERRUPTED) from error
 
 
 def require(*packages: tuple[str, str, str]) -> None:

@@ -24,24 +24,24 @@ _FILES = {
 _SCHEMA = "elastic-job.schema.json"
 
 
+@explained()
 def init(
-    folder: Annotated[Path, typer.Argument(help="Where the project is to be; made if it is missing.")] = Path(),
+    folder: Annotated[Path, typer.Argument(help="Folder of the project; created if it is missing.")] = Path(),
 ) -> None:
     """Write a starter project: a job, a training script that runs here and on Azure ML, and the next commands.
 
-    No file that is there already is touched.
+    Existing files are never changed.
     """
-    with explained():
-        files = starter_files()
-        _write(folder, files)
-        for name in files:
-            typer.echo(f"wrote {folder / name}")
-        where = "" if folder == Path() else f"cd {folder} && "
-        typer.echo(f"Try it: {where}azureml-elastic local --nodes 1:2 src/train.py")
+    files = starter_files()
+    _write(folder, files)
+    for name in files:
+        typer.echo(f"wrote {folder / name}")
+    where = "" if folder == Path() else f"cd {folder} && "
+    typer.echo(f"Try it: {where}azureml-elastic local --nodes 1:2 src/train.py")
 
 
 def starter_files() -> dict[str, str]:
-    """Return the project's files: their texts by their paths."""
+    """Return the texts of the project's files by their paths."""
     from azureml_elastic.submit.yaml.block_schema import schema_text
 
     template = resources.files("azureml_elastic") / "templates" / "starter"
@@ -53,7 +53,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
     """Write all files or none."""
     taken = [str(folder / name) for name in files if (folder / name).exists() or (folder / name).is_symlink()]
     if taken:
-        raise UsageError(f"{', '.join(taken)} is there already; nothing was written. Give another folder.")
+        raise UsageError(f"{', '.join(taken)} already exists; nothing was written. Give another folder.")
     made: list[Path] = []
     try:
         for parent in sorted({(folder / name).parent for name in files}, key=lambda path: len(path.parts)):
@@ -67,4 +67,4 @@ def _write(folder: Path, files: dict[str, str]) -> None:
     except OSError as error:
         for path in reversed(made):
             path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-        raise UsageError(f"{error.filename} cannot be written ({error.strerror}); nothing was.") from error
+        raise UsageError(f"{error.filename} cannot be written ({error.strerror}); nothing was written.") from error

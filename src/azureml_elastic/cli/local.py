@@ -1,4 +1,4 @@
-"""``azureml-elastic local``: runs a program on a cluster of local nodes, with faults injected."""
+"""Commands about local clusters: ``local`` and ``demo``, and ``report`` of a run's folder."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from azureml_elastic.cli.failures import explained, require
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Recovery
 from azureml_elastic.errors import UsageError
 
-__all__ = ["check_program", "local", "parse_nodes"]
+__all__ = ["demo", "local", "parse_nodes", "report"]
 
 _MOST_NODES = 256
 
+RunFolder = Annotated[Path | None, typer.Option(help="A new folder for the run's files; by default one below ./runs.")]
+LiveOption = Annotated[
+    bool | None,
+    typer.Option("--live/--plain", help="A live table, or plain lines; by default what the terminal supports."),
+]
 
+
+@explained()
 def local(
     program: Annotated[list[str], typer.Argument(help="The program and its arguments: train.py --epochs 3")],
     nodes: Annotated[
-        str, typer.Option(help="How many nodes: MIN:MAX, or one number for both. MAX are started.", metavar="MIN:MAX")
+        str, typer.Option(help="Number of nodes: MIN:MAX, or one number for both. MAX are started.", metavar="MIN:MAX")
     ] = "1:3",
-    nproc_per_node: Annotated[int, typer.Option(help="Workers a node.")] = 1,
+    nproc_per_node: Annotated[int, typer.Option(help="Workers per node.")] = 1,
     chaos: Annotated[
         str | None,
         typer.Option(
@@ -30,90 +37,135 @@ def local(
             metavar="SPEC|FILE",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Draws the victims of faults whose target is 'any'.")] = 0,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="A new folder for the run's files; by default one below ./runs.")
-    ] = None,
-    table: Annotated[
-        str, typer.Option(help="Where the nodes find each other.", metavar="sqlite|azurite|URL")
-    ] = "sqlite",
+    seed: Annotated[int, typer.Option(help="Seed for the choice of victims of faults whose target is 'any'.")] = 0,
+    run_dir: RunFolder = None,
+    table: Annotated[str, typer.Option(help="Table of the rendezvous.", metavar="sqlite|azurite|URL")] = "sqlite",
     checkpoint_steps: Annotated[
         int | None, typer.Option(help="Steps between two checkpoints, besides the one every 10 seconds.")
     ] = None,
     audit: Annotated[
-        bool, typer.Option("--audit", help="Write down each sample and prove that it was seen exactly once.")
+        bool, typer.Option("--audit", help="Record each sample, and verify that each was trained exactly once.")
     ] = False,
     max_restarts: Annotated[int, typer.Option(help="Worker failures that the run may have.")] = 3,
     recovery: Annotated[
-        Recovery, typer.Option(help="Whether workers are started anew when another one is lost, or stay.")
+        Recovery, typer.Option(help="Whether the loss of a worker restarts the others, or they keep their processes.")
     ] = "restart",
     timeout: Annotated[float | None, typer.Option(help="Stop the run after this many seconds.")] = None,
-    live: Annotated[
-        bool | None, typer.Option("--live/--plain", help="A live table, or plain lines; by default what fits.")
-    ] = None,
+    live: LiveOption = None,
 ) -> None:
     """Run PROGRAM on local nodes that run the same code as on Azure ML.
 
-    The run goes on when nodes are lost and grows when nodes are added; its report is in the run's folder.
+    The run continues when nodes are lost and grows when nodes are added; its report is in the run's folder.
     """
-    with explained():
-        counts = parse_nodes(nodes)
-        if timeout is not None and timeout <= 0:
-            raise UsageError(f"--timeout {timeout:g} is no time to run; give seconds above 0, or leave it out.")
-        # What the models refuse is better refused before a folder is made.
-        ElasticResources(min_instance_count=counts[0], max_instance_count=counts[1])
-        distribution = ElasticDistribution(
-            process_count_per_instance=nproc_per_node, max_restarts=max_restarts, recovery=recovery
-        )
-        CheckpointPolicy(every_steps=checkpoint_steps)
-        check_program(program)
-        require(("torch", "torch", "node"), ("psutil", "psutil", "node"))
+    from azureml_elastic.config.command.program import parse_program, require_script
 
-        from rich.console import Console
+    counts = parse_nodes(nodes)
+    if timeout is not None and timeout <= 0:
+        raise UsageError(f"--timeout {timeout:g} is no time to run; give seconds above 0, or leave it out.")
+    # Invalid options are refused before a folder is created.
+    ElasticResources(min_instance_count=counts[0], max_instance_count=counts[1])
+    distribution = ElasticDistribution(
+        process_count_per_instance=nproc_per_node, max_restarts=max_restarts, recovery=recovery
+    )
+    CheckpointPolicy(every_steps=checkpoint_steps)
+    require_script(parse_program(program))
+    require(("torch", "torch", "node"), ("psutil", "psutil", "node"))
 
-        from azureml_elastic.local.cluster import LocalCluster
-        from azureml_elastic.local.faults.schedule import load_schedule
-        from azureml_elastic.local.table_choice import check_table
-        from azureml_elastic.local.view import choose_view
-        from azureml_elastic.report.terminal import summary
+    from rich.console import Console
 
-        schedule = load_schedule(chaos, seed) if chaos is not None else None
-        check_table(table, schedule)
-        console = Console()
-        cluster = LocalCluster(
-            counts,
-            processes_per_node=nproc_per_node,
-            chaos=schedule,
-            run_dir=run_dir,
-            table=table,
-            checkpoint_steps=checkpoint_steps,
-            audit=audit,
-            max_restarts=max_restarts,
-            distribution=distribution,
-            timeout_s=timeout,
-            view=choose_view(console, live=live),
-        )
-        report = cluster.run(program)
-        console.print(summary(report))
-    if report.exit_code == 0 and report.audit is not None and not report.audit.exactly_once:
-        sys.exit(1)
-    sys.exit(report.exit_code)
+    from azureml_elastic.local.cluster import LocalCluster
+    from azureml_elastic.local.faults.schedule import load_schedule
+    from azureml_elastic.local.table_choice import check_table
+    from azureml_elastic.local.view import choose_view
+    from azureml_elastic.report.terminal import summary
+
+    schedule = load_schedule(chaos, seed) if chaos is not None else None
+    check_table(table, schedule)
+    console = Console()
+    cluster = LocalCluster(
+        counts,
+        processes_per_node=nproc_per_node,
+        chaos=schedule,
+        run_dir=run_dir,
+        table=table,
+        checkpoint_steps=checkpoint_steps,
+        audit=audit,
+        max_restarts=max_restarts,
+        distribution=distribution,
+        timeout_s=timeout,
+        view=choose_view(console, live=live),
+    )
+    result = cluster.run(program)
+    console.print(summary(result))
+    unproven = result.audit is not None and not result.audit.exactly_once
+    sys.exit(result.exit_code or int(unproven))
+
+
+@explained()
+def demo(run_dir: RunFolder = None, live: LiveOption = None) -> None:
+    """Train on real handwritten digits with 3 local nodes, lose rank 0's node, add a node, and verify the result."""
+    require(("torch", "torch", "node"), ("psutil", "psutil", "node"), ("sklearn", "scikit-learn", "demo"))
+
+    from rich.console import Console
+
+    from azureml_elastic.local.demo import run_demo
+    from azureml_elastic.local.view import choose_view
+    from azureml_elastic.report.terminal import audit_text, timeline_picture
+
+    console = Console()
+    console.print(
+        "Three nodes learn handwritten digits. At step 35 the node of rank 0 is killed, at step 60 a new one comes."
+    )
+    result = run_demo(run_dir, choose_view(console, live=live))
+    if result.report.rounds:
+        console.print(timeline_picture(result.report))
+    if result.report.audit is not None:
+        console.print(audit_text(result.report.audit))
+    if result.accuracy is not None:
+        console.print(f"accuracy on held-out digits: {result.accuracy:.1%}", highlight=False)
+    for recovery in result.report.recoveries:
+        console.print(f"back at work {recovery.seconds:.1f} s after the loss of {', '.join(recovery.lost)}")
+    for doubt in result.doubts:
+        console.print(doubt, style="red", markup=False)
+    console.print(f"files: {result.report.paths.run_dir}", soft_wrap=True, highlight=False)
+    if result.doubts:
+        raise typer.Exit(1)
+
+
+@explained()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="The run's folder.")],
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page with the timeline to this file.")] = None,
+) -> None:
+    """Show the summary of a run, and write it as an HTML page if requested."""
+    from rich.console import Console
+
+    from azureml_elastic.ledger.summary import load_report
+    from azureml_elastic.report.terminal import summary
+
+    loaded = load_report(run_dir)
+    if html is not None:
+        from azureml_elastic.report.html import write_html
+
+        write_html(loaded, html)
+    Console().print(summary(loaded))
+    if html is not None:
+        typer.echo(f"Wrote {html}")
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Read ``MIN:MAX``, or one number for both.
+    """Parse ``MIN:MAX``, or one number for both.
 
     Raises:
-        UsageError: these are no node counts.
+        UsageError: the text has another form, or the numbers are out of range.
     """
-    parts = text.split(":")
     try:
-        counts = [int(part) for part in parts]
+        minimum, *others = (int(part) for part in text.split(":"))
+        (maximum,) = others or [minimum]
     except ValueError:
-        counts = []
-    if len(counts) not in (1, 2):
-        raise UsageError(f"--nodes {text!r} names no node counts. Give MIN:MAX such as 1:3, or one number for both.")
-    minimum, maximum = counts[0], counts[-1]
+        raise UsageError(
+            f"--nodes {text!r} names no node counts. Give MIN:MAX such as 1:3, or one number for both."
+        ) from None
     if minimum < 1 or maximum < 1:
         raise UsageError(f"--nodes {text!r} is below the limit of 1; a cluster has at least one node.")
     if minimum > maximum:
@@ -121,14 +173,3 @@ def parse_nodes(text: str) -> tuple[int, int]:
     if maximum > _MOST_NODES:
         raise UsageError(f"--nodes {text!r} is above the limit of {_MOST_NODES} nodes on one machine; give fewer.")
     return minimum, maximum
-
-
-def check_program(argv: list[str]) -> None:
-    """Check that the words start a Python program that is there.
-
-    Raises:
-        CommandError: they do not.
-    """
-    from azureml_elastic.config.command.program import parse_program, require_script
-
-    require_script(parse_program(argv))

@@ -1,4 +1,4 @@
-"""``azureml-elastic replace-nodes``: replaces the lost nodes of a run, even where none is left."""
+"""``azureml-elastic replace-nodes``: replaces the lost nodes of a run, even if no node is left."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from azureml_elastic.cli.failures import GOES_ON, explained, require
+from azureml_elastic.cli.failures import CONTINUES, explained, require
 from azureml_elastic.cli.runs import RunName
-from azureml_elastic.cli.workspaces import (
-    GroupOption,
-    SubscriptionOption,
-    WorkspaceOption,
-    find_workspace,
-)
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
 from azureml_elastic.errors import ElasticError, RunFailed, UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["replace_nodes"]
 
 
+@explained(CONTINUES)
 def replace_nodes(
     run: RunName,
     every: Annotated[
@@ -36,36 +32,35 @@ def replace_nodes(
         float | None,
         typer.Option(min=0.01, help="Cost in USD from which no node is submitted; by default as the job says."),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Check once, act on it, and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Check once, submit what is missing, and exit.")] = False,
     subscription: SubscriptionOption = None,
     group: GroupOption = None,
     workspace: WorkspaceOption = None,
 ) -> None:
     """Replace the lost nodes of a run until it ends, with your own login; see docs/how-to/pools.md."""
-    with explained(GOES_ON):
-        place = find_workspace(subscription, group, workspace)
-        require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
+    variables = find_workspace(subscription, group, workspace).variables
+    require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
 
-        from azureml_elastic.node.replacement.remote import open_replacer
+    from azureml_elastic.node.replacement.remote import open_replacer
 
-        given = {"max_replacements": max_replacements, "budget": budget}
-        changes = {name: value for name, value in given.items() if value is not None}
-        with open_replacer({**os.environ, **place.variables}, run, changes) as (replacer, policy):
-            printed = ""
-            pause = policy.interval.total_seconds() if every is None else every
-            while True:
-                status = _act(replacer, keep_trying=not once)
-                if status is not None:
-                    printed = _print(status, printed)
-                    if status.over or status.hopeless:
-                        break
-                if once:
-                    return
-                time.sleep(pause)
-        if status.hopeless:
-            raise RunFailed(f"The run has no node left, and none may be submitted. {status.limit}")
-        if not status.succeeded:
-            raise RunFailed(status.message)
+    given = {"max_replacements": max_replacements, "budget": budget}
+    changes = {name: value for name, value in given.items() if value is not None}
+    with open_replacer({**os.environ, **variables}, run, changes) as (replacer, policy):
+        printed = ""
+        pause = policy.interval.total_seconds() if every is None else every
+        while True:
+            status = _act(replacer, keep_trying=not once)
+            if status is not None:
+                printed = _print(status, printed)
+                if status.over or status.hopeless:
+                    break
+            if once:
+                return
+            time.sleep(pause)
+    if status.hopeless:
+        raise RunFailed(f"The run has no node left, and none may be submitted. {status.limit}")
+    if not status.succeeded:
+        raise RunFailed(status.message)
 
 
 def _act(replacer: NodeReplacer, *, keep_trying: bool) -> ReplacementStatus | None:

@@ -1,45 +1,127 @@
-"""Options and functions shared by the commands about a submitted run."""
+"""Commands about a submitted run: ``status``, ``logs``, ``download`` and ``cancel``."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from azureml_elastic.cli.workspaces import find_workspace
+from azureml_elastic.cli.failures import CONTINUES, explained
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
 
 if TYPE_CHECKING:
-    from azureml_elastic.submit.submitted import SubmittedRun
+    from azureml_elastic.submit.submitted import NodeOfRun, SubmittedRun
 
-__all__ = ["NodeOption", "RunName", "open_run"]
+__all__ = ["RunName", "cancel", "download", "logs", "status"]
 
 RunName = Annotated[str, typer.Argument(help="Name of the run, as printed by 'submit'.")]
-
 NodeOption = Annotated[
     str | None,
     typer.Option("--node", help="Node such as node_0 or spot_1, see 'status'; by default one that runs or has run."),
 ]
 
 
-def open_run(run: str, subscription: str | None, group: str | None, workspace: str | None) -> tuple[Any, SubmittedRun]:
-    """Return the client of the workspace, and the run.
+@explained(CONTINUES)
+def status(
+    run: RunName, subscription: SubscriptionOption = None, group: GroupOption = None, workspace: WorkspaceOption = None
+) -> None:
+    """Show the status of a run and of its nodes, including replacement nodes."""
+    from rich.console import Console
+    from rich.table import Table
 
-    Args:
-        run: name of the run's job.
-        subscription: id of the subscription; ``None`` searches it, as the next two, with ``find_workspace``.
-        group: name of the resource group.
-        workspace: name of the workspace.
+    from azureml_elastic.submit.client import readable_errors
 
-    Raises:
-        UsageError: the workspace is not specified.
-        SubmitError: the job does not exist or is not elastic.
-        MissingExtra: azure-ai-ml is not installed.
-    """
-    place = find_workspace(subscription, group, workspace)
+    _, submitted = _open_run(run, subscription, group, workspace)
+    with readable_errors(f"list the nodes of {run!r}"):
+        nodes = submitted.nodes()
+    console = Console()
+    console.print(f"{submitted.name}: {submitted.status}", highlight=False)
+    if submitted.job.studio_url:
+        console.print(submitted.job.studio_url, soft_wrap=True, highlight=False)
+    table = Table("node", "pool", "status")
+    table.add_column("job", overflow="fold")
+    for node in nodes:
+        table.add_row(node.node, node.pool or "", node.status, node.job)
+    console.print(table)
+
+
+@explained(CONTINUES)
+def logs(
+    run: RunName,
+    node: NodeOption = None,
+    subscription: SubscriptionOption = None,
+    group: GroupOption = None,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Show the log of one node until its job ends."""
+    from azureml_elastic.submit.client import readable_errors
+
+    client, submitted = _open_run(run, subscription, group, workspace)
+    chosen = _choose_node(submitted, node)
+    typer.echo(f"azureml-elastic: {chosen.node}, {chosen.status} ({chosen.job})", err=True)
+    with readable_errors(f"stream the log of {chosen.node}"):
+        client.jobs.stream(chosen.job)
+
+
+@explained(CONTINUES)
+def download(
+    run: RunName,
+    to: Annotated[Path, typer.Option("--to", help="The folder to write to.")] = Path(),
+    output: Annotated[
+        str | None, typer.Option("--output", help="Name of one output; by default all outputs and the logs.")
+    ] = None,
+    node: NodeOption = None,
+    subscription: SubscriptionOption = None,
+    group: GroupOption = None,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Download the outputs and logs of a node; an output with a path of its own is the same for all nodes."""
+    from azureml_elastic.submit.client import readable_errors
+
+    client, submitted = _open_run(run, subscription, group, workspace)
+    chosen = _choose_node(submitted, node)
+    wanted = {"all": True} if output is None else {"output_name": output}
+    with readable_errors(f"download the outputs of {chosen.node}"):
+        to.mkdir(parents=True, exist_ok=True)
+        client.jobs.download(chosen.job, download_path=to, **wanted)
+    typer.echo(f"{chosen.node} ({chosen.job}) is in {to.absolute()}")
+
+
+@explained(CONTINUES)
+def cancel(
+    run: RunName, subscription: SubscriptionOption = None, group: GroupOption = None, workspace: WorkspaceOption = None
+) -> None:
+    """Cancel a run: its job, and the jobs of replacement nodes."""
+    from azureml_elastic.submit.client import readable_errors
+
+    _, submitted = _open_run(run, subscription, group, workspace)
+    cancelled: list[str] = []
+
+    def report(name: str) -> None:
+        cancelled.append(name)
+        typer.echo(f"cancelling {name}")
+
+    with readable_errors(f"cancel the run {run!r}"):
+        submitted.cancel(report)
+    if not cancelled:
+        typer.echo(f"{run} has ended already.")
+
+
+def _open_run(run: str, subscription: str | None, group: str | None, workspace: str | None) -> tuple[Any, SubmittedRun]:
+    """Return the client of the workspace, and the run."""
+    name = find_workspace(subscription, group, workspace)
 
     from azureml_elastic.submit.client import connect, readable_errors
     from azureml_elastic.submit.submitted import SubmittedRun
 
-    client = connect(place.subscription, place.group, place.name)
+    client = connect(name.subscription, name.group, name.name)
     with readable_errors(f"read the run {run!r}"):
         return client, SubmittedRun(client, run)
+
+
+def _choose_node(submitted: SubmittedRun, node: str | None) -> NodeOfRun:
+    from azureml_elastic.submit.client import readable_errors
+
+    with readable_errors(f"list the nodes of {submitted.name!r}"):
+        return submitted.node(node)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,17 +27,18 @@ _CONFIG = Path("config.json")
 
 
 @workspace.command(context_settings={"allow_interspersed_args": False})
+@explained()
 def start(
     command: Annotated[
         list[str] | None,
-        typer.Argument(help="A command that is run in the workspace, which ends with it; else it stays until Ctrl-C."),
+        typer.Argument(help="A command to run in the workspace, which closes with it; else it is open until Ctrl-C."),
     ] = None,
     pool: Annotated[
         list[str] | None,
         typer.Option("--pool", help="A compute: spot=6, sure=2:dedicated, sure=2:dedicated:5s. By default cluster=8."),
     ] = None,
     evict: Annotated[
-        list[str] | None, typer.Option("--evict", help="Take a node away: 1@20s, 1@step:30, 1@step:30/0s (no notice).")
+        list[str] | None, typer.Option("--evict", help="Evict a node: 1@20s, 1@step:30, 1@step:30/0s (no notice).")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="A file of evictions: lines of seconds,node or seconds,node,notice.")
@@ -48,28 +48,27 @@ def start(
     ] = False,
     folder: Annotated[Path | None, typer.Option("--folder", help="Keep all files here.")] = None,
 ) -> None:
-    """Start a workspace; write config.json and print the variables that bring a client to it."""
-    with explained():
-        require(("azure.ai.ml", "azure-ai-ml", "submit"), ("torch", "torch", "node"), ("psutil", "psutil", "node"))
-        if command is None and _CONFIG.exists():
-            raise UsageError(
-                f"{_CONFIG.absolute()} exists already and would be overwritten. Move it away, or start the workspace "
-                "in another folder."
-            )
+    """Start a workspace; write config.json and print the variables that connect a client to it."""
+    require(("azure.ai.ml", "azure-ai-ml", "submit"), ("torch", "torch", "node"), ("psutil", "psutil", "node"))
+    if command is None and _CONFIG.exists():
+        raise UsageError(
+            f"{_CONFIG.absolute()} exists already and would be overwritten. Move it away, or start the workspace "
+            "in another folder."
+        )
 
-        from azureml_elastic.testing import LocalWorkspace
-        from azureml_elastic.testing.jobs.evictions import parse_eviction, read_trace
-        from azureml_elastic.testing.jobs.machines import parse_pool
+    from azureml_elastic.testing import LocalWorkspace
+    from azureml_elastic.testing.jobs.evictions import parse_eviction, read_trace
+    from azureml_elastic.testing.jobs.machines import parse_pool
 
-        evictions = [*map(parse_eviction, evict or ()), *(read_trace(trace) if trace is not None else ())]
-        pools = dict(map(parse_pool, pool)) if pool else None
-        with LocalWorkspace(pools=pools, evictions=evictions, requeue=requeue, folder=folder) as local:
-            code = _run(command) if command else _stay(local)
+    evictions = [*map(parse_eviction, evict or ()), *(read_trace(trace) if trace is not None else ())]
+    pools = dict(map(parse_pool, pool)) if pool else None
+    with LocalWorkspace(pools=pools, evictions=evictions, requeue=requeue, folder=folder) as local:
+        code = _run(command) if command else _stay(local)
     sys.exit(code)
 
 
 def _run(command: list[str]) -> int:
-    """Run a command with this process's environment, which is the workspace's meanwhile."""
+    """Run a command in this process's environment, which routes it to the open workspace."""
     try:
         return subprocess.run(command, check=False).returncode
     except OSError as error:
@@ -82,8 +81,9 @@ def _stay(local: LocalWorkspace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
         _CONFIG.write_text(json.dumps(dict(local.config), indent=1) + "\n", encoding="utf-8")
-        typer.echo(_exports(local.variables))
-        typer.echo("# The workspace is open until Ctrl-C; another shell finds it with these lines.", err=True)
+        for name, value in local.variables.items():
+            typer.echo(f"export {name}={shlex.quote(value)}")
+        typer.echo("# The workspace is open until Ctrl-C; another shell connects to it with these lines.", err=True)
         while not ended.wait(1):
             pass
     except KeyboardInterrupt:
@@ -91,7 +91,3 @@ def _stay(local: LocalWorkspace) -> int:
     finally:
         _CONFIG.unlink(missing_ok=True)
     return 0
-
-
-def _exports(variables: Mapping[str, str]) -> str:
-    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())

@@ -37,13 +37,7 @@ _SHORTEST_SCOPE = 9
 
 @dataclass(frozen=True)
 class WorkspaceName:
-    """Identification of a workspace.
-
-    Args:
-        subscription: id of the subscription.
-        group: name of the resource group.
-        name: name of the workspace.
-    """
+    """Identification of a workspace: id of the subscription, name of the resource group, and its own name."""
 
     subscription: str
     group: str
@@ -73,9 +67,9 @@ def find_workspace(
     in the parent folders.
 
     Args:
-        subscription: value of the option, as in the next two arguments.
-        group: name of the resource group.
-        workspace: name of the workspace.
+        subscription: id of the subscription from the options, if given.
+        group: name of the resource group from the options, if given.
+        workspace: name of the workspace from the options, if given.
         start: folder in which the search starts; ``None`` for the current one.
         environ: environment variables.
 
@@ -101,16 +95,12 @@ def find_workspace(
     still = [name for name, value in given.items() if not value]
     if still:
         raise UsageError(f"{path} has no {still[0]!r}. It holds subscription_id, resource_group and workspace_name.")
-    return WorkspaceName(*(str(given[name]) for name in ("subscription_id", "resource_group", "workspace_name")))
+    return WorkspaceName(*(str(value) for value in given.values()))
 
 
 def _find_file(start: Path) -> Path | None:
-    for folder in (start, *start.parents):
-        for inner in _FOLDERS:
-            path = folder / inner / _FILE
-            if path.is_file():
-                return path
-    return None
+    paths = (folder / inner / _FILE for folder in (start, *start.parents) for inner in _FOLDERS)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _read(path: Path) -> dict[str, str]:

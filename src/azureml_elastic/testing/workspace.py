@@ -16,18 +16,15 @@ from typing_extensions import Self
 from azureml_elastic.errors import MissingExtra, UsageError
 from azureml_elastic.local.faults.metadata_service import MetadataService
 from azureml_elastic.local.processes import NodeProcesses
-from azureml_elastic.testing.api.certificates import server_context, write_bundle
 from azureml_elastic.testing.api.gateway import Gateway
 from azureml_elastic.testing.api.history import API_HOST, History
 from azureml_elastic.testing.api.resources import ARM_HOST, Resources
 from azureml_elastic.testing.api.tokens import StaticCredential, answer_node
 from azureml_elastic.testing.jobs.evictions import Evicted, Eviction
-from azureml_elastic.testing.jobs.execution import Setting
 from azureml_elastic.testing.jobs.machines import Machines, Pool
-from azureml_elastic.testing.jobs.node_environment import Site
-from azureml_elastic.testing.jobs.runs import Runs
+from azureml_elastic.testing.jobs.nodes import Setting
+from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.service import Service
-from azureml_elastic.testing.jobs.verdicts import TERMINAL
 from azureml_elastic.testing.storage.account import StorageAccount
 from azureml_elastic.testing.storage.mirror import Mirror
 
@@ -98,19 +95,25 @@ class LocalWorkspace:
             )
             resources = Resources(root, storage, self._runs, self._pools, self._submit)
             hosts = {ARM_HOST: resources.answer, API_HOST: History(self._runs).answer, **storage.hosts}
-            context, authority = server_context(sorted(hosts))
-            gateway = stack.enter_context(Gateway(hosts, answer_node, context))
-            given = os.environ.get(_BUNDLES[0])
-            bundle = write_bundle(
-                authority, Path(given) if given and Path(given).is_file() else None, folder / "certificates.pem"
-            )
+            gateway = stack.enter_context(Gateway(hosts, answer_node))
+            given = Path(os.environ.get(_BUNDLES[0]) or ".")
+            bundle = gateway.write_bundle(folder / "certificates.pem", given if given.is_file() else None)
             trust = {
                 **dict.fromkeys(_PROXIES, gateway.address),
                 **dict.fromkeys((*_BUNDLES, "CURL_CA_BUNDLE"), str(bundle)),
             }
-            site = Site(_SUBSCRIPTION, _GROUP, _NAME, gateway.address, f"https://{API_HOST}", trust)
+            token_url = f"{gateway.address}/token"
+            variables = {
+                **trust,
+                "AZUREML_ARM_SUBSCRIPTION": _SUBSCRIPTION,
+                "AZUREML_ARM_RESOURCEGROUP": _GROUP,
+                "AZUREML_ARM_WORKSPACE_NAME": _NAME,
+                "AZUREML_SERVICE_ENDPOINT": f"https://{API_HOST}",
+                "MSI_ENDPOINT": token_url,
+                "OBO_ENDPOINT": token_url,
+            }
             setting = Setting(
-                site,
+                variables,
                 self._machines,
                 stack.enter_context(NodeProcesses(folder / "logs")),
                 Mirror(storage, folder / "mirror"),
@@ -122,13 +125,12 @@ class LocalWorkspace:
             stack.callback(service.close)
             service.start()
             # azure-identity's default credential then logs in to this workspace.
-            login = {"MSI_ENDPOINT": f"{gateway.address}/token", "MSI_SECRET": None}
-            changes = {**trust, **login, **dict.fromkeys(_EXCEPTIONS)}
+            changes = {**trust, "MSI_ENDPOINT": token_url, "MSI_SECRET": None, **dict.fromkeys(_EXCEPTIONS)}
             stack.enter_context(_environment(changes))
             self._variables = {name: value for name, value in changes.items() if value is not None}
             self._service = service
             self._client = _client()
-            stack.callback(self._close_client)
+            stack.callback(setattr, self, "_client", None)  # it would call the real Azure once the workspace is closed
             self._stack = stack.pop_all()
         return self
 
@@ -197,14 +199,10 @@ class LocalWorkspace:
             UsageError: there is no such job.
             TimeoutError: the job has not ended in time.
         """
-        run = self._runs.get(name)
-        if run is None:
-            raise UsageError(f"The local workspace has no job {name!r}.")
+        run = self._run(name)
         if not run.over.wait(timeout_s):
             raise TimeoutError(f"The job {name!r} is {self._runs.status(run)} after {timeout_s:g} s.")
-        status = self._runs.status(run)
-        assert status in TERMINAL
-        return status
+        return self._runs.status(run)
 
     def log(self, name: str) -> str:
         """Return the output of a job's processes so far, one process after the other.
@@ -212,14 +210,14 @@ class LocalWorkspace:
         Raises:
             UsageError: there is no such job.
         """
+        run = self._run(name)
+        return "".join(run.log(log).decode(errors="replace") for log in sorted(run.logs))
+
+    def _run(self, name: str) -> Run:
         run = self._runs.get(name)
         if run is None:
             raise UsageError(f"The local workspace has no job {name!r}.")
-        return "".join(run.log(log).decode(errors="replace") for log in sorted(run.logs))
-
-    def _close_client(self) -> None:
-        """Drop the client, which would call the real Azure once the workspace is closed."""
-        self._client = None
+        return run
 
     def _submit(self, name: str, properties: dict[str, Any]) -> None:
         assert self._service is not None

@@ -9,7 +9,6 @@ import urllib.request
 
 import pytest
 
-from azureml_elastic.testing.api.certificates import server_context, write_bundle
 from azureml_elastic.testing.api.gateway import Gateway
 from azureml_elastic.testing.api.messages import Answer, document
 
@@ -26,10 +25,9 @@ def broken(request):
 
 @pytest.fixture
 def gateway(tmp_path):
-    context, authority = server_context([HOST, "broken.example"])
     (tmp_path / "none.pem").write_text("")
-    bundle = write_bundle(authority, tmp_path / "none.pem", tmp_path / "bundle.pem")
-    with Gateway({HOST: echo, "broken.example": broken}, lambda _: Answer(200, body=b"self"), context) as gateway:
+    with Gateway({HOST: echo, "broken.example": broken}, lambda _: Answer(200, body=b"self")) as gateway:
+        bundle = gateway.write_bundle(tmp_path / "bundle.pem", tmp_path / "none.pem")
         gateway.trust = ssl.create_default_context(cafile=bundle)
         yield gateway
 
@@ -101,9 +99,8 @@ def test_an_unreachable_host_is_reported(gateway):
         assert client.recv(1000).startswith(b"HTTP/1.1 502")
 
 
-def test_it_closes_while_connections_are_open(tmp_path):
-    context, _ = server_context([HOST])
-    with Gateway({HOST: echo}, lambda _: Answer(200), context) as gateway:
+def test_it_closes_while_connections_are_open():
+    with Gateway({HOST: echo}, lambda _: Answer(200)) as gateway:
         host, _, port = gateway.address.removeprefix("http://").partition(":")
         client = socket.create_connection((host, int(port)), timeout=10)
         client.sendall(b"GET / HTTP/1.1\r\n\r\n")

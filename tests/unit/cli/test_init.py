@@ -49,7 +49,7 @@ def test_nothing_is_overwritten_and_nothing_half_done(tmp_path, taken):
     (tmp_path / taken).write_text("mine")
     result = RUN.invoke(app, ["init", str(tmp_path)])
     assert result.exit_code == 2
-    assert f"{tmp_path / taken} is there already; nothing was written" in result.stderr
+    assert f"{tmp_path / taken} already exists; nothing was written" in result.stderr
     assert listing(tmp_path) == {taken: b"mine"}
 
 

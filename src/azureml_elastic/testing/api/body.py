@@ -48,32 +48,23 @@ class OutputBody:
 
 @dataclass(frozen=True)
 class CommandBody:
-    """A command job, alone or as a step.
-
-    Args:
-        command: command with unexpanded expressions.
-        code: id of the code, ``None`` for none.
-        inputs: inputs by name.
-        outputs: outputs by name.
-        environment_variables: environment variables of the job.
-        compute: name of the pool; ``"serverless"`` by default.
-        nodes: number of nodes that start together.
-        most_nodes: maximum number of nodes, more than ``nodes`` where the service itself is elastic.
-        processes: number of processes per node.
-        distributed: whether the service sets the variables of torch.distributed.
-        timeout_s: seconds after which the job is cancelled.
-    """
+    """A command job, alone or as a step; expressions in the command are not expanded."""
 
     command: str
     code: str | None
+    """Id of the code."""
     inputs: Mapping[str, InputBody]
     outputs: Mapping[str, OutputBody]
     environment_variables: Mapping[str, str]
     compute: str
     nodes: int = 1
+    """Number of nodes that start together."""
     most_nodes: int = 1
+    """Maximum number of nodes, more than ``nodes`` where the service itself is elastic."""
     processes: int = 1
+    """Number of processes per node."""
     distributed: bool = False
+    """Whether the service sets the variables of torch.distributed."""
     timeout_s: float | None = None
 
 
@@ -120,14 +111,12 @@ def _pipeline(properties: Mapping[str, Any], component: Callable[[str], Mapping[
             )
         spec = component(str(node["componentId"]))
         step = {**spec, **{key: value for key, value in node.items() if value is not None}}
-        own = {
-            "environment_variables": {
-                **_mapping(spec, "environment_variables"),
-                **_mapping(node, "environment_variables"),
-            }
+        step["environment_variables"] = {
+            **_mapping(spec, "environment_variables"),
+            **_mapping(node, "environment_variables"),
         }
         steps[name] = _command(
-            {**step, **own},
+            step,
             inputs=_bound_inputs(spec, node, inputs),
             outputs=_bound_outputs(spec, node, outputs),
             default_compute=default,
@@ -145,16 +134,15 @@ def _bound_inputs(
     for name, declaration in declared.items():
         value = given.get(name)
         if value is None:
-            default = declaration.get("default")
-            if default is not None:
-                bound[name] = InputBody(literal=_text(default))
+            if declaration.get("default") is not None:
+                bound[name] = InputBody(literal=_text(declaration["default"]))
             continue
         reference = parent_reference(value.get("value", value.get("uri")))
+        mode = value.get("mode") or declaration.get("mode")
         if reference is None:
-            bound[name] = _input({**value, "mode": value.get("mode") or declaration.get("mode")})
+            bound[name] = _input({**value, "mode": mode})
         elif reference[1] in parents:
             parent = parents[reference[1]]
-            mode = value.get("mode") or declaration.get("mode")
             bound[name] = InputBody(parent.literal, parent.uri, _mode(mode, parent.mode))
     return bound
 
@@ -169,11 +157,8 @@ def _bound_outputs(
         reference = parent_reference(value.get("value", value.get("uri")))
         kind = str(declaration.get("type") or "uri_folder")
         mode = _mode(value.get("mode") or declaration.get("mode"), "mount")
-        if reference is None:
-            bound[name] = OutputBody(value.get("uri") or None, mode, kind)
-        else:
-            parent = parents.get(reference[1], OutputBody())
-            bound[name] = OutputBody(parent.uri, mode, kind)
+        uri = value.get("uri") or None if reference is None else parents.get(reference[1], OutputBody()).uri
+        bound[name] = OutputBody(uri, mode, kind)
     return bound
 
 

@@ -15,12 +15,19 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
 
+from azureml_elastic.errors import MissingExtra
 from azureml_elastic.testing.api.messages import Answer, Request, refusal
+
+try:
+    import trustme
+except ImportError as missing:
+    raise MissingExtra("trustme", "testing") from missing
 
 __all__ = ["Gateway"]
 
@@ -33,18 +40,17 @@ _SELF = "node"
 class Gateway:
     """A context manager that runs the proxy on a free port of this machine.
 
+    Each gateway has a certificate authority of its own, whose keys never leave this process.
+
     Args:
         hosts: request handlers by host name.
         own: handler of plain requests to the gateway itself.
-        context: TLS context of the server for these host names.
     """
 
-    def __init__(
-        self,
-        hosts: dict[str, Callable[[Request], Answer]],
-        own: Callable[[Request], Answer],
-        context: ssl.SSLContext,
-    ) -> None:
+    def __init__(self, hosts: dict[str, Callable[[Request], Answer]], own: Callable[[Request], Answer]) -> None:
+        self._authority = trustme.CA(organization_name="azureml-elastic local workspace")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._authority.issue_cert(*sorted(hosts)).configure_cert(context)
         self._server = _Server({**hosts, _SELF: own}, context)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.05,), name="workspace-gateway", daemon=True
@@ -66,6 +72,21 @@ class Gateway:
     def address(self) -> str:
         """URL of the proxy for ``HTTPS_PROXY``."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def write_bundle(self, target: Path, trusted: Path | None = None) -> Path:
+        """Write a bundle of trusted certificates that includes the gateway's authority, and return its path.
+
+        Args:
+            target: path of the new bundle.
+            trusted: existing bundle to extend; ``None`` for that of certifi.
+        """
+        if trusted is None:
+            import certifi
+
+            trusted = Path(certifi.where())
+        authority = self._authority.cert_pem.bytes().decode()
+        target.write_text(f"{trusted.read_text(encoding='utf-8').rstrip()}\n{authority}", encoding="utf-8")
+        return target
 
 
 class _Server(ThreadingHTTPServer):
@@ -147,11 +168,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = False
 
     def do_GET(self) -> None:
-        self._serve()
-
-    do_DELETE = do_HEAD = do_MERGE = do_OPTIONS = do_PATCH = do_POST = do_PUT = do_GET  # noqa: N815 - names of methods
-
-    def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = Request(self.command, self._host, self.path, headers, body)
@@ -168,6 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer.body)
+
+    do_DELETE = do_HEAD = do_MERGE = do_OPTIONS = do_PATCH = do_POST = do_PUT = do_GET  # noqa: N815 - names of methods
 
     def _tunnel(self, host: str, port: int) -> None:
         """Relay bytes between the client and another host until one of them closes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -21,15 +22,11 @@ _LABELS = ("description", "displayName", "tags")
 """Fields of a submitted job that can be changed."""
 
 
+@dataclass
 class History:
-    """Handler of requests to the data plane.
+    """Handler of requests to the data plane."""
 
-    Args:
-        runs: runs of the workspace.
-    """
-
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
+    runs: Runs
 
     def answer(self, request: Request) -> Answer:
         """Return the response to a request."""
@@ -38,7 +35,7 @@ class History:
             api = f"https://{API_HOST}"
             return document(dict.fromkeys(("api", "catalog", "experimentation", "gallery", "history", "studio"), api))
         if match := re.fullmatch(r"/logs/([^/]+)/(.*)", path):
-            run = self._runs.get(match[1])
+            run = self.runs.get(match[1])
             if run is None:
                 return _no_run(match[1])
             return Answer(200, (("Content-Type", "text/plain; charset=utf-8"),), self._log(run, match[2]))
@@ -47,7 +44,7 @@ class History:
         if path.endswith("/dataversion/batchGetResolvedUris"):
             return document({"values": self._resolved(request.json().get("values") or [])})
         if match := re.fullmatch(_RUNS + r"runs/([^/]+)(/details|/children)?", path):
-            run = self._runs.get(match[1])
+            run = self.runs.get(match[1])
             if run is None:
                 return _no_run(match[1])
             if request.method == "PATCH" and not match[2]:
@@ -55,7 +52,7 @@ class History:
                 run.body.update({name: changes[name] for name in _LABELS if changes.get(name) is not None})
                 return document(self._record(run))
             if match[2] == "/children":
-                return document({"value": [self._record(child) for child in self._runs.children(run.name)]})
+                return document({"value": [self._record(child) for child in self.runs.children(run.name)]})
             return document(self._details(run) if match[2] else self._record(run))
         return refusal(404, "NotFound", f"The local workspace has no {request.method} {path}.")
 
@@ -67,7 +64,7 @@ class History:
         }
 
     def _record(self, run: Run) -> dict[str, Any]:
-        status = self._runs.status(run)
+        status = self.runs.status(run)
         record: dict[str, Any] = {
             "runId": run.name,
             "rootRunId": run.root,
@@ -93,13 +90,13 @@ class History:
         return record
 
     def _first_error(self, run: Run) -> tuple[str, str]:
-        for child in self._runs.children(run.name):
+        for child in self.runs.children(run.name):
             if child.error is not None:
                 return child.error[0], f"The step {child.display_name} failed. {child.error[1]}"
         return "UserError", "The job failed."
 
     def _data(self, name: str, client: str) -> Answer:
-        run = self._runs.get(name)
+        run = self.runs.get(name)
         if run is None:
             return _no_run(name)
         record = self._record(run)
@@ -111,7 +108,7 @@ class History:
         found = {}
         for asset in assets:
             _, name, output = asset.split("/", 2)
-            run = self._runs.get(name)
+            run = self.runs.get(name)
             if run is not None and output in run.outputs:
                 kind, uri = run.outputs[output]
                 found[asset] = {"uri": uri, "type": kind}
@@ -121,7 +118,7 @@ class History:
         if run.kind == "Command":
             return run.log(name)
         lines = []
-        for child in self._runs.children(run.name):
+        for child in self.runs.children(run.name):
             if child.started is not None:
                 lines.append((child.started, f"{child.display_name} ({child.name}) runs"))
             if child.ended is not None and child.status in TERMINAL:

@@ -6,11 +6,13 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.api.history import API_HOST
 from azureml_elastic.testing.api.messages import Answer, Request, document, refusal
+from azureml_elastic.testing.jobs.machines import Pool
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.storage.account import StorageAccount
 from azureml_elastic.testing.storage.locations import DATASTORES
@@ -20,9 +22,11 @@ __all__ = ["ARM_HOST", "Resources"]
 ARM_HOST = "management.azure.com"
 
 _LOCATION = "westeurope"
+_WORKSPACES = "Microsoft.MachineLearningServices/workspaces"
 _CONTAINER = re.compile(r"[a-z0-9](?:[a-z0-9]|-(?=[a-z0-9])){2,62}")
 
 
+@dataclass
 class Resources:
     """Handler of requests to the resource manager; stores the entities that were put.
 
@@ -34,21 +38,13 @@ class Resources:
         submit: function that starts a job, given its name and properties; raises ``UsageError`` for unsupported jobs.
     """
 
-    def __init__(
-        self,
-        root: str,
-        storage: StorageAccount,
-        runs: Runs,
-        pools: Mapping[str, Any],
-        submit: Callable[[str, dict[str, Any]], None],
-    ) -> None:
-        self._root = root
-        self._storage = storage
-        self._runs = runs
-        self._pools = pools
-        self._submit = submit
-        self._entities: dict[str, dict[str, Any]] = {}
-        self._lock = threading.Lock()
+    root: str
+    storage: StorageAccount
+    runs: Runs
+    pools: Mapping[str, Pool]
+    submit: Callable[[str, dict[str, Any]], None]
+    _entities: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def properties(self, resource: str) -> dict[str, Any] | None:
         """Return the properties of the entity with this id, ``None`` if there is none."""
@@ -63,7 +59,7 @@ class Resources:
             return document(self._storage_document())
         if rest is None:
             return refusal(
-                404, "ResourceNotFound", f"There is nothing here but the local workspace {self._root}: {request.path}"
+                404, "ResourceNotFound", f"There is nothing here but the local workspace {self.root}: {request.path}"
             )
         kind = rest.strip("/").partition("/")[0]
         handler = {
@@ -75,26 +71,26 @@ class Resources:
         return handler(request, rest)
 
     def _relative(self, path: str) -> str | None:
-        if path.lower() == self._root.lower() or path.lower().startswith(f"{self._root.lower()}/"):
-            return path[len(self._root) :]
+        if path.lower() == self.root.lower() or path.lower().startswith(f"{self.root.lower()}/"):
+            return path[len(self.root) :]
         return None
 
     @property
     def _account(self) -> str:
         """Resource id of the storage account."""
-        scope = self._root.partition("/providers/")[0]
-        return f"{scope}/providers/Microsoft.Storage/storageAccounts/{self._storage.account}"
+        scope = self.root.partition("/providers/")[0]
+        return f"{scope}/providers/Microsoft.Storage/storageAccounts/{self.storage.account}"
 
     def _storage_document(self) -> dict[str, Any]:
         return {
             "id": self._account,
-            "name": self._storage.account,
+            "name": self.storage.account,
             "kind": "StorageV2",
             "location": _LOCATION,
             "properties": {
                 "primaryEndpoints": {
-                    "blob": f"https://{self._storage.blob_host}/",
-                    "table": f"https://{self._storage.table_host}/",
+                    "blob": f"https://{self.storage.blob_host}/",
+                    "table": f"https://{self.storage.table_host}/",
                 },
                 "publicNetworkAccess": "Enabled",
             },
@@ -104,10 +100,10 @@ class Resources:
         del request, rest
         return document(
             {
-                "id": self._root,
-                "name": self._root.rpartition("/")[2],
+                "id": self.root,
+                "name": self.root.rpartition("/")[2],
                 "location": _LOCATION,
-                "type": "Microsoft.MachineLearningServices/workspaces",
+                "type": _WORKSPACES,
                 "identity": {"type": "SystemAssigned"},
                 "properties": {
                     "workspaceId": "00000000-0000-0000-0000-0000000000bb",
@@ -120,9 +116,9 @@ class Resources:
     def _compute(self, request: Request, rest: str) -> Answer:
         name = rest.removeprefix("/computes").strip("/")
         if not name:
-            return document({"value": [self._compute_document(name) for name in self._pools]})
-        if name not in self._pools:
-            there = ", ".join(sorted(self._pools))
+            return document({"value": [self._compute_document(name) for name in self.pools]})
+        if name not in self.pools:
+            there = ", ".join(sorted(self.pools))
             return refusal(
                 404, "NotFound", f"The local workspace has no compute {name!r}, only {there}. Give it one with pools=."
             )
@@ -131,20 +127,16 @@ class Resources:
         return document(self._compute_document(name))
 
     def _compute_document(self, name: str) -> dict[str, Any]:
-        pool = self._pools[name]
-        return {
-            "id": f"{self._root}/computes/{name}",
-            "name": name,
-            "location": _LOCATION,
+        pool = self.pools[name]
+        properties = {
+            "computeType": "AmlCompute",
+            "provisioningState": "Succeeded",
             "properties": {
-                "computeType": "AmlCompute",
-                "provisioningState": "Succeeded",
-                "properties": {
-                    "vmPriority": "LowPriority" if pool.tier == "low_priority" else "Dedicated",
-                    "scaleSettings": {"maxNodeCount": pool.nodes, "minNodeCount": 0},
-                },
+                "vmPriority": "LowPriority" if pool.tier == "low_priority" else "Dedicated",
+                "scaleSettings": {"maxNodeCount": pool.nodes, "minNodeCount": 0},
             },
         }
+        return self._resource("computes", name, properties, location=_LOCATION)
 
     def _datastore(self, request: Request, rest: str) -> Answer:
         parts = rest.strip("/").split("/")[1:]
@@ -156,48 +148,44 @@ class Resources:
             return refusal(404, "NotFound", f"The local workspace has no datastore {parts[0]!r}.")
         if parts[1:] == ["listSecrets"]:
             if request.body and request.json().get("expirableSecret"):
-                return document({"secretsType": "Sas", "sasToken": self._storage.blob_signature})
-            return document({"secretsType": "AccountKey", "key": self._storage.key})
+                return document({"secretsType": "Sas", "sasToken": self.storage.blob_signature})
+            return document({"secretsType": "AccountKey", "key": self.storage.key})
         return document(self._datastore_document(parts[0])) if request.method == "GET" else _cannot(request)
 
     def _datastore_document(self, name: str) -> dict[str, Any]:
-        return {
-            "id": f"{self._root}/datastores/{name}",
-            "name": name,
-            "type": "Microsoft.MachineLearningServices/workspaces/datastores",
-            "properties": {
-                "datastoreType": "AzureBlob",
-                "accountName": self._storage.account,
-                "containerName": DATASTORES[name],
-                "endpoint": "core.windows.net",
-                "protocol": "https",
-                "isDefault": name == next(iter(DATASTORES)),
-                "credentials": {"credentialsType": "AccountKey"},
-            },
+        properties = {
+            "datastoreType": "AzureBlob",
+            "accountName": self.storage.account,
+            "containerName": DATASTORES[name],
+            "endpoint": "core.windows.net",
+            "protocol": "https",
+            "isDefault": name == next(iter(DATASTORES)),
+            "credentials": {"credentialsType": "AccountKey"},
         }
+        return self._resource("datastores", name, properties)
 
     def _job(self, request: Request, rest: str) -> Answer:
         name, _, action = rest.removeprefix("/jobs").strip("/").partition("/")
         if not name:
-            return document({"value": [self._job_document(run) for run in self._runs.all()]})
+            return document({"value": [self._job_document(run) for run in self.runs.all()]})
         if request.method == "PUT" and not action:
             return self._submitted(name, request.json())
-        run = self._runs.get(name)
+        run = self.runs.get(name)
         if run is None:
             return refusal(404, "NotFound", f"The local workspace has no job {name!r}.")
         if request.method == "POST" and action == "cancel":
-            self._runs.cancel(name)
+            self.runs.cancel(run)
             return Answer(200)
         return document(self._job_document(run)) if request.method == "GET" and not action else _cannot(request)
 
     def _submitted(self, name: str, body: dict[str, Any]) -> Answer:
-        if self._runs.get(name) is not None:
+        if self.runs.get(name) is not None:
             return refusal(409, "Conflict", f"The local workspace has a job {name!r} already. Submit under a new name.")
         try:
-            self._submit(name, dict(body["properties"]))
+            self.submit(name, dict(body["properties"]))
         except UsageError as error:
             return refusal(400, "UserError", str(error))
-        run = self._runs.get(name)
+        run = self.runs.get(name)
         assert run is not None
         return document(self._job_document(run), 201)
 
@@ -206,23 +194,27 @@ class Resources:
             name: {**((run.body.get("outputs") or {}).get(name) or {}), "uri": uri, "jobOutputType": kind}
             for name, (kind, uri) in run.outputs.items()
         }
+        studio = {
+            "jobServiceType": "Studio",
+            "endpoint": f"https://{API_HOST}/runs/{run.name}",
+            "status": "Unknown",
+        }
+        properties = {
+            **run.body,
+            "outputs": outputs,
+            "status": self.runs.status(run),
+            "services": {"Studio": studio},
+        }
+        created = {"createdAt": run.created.isoformat(), "createdBy": "local"}
+        return self._resource("jobs", run.name, properties, systemData=created)
+
+    def _resource(self, kind: str, name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {
-            "id": f"{self._root}/jobs/{run.name}",
-            "name": run.name,
-            "type": "Microsoft.MachineLearningServices/workspaces/jobs",
-            "systemData": {"createdAt": run.created.isoformat(), "createdBy": "local"},
-            "properties": {
-                **run.body,
-                "outputs": outputs,
-                "status": self._runs.status(run),
-                "services": {
-                    "Studio": {
-                        "jobServiceType": "Studio",
-                        "endpoint": f"https://{API_HOST}/runs/{run.name}",
-                        "status": "Unknown",
-                    }
-                },
-            },
+            "id": f"{self.root}/{kind}/{name}",
+            "name": name,
+            "type": f"{_WORKSPACES}/{kind}",
+            "properties": properties,
+            **more,
         }
 
     def _entity(self, request: Request, rest: str) -> Answer:
@@ -230,7 +222,7 @@ class Resources:
             return self._pending_upload(rest)
         if request.method == "PUT":
             entity = {
-                "id": f"{self._root}{rest}",
+                "id": f"{self.root}{rest}",
                 "name": rest.rpartition("/")[2],
                 "systemData": {"createdBy": "local"},
                 **request.json(),
@@ -255,14 +247,14 @@ class Resources:
         if versions:
             latest = versions[-1]["name"]
             return document(
-                {"id": f"{self._root}{rest}", "name": rest.rpartition("/")[2], "properties": {"latestVersion": latest}}
+                {"id": f"{self.root}{rest}", "name": rest.rpartition("/")[2], "properties": {"latestVersion": latest}}
             )
         return refusal(404, "NotFound", f"{rest.strip('/')} is not in the local workspace.")
 
     def _environment(self, name: str, version: str) -> dict[str, Any]:
         """Return an environment; every name is accepted and stands for the Python that runs the workspace."""
         return {
-            "id": f"{self._root}/environments/{name}/versions/{version}",
+            "id": f"{self.root}/environments/{name}/versions/{version}",
             "name": version,
             "properties": {"image": "local", "environmentType": "Curated", "osType": "Linux"},
         }
@@ -270,16 +262,16 @@ class Resources:
     def _pending_upload(self, rest: str) -> Answer:
         name = rest.split("/")[2].lower()
         container = name if _CONTAINER.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:40]
-        self._storage.make_container(container)
-        uri = f"https://{self._storage.blob_host}/{container}"
+        self.storage.make_container(container)
+        uri = f"https://{self.storage.blob_host}/{container}"
         return document(
             {
                 "pendingUploadId": container,
                 "pendingUploadType": "TemporaryBlobReference",
                 "blobReferenceForConsumption": {
                     "blobUri": uri,
-                    "storageAccountArmId": self._storage.account,
-                    "credential": {"credentialType": "SAS", "sasUri": f"{uri}?{self._storage.blob_signature}"},
+                    "storageAccountArmId": self.storage.account,
+                    "credential": {"credentialType": "SAS", "sasUri": f"{uri}?{self.storage.blob_signature}"},
                 },
             }
         )

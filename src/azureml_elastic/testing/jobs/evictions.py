@@ -68,17 +68,13 @@ class Evicted:
 
 @dataclass(frozen=True)
 class Target:
-    """State of a submitted job that evictions depend on.
-
-    Args:
-        seconds: seconds since the start of its first node.
-        step: number of completed training steps.
-        nodes: numbers of the nodes that can be evicted now.
-    """
+    """State of a submitted job that evictions depend on."""
 
     seconds: float
+    """Seconds since the start of its first node."""
     step: int
     nodes: frozenset[int]
+    """Numbers of the nodes that can be evicted now."""
 
 
 def due(evictions: Sequence[Eviction], targets: Mapping[str, Target]) -> list[tuple[Eviction, str]]:
@@ -121,9 +117,8 @@ def parse_eviction(text: str) -> Eviction:
             "by the notice, as in 1@20s/0s."
         )
     notice = _NOTICE_S if match["notice"] is None else float(match["notice"])
-    if match["step"] is not None:
-        return Eviction(node=int(match["node"]), at_step=int(match["step"]), notice_s=notice)
-    return Eviction(node=int(match["node"]), after_s=float(match["seconds"]), notice_s=notice)
+    time = {"after_s": float(match["seconds"])} if match["step"] is None else {"at_step": int(match["step"])}
+    return Eviction(node=int(match["node"]), notice_s=notice, **time)
 
 
 def read_trace(path: Path) -> tuple[Eviction, ...]:

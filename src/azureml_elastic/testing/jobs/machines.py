@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -15,7 +16,7 @@ __all__ = ["Machine", "Machines", "Pool", "parse_pool"]
 
 _FIRST_ADDRESS = 2
 _LAST_ADDRESS = 254
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _POOL = re.compile(
     r"(?P<name>[\w-]+)=(?P<nodes>\d+)(?::(?P<tier>low_priority|dedicated))?(?::(?P<seconds>\d+(?:\.\d+)?)s)?", re.ASCII
 )
@@ -68,11 +69,7 @@ def parse_pool(text: str) -> tuple[str, Pool]:
 class Machine:
     """A machine of a pool.
 
-    Args:
-        name: name, unique within the workspace and never reused.
-        address: loopback address of the machine.
-        pool: name of the machine's pool.
-        tier: tier of the pool.
+    The name is unique within the workspace and never reused; the address is a loopback address.
     """
 
     name: str
@@ -82,23 +79,15 @@ class Machine:
 
 
 class Machines:
-    """All machines of a workspace; thread-safe.
-
-    Args:
-        pools: pools by name.
-    """
+    """All machines of a workspace; thread-safe."""
 
     def __init__(self, pools: dict[str, Pool]) -> None:
-        self._pools = pools
+        self.pools = pools
         self._used = dict.fromkeys(pools, 0)
         self._away: dict[str, list[float]] = {name: [] for name in pools}
-        self._made = 0
+        self._numbers = itertools.count()
         self._addresses = [f"127.0.0.{number}" for number in range(_FIRST_ADDRESS, _LAST_ADDRESS + 1)]
         self._change = threading.Condition()
-
-    def pool(self, name: str) -> Pool | None:
-        """Return the pool of this name."""
-        return self._pools.get(name)
 
     def take(self, pool: str, count: int, cancelled: Callable[[], bool]) -> tuple[Machine, ...] | None:
         """Wait until ``count`` machines are free at once and return them, or ``None`` once cancelled.
@@ -113,7 +102,7 @@ class Machines:
                 machines = self._take(pool, count)
                 if machines is not None:
                     return machines
-                self._change.wait(_LOOK_S)
+                self._change.wait(_POLL_S)
         return None
 
     def try_take(self, pool: str) -> Machine | None:
@@ -132,7 +121,7 @@ class Machines:
         with self._change:
             self._used[machine.pool] -= 1
             if evicted:
-                self._away[machine.pool].append(time.monotonic() + self._pools[machine.pool].refill_s)
+                self._away[machine.pool].append(time.monotonic() + self.pools[machine.pool].refill_s)
             self._addresses.append(machine.address)
             self._change.notify_all()
 
@@ -145,13 +134,11 @@ class Machines:
     def _take(self, pool: str, count: int) -> tuple[Machine, ...] | None:
         now = time.monotonic()
         self._away[pool] = [until for until in self._away[pool] if until > now]
-        there = self._pools[pool].nodes - len(self._away[pool])
-        if there - self._used[pool] < count or len(self._addresses) < count:
+        available = self.pools[pool].nodes - len(self._away[pool])
+        if available - self._used[pool] < count or len(self._addresses) < count:
             return None
         self._used[pool] += count
-        machines = []
-        for _ in range(count):
-            name = f"{pool}-{self._made}"
-            machines.append(Machine(name, self._addresses.pop(0), pool, self._pools[pool].tier))
-            self._made += 1
-        return tuple(machines)
+        return tuple(
+            Machine(f"{pool}-{next(self._numbers)}", self._addresses.pop(0), pool, self.pools[pool].tier)
+            for _ in range(count)
+        )

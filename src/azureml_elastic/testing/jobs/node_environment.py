@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from azureml_elastic.config.environment import LOCAL_ADDRESS, SCHEDULED_EVENTS
+from azureml_elastic.config.environment import LOCAL_ADDRESS
 from azureml_elastic.testing.api.body import CommandBody
 from azureml_elastic.testing.jobs.machines import Machine
+from azureml_elastic.testing.jobs.runs import Run
 
-__all__ = ["JobProcess", "Site", "node_variables"]
+__all__ = ["distribution_variables", "node_variables"]
 
 _FOREIGN = ("AZUREML_", "AZURE_ML_", "DATASET_MOUNT_", "IDENTITY_", "MSI_", "OBO_", "PYTEST_")
 _FOREIGN_NAMES = frozenset(
@@ -21,118 +22,72 @@ _FOREIGN_NAMES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Site:
-    """Properties that all nodes of a workspace share.
-
-    Args:
-        subscription: subscription id.
-        group: name of the resource group.
-        workspace: name of the workspace.
-        gateway: URL of the gateway.
-        api: URL of the workspace's data plane.
-        trust: environment variables that route programs through the gateway and make them trust it.
-    """
-
-    subscription: str
-    group: str
-    workspace: str
-    gateway: str
-    api: str
-    trust: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class JobProcess:
-    """Identity of a process within its job.
-
-    Args:
-        run: name of the run.
-        root: name of the outermost run.
-        experiment: experiment name.
-        attempt: number of earlier attempts of the run.
-        number: number of the node, from 0.
-        local: local rank of the process.
-        first: address of node 0.
-        port: free port of node 0, for the processes' rendezvous.
-        machine: machine of the node.
-        events: address of the machine's metadata service.
-    """
-
-    run: str
-    root: str
-    experiment: str
-    attempt: int
-    number: int
-    local: int
-    first: str
-    port: int
-    machine: Machine
-    events: str
-
-
 def node_variables(
-    inherited: Mapping[str, str],
+    shared: Mapping[str, str],
+    run: Run,
     body: CommandBody,
-    site: Site,
-    process: JobProcess,
+    machine: Machine,
     inputs: Mapping[str, str],
     outputs: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the environment of a process of a job.
+    """Return the environment of a node's processes: that of this process without the variables of other jobs or nodes.
+
+    The job's own variables take precedence over all others but the machine's address.
 
     Args:
-        inherited: environment of this process; variables of other jobs or machines are left out.
-        body: command of the job; its variables take precedence over all others but those of the process.
-        site: workspace of the node.
-        process: identity of the process.
+        shared: variables of all nodes of the workspace.
+        run: run of the node.
+        body: command of the job.
+        machine: machine of the node.
         inputs: paths and literals by input name.
         outputs: paths by output name.
     """
     kept = {
-        name: value for name, value in inherited.items() if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
+    }
+    context = {
+        "cluster_name": machine.pool,
+        "gpu_count": 0,
+        "run_attempt_count": run.attempts + 1,
+        "vm_priority": machine.tier,
     }
     return {
         "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
         **kept,
-        **site.trust,
-        "PATH": f"{Path(sys.executable).parent}:{inherited.get('PATH', '/usr/bin:/bin')}",
+        **shared,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}",
         "PYTHONUNBUFFERED": "1",
-        "AZUREML_RUN_ID": process.run,
-        "AZUREML_ROOT_RUN_ID": process.root,
-        "AZUREML_ARM_SUBSCRIPTION": site.subscription,
-        "AZUREML_ARM_RESOURCEGROUP": site.group,
-        "AZUREML_ARM_WORKSPACE_NAME": site.workspace,
-        "AZUREML_ARM_PROJECT_NAME": process.experiment,
-        "AZUREML_SERVICE_ENDPOINT": site.api,
+        "AZUREML_RUN_ID": run.name,
+        "AZUREML_ROOT_RUN_ID": run.root,
+        "AZUREML_ARM_PROJECT_NAME": run.experiment,
         "AZUREML_RUN_TOKEN": "a-token-of-the-local-workspace",
-        "MSI_ENDPOINT": f"{site.gateway}/token",
-        "OBO_ENDPOINT": f"{site.gateway}/token",
         "DEFAULT_IDENTITY_CLIENT_ID": "00000000-0000-0000-0000-0000000000cc",
-        "AZUREML_CR_COMPUTE_CONTEXT": json.dumps(
-            {
-                "cluster_name": process.machine.pool,
-                "gpu_count": 0,
-                "run_attempt_count": process.attempt + 1,
-                "vm_priority": process.machine.tier,
-            }
-        ),
+        "AZUREML_CR_COMPUTE_CONTEXT": json.dumps(context),
         **{f"AZURE_ML_INPUT_{name}": value for name, value in inputs.items()},
         **{f"AZURE_ML_OUTPUT_{name}": value for name, value in outputs.items()},
         **body.environment_variables,
-        LOCAL_ADDRESS: process.machine.address,
-        SCHEDULED_EVENTS: process.events,
-        **(_distribution(body, process) if body.distributed else {}),
+        LOCAL_ADDRESS: machine.address,
     }
 
 
-def _distribution(body: CommandBody, process: JobProcess) -> dict[str, str]:
-    rank = process.number * body.processes + process.local
+def distribution_variables(body: CommandBody, number: int, local: int, master: tuple[str, int]) -> dict[str, str]:
+    """Return the variables of torch.distributed for a process; empty for a job without a distribution.
+
+    Args:
+        body: command of the job.
+        number: number of the node.
+        local: local rank of the process.
+        master: address and port of node 0.
+    """
+    if not body.distributed:
+        return {}
     return {
-        "MASTER_ADDR": process.first,
-        "MASTER_PORT": str(process.port),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
         "WORLD_SIZE": str(body.nodes * body.processes),
-        "NODE_RANK": str(process.number),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(process.local),
+        "NODE_RANK": str(number),
+        "RANK": str(number * body.processes + local),
+        "LOCAL_RANK": str(local),
     }

@@ -4,36 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from azureml_elastic.config.environment import SCHEDULED_EVENTS
 from azureml_elastic.ledger.events import Progress
 from azureml_elastic.ledger.reading import EventReader
+from azureml_elastic.local.faults.metadata_service import MetadataService
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 from azureml_elastic.testing.api.body import CommandBody
 from azureml_elastic.testing.jobs.expressions import expand
-from azureml_elastic.testing.jobs.machines import Machine
-from azureml_elastic.testing.jobs.node_environment import JobProcess, Site, node_variables
+from azureml_elastic.testing.jobs.machines import Machine, Machines
+from azureml_elastic.testing.jobs.node_environment import distribution_variables, node_variables
+from azureml_elastic.testing.jobs.runs import Run
 from azureml_elastic.testing.storage.locations import Location
 from azureml_elastic.testing.storage.mirror import Mirror
 
-__all__ = ["Bindings", "Node", "start_node"]
+__all__ = ["CommandJob", "Node", "Setting", "start_node"]
 
 _EVENTS = Path("outputs/azureml-elastic/events")
 
 
 @dataclass(frozen=True)
-class Bindings:
-    """Locations of a job's data.
+class Setting:
+    """Objects that all jobs of a workspace share."""
 
-    Args:
-        code: location of the code, ``None`` for none.
-        inputs: locations of the inputs that are not literals, by name.
-        outputs: locations of all outputs, by name.
-    """
+    variables: Mapping[str, str]
+    """Environment variables of all nodes."""
+    machines: Machines
+    processes: NodeProcesses
+    mirror: Mirror
+    metadata: MetadataService
+    root: Path
+    """Parent folder of the machines' folders."""
+    requeue: bool
+    """Whether a preempted job is restarted from the beginning."""
 
+
+@dataclass(frozen=True)
+class CommandJob:
+    """A command job, and the locations of its code, of its inputs that are not literals, and of all its outputs."""
+
+    run: Run
+    body: CommandBody
     code: Location | None
     inputs: Mapping[str, Location]
     outputs: Mapping[str, Location]
@@ -41,24 +57,19 @@ class Bindings:
 
 @dataclass
 class Node:
-    """A running node.
-
-    Args:
-        number: number of the node within the job, from 0.
-        machine: machine of the node.
-        folder: working folder of its processes.
-        processes: started processes.
-        uploads: outputs to upload when the node has ended: local paths by location.
-    """
+    """A running node."""
 
     number: int
+    """Number within the job, from 0."""
     machine: Machine
     folder: Path
+    """Working folder of the processes."""
     processes: list[NodeProcess]
     uploads: dict[Location, Path]
-    taken: bool = False
+    """Outputs to upload when the node has ended: local paths by location."""
+    evicted: bool = False
     """Whether the machine's eviction was announced or has happened."""
-    gone: bool = False
+    lost: bool = False
     """Whether the machine is gone together with its disk."""
     _events: EventReader = field(init=False)
     _step: int = 0
@@ -95,37 +106,26 @@ class Node:
         return self._step
 
 
-def start_node(
-    body: CommandBody,
-    bindings: Bindings,
-    first: JobProcess,
-    *,
-    site: Site,
-    mirror: Mirror,
-    processes: NodeProcesses,
-    root: Path,
-) -> Node:
-    """Copy code and data to a machine and start its processes.
+def start_node(job: CommandJob, setting: Setting, number: int, machine: Machine, master: tuple[str, int]) -> Node:
+    """Copy code and data to a machine and start the node's processes.
 
     Args:
-        body: command to execute.
-        bindings: locations of code, inputs and outputs.
-        first: identity of the node's first process within the job.
-        site: workspace of the node.
-        mirror: blobs of the storage account as files.
-        processes: context in which the processes are started.
-        root: parent folder of the machines' folders.
+        job: job of the node.
+        setting: shared objects of the workspace.
+        number: number of the node within the job, from 0.
+        machine: machine of the node.
+        master: address and free port of node 0, for torch.distributed.
 
     Raises:
         UsageError: an expression in the command refers to an unknown input or output.
     """
-    home = root / first.machine.name
+    body, mirror, home = job.body, setting.mirror, setting.root / machine.name
     folder = home / "work"
     folder.mkdir(parents=True)
-    if bindings.code is not None:
-        mirror.copy(bindings.code, folder)
+    if job.code is not None:
+        mirror.copy(job.code, folder)
     inputs = {name: value.literal for name, value in body.inputs.items() if value.literal is not None}
-    for name, location in bindings.inputs.items():
+    for name, location in job.inputs.items():
         mode = body.inputs[name].mode
         if mode == "mount":
             inputs[name] = str(mirror.bring(location))
@@ -137,22 +137,23 @@ def start_node(
             inputs[name] = str(target)
     outputs: dict[str, str] = {}
     uploads: dict[Location, Path] = {}
-    for name, location in bindings.outputs.items():
+    for name, location in job.outputs.items():
         if body.outputs[name].mode == "mount":
             path = mirror.bring(location)
         else:
-            path = home / "outputs" / name
-            uploads[location] = path
+            path = uploads[location] = home / "outputs" / name
         is_file = body.outputs[name].type == "uri_file"
         (path.parent if is_file else path).mkdir(parents=True, exist_ok=True)
         outputs[name] = str(path)
-    command = ("/bin/bash", "-c", f"cd {_quoted(folder)} && {{ {expand(body.command, inputs, outputs)}\n}}")
-    started = []
-    for local in range(body.processes):
-        environment = node_variables(os.environ, body, site, replace(first, local=local), inputs, outputs)
-        started.append(processes.start(f"{first.machine.name}-{local}", command, environment))
-    return Node(first.number, first.machine, folder, started, uploads)
-
-
-def _quoted(path: Path) -> str:
-    return "'" + str(path).replace("'", "'\\''") + "'"
+    command = ("/bin/bash", "-c", f"cd {shlex.quote(str(folder))} && {{ {expand(body.command, inputs, outputs)}\n}}")
+    variables = {
+        **node_variables(setting.variables, job.run, body, machine, inputs, outputs),
+        SCHEDULED_EVENTS: setting.metadata.address(machine.name),
+    }
+    processes = [
+        setting.processes.start(
+            f"{machine.name}-{local}", command, {**variables, **distribution_variables(body, number, local, master)}
+        )
+        for local in range(body.processes)
+    ]
+    return Node(number, machine, folder, processes, uploads)

@@ -15,27 +15,18 @@ __all__ = ["Run", "Runs"]
 
 @dataclass
 class Run:
-    """Record of one run, which its thread writes and the servers read.
-
-    Args:
-        name: job name.
-        root: name of the outermost run, possibly its own.
-        parent: name of the pipeline, ``None`` for none.
-        number: number of the step within the pipeline, from 0.
-        display_name: display name.
-        kind: ``Command`` or ``Pipeline``.
-        experiment: experiment name.
-        body: properties of the job document.
-    """
+    """Record of one run, which its thread writes and the servers read."""
 
     name: str
-    root: str
-    parent: str | None
-    number: int
-    display_name: str
     kind: Literal["Command", "Pipeline"]
+    display_name: str
     experiment: str
     body: dict[str, Any]
+    """Properties of the job document."""
+    parent: str | None = None
+    """Name of the pipeline, for a step."""
+    number: int = 0
+    """Number of the step within the pipeline."""
     status: Status = "NotStarted"
     created: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     started: datetime | None = None
@@ -49,6 +40,16 @@ class Run:
     """Files by log name, in the order of their creation."""
     cancel: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def root(self) -> str:
+        """Name of the outermost run, possibly its own."""
+        return self.parent or self.name
+
+    @property
+    def continues_on_failure(self) -> bool:
+        """Whether the steps of a pipeline continue after the failure of one."""
+        return bool((self.body.get("settings") or {}).get("continue_on_step_failure"))
 
     def log(self, name: str) -> bytes:
         """Return the content of a log so far."""
@@ -91,21 +92,20 @@ class Runs:
         """Return the state of a run; that of a pipeline follows from its steps."""
         if run.kind == "Command":
             return "CancelRequested" if run.cancel.is_set() and run.status not in TERMINAL else run.status
-        settings = run.body.get("settings") or {}
         return pipeline_status(
             [self.status(child) for child in self.children(run.name)],
             cancelled=run.cancel.is_set(),
-            lenient=self._lenient and bool(settings.get("continue_on_step_failure")),
+            lenient=self._lenient and run.continues_on_failure,
         )
 
-    def cancel(self, name: str) -> bool:
-        """Request the cancellation of a run and its steps; return whether there is such a run."""
-        run = self.get(name)
-        if run is None:
-            return False
+    def cancel(self, run: Run) -> None:
+        """Request the cancellation of a run and its steps, unless it has ended."""
         if self.status(run) not in TERMINAL:
             run.cancel.set()
-            for child in self.children(name):
-                if child.status not in TERMINAL:
-                    child.cancel.set()
-        return True
+            self.cancel_children(run)
+
+    def cancel_children(self, run: Run) -> None:
+        """Request the cancellation of a pipeline's steps that have not ended."""
+        for child in self.children(run.name):
+            if child.status not in TERMINAL:
+                child.cancel.set()

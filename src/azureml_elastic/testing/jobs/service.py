@@ -10,12 +10,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.testing.api.body import CommandBody, PipelineBody, read_job
+from azureml_elastic.testing.api.body import CommandBody, read_job
 from azureml_elastic.testing.jobs.evictions import Evicted, Eviction, Target, due
-from azureml_elastic.testing.jobs.execution import Execution, Setting
-from azureml_elastic.testing.jobs.nodes import Bindings, Node
+from azureml_elastic.testing.jobs.execution import Execution
+from azureml_elastic.testing.jobs.nodes import CommandJob, Node, Setting
 from azureml_elastic.testing.jobs.runs import Run, Runs
-from azureml_elastic.testing.jobs.verdicts import TERMINAL
 from azureml_elastic.testing.storage.locations import Location, locate
 
 __all__ = ["Service"]
@@ -23,11 +22,11 @@ __all__ = ["Service"]
 _POLL_S = 0.05
 
 
-class Service:
-    """Service that runs submitted jobs until it is closed.
+class Service(threading.Thread):
+    """Thread that evicts machines and stops failed pipelines; runs submitted jobs until it is closed.
 
     Args:
-        setting: shared objects of all executions.
+        setting: shared objects of the workspace.
         runs: records of the runs.
         properties: function that returns the properties of a resource by its id.
         evictions: planned evictions.
@@ -40,6 +39,7 @@ class Service:
         properties: Callable[[str], Mapping[str, Any] | None],
         evictions: Sequence[Eviction],
     ) -> None:
+        super().__init__(name="workspace-service")
         self._setting = setting
         self._runs = runs
         self._properties = properties
@@ -49,22 +49,17 @@ class Service:
         self._executions: dict[str, Execution] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="workspace-service")
-
-    def start(self) -> None:
-        """Start the thread that watches the runs."""
-        self._thread.start()
 
     def close(self) -> None:
         """Cancel all runs and wait for their end."""
         for run in self._runs.all():
-            self._runs.cancel(run.name)
+            self._runs.cancel(run)
         with self._lock:
             executions = list(self._executions.values())
         for execution in executions:
             execution.join()
         self._closed.set()
-        self._thread.join()
+        self.join()
 
     @property
     def evicted(self) -> tuple[Evicted, ...]:
@@ -88,47 +83,28 @@ class Service:
             UsageError: the local workspace does not support the job's type or bindings.
         """
         body = read_job(properties, self._component)
-        experiment = str(properties.get("experimentName") or "Default")
-        display_name = str(properties.get("displayName") or name)
+        first = Run(
+            name,
+            "Command" if isinstance(body, CommandBody) else "Pipeline",
+            str(properties.get("displayName") or name),
+            str(properties.get("experimentName") or "Default"),
+            properties,
+        )
         if isinstance(body, CommandBody):
-            run = Run(name, name, None, 0, display_name, "Command", experiment, properties)
-            executions = [self._execution(run, body)]
-            records = [run]
+            executions = [self._execution(first, body)]
         else:
-            records, executions = self._steps(name, body, properties, experiment, display_name)
+            first.started = datetime.now(timezone.utc)
+            executions = [
+                self._execution(_run_of_step(first, number, step, command), command)
+                for number, (step, command) in enumerate(body.steps.items())
+            ]
         with self._lock:
             if self._closed.is_set():
                 raise UsageError("The local workspace is closed.")
-            self._executions.update({execution.run.name: execution for execution in executions})
-        self._runs.add(*records)
+            self._executions.update({execution.job.run.name: execution for execution in executions})
+        self._runs.add(first, *(execution.job.run for execution in executions))
         for execution in executions:
             execution.start()
-
-    def _steps(
-        self, name: str, body: PipelineBody, properties: dict[str, Any], experiment: str, display_name: str
-    ) -> tuple[list[Run], list[Execution]]:
-        parent = Run(name, name, None, 0, display_name, "Pipeline", experiment, properties)
-        parent.started = datetime.now(timezone.utc)
-        executions = []
-        for number, (step, command) in enumerate(body.steps.items()):
-            document = {
-                "jobType": "Command",
-                "command": command.command,
-                "computeId": f"azureml:{command.compute}",
-                "displayName": step,
-                "experimentName": experiment,
-                "environmentVariables": dict(command.environment_variables),
-                "resources": {"instanceCount": command.nodes},
-                "inputs": {},
-                "outputs": {},
-                "properties": {},
-                "tags": {},
-            }
-            run = Run(
-                f"{name}-{step}-{secrets.token_hex(4)}", name, name, number, step, "Command", experiment, document
-            )
-            executions.append(self._execution(run, command))
-        return [parent, *(execution.run for execution in executions)], executions
 
     def _execution(self, run: Run, body: CommandBody) -> Execution:
         """Resolve a command's pool and data.
@@ -136,12 +112,12 @@ class Service:
         Raises:
             UsageError: the pool or the data does not exist, or the pool is too small.
         """
-        pool = self._setting.machines.pool(body.compute)
+        pool = self._setting.machines.pools.get(body.compute)
         if pool is None:
             raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one with pools=.")
         if body.nodes > pool.nodes:
             raise UsageError(
-                f"The job wants {body.nodes} nodes at once, above the limit of {pool.nodes} of the compute "
+                f"The job requests {body.nodes} nodes at once, above the limit of {pool.nodes} of the compute "
                 f"{body.compute!r}; it would wait for ever. Give the pool more nodes, or the job fewer."
             )
         outputs: dict[str, Location] = {}
@@ -153,7 +129,7 @@ class Service:
             name: locate(value.uri, self._address) for name, value in body.inputs.items() if value.uri is not None
         }
         code = None if body.code is None else locate(body.code, self._address)
-        return Execution(run, body, Bindings(code, inputs, outputs), self._setting)
+        return Execution(CommandJob(run, body, code, inputs, outputs), self._setting)
 
     def _component(self, resource: str) -> Mapping[str, Any]:
         found = self._properties(resource)
@@ -167,8 +143,8 @@ class Service:
         address = found.get("codeUri") or found.get("dataUri") or found.get("modelUri")
         return None if address is None else str(address)
 
-    def _watch(self) -> None:
-        """Evict machines when their time has come, and stop the steps of failed pipelines."""
+    def run(self) -> None:
+        """Carry out the evictions that are due, and stop the steps of failed pipelines."""
         while not self._closed.wait(_POLL_S):
             self._stop_failed_pipelines()
             now = time.monotonic()
@@ -176,7 +152,7 @@ class Service:
                 left = node.exit_code() is not None
                 if at <= now or left:
                     self._announced.remove((at, event, node))
-                    node.gone = not left
+                    node.lost = not left
                     node.kill()
                     self._setting.metadata.remove(event)
             with self._lock:
@@ -189,30 +165,30 @@ class Service:
         for run in self._runs.all():
             found = self._nodes(run)
             steps = [node.step for _, node in found.values()]
-            started = [record.started for record in self._records(run) if record.started is not None]
+            records = [run] if run.kind == "Command" else self._runs.children(run.name)
+            started = [record.started for record in records if record.started is not None]
             if not found or not started:
                 continue
             seconds = (datetime.now(timezone.utc) - min(started)).total_seconds()
-            able = {
-                number for number, (_, node) in found.items() if node.machine.tier == "low_priority" and not node.taken
-            }
-            targets[run.name] = Target(seconds, max(steps), frozenset(able))
+            able = frozenset(
+                number
+                for number, (_, node) in found.items()
+                if node.machine.tier == "low_priority" and not node.evicted
+            )
+            targets[run.name] = Target(seconds, max(steps), able)
             nodes[run.name] = found
         for eviction, name in due(pending, targets):
             job, node = nodes[name][eviction.node]
-            node.taken = True
+            node.evicted = True
             if eviction.notice_s:
                 event = self._setting.metadata.announce("Preempt", node.machine.name, notice=eviction.notice_s)
                 self._announced.append((time.monotonic() + eviction.notice_s, event, node))
             else:
-                node.gone = True
+                node.lost = True
                 node.kill()
             with self._lock:
                 self._pending.remove(eviction)
                 self._done.append(Evicted(eviction, job, node.machine.name, targets[name].step))
-
-    def _records(self, run: Run) -> list[Run]:
-        return [run] if run.kind == "Command" else self._runs.children(run.name)
 
     def _nodes(self, run: Run) -> dict[int, tuple[str, Node]]:
         """Return the running nodes of a submitted job by number, each with the name of the run that it executes."""
@@ -231,11 +207,26 @@ class Service:
             if run.kind != "Pipeline" or run.over.is_set():
                 continue
             children = self._runs.children(run.name)
-            settings = run.body.get("settings") or {}
-            if any(child.status == "Failed" for child in children) and not settings.get("continue_on_step_failure"):
-                for child in children:
-                    if child.status not in TERMINAL:
-                        child.cancel.set()
+            if not run.continues_on_failure and any(child.status == "Failed" for child in children):
+                self._runs.cancel_children(run)
             if all(child.over.is_set() for child in children):
                 run.ended = datetime.now(timezone.utc)
                 run.over.set()
+
+
+def _run_of_step(pipeline: Run, number: int, name: str, body: CommandBody) -> Run:
+    document = {
+        "jobType": "Command",
+        "command": body.command,
+        "computeId": f"azureml:{body.compute}",
+        "displayName": name,
+        "experimentName": pipeline.experiment,
+        "environmentVariables": dict(body.environment_variables),
+        "resources": {"instanceCount": body.nodes},
+        "inputs": {},
+        "outputs": {},
+        "properties": {},
+        "tags": {},
+    }
+    unique = f"{pipeline.name}-{name}-{secrets.token_hex(4)}"
+    return Run(unique, "Command", name, pipeline.experiment, document, parent=pipeline.name, number=number)

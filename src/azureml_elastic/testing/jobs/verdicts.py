@@ -22,15 +22,10 @@ Verdict = Literal["running", "completed", "failed", "preempted"]
 
 @dataclass(frozen=True)
 class NodeState:
-    """State of a node that a verdict depends on.
-
-    Args:
-        exit_code: exit code of the node, ``None`` while it runs.
-        taken: whether its machine's eviction was announced or has happened.
-    """
+    """State of a node that a verdict depends on: its exit code, and whether its machine's eviction was announced."""
 
     exit_code: int | None
-    taken: bool
+    evicted: bool
 
 
 def verdict(nodes: Sequence[NodeState], *, replaces: bool) -> Verdict:
@@ -40,9 +35,9 @@ def verdict(nodes: Sequence[NodeState], *, replaces: bool) -> Verdict:
         nodes: states of the nodes that were not replaced.
         replaces: whether the service replaces lost nodes, so that a loss does not end the job.
     """
-    if any(node.exit_code and not node.taken for node in nodes):
+    if any(node.exit_code and not node.evicted for node in nodes):
         return "failed"
-    if any(node.exit_code and node.taken for node in nodes) and not replaces:
+    if any(node.exit_code and node.evicted for node in nodes) and not replaces:
         return "preempted"
     if any(node.exit_code is None for node in nodes):
         return "running"

@@ -21,15 +21,15 @@ _ASSET = re.compile(r"(?:azureml:)?(/subscriptions/.*/(?:data|codes|models)/.*)"
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a file or folder.
-
-    Args:
-        container: container of the storage account.
-        path: path in the container, without leading or trailing slashes.
-    """
+    """Location of a file or folder: a container, and a path in it without leading or trailing slashes."""
 
     container: str
     path: str
+
+    def __contains__(self, other: Location) -> bool:
+        """Return whether another location is this one or below it."""
+        within = not self.path or other.path == self.path or other.path.startswith(f"{self.path}/")
+        return other.container == self.container and within
 
     def __truediv__(self, name: str) -> Location:
         """Return the location of a child."""

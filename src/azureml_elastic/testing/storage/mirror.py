@@ -24,12 +24,7 @@ _AT_ONCE = 8
 
 
 class Mirror:
-    """Local copy of the account's blobs; thread-safe.
-
-    Args:
-        storage: storage account.
-        folder: folder of the local copy.
-    """
+    """Local copy of the account's blobs in a folder; thread-safe."""
 
     def __init__(self, storage: StorageAccount, folder: Path) -> None:
         self._storage = storage
@@ -52,21 +47,19 @@ class Mirror:
             with contextlib.suppress(ResourceNotFoundError):
                 for blob in client.list_blobs(name_starts_with=location.path or None):
                     found = Location(location.container, str(blob.name))
-                    within = (
-                        not location.path or found.path == location.path or found.path.startswith(f"{location.path}/")
-                    )
-                    if within and not found.path.endswith("/") and self._tags.get(found) != _tag(blob):
+                    within = found in location and not found.path.endswith("/")
+                    if within and self._tags.get(found) != _tag(blob):
                         new.append((found, _tag(blob)))
 
             def fetch(item: tuple[Location, str]) -> None:
-                path = self.path(item[0])
+                found, tag = item
+                path = self.path(found)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 part = path.with_name(f".{path.name}.part")
-                part.write_bytes(client.download_blob(item[0].path).readall())
+                part.write_bytes(client.download_blob(found.path).readall())
                 part.replace(path)  # nodes never read a partial file
-                state = path.stat()
-                self._tags[item[0]] = item[1]
-                self._written[item[0]] = (state.st_size, state.st_mtime_ns)
+                self._tags[found] = tag
+                self._written[found] = _mark(path)
 
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 list(pool.map(fetch, new))
@@ -93,33 +86,26 @@ class Mirror:
         root = self.path(location) if source is None else source
         files = {location: root} if root.is_file() else _below(root, location)
         with self._lock, self._storage.container(location.container) as client:
-            for place, path in files.items():
+            for found, path in files.items():
                 with contextlib.suppress(FileNotFoundError):  # running nodes may delete it meanwhile
-                    state = path.stat()
-                    mark = (state.st_size, state.st_mtime_ns)
-                    if source is None and self._written.get(place) == mark:
+                    mark = _mark(path)
+                    if source is None and self._written.get(found) == mark:
                         continue
-                    answer = client.upload_blob(place.path, path.read_bytes(), overwrite=True)
+                    answer = client.upload_blob(found.path, path.read_bytes(), overwrite=True)
                     if source is None:
-                        self._written[place] = mark
-                        self._tags[place] = _tag(answer.get_blob_properties())
+                        self._written[found] = mark
+                        self._tags[found] = _tag(answer.get_blob_properties())
             if source is None:
-                self._delete_missing(location, files)
+                for missing in [found for found in self._written if found in location and found not in files]:
+                    del self._written[missing]
+                    self._tags.pop(missing, None)
+                    with contextlib.suppress(ResourceNotFoundError):
+                        client.delete_blob(missing.path)
 
-    def _delete_missing(self, location: Location, files: dict[Location, Path]) -> None:
-        gone = [
-            place
-            for place in self._written
-            if place.container == location.container
-            and (place.path == location.path or place.path.startswith(f"{location.path}/"))
-            and place not in files
-        ]
-        with self._storage.container(location.container) as client:
-            for place in gone:
-                del self._written[place]
-                self._tags.pop(place, None)
-                with contextlib.suppress(ResourceNotFoundError):
-                    client.delete_blob(place.path)
+
+def _mark(path: Path) -> tuple[int, int]:
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
 
 
 def _tag(blob: BlobProperties) -> str:

@@ -20,7 +20,6 @@ from azureml_elastic.node.diagnostics.checks.identity import claims_of
 from azureml_elastic.node.diagnostics.checks.roles import why_refused
 from azureml_elastic.node.diagnostics.doctor import examine, failed, text_of
 from azureml_elastic.node.diagnostics.findings import Finding
-from azureml_elastic.testing.api.certificates import server_context, write_bundle
 from azureml_elastic.testing.api.gateway import Gateway
 from azureml_elastic.testing.api.messages import Answer, document, refusal
 from azureml_elastic.testing.api.tokens import answer_node
@@ -90,11 +89,10 @@ def azure(tmp_path, monkeypatch):
         "wsstore.table.core.chinacloudapi.cn": made.serve,
         "wsstore.z07.table.storage.azure.net": made.serve,
     }
-    context, authority = server_context(sorted(hosts))
-    bundle = str(write_bundle(authority, None, tmp_path / "trusted.pem"))
     for name in ("AZURE_STORAGE_CONNECTION_STRING", "NO_PROXY", "no_proxy", "OBO_ENDPOINT", variables.PLAN):
         monkeypatch.delenv(name, raising=False)
-    with Gateway(hosts, made.own, context) as gateway:
+    with Gateway(hosts, made.own) as gateway:
+        bundle = str(gateway.write_bundle(tmp_path / "trusted.pem"))
         made.environ = {
             "HTTPS_PROXY": gateway.address,
             "https_proxy": gateway.address,

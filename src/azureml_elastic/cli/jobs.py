@@ -1,0 +1,102 @@
+"""Commands about job files: ``compile``, ``submit`` and ``schema``."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from azureml_elastic.cli.failures import CONTINUES, explained
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+
+__all__ = ["compile_", "schema", "submit"]
+
+JobFile = Annotated[Path, typer.Argument(help="The YAML file of the job, with its elastic: block.", metavar="JOB.YML")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Set a value of the file first, as in --set elastic.max_instance_count=12. May be repeated.",
+        metavar="PATH=VALUE",
+    ),
+]
+
+
+@explained()
+def compile_(
+    job_file: JobFile,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; by default the text is printed.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Write JOB.YML as standard YAML, for 'az ml job create -f' and azure-ai-ml's load_job.
+
+    Sends no request. With --output, paths are relative to its folder, and the library for the nodes is written beside.
+    """
+    # azure-ai-ml logs a warning for every experimental class and field, none of which the user has chosen.
+    for name in ("_utils._experimental", "_schema.core.fields"):
+        logging.getLogger(f"azure.ai.ml.{name}").setLevel(logging.ERROR)
+    from azureml_elastic.submit.yaml.compiled_file import compile_file
+
+    compiled = compile_file(job_file, output, overrides or ())
+    if output is None:
+        typer.echo(compiled.text, nl=False)
+        return
+    typer.echo(f"Wrote {output}. Submit it with: az ml job create -f {output}", err=True)
+    if compiled.runtime is not None:
+        done = "Wrote" if compiled.runtime_changed else "Kept, unchanged,"
+        typer.echo(
+            f"{done} {output.parent / compiled.runtime.name}, which goes to the nodes: keep both together.", err=True
+        )
+
+
+@explained(CONTINUES)
+def submit(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the compiled job without sending a request.")
+    ] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Show the run until it ends.")] = False,
+    subscription: SubscriptionOption = None,
+    group: GroupOption = None,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Submit JOB.YML; prints the name of the run, for the other commands.
+
+    The workspace is given by the options, by Azure ML's environment variables, or by config.json. The login is that
+    of azure-identity: az login, the environment variables of a service principal, or a managed identity.
+    """
+    from azureml_elastic.submit.client import connect, readable_errors, silence_sdk_logs
+
+    silence_sdk_logs()
+    if dry_run:
+        from azureml_elastic.submit.yaml.compiled_file import compile_file
+
+        typer.echo(compile_file(job_file, None, overrides or ()).text, nl=False)
+        return
+    name = find_workspace(subscription, group, workspace)
+
+    from azureml_elastic.submit.yaml.job_file import load_elastic_job
+
+    job = load_elastic_job(job_file, overrides or ())
+    client = connect(name.subscription, name.group, name.name)
+    with readable_errors(f"submit {job_file}"):
+        submitted = client.jobs.create_or_update(job)
+    typer.echo(submitted.name)
+    if submitted.studio_url:
+        typer.echo(submitted.studio_url, err=True)
+    if stream:
+        with readable_errors(f"stream {submitted.name}"):
+            client.jobs.stream(submitted.name)
+
+
+@explained()
+def schema() -> None:
+    """Print the JSON schema of job files, by which editors complete and check the elastic: block."""
+    from azureml_elastic.submit.yaml.block_schema import schema_text
+
+    typer.echo(schema_text(), nl=False)
