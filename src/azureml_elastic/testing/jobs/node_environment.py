@@ -36,7 +36,7 @@ def node_variables(
 
     Args:
         shared: variables of all nodes of the workspace.
-        run: run of the node.
+        run: record of the job, with its name, experiment and number of attempts.
         body: command of the job.
         machine: machine of the node.
         inputs: paths and literals by input name.
