@@ -208,7 +208,7 @@ def test_broken_connections_without_progress_are_failed_rounds():
     verdicts = [run.fails(record(kind="peer")) for _ in range(4)]
     assert [verdict.restart for verdict in verdicts] == [True, True, True, False]
     assert all(verdict.round_failed for verdict in verdicts)
-    assert "4th round in a row" in verdicts[-1].why
+    assert "4 consecutive rounds" in verdicts[-1].why
     assert "max_failed_rounds=4" in verdicts[-1].why
 
 
