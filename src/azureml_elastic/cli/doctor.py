@@ -48,7 +48,8 @@ def doctor(
 
     from azureml_elastic.config import Plan, TableRendezvous
     from azureml_elastic.config import environment as variables
-    from azureml_elastic.node.diagnostics.doctor import NODE_COMMAND, examine, failed, make_rendezvous, read_peer
+    from azureml_elastic.node.diagnostics.doctor import NODE_COMMAND, examine, make_rendezvous, read_peer
+    from azureml_elastic.node.diagnostics.findings import DiagnosticReport
 
     logging.getLogger("azure").setLevel(logging.CRITICAL)
     plan = Plan.from_json(os.environ[variables.PLAN]) if node and os.environ.get(variables.PLAN) else None
@@ -70,15 +71,14 @@ def doctor(
             nowhere = str(error)
     console = Console()
     with Console(stderr=True).status("Looking ..."):
-        findings = list(examine(rendezvous, environ, peers, nowhere))
+        report = DiagnosticReport(tuple(examine(rendezvous, environ, peers, nowhere)))
     shown = Table("what", "", Column("found", overflow="fold"), box=None, pad_edge=False, header_style="bold")
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-    for finding in findings:
-        wanted = f" (wanted: {finding.limit})" if finding.limit and finding.status != "ok" else ""
+    for finding in report.findings:
         status = f"[{colours[finding.status]}]{finding.status}[/]"
-        shown.add_row(finding.name, status, escape(f"{finding.value}{wanted}"))
+        shown.add_row(finding.name, status, escape(finding.found))
     console.print(shown)
-    steps = [finding for finding in findings if finding.advice and finding.status != "ok"]
+    steps = [finding for finding in report.findings if finding.advice and finding.status != "ok"]
     if steps:
         console.print("\nWhat to do", style="bold")
     for finding in steps:
@@ -86,5 +86,5 @@ def doctor(
     if not node:
         hint = f"\nThe same from the nodes: submit the job with its command replaced by `{NODE_COMMAND}`."
         console.print(hint, style="dim", markup=False, highlight=False, soft_wrap=True)
-    if failed(findings):
+    if report.failed:
         raise typer.Exit(1)

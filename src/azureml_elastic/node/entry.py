@@ -21,6 +21,7 @@ from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.diagnostics.admission import Admission
+from azureml_elastic.node.diagnostics.checks.accelerator import count_devices
 from azureml_elastic.node.diagnostics.findings import Check, CheckRunner
 from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.failures.host_strikes import HostStrikes
@@ -316,7 +317,7 @@ def _gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    return count_devices()
 
 
 def _local_snapshots(identity: NodeIdentity) -> LocalSnapshots | None:

@@ -64,7 +64,7 @@ def test_what_is_wrong_is_said_with_what_to_do(workspace):
     output = words(result.output)
     assert "workspace fail elsewhere of resource group local" in output
     assert "What to do workspace: Check the names" in output
-    assert "peer 127.0.0.1:1: The way there is free, but nobody listens" in output
+    assert "peer 127.0.0.1:1: The machine is reachable, but nothing listens" in output
 
 
 def test_without_a_workspace_the_rest_is_looked_at(tmp_path, monkeypatch):

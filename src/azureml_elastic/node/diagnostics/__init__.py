@@ -1,1 +1,1 @@
-"""Checks of a machine, with two front ends: before a node joins (``health``) and on request (``doctor``)."""
+"""Checks of a machine, run before a node joins and by the commands ``health`` and ``doctor``."""

@@ -1,4 +1,4 @@
-"""Findings about a node, and a check that gathers them on threads, so that nothing that hangs can hang the node."""
+"""Findings about a machine, and a runner that performs checks on threads with time limits."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Status = Literal["ok", "warn", "fail"]
 _ORDER: tuple[Status, ...] = ("ok", "warn", "fail")
 
 _GRACE_SECONDS = 0.5
-"""Beyond its limit, for a probe whose thread was kept from running, as by the import of a large package."""
+"""Additional time for a check whose thread was delayed, for instance by the import of a large package."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one probe has found.
+    """Result of one check.
 
     Args:
         name: name of the check.
-        status: what follows from it.
-        value: what was found, with its unit.
-        limit: what was wanted, with its unit.
-        advice: the next step, where there is one to take.
+        status: outcome of the check.
+        value: measured value, with its unit.
+        limit: required value, with its unit.
+        advice: next step for the user.
     """
 
     name: str
@@ -40,14 +40,18 @@ class Finding:
     limit: str = ""
     advice: str = ""
 
+    @property
+    def found(self) -> str:
+        """The value and, if there is one, the limit."""
+        return f"{self.value} (wanted: {self.limit})" if self.limit else self.value
+
     def __str__(self) -> str:
-        limit = f" (wanted: {self.limit})" if self.limit else ""
-        return f"{self.name}: {self.value}{limit}" + (f". {self.advice}" if self.advice else "")
+        return f"{self.name}: {self.found}" + (f". {self.advice}" if self.advice else "")
 
 
 @dataclass(frozen=True)
 class DiagnosticReport:
-    """All findings about a node.
+    """All findings about a machine.
 
     Args:
         findings: findings in the order of the checks.
@@ -59,37 +63,38 @@ class DiagnosticReport:
 
     @property
     def status(self) -> Status:
-        """The worst of the findings."""
+        """The worst status of the findings."""
         return max((finding.status for finding in self.findings), key=_ORDER.index, default="ok")
 
     @property
     def failed(self) -> bool:
-        """Whether the node must not join."""
+        """Whether a check failed, so that the node must not join."""
         return self.status == "fail"
 
     def lines(self, *statuses: Status) -> tuple[str, ...]:
         """Return one line for each finding of these statuses."""
         return tuple(str(finding) for finding in self.findings if finding.status in statuses)
 
-    def table(self) -> str:
-        """Return all findings as aligned columns."""
-        rows = [("check", "status", "found", "wanted")]
-        rows += [(finding.name, finding.status, finding.value, finding.limit) for finding in self.findings]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        advice = [f"{finding.name}: {finding.advice}" for finding in self.findings if finding.advice]
-        return "\n".join([*lines, *advice, f"{self.status} after {self.seconds:.2f} s"])
+    def text(self) -> str:
+        """Return the findings as aligned lines, with advice below those that are not ``ok``."""
+        width = max((len(finding.name) for finding in self.findings), default=0)
+        lines = []
+        for finding in self.findings:
+            lines.append(f"{finding.name.ljust(width)}  {finding.status.ljust(4)}  {finding.found}")
+            if finding.advice and finding.status != "ok":
+                lines.append(" " * (width + 8) + finding.advice)  # in one line, so that commands can be copied
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something to look at.
+    """Check of one subject.
 
     Args:
-        name: name of the finding if the check does not return one.
-        look: returns the findings; may hang or raise, and runs on a thread of its own.
-        limit: seconds it may take.
-        late: the finding when it takes longer. Its ``value`` is filled in.
+        name: name of the check.
+        look: function that returns the findings; may hang or raise.
+        limit: time limit in seconds.
+        late: finding after the time limit, without its ``value``.
     """
 
     name: str
@@ -99,44 +104,43 @@ class Check:
 
 
 class CheckRunner:
-    """Runs probes side by side from the moment it is made.
+    """Runner of concurrent checks, which start at construction.
 
-    A probe that hangs, as a system call on a dead mount does, is left behind on its daemon thread.
+    A check that hangs, for instance in a system call on a dead mount, is abandoned on its daemon thread.
 
     Args:
-        probes: what to look at.
+        checks: checks to run.
     """
 
-    def __init__(self, probes: Iterable[Check]) -> None:
-        self._probes = tuple(probes)
-        self._started = time.monotonic()
+    def __init__(self, checks: Iterable[Check]) -> None:
+        self._checks = tuple(checks)
+        self._started = self._finished = time.monotonic()
         self._changed = threading.Condition()
         self._found: dict[int, tuple[Finding, ...]] = {}
-        self._finished = self._started
-        for index, probe in enumerate(self._probes):
-            threading.Thread(target=self._run, args=(index, probe), name=f"health {probe.name}", daemon=True).start()
+        for index, check in enumerate(self._checks):
+            threading.Thread(target=self._run, args=(index, check), name=f"health {check.name}", daemon=True).start()
 
     def wait(self) -> DiagnosticReport:
-        """Return the findings once each probe has answered or its time is over. Never raises."""
+        """Return the findings once each check has ended or timed out. Never raises."""
         grace = time.monotonic() + _GRACE_SECONDS
         findings: list[Finding] = []
         with self._changed:
-            for index, probe in enumerate(self._probes):
-                until = max(self._started + probe.limit, grace)
+            for index, check in enumerate(self._checks):
+                until = max(self._started + check.limit, grace)
                 while index not in self._found and (left := until - time.monotonic()) > 0:
                     self._changed.wait(left)
-                late = replace(probe.late, value=f"no answer within {probe.limit:g} s")
                 if index not in self._found:
                     self._finished = time.monotonic()
+                late = replace(check.late, value=f"no answer within {check.limit:g} s")
                 findings += self._found.get(index, (late,))
             return DiagnosticReport(tuple(findings), self._finished - self._started)
 
-    def _run(self, index: int, probe: Check) -> None:
+    def _run(self, index: int, check: Check) -> None:
         try:
-            found = probe.look()
-        except Exception as error:  # noqa: BLE001 - a probe that is broken must not stop a node that may be well
-            _LOG.debug("The probe %s has failed.", probe.name, exc_info=True)
-            found = Finding(probe.name, "warn", f"not checked: {type(error).__name__}: {error}", probe.late.limit)
+            found = check.look()
+        except Exception as error:  # noqa: BLE001 - a defective check must not keep a healthy node from joining
+            _LOG.debug("The check %s failed.", check.name, exc_info=True)
+            found = Finding(check.name, "warn", f"not checked: {type(error).__name__}: {error}", check.late.limit)
         with self._changed:
             self._found[index] = (found,) if isinstance(found, Finding) else tuple(found)
             self._finished = time.monotonic()

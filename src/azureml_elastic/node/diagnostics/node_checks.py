@@ -1,4 +1,4 @@
-"""Which probes a node's check consists of, with their limits from the policy."""
+"""The health checks of a node, with the limits of its policy."""
 
 from __future__ import annotations
 
@@ -27,19 +27,16 @@ __all__ = ["check_folders", "node_checks"]
 
 _Look = Callable[[], Finding | Sequence[Finding]]
 
-_KILL_SECONDS = 3.0
-"""For a process that has to be killed, beyond its own limit."""
+_KILL_SECONDS = 3.0  # additional time for a process that has to be killed
 
 
 def check_folders(run: Path, checkpoints: str | None) -> dict[str, Path]:
-    """Return the folders that a node writes to, by what they are for; of equal ones the first."""
+    """Return the folders that a node writes to, by purpose and without duplicates."""
     folders = {"run's folder": run, "temporary files": Path(tempfile.gettempdir())}
     if checkpoints is not None and not is_remote(checkpoints):
         folders["checkpoints"] = Path(checkpoints)
-    known: dict[Path, str] = {}
-    for what, folder in folders.items():
-        known.setdefault(folder.absolute(), what)
-    return {what: folder for folder, what in known.items()}
+    names = {folder.absolute(): what for what, folder in reversed(folders.items())}
+    return {what: folder.absolute() for what, folder in folders.items() if names[folder.absolute()] == what}
 
 
 def node_checks(
@@ -55,30 +52,29 @@ def node_checks(
     hub: tuple[str, int] | None = None,
     strikes: HostStrikes | None = None,
 ) -> list[Check]:
-    """Return the probes of one node, those that the policy switches off left out.
+    """Return the checks of one node that the policy enables.
 
     Args:
-        policy: limits.
-        node: this node's name.
-        owner: names the files that are written for a moment, unlike those of any other process; ``None`` takes the
-            node's name.
-        folders: that it writes to, by what they are for.
-        gpus: that the driver lists.
+        policy: limits of the checks.
+        node: name of this node.
+        owner: unique part of the names of temporary files; ``None`` means the node's name.
+        folders: folders that the node writes to, by purpose.
+        gpus: number of GPUs that the driver lists.
         table: table of the run; without it neither the clock nor the peers are checked.
-        clock: tells the time of the table's server.
+        clock: clock of the table's server.
         table_heartbeat_interval: interval between two table heartbeats of a running round.
         hub: host and port at which the other nodes reach this one.
-        strikes: strikes against this node's host, read in advance so that joining does not wait for them.
+        strikes: strikes against this node's host, read in advance to speed up joining.
     """
     quick, mount = policy.timeout.total_seconds(), policy.mount_timeout.total_seconds()
-    probes: list[Check] = []
+    checks: list[Check] = []
 
     def add(name: str, look: _Look, limit: float, late: Status, advice: str) -> None:
-        probes.append(Check(name, look, limit, Finding(name, late, "", f"an answer within {limit:g} s", advice)))
+        checks.append(Check(name, look, limit, Finding(name, late, "", f"an answer within {limit:g} s", advice)))
 
     if policy.disk_mib is not None:
         for what, folder in folders.items():
-            advice = f"Look whether the mount of {str(folder)!r} is alive, or raise HealthPolicy.mount_timeout."
+            advice = f"Check whether the mount of {str(folder)!r} responds, or raise HealthPolicy.mount_timeout."
             write = partial(check_folder, what, folder, owner or node, policy.disk_mib)
             add(f"disk: {what}", write, mount, "fail", advice)
     if policy.memory_mib is not None:
@@ -90,7 +86,7 @@ def node_checks(
     if policy.peers and hub is not None:
         add("own port", partial(check_hub, *hub), quick, "warn", "")
     if table is not None and clock is not None:
-        advice = "The table is away, or slow; the node joins and waits for it."
+        advice = "The table is unavailable or slow; the node joins and waits for it."
         if policy.clock_skew is not None:
             add("clock", partial(check_clock, clock, policy), quick, "warn", advice)
         if policy.peers:
@@ -99,12 +95,12 @@ def node_checks(
         add("strikes", partial(_check_strikes, strikes, policy.quarantine_strikes), quick, "warn", "")
     if policy.gpu_timeout is not None and gpus:
         limit = policy.gpu_timeout.total_seconds()
-        advice = "A process that uses the GPU cannot even be killed; restart the machine."
+        advice = "A process that uses the GPU cannot be killed; restart the machine."
         add("gpu", partial(check_gpus, gpus, limit, policy.gpu_free), limit + _KILL_SECONDS, "fail", advice)
         if policy.ecc_errors is not None:
-            look = partial(check_ecc, policy.ecc_errors, limit)
-            add("gpu memory errors", look, limit + _KILL_SECONDS, "fail", advice)
-    return probes
+            ecc = partial(check_ecc, policy.ecc_errors, limit)
+            add("gpu memory errors", ecc, limit + _KILL_SECONDS, "fail", advice)
+    return checks
 
 
 def _check_strikes(strikes: HostStrikes, quarantine: int | None) -> Finding:
@@ -113,5 +109,5 @@ def _check_strikes(strikes: HostStrikes, quarantine: int | None) -> Finding:
     limit = "any" if quarantine is None else f"fewer than {quarantine}"
     if quarantine is None or count < quarantine:
         return Finding("strikes", "ok", value, limit)
-    advice = "This host is quarantined: it trains only where the minimum of nodes needs it, until its strikes decay."
+    advice = "This host is quarantined: until its strikes decay, it is a member only if the minimum requires it."
     return Finding("strikes", "warn", value, limit, advice)

@@ -115,7 +115,7 @@ def decide_restart(
         at = "" if earlier.step is None else f" at step {earlier.step}"
         why = (
             f"The same error ended worker {earlier.rank} on {earlier.node}{at} about {_span(earlier.age_seconds)} "
-            "before, and no further step has been completed since. The run is not restarted, because it would fail again."
+            "before, and no further step has been completed since. It is not restarted, because it would fail again."
         )
         return RestartDecision(restart=False, failures=_merged((*kept, failure)), round_failed=False, why=why)
     furthest = max((_step(record) for record in kept if record.kind == "peer"), default=0)

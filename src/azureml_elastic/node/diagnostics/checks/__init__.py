@@ -1,1 +1,1 @@
-"""Checks, one module per subject; each function returns or yields findings."""
+"""Checks by subject; each function returns or yields findings."""

@@ -1,9 +1,8 @@
-"""Probes of the GPUs, in processes of their own: no CUDA context is ever made in the agent.
+"""Checks of the GPUs, in a separate process so that the agent never creates a CUDA context.
 
-``python -m azureml_elastic.node.diagnostics.checks.accelerator`` is that process. It multiplies two matrices of small
+That process, ``python -m azureml_elastic.node.diagnostics.checks.accelerator``, multiplies two matrices of small
 integers on each GPU and on the CPU. Single precision represents every factor, product and sum exactly, and
-TensorFloat-32 the factors. The result is therefore the same in any order of addition, and a single wrong bit is
-detected.
+TensorFloat-32 the factors, so that the result is the same in any order of addition and each wrong bit is detected.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from azureml_elastic.node.diagnostics.findings import Finding
 
-__all__ = ["check_ecc", "check_gpus", "examine", "read_ecc"]
+__all__ = ["check_ecc", "check_gpus", "count_devices", "examine", "read_ecc"]
 
 _MODULE = "azureml_elastic.node.diagnostics.checks.accelerator"
 _SIZE = 512
@@ -28,17 +28,22 @@ _LARGEST = 4
 _GIB = 1 << 30
 _TAIL_CHARACTERS = 400
 
-_GPU_ADVICE = "Reset or replace the GPU; `nvidia-smi` and the kernel's log (Xid) tell more."
+_GPU_ADVICE = "Reset or replace the GPU; see `nvidia-smi` and the kernel's log (Xid) for details."
+
+
+def count_devices() -> int:
+    """Return the number of GPUs that the driver lists."""
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
 
 
 def check_gpus(expected: int, timeout: float, free: float | None, *, device: str = "cuda") -> list[Finding]:
     """Compute on every visible GPU.
 
     Args:
-        expected: how many GPUs the driver lists.
-        timeout: seconds, of which the import of torch takes some.
-        free: share of each GPU's memory below which another process's use is worth a warning.
-        device: what torch calls the devices.
+        expected: number of GPUs that the driver lists.
+        timeout: time limit in seconds, including the import of torch.
+        free: share of each GPU's memory that must be free to avoid a warning; ``None`` disables it.
+        device: torch's name of the device type.
     """
     name, limit = "gpu", f"{expected} GPUs that compute"
     command = [sys.executable, "-m", _MODULE, "--device", device, "--seconds", str(int(timeout) + 1)]
@@ -50,7 +55,7 @@ def check_gpus(expected: int, timeout: float, free: float | None, *, device: str
     if code != 0 or not documents:
         return [Finding(name, "fail", f"exit code {code}: {errors[-_TAIL_CHARACTERS:].strip()}", limit, _GPU_ADVICE)]
     devices: list[dict[str, Any]] = json.loads(documents[-1])["devices"]
-    findings = [_judge(found, free) for found in devices]
+    findings = [_device_finding(found, free) for found in devices]
     if len(devices) < expected:
         value = f"torch sees {len(devices)} of {expected}"
         advice = f"{_GPU_ADVICE} A torch that was built for another CUDA, or for none, sees no GPU either."
@@ -59,11 +64,11 @@ def check_gpus(expected: int, timeout: float, free: float | None, *, device: str
 
 
 def check_ecc(limit: int, timeout: float) -> list[Finding]:
-    """Ask the driver's own tool for uncorrected memory errors; nothing where there is no such tool.
+    """Read uncorrected memory errors from the driver's tool; without the tool there are no findings.
 
     Args:
-        limit: errors of one GPU that are accepted.
-        timeout: seconds.
+        limit: accepted number of errors of one GPU.
+        timeout: time limit in seconds.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -74,28 +79,26 @@ def check_ecc(limit: int, timeout: float) -> list[Finding]:
     if code is None:
         return [Finding("gpu memory errors", "fail", f"no answer within {timeout:g} s", wanted, _GPU_ADVICE)]
     if code != 0:
-        said = (errors or output)[-_TAIL_CHARACTERS:].strip()
-        return [Finding("gpu memory errors", "warn", f"not checked: exit code {code}: {said}", wanted)]
+        message = (errors or output)[-_TAIL_CHARACTERS:].strip()
+        return [Finding("gpu memory errors", "warn", f"not checked: exit code {code}: {message}", wanted)]
     return [
-        Finding(f"gpu {index} memory errors", "ok", str(count), wanted)
-        if count <= limit
-        else Finding(f"gpu {index} memory errors", "fail", str(count), wanted, _GPU_ADVICE)
+        Finding(f"gpu {index} memory errors", "fail" if count > limit else "ok", str(count), wanted, _GPU_ADVICE)
         for index, count in read_ecc(output).items()
     ]
 
 
 def read_ecc(output: str) -> dict[int, int]:
-    """Return the errors of each GPU that counts them, from lines ``<index>, <errors>``."""
+    """Parse lines ``<index>, <errors>``; GPUs that do not count errors are omitted."""
     counts: dict[int, int] = {}
     for line in output.splitlines():
         index, _, count = line.partition(",")
-        with contextlib.suppress(ValueError):  # "[N/A]" and the like: this GPU does not count
+        with contextlib.suppress(ValueError):  # "[N/A]"
             counts[int(index)] = int(count)
     return counts
 
 
 def examine(device: str) -> dict[str, Any]:
-    """Compute on one device in this process and return the finding; errors are part of it."""
+    """Compute on one device in this process and return the result, including any error."""
     import torch
 
     found: dict[str, Any] = {"device": device, "error": "", "free": None, "total": None}
@@ -117,7 +120,7 @@ def examine(device: str) -> dict[str, Any]:
     return found
 
 
-def _judge(found: dict[str, Any], free: float | None) -> Finding:
+def _device_finding(found: dict[str, Any], free: float | None) -> Finding:
     name, limit = f"gpu {found['device']}", "the CPU's matrix product"
     if found["error"]:
         return Finding(name, "fail", found["error"][:_TAIL_CHARACTERS], limit, _GPU_ADVICE)
@@ -131,38 +134,31 @@ def _judge(found: dict[str, Any], free: float | None) -> Finding:
 
 
 def _run(command: Sequence[str], timeout: float) -> tuple[int | None, str, str]:
-    """Run a command and return exit code, output and errors; no code when it had to be killed.
-
-    What a broken driver does not let die is left behind.
-    """
-    with contextlib.ExitStack() as stack:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            stack.callback(stream.close)
-        try:
-            output, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1)
-            return None, "", ""
-        return process.returncode, output, errors
+    """Run a command and return its exit code, output and errors; after the time limit, kill it and return no code."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a defective driver may keep it alive: it is abandoned
+            process.communicate(timeout=1)
+        return None, "", ""
+    return process.returncode, output, errors
 
 
 def _main() -> int:
     parser = argparse.ArgumentParser(description="Compute on every visible device and print what was found as JSON.")
-    parser.add_argument("--device", default="cuda", help="what torch calls the devices")
-    parser.add_argument("--seconds", type=int, default=60, help="after which this process ends itself")
+    parser.add_argument("--device", default="cuda", help="torch's name of the device type")
+    parser.add_argument("--seconds", type=int, default=60, help="time limit of this process")
     arguments = parser.parse_args()
-    signal.alarm(arguments.seconds)  # nobody else ends it when the agent was killed meanwhile
+    signal.alarm(arguments.seconds)  # in case the agent is killed
     import torch
 
     count = torch.cuda.device_count() if arguments.device == "cuda" else 1

@@ -1,4 +1,4 @@
-"""Which storage account holds the table: named by the rendezvous, or found through the workspace."""
+"""Check of the workspace and its storage account."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from azureml_elastic.node.diagnostics.checks.identity import CallerIdentity
 from azureml_elastic.node.diagnostics.checks.roles import READER, grant
 from azureml_elastic.node.diagnostics.findings import Finding
 
-__all__ = ["Account", "find_account", "named_account"]
+__all__ = ["Account", "find_account"]
 
 
 @dataclass(frozen=True)
 class Account:
-    """A storage account.
+    """Storage account.
 
     Args:
-        url: URL of its tables.
+        url: URL of the account's tables.
         id: resource id, ``None`` if unknown.
     """
 
@@ -34,26 +34,21 @@ class Account:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the account."""
         return self.id.rpartition("/")[2] if self.id else (urlsplit(self.url).hostname or "").partition(".")[0]
-
-
-def named_account(endpoint: str) -> Account:
-    """Return the account that the rendezvous names."""
-    return Account(endpoint.rstrip("/"))
 
 
 def find_account(
     workspace: Workspace, identity: CallerIdentity, cloud: Cloud
 ) -> Generator[Finding, None, Account | None]:
-    """Yield what is found about the workspace and its account; return the account.
+    """Yield the findings about the workspace and its account; return the account.
 
     Args:
-        workspace: that is asked.
-        identity: that asks.
-        cloud: that the workspace is in.
+        workspace: workspace to read.
+        identity: identity that reads it, with a token.
+        cloud: cloud of the workspace.
     """
-    assert identity.login.token is not None, "a key reads no workspace"
+    assert identity.login.token is not None
     arm = Arm(identity.login.token, cloud)
     began = time.monotonic()
     try:
@@ -61,7 +56,7 @@ def find_account(
     except ElasticError as error:
         yield Finding("workspace", "fail", str(error), "", "See the line about the resource manager.")
         return None
-    yield _about_workspace(workspace, identity, reply, f"{(time.monotonic() - began) * 1000:.0f} ms")
+    yield _workspace_finding(workspace, identity, reply, f"{(time.monotonic() - began) * 1000:.0f} ms")
     account = account_in(reply)
     if account is None:
         return None
@@ -72,28 +67,27 @@ def find_account(
         yield Finding("storage account", "warn", f"{account}; not read: {error}")
         return Account(usual, account)
     url = table_url_in(reply)
-    yield _about_account(account, usual, url, reply, identity)
+    yield _account_finding(account, usual, url, reply, identity)
     return None if reply.status == HTTPStatus.OK and url is None else Account(url or usual, account)
 
 
-def _about_workspace(workspace: Workspace, identity: CallerIdentity, reply: Reply, took: str) -> Finding:
+def _workspace_finding(workspace: Workspace, identity: CallerIdentity, reply: Reply, took: str) -> Finding:
     where = f"{workspace.name} of resource group {workspace.group}, subscription {workspace.subscription}"
-    instead = "Or name the account with endpoint=, which needs no look at the workspace."
+    instead = "Or name the account with endpoint=; then the workspace is not read."
     if reply.status == HTTPStatus.OK:
         if account_in(reply) is not None:
             return Finding("workspace", "ok", f"{where} ({took})")
         return Finding("workspace", "fail", f"{where} names no storage account", "", "Name one with endpoint=.")
-    said = f"{where}: {_code(reply)}"
     if reply.status == HTTPStatus.FORBIDDEN:
         advice = f"Run: {grant(identity.assignee, READER, workspace.id)}  {instead}"
     elif reply.status == HTTPStatus.UNAUTHORIZED:
         advice = "The token is of another tenant or refused. Log in to the workspace's tenant: az login --tenant <id>."
     else:
-        advice = f"Check the names, and that this identity sees that subscription. {instead}"
-    return Finding("workspace", "fail", said, "", advice)
+        advice = f"Check the names, and that this identity has access to that subscription. {instead}"
+    return Finding("workspace", "fail", f"{where}: {_code(reply)}", "", advice)
 
 
-def _about_account(account: str, usual: str, url: str | None, reply: Reply, identity: CallerIdentity) -> Finding:
+def _account_finding(account: str, usual: str, url: str | None, reply: Reply, identity: CallerIdentity) -> Finding:
     name = "storage account"
     if reply.status != HTTPStatus.OK:
         value = f"{account}; its address follows from its name ({usual}), because it may not be read: {_code(reply)}"
@@ -119,7 +113,7 @@ def _about_account(account: str, usual: str, url: str | None, reply: Reply, iden
 
 
 def _code(reply: Reply) -> str:
-    """Return the status and the resource manager's own name for what went wrong."""
+    """Return the resource manager's error code and the status."""
     match reply.document:
         case {"error": {"code": str(code)}}:
             return f"{code} (HTTP {reply.status})"

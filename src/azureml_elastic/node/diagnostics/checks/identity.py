@@ -1,4 +1,4 @@
-"""Which identity asks, in words: never a token, a key or a signature."""
+"""Check of the identity that opens the table. Findings contain no token, key or signature."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from azureml_elastic.config import TableRendezvous
@@ -24,39 +24,40 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class CallerIdentity:
-    """Who asks.
+    """Identity that opens the table.
 
     Args:
-        login: the way in.
-        object_id: object id for role assignments, empty for a key.
+        login: credential of the identity.
+        assignee: object id for role assignments, or a placeholder.
     """
 
-    login: TableCredential
-    object_id: str = ""
+    UNKNOWN: ClassVar[str] = "<object id of the identity>"
 
-    @property
-    def assignee(self) -> str:
-        """The object id for a command, or what to put there."""
-        return self.object_id or "<object id of the identity>"
+    login: TableCredential
+    assignee: str = UNKNOWN
 
 
 def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> tuple[CallerIdentity | None, Finding]:
-    """Find the identity that opens the table, and get a token of it.
+    """Select the identity that opens the table and request a token.
 
     Args:
-        rendezvous: says which.
+        rendezvous: rendezvous with the kind of credential.
         environ: environment variables of the process.
+
+    Returns:
+        The identity, ``None`` if none is needed or there is none, and the finding.
     """
     name = "identity"
     if rendezvous.endpoint is not None and urlsplit(rendezvous.endpoint).scheme != "https":
-        who = "the emulator's published key" if "://" in rendezvous.endpoint else "none is needed"
-        return None, Finding(name, "ok", who)
+        return None, Finding(
+            name, "ok", "the emulator's published key" if "://" in rendezvous.endpoint else "none is needed"
+        )
     try:
         login = choose_credential(rendezvous, environ)
         claims = claims_of(login.token.get_token(STORAGE_SCOPE).token) if login.token is not None else {}
     except ElasticError as error:
         return None, Finding(name, "fail", str(error), "", _ADVICE)
-    except Exception as error:  # noqa: BLE001 - what azure-identity raises has many classes
+    except Exception as error:  # noqa: BLE001 - azure-identity raises many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return None, Finding(name, "fail", f"no token: {lines[0]}", "", _ADVICE)
     known = {
@@ -65,16 +66,15 @@ def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> t
         "tenant": claims.get("tid"),
     }
     details = [f"{what} {value}".strip() for what, value in known.items() if value]
-    return CallerIdentity(login, str(claims.get("oid") or "")), Finding(name, "ok", ", ".join([login.name, *details]))
+    identity = CallerIdentity(login, str(claims.get("oid") or CallerIdentity.UNKNOWN))
+    return identity, Finding(name, "ok", ", ".join([login.name, *details]))
 
 
 def claims_of(token: str) -> dict[str, Any]:
-    """Return what a token says of its holder, nothing for one that is no JSON web token. Nobody's word is checked."""
-    pieces = token.split(".")
-    if len(pieces) < 2:  # noqa: PLR2004 - header and claims
-        return {}
+    """Return the unverified claims of a JSON web token, an empty dictionary for any other text."""
     try:
-        claims = json.loads(base64.urlsafe_b64decode(pieces[1] + "=" * (-len(pieces[1]) % 4)))
-    except ValueError:
+        payload = token.split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    except (IndexError, ValueError):
         return {}
     return claims if isinstance(claims, dict) else {}

@@ -1,4 +1,4 @@
-"""The machine itself: what is installed, where peers reach it and on which ports, its shared memory."""
+"""Checks of the installed packages, the advertised address, the ports and the shared memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _TORCH = (2, 6)
 
 
 def check_packages() -> Iterator[Finding]:
-    """Look whether what a node needs is installed, without importing it."""
-    missing = [package for module, package in _PACKAGES.items() if not _is_there(module)]
+    """Check whether the packages of a node are installed, without importing them."""
+    missing = [package for module, package in _PACKAGES.items() if not _is_installed(module)]
     if missing:
         advice = "pip install 'azureml-elastic[node]'"
         yield Finding("packages", "fail", f"not installed: {', '.join(missing)}", "", advice)
@@ -34,34 +34,34 @@ def check_packages() -> Iterator[Finding]:
         yield Finding("packages", "ok", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES.values()))
     wanted = ".".join(map(str, _TORCH))
     python = ".".join(map(str, sys.version_info[:3]))
-    if not _is_there("torch"):
-        advice = "A node needs it; the machine that submits does not. pip install 'azureml-elastic[node]'"
+    if not _is_installed("torch"):
+        advice = "Nodes need it; the machine that submits does not. pip install 'azureml-elastic[node]'"
         yield Finding("torch", "warn", f"not installed in Python {python}", f"{wanted} or newer", advice)
         return
     version = _version("torch")
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers and numbers < _TORCH:
-        yield Finding("torch", "fail", version, f"{wanted} or newer", f"Take an environment with torch {wanted}.")
+        yield Finding("torch", "fail", version, f"{wanted} or newer", f"Use an environment with torch {wanted}.")
     else:
         yield Finding("torch", "ok", f"{version} in Python {python}")
 
 
 def check_machine(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Look where peers would reach this machine, and listen there as a node does.
+    """Determine the address at which peers reach this machine, and listen there as a node does.
 
     Args:
         rendezvous: rendezvous settings with the address and the port range.
         environ: environment variables of the process.
     """
     try:
-        where = advertised_address(rendezvous, environ)
+        address = advertised_address(rendezvous, environ)
     except UsageError as error:
         yield Finding("address", "fail", str(error))
         return
-    by = f" of {where.interface}" if where.interface else ""
-    only = ", for nodes of this machine only" if is_loopback(where.host) else ""
-    yield Finding("address", "ok", f"{where.host}{by}{only}")
-    yield _check_ports(rendezvous, where.host)
+    interface = f" of {address.interface}" if address.interface else ""
+    only = ", for nodes of this machine only" if is_loopback(address.host) else ""
+    yield Finding("address", "ok", f"{address.host}{interface}{only}")
+    yield _check_ports(rendezvous, address.host)
     if sys.platform == "linux":
         wanted = HealthPolicy().shm_mib
         assert wanted is not None, "the check is on by default"
@@ -70,7 +70,7 @@ def check_machine(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> It
 
 def _check_ports(rendezvous: TableRendezvous, host: str) -> Finding:
     ports = Ports(rendezvous.port_range)
-    among = "any that are free" if rendezvous.port_range is None else "{}-{}".format(*rendezvous.port_range)
+    among = "any free ports" if rendezvous.port_range is None else "{}-{}".format(*rendezvous.port_range)
     with contextlib.ExitStack() as stack:
         taken = []
         try:
@@ -79,13 +79,13 @@ def _check_ports(rendezvous: TableRendezvous, host: str) -> Finding:
                 taken.append(int(listener.getsockname()[1]))
         except (OSError, UsageError) as error:
             return Finding("ports", "fail", str(error), among)
-        called = check_hub(host, taken[0])
-    if called.status != "ok":
-        return Finding("ports", called.status, called.value, among, called.advice)
+        reached = check_hub(host, taken[0])
+    if reached.status != "ok":
+        return Finding("ports", reached.status, reached.value, among, reached.advice)
     return Finding("ports", "ok", f"{', '.join(map(str, taken))} ({among})")
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

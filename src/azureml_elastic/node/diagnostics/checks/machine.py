@@ -1,4 +1,4 @@
-"""Probes of this machine alone: folders, memory, shared memory, open files."""
+"""Checks of this machine's folders, memory, shared memory and open files."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ __all__ = ["check_folder", "check_memory", "check_open_files", "check_shared_mem
 
 _MIB = 1 << 20
 _SAMPLE_BYTES = 4096
-_WARN_BELOW = 2
-"""A value below this many times its limit is worth a warning."""
+_WARN_BELOW = 2  # times the limit
 
 
 def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding:
-    """Write a small file, force it to the disk, read it back, and look at the free space.
-
-    On a dead mount any of these calls may never return.
+    """Write a small file, sync it, read it back, and determine the free space. On a dead mount this may never return.
 
     Args:
-        what: the folder is for.
+        what: purpose of the folder.
         folder: folder to check, created if missing.
-        owner: part of the file's name: nobody else writes to it meanwhile, and what a node that was killed here has
-            left is overwritten, not added to.
-        limit_mib: free MiB that are needed.
+        owner: unique part of the file's name, the same for all checks of a node so that leftovers are overwritten.
+        limit_mib: required free MiB.
     """
     name, limit = f"disk: {what}", f"{limit_mib:,} MiB free, writable"
     started = time.monotonic()
@@ -40,7 +36,7 @@ def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding
         advice = f"Free space on the disk, or give another folder than {str(folder)!r} that this process may write to."
         return Finding(name, "fail", f"{type(error).__name__}: {error}", limit, advice)
     took = f"written and read in {1000 * (time.monotonic() - started):.0f} ms"
-    if space.f_blocks == 0:  # some network mounts know no size
+    if space.f_blocks == 0:  # some network mounts report no size
         return Finding(name, "ok", took, limit)
     free = space.f_bavail * space.f_frsize // _MIB
     status = _compare(free, limit_mib)
@@ -49,7 +45,7 @@ def check_folder(what: str, folder: Path, owner: str, limit_mib: int) -> Finding
 
 
 def check_memory(limit_mib: int) -> Finding:
-    """Look at the memory that this process and its workers may still take."""
+    """Check the memory that is available to this process and its workers."""
     free, container = available_memory()
     free_mib = free // _MIB
     status = _compare(free_mib, limit_mib)
@@ -59,7 +55,7 @@ def check_memory(limit_mib: int) -> Finding:
 
 
 def check_shared_memory(limit_mib: int, folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - the kernel's name
-    """Look at the size of the memory file system through which DataLoader workers hand over their batches."""
+    """Check the size of the memory file system through which DataLoader workers pass their batches."""
     name, limit = "shared memory", f"{limit_mib:,} MiB"
     advice = "Give the container more: ElasticResources(shm_size='16g'), or `docker run --shm-size`."
     try:
@@ -73,7 +69,7 @@ def check_shared_memory(limit_mib: int, folder: Path = Path("/dev/shm")) -> Find
 
 
 def check_open_files(limit: int) -> Finding:
-    """Look at how many files and sockets a process may have open."""
+    """Check the limit of open files and sockets of a process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = f"{limit:,}"
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -83,16 +79,14 @@ def check_open_files(limit: int) -> Finding:
 
 def _write_and_read(path: Path) -> None:
     sample = os.urandom(_SAMPLE_BYTES)
-    # No link is followed: the temporary folder is everybody's.
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    # Without following links: other users can write to the temporary folder.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(file, "wb") as writing:
-            writing.write(sample)
-            writing.flush()
-            os.fsync(writing)
-        with path.open("rb") as again:
-            found = again.read(_SAMPLE_BYTES)
-        if found != sample:
+        with os.fdopen(file, "wb") as stream:
+            stream.write(sample)
+            stream.flush()
+            os.fsync(stream)
+        if path.read_bytes() != sample:
             raise OSError(f"what was written to {str(path)!r} was read back differently")
     finally:
         path.unlink(missing_ok=True)

@@ -1,30 +1,34 @@
-"""Probes of what lies between this node and the others: the clock that tokens are judged by, ports, peers."""
+"""Checks of the connection to other nodes and to the table's server: ports, peers, clock."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import time
 from datetime import timedelta
 
 from azureml_elastic.config import HealthPolicy
 from azureml_elastic.config.environment import LOCAL_ADDRESS
-from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, Finding, Status
+from azureml_elastic.node.diagnostics.findings import Check, CheckRunner, Finding
+from azureml_elastic.node.host.addresses import format_address
+from azureml_elastic.node.rendezvous.reachability.reachability import describe_error
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.server_time import ServerClock
 
-__all__ = ["check_clock", "check_hub", "check_peers"]
+__all__ = ["check_clock", "check_hub", "check_peer", "check_peers"]
 
 _CONNECT_SECONDS = 1.2
-"""Long enough for the second attempt of TCP, which follows the first after a second."""
+"""Time limit in health checks; TCP makes a second attempt after one second."""
 
-_PEERS = 3
+_PEER_SECONDS = 5.0
+"""Time limit in the doctor."""
+
+_MAX_PEERS = 3
 
 _ALIVE_INTERVALS = 3
-"""A round whose sign of life is older than this many intervals may be dead, and nobody is to blame for not reaching
-it."""
+"""Age of the last table heartbeat, in intervals, from which a round may have ended."""
 
 _ADVICE = (
     "Allow TCP between the nodes (port_range= of TableRendezvous limits the ports), or set its advertise=, or on this "
@@ -33,62 +37,79 @@ _ADVICE = (
 
 
 def check_clock(clock: ServerClock, policy: HealthPolicy) -> Finding:
-    """Compare this machine's clock with the table server's: tokens are refused where they are far apart.
+    """Compare this machine's clock with that of the table's server, which rejects tokens if the difference is large.
 
     Raises:
-        TableError, UsageError: the table cannot be asked.
+        TableError, UsageError: the table cannot be read.
     """
-    assert policy.clock_skew is not None, "the check is switched off"
+    assert policy.clock_skew is not None, "the check is disabled"
     skew = clock.reading().skew
     fail, warn = policy.clock_skew.total_seconds(), policy.clock_skew_warning.total_seconds()
     value = f"{abs(skew):.1f} s {'behind' if skew < 0 else 'ahead of'} the table's server"
     limit = f"at most {fail:g} s, better {warn:g} s"
     if abs(skew) <= warn:
         return Finding("clock", "ok", value, limit)
-    status: Status = "fail" if abs(skew) > fail else "warn"
-    return Finding("clock", status, value, limit, "Have the machine take its time from a server (chrony, timesyncd).")
+    advice = "Synchronize the machine's clock with a time server (chrony, timesyncd)."
+    return Finding("clock", "fail" if abs(skew) > fail else "warn", value, limit, advice)
 
 
 def check_hub(host: str, port: int) -> Finding:
-    """Connect to this node's own port, as the other nodes will."""
+    """Connect to this node's own port, as the other nodes do."""
     name, limit = "own port", "accepts a connection"
     try:
-        _connect(host, port)
+        _connect(host, port, _CONNECT_SECONDS)
     except OSError as error:
-        said = f"{host}:{port}: {error}"
+        problem = f"{host}:{port}: {error}"
     else:
         return Finding(name, "ok", f"{host}:{port} accepts", limit)
     try:
-        _connect("::1" if ":" in host else "127.0.0.1", port)
+        _connect("::1" if ":" in host else "127.0.0.1", port, _CONNECT_SECONDS)
     except OSError:
-        advice = "Something on this machine, perhaps a firewall, keeps processes from accepting connections."
-        return Finding(name, "fail", said, limit, advice)
-    return Finding(name, "warn", f"{said}; it accepts on the loopback address", limit, _ADVICE)
+        advice = "Something on this machine, perhaps a firewall, blocks incoming connections."
+        return Finding(name, "fail", problem, limit, advice)
+    return Finding(name, "warn", f"{problem}; it accepts on the loopback address", limit, _ADVICE)
+
+
+def check_peer(host: str, port: int) -> Finding:
+    """Connect to a port of another node."""
+    name = f"peer {format_address(host, port)}"
+    began = time.monotonic()
+    try:
+        _connect(host, port, _PEER_SECONDS)
+    except ConnectionRefusedError:
+        advice = "The machine is reachable, but nothing listens on that port. Start a node there, or correct the port."
+        return Finding(name, "fail", "the machine answers and refuses", "", advice)
+    except OSError as error:
+        advice = (
+            "Nodes in different clusters need one virtual network; open the ports of port_range= between them, or set "
+            "advertise= to the interface by which they reach each other (docs/how-to/network.md)."
+        )
+        return Finding(name, "fail", describe_error(error, _PEER_SECONDS), "", advice)
+    return Finding(name, "ok", f"accepts a connection after {(time.monotonic() - began) * 1000:.0f} ms")
 
 
 def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_interval: timedelta) -> Finding:
     """Connect to members of the running round, if there is one.
 
-    Only a round that is known to be alive proves a fault of this node. That follows from the server's times alone: of
-    the heartbeat row, and of a row that this node has just written.
+    Unreachable members are this node's fault only if the round is alive. That is decided by times of the server alone:
+    those of the heartbeat row and of a row that this node has just written.
 
     Args:
         table: table of the run.
-        clock: tells the server's time.
+        clock: clock of the table's server.
         node: this node's name.
         table_heartbeat_interval: interval between two table heartbeats of rank 0's node.
 
     Raises:
-        TableError, UsageError: the table cannot be asked.
+        TableError, UsageError: the table cannot be read.
     """
     name, limit = "peers", "rank 0's node accepts a connection"
     row = table.get(ROUND_KEY)
     round_ = Round.from_value(row.value) if row is not None else Round()
-    members = [member for member in round_.members if member.node != node][:_PEERS]
+    members = [member for member in round_.members if member.node != node][:_MAX_PEERS]
     if round_.state != "sealed" or not members:
         return Finding(name, "ok", "no round of other nodes is running", limit)
-    report = CheckRunner([_call(member) for member in members]).wait()
-    first, *others = report.findings
+    first, *others = CheckRunner([_member_check(member) for member in members]).wait().findings
     if first.status == "ok":
         return Finding(name, "ok", str(first), limit)
     if any(finding.status == "ok" for finding in others):
@@ -101,14 +122,13 @@ def check_peers(table: Table, clock: ServerClock, node: str, table_heartbeat_int
     return Finding(name, "warn", f"{first}; round {round_.number} may have ended", limit, _ADVICE)
 
 
-def _call(member: Member) -> Check:
+def _member_check(member: Member) -> Check:
     where = f"{member.node} at {member.host}:{member.hub_port}"
 
-    def look() -> Finding | Sequence[Finding]:
+    def look() -> Finding:
         try:
-            _connect(member.host, member.hub_port)
-        except ConnectionRefusedError:
-            # The way there is free; whether that node is gone is the rendezvous's business.
+            _connect(member.host, member.hub_port, _CONNECT_SECONDS)
+        except ConnectionRefusedError:  # the machine is reachable; the rendezvous notices the loss of the node
             return Finding(where, "ok", "refuses, so that it is reached")
         except OSError as error:
             return Finding(where, "fail", f"{type(error).__name__}: {error}")
@@ -117,6 +137,5 @@ def _call(member: Member) -> Check:
     return Check(where, look, _CONNECT_SECONDS, Finding(where, "fail", ""))
 
 
-def _connect(host: str, port: int) -> None:
-    with socket.create_connection((host, port), _CONNECT_SECONDS):
-        pass
+def _connect(host: str, port: int, seconds: float) -> None:
+    socket.create_connection((host, port), seconds).close()

@@ -1,8 +1,7 @@
-"""What to do when Azure refuses: the command that grants a role, or what to change in an account's firewall."""
+"""Advice after a refusal by Azure: the command that grants a role, or the change of the account's firewall."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from shlex import quote
 
 from azureml_elastic.errors import TableForbidden
@@ -18,7 +17,7 @@ _BY_TEXT = (
     ("not authorized to perform this operation", "AuthorizationFailure"),
     ("Key based authentication is not permitted", "KeyBasedAuthenticationNotPermitted"),
 )
-"""What the service says, where its code was lost on the way."""
+"""Parts of the service's messages and their error codes, for errors without a code."""
 
 
 def grant(assignee: str, role: str, scope: str) -> str:
@@ -26,29 +25,31 @@ def grant(assignee: str, role: str, scope: str) -> str:
 
     Args:
         assignee: object id of the identity.
-        role: its name.
-        scope: id of a resource, or a part of a shell command that gives one.
+        role: name of the role.
+        scope: id of a resource, or a shell expression ``$(...)`` for one.
     """
     where = scope if scope.startswith("$(") else quote(scope)
     return f'az role assignment create --assignee {assignee} --role "{role}" --scope {where}'
 
 
 def refusal_code(error: TableForbidden) -> str:
-    """Return the service's own name for why it refused, empty where it gave none."""
-    for link in _chain(error):
+    """Return the error code of the service, empty if there is none."""
+    link: BaseException | None = error
+    while link is not None:
         if isinstance(link, Exception) and (code := error_code(link)):
             return code
+        link = link.__cause__
     return next((code for text, code in _BY_TEXT if text in str(error)), "")
 
 
 def why_refused(code: str, assignee: str, account: str, scope: str | None) -> str:
-    """Return what to do about a table that is refused.
+    """Return the advice for a table to which access was refused.
 
     Args:
-        code: error code of the service, empty for none.
-        assignee: the identity's object id.
-        account: the account's name.
-        scope: id of the account's resource, ``None`` where it is not known.
+        code: error code of the service, or an empty string.
+        assignee: object id of the identity.
+        account: name of the storage account.
+        scope: resource id of the account, ``None`` if unknown.
     """
     role = grant(assignee, CONTRIBUTOR, scope or f"$(az storage account show --name {account} --query id -o tsv)")
     wait = "It takes up to ten minutes to become effective."
@@ -64,7 +65,7 @@ def why_refused(code: str, assignee: str, account: str, scope: str | None) -> st
             return f"The identity lacks the role; the network is not the reason. Run: {role}  {wait}"
         case "AuthorizationFailure":
             return (
-                "The account's firewall does not admit this machine; for a missing role the service says "
+                "The account's firewall does not admit this machine; for a missing role the error would be "
                 f"AuthorizationPermissionMismatch. {network} If the rules admit it already, run: {role}  {wait}"
             )
         case "KeyBasedAuthenticationNotPermitted":
@@ -74,14 +75,7 @@ def why_refused(code: str, assignee: str, account: str, scope: str | None) -> st
             )
         case "AuthenticationFailed" | "InvalidAuthenticationInfo" | "NoAuthenticationInformation":
             return (
-                "The login itself is refused: a key that was renewed meanwhile, a token of another tenant, or a clock "
-                "that is wrong by minutes. Copy the connection string again, or log in to the account's tenant."
+                "The login itself is refused: a key that has been renewed, a token of another tenant, or a clock that "
+                "is wrong by minutes. Copy the connection string again, or log in to the account's tenant."
             )
     return f"Either the role is missing. Run: {role}  {wait} Or the account's firewall refuses this machine. {network}"
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__

@@ -1,4 +1,4 @@
-"""The table itself: everything that a run does with it, once, each call with the time that it took."""
+"""Check of the table: each operation of a run, once, with its duration."""
 
 from __future__ import annotations
 
@@ -21,96 +21,93 @@ _KEY = "doctor"
 _SLOW_SECONDS = 1.0
 
 
-class _WrongError(Exception):
-    """The service has done something else than it should have."""
+class _WrongResultError(Exception):
+    """An operation had a wrong result."""
 
 
 def check_table(
     rendezvous: TableRendezvous, environ: Mapping[str, str], account: Account | None, identity: CallerIdentity | None
 ) -> Iterator[Finding]:
-    """Make the table where it is missing, and write, read, replace and delete a row, as a run does.
+    """Create the table if it is missing, and insert, read, replace and delete a row.
 
     Args:
         rendezvous: rendezvous settings with the endpoint.
         environ: environment variables of the process.
-        account: that holds the table, ``None`` where it is none of Azure's.
-        identity: that asks, ``None`` where none is needed.
+        account: storage account of the table, ``None`` for an emulator or a file.
+        identity: identity that opens the table, ``None`` if none is needed.
     """
-    began = time.monotonic()
-    run = f"doctor-{secrets.token_hex(6)}"
-    try:
-        table = open_table(rendezvous, run, environ, timeout=timedelta(0))
-    except ElasticError as error:
-        yield _refused("open or make it", error, account, identity)
-        return
-    yield _took("open or make it", began, f", {rendezvous.table}")
-    try:
-        yield from _round_trip(table, account, identity)
-    finally:
-        table.close()
-
-
-def _round_trip(table: Table, account: Account | None, identity: CallerIdentity | None) -> Iterator[Finding]:
+    tables: list[Table] = []
     etags: list[str] = []
 
+    def open_() -> None:
+        run = f"doctor-{secrets.token_hex(6)}"
+        tables.append(open_table(rendezvous, run, environ, timeout=timedelta(0)))
+
     def insert() -> None:
-        etags.append(table.insert(_KEY, {"step": 1}))
+        etags.append(tables[0].insert(_KEY, {"step": 1}))
 
     def read() -> None:
-        row = table.get(_KEY)
+        row = tables[0].get(_KEY)
         if row is None or row.value != {"step": 1}:
-            raise _WrongError(f"read {row.value if row else 'nothing'} back")
+            raise _WrongResultError(f"read {row.value if row else 'nothing'} back")
 
-    def replace() -> None:
-        etags.append(table.replace(_KEY, {"step": 2}, etags[0]))
+    def replace_row() -> None:
+        etags.append(tables[0].replace(_KEY, {"step": 2}, etags[0]))
 
-    def stale() -> None:
+    def replace_outdated() -> None:
         try:
-            table.replace(_KEY, {"step": 3}, etags[0])
+            tables[0].replace(_KEY, {"step": 3}, etags[0])
         except RowChanged:
             return
-        raise _WrongError("a row was replaced although its version was outdated")
+        raise _WrongResultError("a row was replaced although its version was outdated")
 
     def delete() -> None:
-        table.delete(_KEY, etags[1])
-        if table.get(_KEY) is not None:
-            raise _WrongError("a deleted row is there still")
+        tables[0].delete(_KEY, etags[1])
+        if tables[0].get(_KEY) is not None:
+            raise _WrongResultError("a deleted row is there still")
 
     steps: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("open or make it", open_),
         ("insert a row", insert),
         ("read it", read),
-        ("replace this version", replace),
-        ("an old version is refused", stale),
+        ("replace this version", replace_row),
+        ("an old version is refused", replace_outdated),
         ("delete it", delete),
     )
-    for what, step in steps:
-        began = time.monotonic()
-        try:
-            step()
-        except ElasticError as error:
-            yield _refused(what, error, account, identity)
-            return
-        except _WrongError as error:
-            advice = "Runs cannot rely on this table. Is a proxy or an old emulator in between?"
-            yield Finding(f"table: {what}", "fail", str(error), "", advice)
-            return
-        yield _took(what, began)
+    try:
+        for what, step in steps:
+            finding = _timed(f"table: {what}", step, account, identity)
+            if step is open_ and finding.status != "fail":
+                finding = replace(finding, value=f"{finding.value}, {rendezvous.table}")
+            yield finding
+            if finding.status == "fail":
+                return
+    finally:
+        for table in tables:
+            table.close()
 
 
-def _took(what: str, began: float, more: str = "") -> Finding:
+def _timed(
+    name: str, operation: Callable[[], None], account: Account | None, identity: CallerIdentity | None
+) -> Finding:
+    began = time.monotonic()
+    try:
+        operation()
+    except _WrongResultError as error:
+        advice = "Runs cannot rely on this table. Is a proxy or an old emulator in between?"
+        return Finding(name, "fail", str(error), "", advice)
+    except TableForbidden as error:
+        if account is None:
+            return Finding(name, "fail", str(error))
+        code = refusal_code(error)
+        login = identity.login.name if identity is not None else "the login"
+        problem = f"{account.url} refuses {login}: {code}" if code else str(error)
+        assignee = identity.assignee if identity is not None else CallerIdentity.UNKNOWN
+        return Finding(name, "fail", problem, "", why_refused(code, assignee, account.name, account.id))
+    except ElasticError as error:
+        advice = "See the line about the table service." if isinstance(error, TableNotFound) else ""
+        return Finding(name, "fail", str(error), "", advice)
     seconds = time.monotonic() - began
     slow = seconds > _SLOW_SECONDS
-    advice = "Runs start and re-form at the table's pace. Is the account in the nodes' region?" if slow else ""
-    return Finding(f"table: {what}", "warn" if slow else "ok", f"{seconds * 1000:.0f} ms{more}", "", advice)
-
-
-def _refused(what: str, error: ElasticError, account: Account | None, identity: CallerIdentity | None) -> Finding:
-    name = f"table: {what}"
-    if isinstance(error, TableForbidden) and account is not None:
-        code = refusal_code(error)
-        asks = identity.login.name if identity is not None else "the login"
-        said = f"{account.url} refuses {asks}: {code}" if code else str(error)
-        who = identity.assignee if identity is not None else "<object id of the identity>"
-        return Finding(name, "fail", said, "", why_refused(code, who, account.name, account.id))
-    advice = "See the line about the table service." if isinstance(error, TableNotFound) else ""
-    return Finding(name, "fail", str(error), "", advice)
+    advice = "A slow table delays the start and every change of a run. Is the account in the nodes' region?"
+    return Finding(name, "warn" if slow else "ok", f"{seconds * 1000:.0f} ms", "", advice if slow else "")
