@@ -1,4 +1,4 @@
-"""The clouds of Azure, whose services have different addresses in China and for the US government."""
+"""The clouds of Azure: public, China and US government."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ class Cloud:
     arm_url: str
     storage_suffix: str
     domain: str
-
-    @property
-    def arm_scope(self) -> str:
-        """Token scope of the resource manager."""
-        return f"{self.arm_url}/.default"
 
     def table_url(self, account: str) -> str:
         """Return the default table URL of a storage account."""

@@ -1,8 +1,8 @@
-"""Credentials for the table, on a node of Azure ML and elsewhere.
+"""Credentials for the table, on nodes of Azure ML and elsewhere.
 
-Azure ML serves tokens to jobs at an address on the node: for the compute's managed identity and, if the job was
-submitted with the user's identity, for that user (*on behalf of*). azure-identity mistakes that address for an Azure
-Cloud Shell if no secret is set, and then rejects a client id; therefore the requests are made here.
+Azure ML serves tokens at an address on the node: for the compute's managed identity and, if the job was submitted with
+the user's identity, for that user (*on behalf of*). azure-identity takes that address for an Azure Cloud Shell if no
+secret is set, and then rejects client ids; therefore the requests are made here.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class TableCredential:
     connection_string: str | None = field(default=None, repr=False)
 
 
+@dataclass
 class NodeTokenCredential:
     """Token credential that uses the address served by Azure ML on the node; implements ``TokenCredential``.
 
@@ -64,12 +65,11 @@ class NodeTokenCredential:
         clock: function that returns seconds since the epoch.
     """
 
-    def __init__(
-        self, name: str, requests: Callable[[str], list[HttpRequest]], clock: Callable[[], float] = time.time
-    ) -> None:
-        self.name = name
-        self._requests = requests
-        self._clock = clock
+    name: str
+    requests: Callable[[str], list[HttpRequest]]
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._tokens: dict[str, AccessToken] = {}
         self._lock = threading.Lock()
 
@@ -121,12 +121,12 @@ class NodeTokenCredential:
         resource = scope.removesuffix("/.default")
         with self._lock:
             token = self._tokens.get(resource)
-            if token is None or token.expires_on - self._clock() < _RENEW_BEFORE_S:
+            if token is None or token.expires_on - self.clock() < _RENEW_BEFORE_S:
                 token = self._tokens[resource] = self._request(resource)
             return token
 
     def _request(self, resource: str) -> AccessToken:
-        for request in self._requests(resource):
+        for request in self.requests(resource):
             reply = fetch(request, f"a token of {self.name}", direct=True)
             if reply.status not in _TRY_NEXT_METHOD:
                 break
@@ -145,7 +145,7 @@ class NodeTokenCredential:
         on, seconds = content.get("expires_on", content.get("expiresOn")), content.get("expires_in")
         if on is not None:
             return _epoch(str(on))
-        return int(self._clock()) + int(seconds if seconds is not None else 0)
+        return int(self.clock()) + int(seconds if seconds is not None else 0)
 
 
 def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
@@ -163,14 +163,13 @@ def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -
         TableForbidden: no available identity gets a token.
         TableUnavailable: the token service of the node does not answer.
     """
-    variable = rendezvous.connection_string_variable
     match rendezvous.credential:
         case "managed_identity":
             return _managed(rendezvous, environ)
         case "on_behalf_of":
             return _on_behalf_of(environ)
         case "connection_string":
-            return _connection_string(variable, environ)
+            return _connection_string(rendezvous.connection_string_variable, environ)
         case "developer":
             return developer_credential()
         case "auto":
@@ -178,14 +177,13 @@ def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -
 
 
 def _first(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
-    candidates: list[Callable[[], TableCredential]] = []
-    if environ.get("MSI_ENDPOINT"):
-        candidates.append(lambda: _managed(rendezvous, environ))
-    if environ.get("OBO_ENDPOINT"):
-        candidates.append(lambda: _on_behalf_of(environ))
+    candidates = [developer_credential]
     if environ.get(rendezvous.connection_string_variable):
-        candidates.append(lambda: _connection_string(rendezvous.connection_string_variable, environ))
-    candidates.append(developer_credential)
+        candidates.insert(0, lambda: _connection_string(rendezvous.connection_string_variable, environ))
+    if environ.get("OBO_ENDPOINT"):
+        candidates.insert(0, lambda: _on_behalf_of(environ))
+    if environ.get("MSI_ENDPOINT"):
+        candidates.insert(0, lambda: _managed(rendezvous, environ))
     refusals: list[str] = []
     for candidate in candidates:
         credential = candidate()

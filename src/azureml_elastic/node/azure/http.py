@@ -12,6 +12,7 @@ from azureml_elastic.errors import MissingExtra, TableUnavailable, UsageError
 from azureml_elastic.node.azure.retry import CALL_TIMEOUT, retry
 
 try:
+    from azure.core.credentials import TokenCredential
     from azure.core.exceptions import AzureError
     from azure.core.pipeline.transport import RequestsTransport
     from azure.core.rest import HttpRequest
@@ -39,7 +40,15 @@ class Reply:
     headers: Mapping[str, str]
 
 
-def fetch(request: HttpRequest, what: str, *, direct: bool = False, timeout: timedelta = CALL_TIMEOUT) -> Reply:
+def fetch(
+    request: HttpRequest,
+    what: str,
+    *,
+    token: TokenCredential | None = None,
+    scope: str = "",
+    direct: bool = False,
+    timeout: timedelta = CALL_TIMEOUT,
+) -> Reply:
     """Send a request and return the final answer.
 
     Throttling, server errors and broken connections are retried. Redirects are not followed: a token is sent to the
@@ -47,8 +56,10 @@ def fetch(request: HttpRequest, what: str, *, direct: bool = False, timeout: tim
 
     Args:
         request: request to an ``http`` or ``https`` address.
-        what: requested thing in words, for error messages.
-        direct: whether to bypass the proxies of the environment, for addresses on this machine.
+        what: description of the requested resource, for error messages.
+        token: credential to authorize the request with.
+        scope: scope of the credential's token.
+        direct: whether to bypass the proxies of the environment.
         timeout: time limit of all attempts.
 
     Raises:
@@ -56,9 +67,12 @@ def fetch(request: HttpRequest, what: str, *, direct: bool = False, timeout: tim
         TableUnavailable: there is no final answer within the time limit.
     """
     url = urlsplit(request.url)
-    address = f"{url.scheme}://{url.netloc}{url.path}"  # messages omit the query, which may hold a secret
+    address = f"{url.scheme}://{url.netloc}{url.path}"  # without the query, which may contain a secret
     if url.scheme not in ("http", "https") or not url.netloc:
         raise UsageError(f"The address {address!r} for {what} is no HTTP address. Correct the variable that holds it.")
+
+    if token is not None:
+        request.headers["Authorization"] = f"Bearer {token.get_token(scope).token}"
 
     def attempt(left_s: float) -> Reply:
         limit = min(_TIMEOUT_S, left_s)
@@ -66,10 +80,8 @@ def fetch(request: HttpRequest, what: str, *, direct: bool = False, timeout: tim
             response = transport.send(request, connection_timeout=limit, read_timeout=limit)
         except AzureError as error:
             reason = str(error).replace(url.query, "…") if url.query else str(error)
-            # "from None": the SDK's error holds the query.
-            raise TableUnavailable(
-                f"{address} does not answer the request for {what}: {reason}. It may be repeated."
-            ) from None
+            text = f"{address} does not answer the request for {what}: {reason}. It may be repeated."
+            raise TableUnavailable(text) from None  # the SDK's error contains the query
         if response.status_code in _TRANSIENT:
             raise TableUnavailable(
                 f"{address} is busy (HTTP {response.status_code}) and does not give {what}. It may be repeated."

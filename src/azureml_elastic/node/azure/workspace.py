@@ -1,4 +1,4 @@
-"""The storage account of the Azure ML workspace that a job runs in, read from the resource manager."""
+"""The storage account of a job's Azure ML workspace, read from the resource manager."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from azureml_elastic.errors import TableForbidden, TableNotFound, TableUnavailable, UsageError
-from azureml_elastic.node.azure.clouds import CLOUDS, Cloud, cloud_of
+from azureml_elastic.node.azure.clouds import CLOUDS, cloud_of
 from azureml_elastic.node.azure.http import HttpRequest, Reply, fetch
 from azureml_elastic.node.azure.retry import CALL_TIMEOUT
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARM_URL",
+    "WORKSPACE_API",
     "WORKSPACE_VARIABLES",
-    "Arm",
+    "ResourceManager",
     "Workspace",
     "account_in",
     "table_url_in",
@@ -39,14 +40,14 @@ ARM_URL = CLOUDS[0].arm_url
 WORKSPACE_VARIABLES = ("AZUREML_ARM_SUBSCRIPTION", "AZUREML_ARM_RESOURCEGROUP", "AZUREML_ARM_WORKSPACE_NAME")
 """Environment variables that Azure ML sets in every job."""
 
-_WORKSPACE_API = "2024-04-01"
+WORKSPACE_API = "2024-04-01"
 _STORAGE_API = "2023-05-01"
 _ACCOUNT_TIMEOUT = timedelta(seconds=5)  # short: the default URL is a good fallback
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """A workspace of Azure ML.
+    """Workspace of Azure ML.
 
     Args:
         subscription: subscription id.
@@ -67,38 +68,36 @@ class Workspace:
         )
 
 
-class Arm:
-    """Client of the resource manager.
+@dataclass(frozen=True)
+class ResourceManager:
+    """Client of Azure's resource manager.
 
     Args:
         token: credential of an identity that may read the resources.
-        cloud: cloud of the resource manager.
-        arm_url: URL of the resource manager; ``None`` for the cloud's own.
+        url: URL of the resource manager.
     """
 
-    def __init__(self, token: TokenCredential, cloud: Cloud, arm_url: str | None = None) -> None:
-        self._token = token
-        self._cloud = cloud
-        self._url = arm_url or cloud.arm_url
+    token: TokenCredential
+    url: str = ARM_URL
 
     def workspace(self, workspace: Workspace) -> Reply:
-        """Request a workspace's resource and return the answer.
+        """Read the resource of a workspace.
 
         Raises:
             TableForbidden: the identity gets no token.
             TableUnavailable: the resource manager does not answer.
         """
-        return self._get(workspace.id, _WORKSPACE_API, f"the storage account of workspace {workspace.name!r}")
+        return self._get(workspace.id, WORKSPACE_API, f"the storage account of workspace {workspace.name!r}")
 
-    def account(self, account: str, timeout: timedelta = _ACCOUNT_TIMEOUT) -> Reply:
-        """Request the resource of a storage account by its id and return the answer; raises as :meth:`workspace`."""
-        return self._get(account, _STORAGE_API, f"the addresses of storage account {_name(account)!r}", timeout)
+    def account(self, account: str) -> Reply:
+        """Read the resource of a storage account by its id; raises as :meth:`workspace`."""
+        return self._get(
+            account, _STORAGE_API, f"the addresses of storage account {_name(account)!r}", _ACCOUNT_TIMEOUT
+        )
 
     def _get(self, resource: str, version: str, what: str, timeout: timedelta = CALL_TIMEOUT) -> Reply:
-        bearer = self._token.get_token(self._cloud.arm_scope).token
-        path = "/".join(quote(part, safe="") for part in resource.split("/"))
-        url = f"{self._url}{path}?api-version={version}"
-        return fetch(HttpRequest("GET", url, headers={"Authorization": f"Bearer {bearer}"}), what, timeout=timeout)
+        request = HttpRequest("GET", f"{self.url}{quote(resource)}?api-version={version}")
+        return fetch(request, what, token=self.token, scope=f"{self.url}/.default", timeout=timeout)
 
 
 def workspace_of(environ: Mapping[str, str]) -> Workspace:
@@ -111,7 +110,7 @@ def workspace_of(environ: Mapping[str, str]) -> Workspace:
     if missing:
         raise UsageError(
             f"The rendezvous names no endpoint, and without {', '.join(missing)} in the environment this is no job of "
-            "Azure ML, so there is no workspace with a storage account. Give the rendezvous an endpoint: "
+            "Azure ML and has no workspace with a storage account. Give the rendezvous an endpoint: "
             "https://<account>.table.core.windows.net, or the path of an SQLite file for nodes on one machine."
         )
     return Workspace(*(environ[name] for name in WORKSPACE_VARIABLES))
@@ -135,8 +134,8 @@ def workspace_endpoint(environ: Mapping[str, str], token: TokenCredential, arm_u
         TableUnavailable: the resource manager does not answer.
     """
     workspace, cloud = workspace_of(environ), cloud_of(environ)
-    arm = Arm(token, cloud, arm_url)
-    reply = arm.workspace(workspace)
+    manager = ResourceManager(token, arm_url or cloud.arm_url)
+    reply = manager.workspace(workspace)
     name, group = workspace.name, workspace.group
     if reply.status in (401, 403):
         raise TableForbidden(
@@ -155,11 +154,10 @@ def workspace_endpoint(environ: Mapping[str, str], token: TokenCredential, arm_u
     if _has_address(usual):
         return usual
     try:
-        found = table_url_in(arm.account(account))
+        return table_url_in(manager.account(account)) or usual
     except (TableForbidden, TableUnavailable) as error:
         _LOG.info("The table's address is assumed to be %s: %s", usual, error)
         return usual
-    return found or usual
 
 
 def account_in(reply: Reply) -> str | None:

@@ -1,8 +1,7 @@
-"""Documents of jobs that bring a run another node, derived from the document of the run's first job.
+"""Documents of replacement jobs, derived from the document of the run's first job.
 
-A run is a pipeline whose steps are its nodes. A replacement job is a pipeline of one step with the same inputs,
-component and settings; two environment variables name its run. A run that is a single job is submitted again with the
-same two variables.
+A run is a pipeline whose steps are its nodes, and a replacement job a pipeline of one such step. A run that is a single
+job is submitted again. Two environment variables name the run.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.resources import SERVERLESS, NodePool, step_names
 from azureml_elastic.errors import PlanError
 
-__all__ = ["SINGLE", "NodeSlot", "first_of", "plan_of", "replacement_job", "run_of", "slot_of", "timeout_of"]
+__all__ = ["SINGLE", "NodeSlot", "plan_of", "replacement_job", "slot_of", "timeout_of", "variable_of"]
 
 SINGLE = "job"
 """Stem of the node names of a run that is a single job."""
 
 _COPIED = ("jobType", "experimentName", "description", "tags", "computeId", "settings", "inputs", "outputs")
-_COPIED_OF_ONE = (
+_COPIED_OF_SINGLE = (
     *("command", "codeId", "environmentId", "componentId", "distribution", "limits", "identity", "queueSettings"),
     *("resources", "services"),
 )
-_BUILT_IN = frozenset({"Studio", "Tracking"})
+_BUILT_IN = frozenset({"studio", "tracking"})
 _TENSOR_BOARD = frozenset({"tensorboard", "tensor_board"})
 _RUN = "azureml_elastic.run"
 """Property of replacement jobs with the name of the first job."""
@@ -57,32 +56,25 @@ def plan_of(document: Mapping[str, Any]) -> Plan:
     Raises:
         PlanError: the job is not an elastic job, or is one of another release.
     """
-    texts = [found for step in _steps(document).values() if (found := _variables(step).get(variables.PLAN)) is not None]
-    if not texts:
+    text = variable_of(document, variables.PLAN)
+    if text is None:
         raise PlanError(
             "The job has no plan of azureml-elastic among its environment variables, so it is no elastic job. Name the "
             "job that submitting an ElasticCommandJob returned."
         )
-    return Plan.from_json(texts[0])
+    return Plan.from_json(text)
 
 
-def run_of(document: Mapping[str, Any]) -> str | None:
-    """Return the run id in a job's variables, ``None`` if the job starts a run of its own."""
-    found = [name for step in _steps(document).values() if (name := _variables(step).get(variables.RUN_ID))]
-    return found[0] if found else None
-
-
-def first_of(document: Mapping[str, Any]) -> str | None:
-    """Return the name of the run's first job if this is a replacement job, else ``None``."""
-    found = [name for step in _steps(document).values() if (name := _variables(step).get(variables.FIRST_JOB))]
-    return found[0] if found else None
+def variable_of(document: Mapping[str, Any], name: str) -> str | None:
+    """Return an environment variable of a job's nodes, ``None`` if no step of the job has it."""
+    return next((value for step in _steps(document).values() if (value := _variables(step).get(name))), None)
 
 
 def timeout_of(document: Mapping[str, Any]) -> float:
     """Return the seconds after which Azure ML cancels a node's job; infinite if there is no limit."""
-    limits = [document.get("limits"), *(step.get("limits") for step in _steps(document).values())]
-    texts = [limit["timeout"] for limit in limits if limit and limit.get("timeout")]
-    return TypeAdapter(timedelta).validate_python(texts[0]).total_seconds() if texts else math.inf
+    limits = [job.get("limits") or {} for job in (document, *_steps(document).values())]
+    text = next((limit["timeout"] for limit in limits if limit.get("timeout")), None)
+    return math.inf if text is None else TypeAdapter(timedelta).validate_python(text).total_seconds()
 
 
 def slot_of(name: str, plan: Plan) -> NodeSlot | None:
@@ -110,43 +102,33 @@ def replacement_job(
     """
     own = {variables.RUN_ID: run_id, variables.FIRST_JOB: first}
     labels = {**_strings(document.get("properties")), _RUN: first}
-    if document.get("jobType") != "Pipeline":
-        kept = {name: copy.deepcopy(document[name]) for name in (*_COPIED, *_COPIED_OF_ONE) if document.get(name)}
-        if "services" in kept:
-            kept["services"] = {
-                name: service for name, service in kept["services"].items() if not _is_built_in(service)
-            }
-        given = _strings(document.get("environmentVariables"))
-        title = f"{document.get('displayName') or first} again {slot.number}"
-        return {**kept, "displayName": title, "properties": labels, "environmentVariables": {**given, **own}}
+    title = document.get("displayName") or first
+    single = document.get("jobType") != "Pipeline"
+    copied = (*_COPIED, *_COPIED_OF_SINGLE) if single else _COPIED
+    job = {name: copy.deepcopy(document[name]) for name in copied if document.get(name)} | {"properties": labels}
+    if single:
+        job["displayName"] = f"{title} again {slot.number}"
+        job["environmentVariables"] = {**_variables(document), **own}
+        if "services" in job:
+            job["services"] = _without(job["services"], _BUILT_IN)
+        return job
     name = f"{step_names(plan.pools)[slot.pool]}_{slot.number}"
-    kept = {name: copy.deepcopy(document[name]) for name in _COPIED if document.get(name)}
     step = _step(document, plan, slot.pool, workspace)
-    step["display_name"] = name
-    step["environment_variables"] = {**_variables(step), **own}
-    return {
-        **kept,
-        "displayName": f"{document.get('displayName') or first}, {name}",
-        "properties": labels,
-        "jobs": {name: step},
-    }
+    step |= {"display_name": name, "environment_variables": {**_variables(step), **own}}
+    return {**job, "displayName": f"{title}, {name}", "jobs": {name: step}}
 
 
 def _step(document: Mapping[str, Any], plan: Plan, pool: int, workspace: str) -> dict[str, Any]:
-    """Return a step for a node of a pool: a copy of one of the pool, else of another pool's moved to its compute."""
+    """Return a copy of a step of the pool, else of another pool's step, moved to the pool's compute."""
     ours = {name: slot_of(name, plan) for name in _steps(document)}
     of_pool = [name for name, slot in ours.items() if slot is not None and slot.pool == pool]
     names = of_pool or [name for name, slot in ours.items() if slot is not None]
     if not names:
         raise PlanError("No step of the job is a node of azureml-elastic, so no replacement can be derived from it.")
     step: dict[str, Any] = copy.deepcopy(dict(_steps(document)[names[-1]]))
-    step["services"] = {
-        name: service
-        for name, service in (step.get("services") or {}).items()
-        if str(service.get("job_service_type") or service.get("jobServiceType")).lower() not in _TENSOR_BOARD
-    }
-    if not step["services"]:
-        del step["services"]
+    services = _without(step.pop("services", None) or {}, _TENSOR_BOARD)
+    if services:
+        step["services"] = services
     if not of_pool:
         _move(step, plan.pools[pool], workspace)
     return step
@@ -166,11 +148,8 @@ def _move(step: dict[str, Any], pool: NodePool, workspace: str) -> None:
 
 
 def _steps(document: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the steps of a pipeline by name; a single job is its own only step."""
-    if document.get("jobType") == "Pipeline":
-        found: Mapping[str, Mapping[str, Any]] = document.get("jobs") or {}
-        return found
-    return {SINGLE: {"environment_variables": document.get("environmentVariables")}}
+    """Return the steps of a pipeline by name, or a single job as its only step."""
+    return {SINGLE: document} if document.get("jobType") != "Pipeline" else document.get("jobs") or {}
 
 
 def _variables(step: Mapping[str, Any]) -> dict[str, str]:
@@ -184,5 +163,10 @@ def _strings(values: Any) -> dict[str, str]:
     }
 
 
-def _is_built_in(service: Mapping[str, Any]) -> bool:
-    return str(service.get("jobServiceType")) in _BUILT_IN
+def _without(services: Mapping[str, Any], types: frozenset[str]) -> dict[str, Any]:
+    """Return the services that are not of these types."""
+    return {
+        name: service
+        for name, service in services.items()
+        if str(service.get("job_service_type") or service.get("jobServiceType")).lower() not in types
+    }

@@ -23,7 +23,7 @@ from azureml_elastic.errors import (
     WorkspaceUnavailable,
 )
 from azureml_elastic.node.azure.http import AzureError, HttpRequest, Reply, fetch
-from azureml_elastic.node.azure.workspace import ARM_URL, workspace_of
+from azureml_elastic.node.azure.workspace import ARM_URL, WORKSPACE_API, workspace_of
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
@@ -33,7 +33,6 @@ __all__ = ["RunRecord", "WorkspaceJobs", "workspace_id"]
 _JOBS_API = "2025-01-01-preview"
 _PIPELINES_API = "2024-01-01-preview"
 _CANCEL_API = "2023-02-01-preview"
-_WORKSPACE_API = "2024-04-01"
 _ML_SCOPE = "https://ml.azure.com/.default"
 _REFUSED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 _FRACTION = re.compile(r"\.\d+")
@@ -87,9 +86,9 @@ class WorkspaceJobs:
         self.workspace = workspace
         self._token = token
         self._arm_url = arm_url
-        self._history: str | None = None
+        self._history = ""
         self.now = datetime.min.replace(tzinfo=timezone.utc)
-        """Server time of the run history's last answer. Times of jobs are compared with this clock only."""
+        """Server time of the run history's last response, the only clock that times of jobs are compared with."""
 
     def document(self, name: str) -> dict[str, Any] | None:
         """Return the properties of a job, ``None`` if it does not exist."""
@@ -130,26 +129,24 @@ class WorkspaceJobs:
 
     def record(self, name: str) -> RunRecord | None:
         """Return the run history's entry of a job, ``None`` if it does not exist."""
-        reply = self._history_of(f"/runs/{quote(name, safe='')}", f"the run {name!r}")
-        return None if reply is None else _record(reply.document)
+        run = self._history_of(f"/runs/{quote(name, safe='')}", f"the run {name!r}")
+        return None if run is None else _record(run)
 
     def children(self, name: str) -> list[RunRecord] | None:
         """Return the run history's entries of a pipeline's steps, ``None`` if the pipeline does not exist."""
         found: list[RunRecord] = []
-        address: str | None = f"/runs/{quote(name, safe='')}/children"
-        while address is not None:
-            reply = self._history_of(address, f"the steps of {name!r}")
-            if reply is None:
+        address = f"/runs/{quote(name, safe='')}/children"
+        while address:
+            page = self._history_of(address, f"the steps of {name!r}")
+            if page is None:
                 return None
-            page = reply.document if isinstance(reply.document, dict) else {}
             found += [_record(run) for run in page.get("value") or []]
-            link = page.get("nextLink")
-            address = str(link) if link else None
+            address = str(page.get("nextLink") or "")
         return found
 
-    def _history_of(self, address: str, what: str) -> Reply | None:
-        if self._history is None:
-            self._history = self._find_history()
+    def _history_of(self, address: str, what: str) -> dict[str, Any] | None:
+        """Return a document of the run history, given its path or URL, ``None`` if it does not exist."""
+        self._history = self._history or self._find_history()
         url = address if "://" in address else f"{self._history}{address}"
         if urlsplit(url)[:2] != urlsplit(self._history)[:2]:  # the token must be sent to this server only
             raise WorkspaceUnavailable(f"The run history gives {what} at another server, {urlsplit(url).netloc!r}.")
@@ -162,20 +159,18 @@ class WorkspaceJobs:
             self.now = parsedate_to_datetime(reply.headers["date"])
         except (KeyError, ValueError) as error:
             raise WorkspaceUnavailable(f"The run history gives {what} without the time of its answer.") from error
-        return reply
+        return reply.document
 
     def _find_history(self) -> str:
-        reply = self._arm("GET", "", _WORKSPACE_API, "the workspace")
+        """Return the URL of the workspace's run history."""
+        reply = self._arm("GET", "", WORKSPACE_API, "the workspace")
         match reply.document:
             case {"properties": {"discoveryUrl": str(url)}} if reply.status == HTTPStatus.OK:
-                pass
-            case _:
-                raise _unexpected(reply, "the workspace")
-        found = self._send(HttpRequest("GET", url), _ML_SCOPE, "the workspace's addresses")
-        match found.document:
-            case {"history": str(address)} if found.status == HTTPStatus.OK:
-                return f"{address.rstrip('/')}/history/v1.0{self.workspace}"
-        raise _unexpected(found, "the workspace's addresses")
+                reply = self._send(HttpRequest("GET", url), _ML_SCOPE, "the workspace's addresses")
+                match reply.document:
+                    case {"history": str(address)} if reply.status == HTTPStatus.OK:
+                        return f"{address.rstrip('/')}/history/v1.0{self.workspace}"
+        raise _unexpected(reply, "the workspace's addresses")
 
     def _arm(self, method: str, path: str, version: str, what: str, body: Mapping[str, Any] | None = None) -> Reply:
         url = f"{self._arm_url}{self.workspace}{path}?api-version={version}"
@@ -183,17 +178,15 @@ class WorkspaceJobs:
 
     def _send(self, request: HttpRequest, scope: str, what: str) -> Reply:
         try:
-            request.headers["Authorization"] = f"Bearer {self._token.get_token(scope).token}"
-            reply = fetch(request, what)
+            reply = fetch(request, what, token=self._token, scope=scope)
         except TableForbidden as error:
             raise WorkspaceForbidden(f"The identity gets no token for {what}: {error}") from error
         except TableUnavailable as error:
             raise WorkspaceUnavailable(str(error)) from error
         except AzureError as error:
             reason = str(error).strip().partition("\n")[0]
-            raise WorkspaceUnavailable(
-                f"The login gives no token for {what}: {reason}. Log in again: az login."
-            ) from error
+            text = f"The login gives no token for {what}: {reason}. Log in again: az login."
+            raise WorkspaceUnavailable(text) from error
         if reply.status in _REFUSED:
             raise WorkspaceForbidden(
                 f"The identity has no access to {what} of workspace {self.workspace.rpartition('/')[2]!r} "
@@ -218,8 +211,7 @@ def _time(text: object) -> datetime | None:
     """Parse a time of the run history: UTC, with up to seven digits of a second."""
     if not text:
         return None
-    bare = _FRACTION.sub("", str(text)).replace("Z", "+00:00")
-    time = datetime.fromisoformat(bare)
+    time = datetime.fromisoformat(_FRACTION.sub("", str(text)).replace("Z", "+00:00"))
     return time.replace(tzinfo=timezone.utc) if time.tzinfo is None else time
 
 

@@ -1,4 +1,4 @@
-"""Observation of a run: its jobs in Azure ML, claims, refused jobs and cancellations."""
+"""Observation of a run: its jobs in Azure ML and the table's rows of claimed, refused and cancelled jobs."""
 
 from __future__ import annotations
 
@@ -57,17 +57,20 @@ class RunShape:
     timeout_s: float
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> RunShape:
-        """Create from the document of a first job.
+    def read(cls, jobs: WorkspaceJobs, name: str) -> RunShape:
+        """Read the document of a first job.
 
         Raises:
-            PlanError: the job is not an elastic job.
+            PlanError: the job does not exist or is not an elastic job.
+            WorkspaceForbidden: the identity may not read jobs.
+            WorkspaceUnavailable: the workspace does not answer.
         """
-        plan = plan_of(document)
-        timeout_s = timeout_of(document)
+        document = jobs.document(name)
+        if document is None:
+            raise PlanError(f"The workspace has no job {name!r}. Give the name of the job that was submitted.")
+        plan, timeout_s = plan_of(document), timeout_of(document)
         if document.get("jobType") != "Pipeline":
-            pools: tuple[NodePool, ...] = (NodePool("compute", max_instance_count=1),)
-            return cls(plan, document, pools, (SINGLE,), 1, timeout_s)
+            return cls(plan, document, (NodePool("compute", max_instance_count=1),), (SINGLE,), 1, timeout_s)
         most = plan.resources.max_instance_count
         pools = plan.pools or (NodePool("compute", max_instance_count=most),)
         return cls(plan, document, pools, step_names(plan.pools), most, timeout_s)
@@ -112,20 +115,9 @@ class RunObserver:
 
     @property
     def shape(self) -> RunShape:
-        """Static description of the run, read once.
-
-        Raises:
-            PlanError: the first job does not exist or is not an elastic job.
-            WorkspaceForbidden: the identity may not read jobs.
-            WorkspaceUnavailable: the workspace does not answer.
-        """
+        """Static description of the run, read once; raises as :meth:`RunShape.read`."""
         if self._shape is None:
-            document = self._workspace.document(self._first)
-            if document is None:
-                raise PlanError(
-                    f"The workspace has no job {self._first!r}. Give the name of the job that was submitted."
-                )
-            self._shape = RunShape.of(document)
+            self._shape = RunShape.read(self._workspace, self._first)
         return self._shape
 
     def observe(self) -> Observation:
@@ -142,21 +134,27 @@ class RunObserver:
         shape = self.shape
         claims = self._rows(CLAIM_PREFIX)
         own = self._workspace.record(self._first)
-        found = list(self._first_jobs(shape, own))
-        for name, claim in claims.items():
-            if claim.get("first") == self._first:
-                slot = NodeSlot(shape.stems.index(str(claim["stem"])), int(claim["number"]))
-                found.append((slot, self._claimed_job(name, single=shape.is_single), name))
-        refused, stopped = self._rows(REFUSED_PREFIX), frozenset(self._rows(STOP_PREFIX))
-        firsts = len(found) - sum(claim.get("first") == self._first for claim in claims.values())
-        jobs = tuple(
-            self._job(slot, record, name, shape, first=index < firsts, refused=refused.get(name), stopped=stopped)
-            for index, (slot, record, name) in enumerate(found)
-        )
+        first_jobs = list(self._first_jobs(shape, own))
+        claimed_jobs = [
+            (
+                NodeSlot(shape.stems.index(str(claim["stem"])), int(claim["number"])),
+                self._claimed_job(name, single=shape.is_single),
+                name,
+            )
+            for name, claim in claims.items()
+            if claim.get("first") == self._first
+        ]
+        refused, stopped = self._rows(REFUSED_PREFIX), self._rows(STOP_PREFIX)
+        jobs = []
+        for first, group in ((True, first_jobs), (False, claimed_jobs)):
+            for slot, record, name in group:
+                job = NodeJob(slot.pool, slot.number, name, "waiting", first=first, stopped=name in stopped)
+                jobs.append(self._with_state(job, record, shape.timeout_s, refused.get(name)))
         removed = sum(job.state == "cancelled" and not job.stopped for job in jobs)
         cancelled = own is not None and (own.status in _CANCELLED or CANCELLED_TAG in own.tags)
-        completed = any(record is not None and record.status == _COMPLETED for _, record, _ in found)
-        return Observation(jobs, cancelled or removed >= shape.most, completed)
+        records = [record for _, record, _ in (*first_jobs, *claimed_jobs) if record is not None]
+        completed = any(record.status == _COMPLETED for record in records)
+        return Observation(tuple(jobs), cancelled or removed >= shape.most, completed)
 
     def _rows(self, prefix: str) -> dict[str, Mapping[str, Any]]:
         return {row.key.removeprefix(prefix): row.value for row in self._table.query(prefix)}
@@ -197,37 +195,29 @@ class RunObserver:
             self._final[name] = record
         return record
 
-    def _job(
-        self,
-        slot: NodeSlot,
-        record: RunRecord | None,
-        name: str,
-        shape: RunShape,
-        *,
-        first: bool,
-        refused: Mapping[str, Any] | None,
-        stopped: frozenset[str],
+    def _with_state(
+        self, job: NodeJob, record: RunRecord | None, timeout_s: float, refused: Mapping[str, Any] | None
     ) -> NodeJob:
+        """Return the job with its state and times; ``refused`` is the row of a job that Azure ML refused."""
         now = self._workspace.now
-        job = NodeJob(slot.pool, slot.number, name, "waiting", first=first, stopped=name in stopped)
         if refused is not None:
             return replace(job, state="ended", ended_s=_seconds(datetime.fromisoformat(refused["at"]), now))
         if record is None:
-            return replace(job, state="ended", ended_s=_seconds(None, now)) if first else replace(job, submitted=False)
+            return replace(job, state="ended") if job.first else replace(job, submitted=False)
         waiting = record.status in _WAITING
         # A waiting job that has run before was requeued, at a time that Azure ML does not report.
-        again = self._requeued.setdefault(name, now) if waiting and record.started is not None else None
+        again = self._requeued.setdefault(job.name, now) if waiting and record.started is not None else None
         if not waiting:
-            self._requeued.pop(name, None)
+            self._requeued.pop(job.name, None)
         job = replace(
             job,
             state=_state(record.status),
             waited_s=_seconds(again or record.created, now) if waiting else 0.0,
-            ran_s=0.0 if record.started is None else _seconds(record.started, record.ended or again or now),
-            ended_s=0.0 if record.ended is None else _seconds(record.ended, now),
+            ran_s=_seconds(record.started, record.ended or again or now),
+            ended_s=_seconds(record.ended, now),
         )
-        # Azure ML cancels jobs that reach their own time limit; the owner did not.
-        return replace(job, state="ended") if job.state == "cancelled" and job.ran_s >= shape.timeout_s else job
+        # Azure ML itself cancels jobs at their time limit.
+        return replace(job, state="ended") if job.state == "cancelled" and job.ran_s >= timeout_s else job
 
 
 def _seconds(since: datetime | None, until: datetime) -> float:

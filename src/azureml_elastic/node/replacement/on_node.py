@@ -1,7 +1,4 @@
-"""Replacement of nodes by a node of the run itself.
-
-The node of rank 0 does it; while there is no round, the first nodes in line do.
-"""
+"""Replacement of nodes by the run's own nodes: rank 0's or, without a round, those that may seal one."""
 
 from __future__ import annotations
 
@@ -26,11 +23,8 @@ __all__ = ["ReplacementThread", "start_replacement_thread"]
 
 _LOG = logging.getLogger(__name__)
 
-_AFTER_REFUSAL_S = 600.0
-"""Pause after the workspace denied access; a role may be granted while the run is on."""
-
-_LAST_LOOK_S = 20.0
-"""Time limit for cancelling surplus jobs after the end of the run."""
+_AFTER_REFUSAL_S = 600.0  # after the workspace denied access; a role may be granted during the run
+_FINISH_S = 20.0  # time limit for the cancellation of waiting jobs after the end of the run
 
 
 class ReplacementThread:
@@ -39,7 +33,7 @@ class ReplacementThread:
     Args:
         replacers: replacers of the run by identity, in the order of preference; the first with access is used.
         interval_s: seconds between two checks.
-        leads: whether it is this node's turn.
+        leads: function that returns whether this node is responsible.
     """
 
     def __init__(self, replacers: Mapping[str, NodeReplacer], interval_s: float, leads: Callable[[], bool]) -> None:
@@ -57,15 +51,14 @@ class ReplacementThread:
         self._closing.set()
 
     def finish(self) -> None:
-        """Cancel the waiting jobs of a run that has just ended; called by the node that closed it."""
+        """Cancel the waiting jobs of a run that this node has just closed."""
         self.close()
         last = threading.Thread(target=self._check, name="last check for replacement", daemon=True)
         last.start()
-        last.join(_LAST_LOOK_S)
+        last.join(_FINISH_S)
 
     def _watch(self) -> None:
-        # Random, because nodes often start together.
-        pause = random.uniform(0.5, 1.0) * self._interval_s
+        pause = random.uniform(0.5, 1.0) * self._interval_s  # random, because nodes often start together
         while not self._closing.wait(pause):
             pause = self._interval_s
             if self._leads() and not self._check():
@@ -86,13 +79,12 @@ class ReplacementThread:
                     return False
                 except ElasticError as error:
                     _LOG.info("Replacement of nodes: the jobs could not be read; the next check follows: %s", error)
-                except Exception:  # noqa: BLE001 - training must go on
+                except Exception:  # noqa: BLE001 - training must not be disturbed
                     _LOG.exception("Replacement of nodes failed; the next check follows")
                 return True
         return False
 
     def _warn_once(self, text: str) -> None:
-        """Log a warning unless it was logged before."""
         if text not in self._warned:
             self._warned.add(text)
             _LOG.warning(text)
@@ -106,7 +98,7 @@ def start_replacement_thread(
     Args:
         identity: identity of the node, with the plan.
         table: table of the run.
-        leads: whether it is this node's turn.
+        leads: function that returns whether this node is responsible.
         environ: environment of the node.
 
     Returns:

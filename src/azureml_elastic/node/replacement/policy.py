@@ -37,7 +37,7 @@ EARLY_S = 120.0
 """Seconds that a node must have run not to count as having ended early."""
 
 _LONGEST_PAUSE_S = 3600.0
-_EACH_NODE = 10
+_REPLACEMENTS_PER_NODE = 10
 
 JobState = Literal["waiting", "running", "ended", "cancelled"]
 
@@ -104,7 +104,7 @@ Action = Start | Stop
 
 def most_replacements(policy: ReplacementPolicy, most: int) -> int:
     """Return the maximum number of jobs beyond the first ones, for at most ``most`` concurrent nodes."""
-    return _EACH_NODE * most if policy.max_replacements is None else policy.max_replacements
+    return _REPLACEMENTS_PER_NODE * most if policy.max_replacements is None else policy.max_replacements
 
 
 def cost(pools: Sequence[NodePool], jobs: Iterable[NodeJob]) -> float:

@@ -1,4 +1,4 @@
-"""Replacement of nodes from outside the run, with the login of the user."""
+"""Replacement of nodes by a process outside the run, with the login of the user."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from azureml_elastic.config import environment as variables
 from azureml_elastic.config.replacement import ReplacementPolicy
-from azureml_elastic.errors import PlanError, UsageError
+from azureml_elastic.errors import UsageError
 from azureml_elastic.node.azure.credentials import developer_credential
-from azureml_elastic.node.replacement.job_document import first_of, plan_of, run_of
+from azureml_elastic.node.replacement.job_document import variable_of
 from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id
+from azureml_elastic.node.replacement.observation import RunShape
 from azureml_elastic.node.replacement.replacer import NodeReplacer
 from azureml_elastic.node.table import open_table
 
@@ -38,17 +40,17 @@ def open_replacer(
     token = developer_credential().token
     assert token is not None
     jobs = WorkspaceJobs(workspace_id(environ), token)
-    document = _document(jobs, first)
-    if (earlier := first_of(document)) is not None:
-        first, document = earlier, _document(jobs, earlier)
-    plan = plan_of(document)
+    shape = RunShape.read(jobs, first)
+    if (earlier := variable_of(shape.document, variables.FIRST_JOB)) is not None:
+        first, shape = earlier, RunShape.read(jobs, earlier)
+    plan = shape.plan
     policy = ReplacementPolicy.model_validate({**dict(plan.replacement or ReplacementPolicy()), **changes})
     if policy.budget is not None and not (plan.pools and all(pool.price_per_hour is not None for pool in plan.pools)):
         raise UsageError(
             f"A budget of {policy.budget:g} USD needs the price of every node pool, and the run {first!r} was "
             "submitted without. Limit it by --max-replacements instead."
         )
-    run_id = run_of(document) or plan.run_id or first
+    run_id = variable_of(shape.document, variables.RUN_ID) or plan.run_id or first
     # The plan's credential is that of the nodes; this process uses the user's login.
     rendezvous = plan.distribution.rendezvous
     if rendezvous.credential != "connection_string":
@@ -58,10 +60,3 @@ def open_replacer(
         yield NodeReplacer(jobs, table, first, run_id, policy), policy
     finally:
         table.close()
-
-
-def _document(jobs: WorkspaceJobs, name: str) -> Mapping[str, Any]:
-    document = jobs.document(name)
-    if document is None:
-        raise PlanError(f"The workspace has no job {name!r}. Give the name of the job that was submitted.")
-    return document

@@ -90,8 +90,8 @@ class NodeReplacer:
             TableError: the table does not answer.
         """
         status = self._status(self._observer.observe())
-        shape = self._observer.shape
-        return replace(status, limit=limit_reached(status.pools, shape.most, status.jobs, self._policy))
+        limit = limit_reached(status.pools, self._observer.shape.most, status.jobs, self._policy)
+        return replace(status, limit=limit)
 
     def act(self) -> ReplacementStatus:
         """Read the state of the run, and submit and cancel jobs as needed.
@@ -120,37 +120,37 @@ class NodeReplacer:
         return self._given or self._observer.shape.plan.replacement or ReplacementPolicy()
 
     def _status(self, observed: Observation) -> ReplacementStatus:
-        """Return the status. The row is read after the jobs: a node that ends well has closed the run before."""
-        pools, jobs = self._observer.shape.pools, observed.jobs
+        """Return the status. The row is read after the jobs, because nodes close the run before they exit."""
         row = self._table.get(ROUND_KEY)
         round_ = Round.from_value(row.value) if row is not None else Round()
+        over: Literal["ended", "cancelled"] | None = "ended"
+        succeeded = round_.state == "succeeded"
         if round_.closed:
-            succeeded = round_.state == "succeeded"
             message = "The run ended successfully." if succeeded else round_.message or "The run failed."
-            return ReplacementStatus(pools, jobs, over="ended", succeeded=succeeded, message=message)
-        if observed.cancelled:
-            return ReplacementStatus(pools, jobs, over="cancelled", succeeded=False, message="The run was cancelled.")
-        if row is None and observed.completed:
-            message = "A node has ended successfully, and the table has no rows of the run left."
-            return ReplacementStatus(pools, jobs, over="ended", succeeded=True, message=message)
-        members = len(round_.members) if round_.state == "sealed" else 0
-        message = f"Round {round_.number}: {members} nodes train."
-        return ReplacementStatus(pools, jobs, over=None, succeeded=False, message=message)
+        elif observed.cancelled:
+            over, message = "cancelled", "The run was cancelled."
+        elif row is None and observed.completed:
+            succeeded, message = True, "A node has ended successfully, and the table has no rows of the run left."
+        else:
+            members = len(round_.members) if round_.state == "sealed" else 0
+            over, message = None, f"Round {round_.number}: {members} nodes train."
+        return ReplacementStatus(self._observer.shape.pools, observed.jobs, over, succeeded, message)
 
     def _start(self, action: Start, jobs: tuple[NodeJob, ...]) -> str:
+        """Claim and submit a job; return a description, empty if another process did it."""
         shape = self._observer.shape
-        name = replacement_name(self._first, shape.stems[action.pool], action.number)
+        stem = shape.stems[action.pool]
+        name = replacement_name(self._first, stem, action.number)
         if not any(job.name == name for job in jobs):
-            claim = {"first": self._first, "stem": shape.stems[action.pool], "number": action.number}
+            claim = {"first": self._first, "stem": stem, "number": action.number, "why": action.why}
             try:
-                self._table.insert(CLAIM_PREFIX + name, {**claim, "why": action.why})
+                self._table.insert(CLAIM_PREFIX + name, claim)
             except RowExists:
-                return ""  # claimed by another process
-        slot = NodeSlot(action.pool, action.number)
+                return ""
         properties = replacement_job(
             shape.document,
             shape.plan,
-            slot,
+            NodeSlot(action.pool, action.number),
             first=self._first,
             run_id=self._run_id,
             workspace=self._workspace.workspace,
@@ -159,8 +159,8 @@ class NodeReplacer:
             made = self._workspace.submit(name, properties)
         except JobRefused as error:
             with contextlib.suppress(RowExists):
-                at = self._workspace.now.isoformat()
-                self._table.insert(REFUSED_PREFIX + name, {"at": at, "why": str(error)})
+                refusal = {"at": self._workspace.now.isoformat(), "why": str(error)}
+                self._table.insert(REFUSED_PREFIX + name, refusal)
             return str(error)
         return f"submitted {name}: {action.why}" if made else ""
 

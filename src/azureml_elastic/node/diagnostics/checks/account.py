@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.azure.clouds import Cloud
 from azureml_elastic.node.azure.http import Reply
-from azureml_elastic.node.azure.workspace import Arm, Workspace, account_in, table_url_in
+from azureml_elastic.node.azure.workspace import ResourceManager, Workspace, account_in, table_url_in
 from azureml_elastic.node.diagnostics.checks.identity import CallerIdentity
 from azureml_elastic.node.diagnostics.checks.roles import READER, grant
 from azureml_elastic.node.diagnostics.findings import Finding
@@ -49,10 +49,10 @@ def find_account(
         cloud: cloud of the workspace.
     """
     assert identity.login.token is not None
-    arm = Arm(identity.login.token, cloud)
+    manager = ResourceManager(identity.login.token, cloud.arm_url)
     began = time.monotonic()
     try:
-        reply = arm.workspace(workspace)
+        reply = manager.workspace(workspace)
     except ElasticError as error:
         yield Finding("workspace", "fail", str(error), "", "See the line about the resource manager.")
         return None
@@ -62,7 +62,7 @@ def find_account(
         return None
     usual = cloud.table_url(account.rpartition("/")[2])
     try:
-        reply = arm.account(account)
+        reply = manager.account(account)
     except ElasticError as error:
         yield Finding("storage account", "warn", f"{account}; not read: {error}")
         return Account(usual, account)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 from azureml_elastic.config import TableRendezvous
