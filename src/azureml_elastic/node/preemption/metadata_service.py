@@ -1,8 +1,8 @@
-"""Requests to the Instance Metadata Service of Azure, each of which ends in time whatever the service does.
+"""Requests to Azure's Instance Metadata Service, with one deadline for connecting, sending and reading.
 
-The service is plain HTTP on an address of the machine's own; proxies must not be asked (see "Azure Instance Metadata
-Service" in Azure's documentation). ``urllib`` and ``http.client`` bound each read, not the whole exchange: a service
-that sends a byte a second would hold them for ever. Here one deadline covers connecting, sending and reading.
+The service is plain HTTP at an address of the machine and must be called without a proxy (see "Azure Instance Metadata
+Service" in Azure's documentation). The timeouts of ``http.client`` limit single reads only: a service that sends a byte
+per second would block it for ever.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class MetadataError(Exception):
     """The service gave no usable answer.
 
     Args:
-        message: what was wrong.
-        reached: whether something took the connection.
+        message: description of the error.
+        reached: whether a connection was accepted.
     """
 
     def __init__(self, message: str, *, reached: bool) -> None:
@@ -38,7 +38,7 @@ class MetadataError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the service answered with status 200.
+    """Response with status 200.
 
     Args:
         body: body of the response.
@@ -50,62 +50,61 @@ class Answer:
 
 
 def call(address: str, path: str, *, timeout: float, connect_timeout: float, body: bytes | None = None) -> Answer:
-    """Ask the service, bypassing any proxy.
+    """Send a request to the service, bypassing any proxy.
 
     Args:
         address: address of the service, ``http://host[:port]/path``.
-        path: below the address, with the query.
-        timeout: seconds for the whole exchange.
-        connect_timeout: seconds of these to connect in.
-        body: body of a POST request; ``None`` for a GET request.
+        path: path below the address, with the query.
+        timeout: time limit of the whole exchange in seconds.
+        connect_timeout: time limit of the connection in seconds.
+        body: JSON body of a POST request; ``None`` for a GET request.
 
     Raises:
-        MetadataError: nobody is there, the time is up, or the answer is none, too long, or of another status than 200.
+        MetadataError: the service is unreachable, late, or sends an invalid or too long response or another status.
     """
     until = time.monotonic() + timeout
     parts = urlsplit(address)
-    host, port = parts.hostname or "", parts.port or 80
+    host, port, url = parts.hostname or "", parts.port or 80, f"{address}{path}"
     try:
         sock = socket.create_connection((host, port), min(connect_timeout, timeout))
     except OSError as error:
         raise MetadataError(f"{host}:{port} cannot be reached: {error}", reached=False) from error
-    with sock:
+    connection = http.client.HTTPConnection(parts.netloc)
+    connection.sock = _DeadlineSocket(sock, until)
+    headers = {"Metadata": "true", "Accept": "application/json, text/plain", "Connection": "close"}
+    with contextlib.closing(sock):
         try:
-            sock.settimeout(max(0.001, until - time.monotonic()))
-            sock.sendall(_request(parts.netloc, f"{parts.path}{path}", body))
-            response = http.client.HTTPResponse(_Timed(sock, until))  # type: ignore[arg-type] # it makes a file only
-            with response:
-                response.begin()
+            if body is None:
+                connection.request("GET", f"{parts.path}{path}", headers=headers)
+            else:
+                connection.request("POST", f"{parts.path}{path}", body, {**headers, "Content-Type": "application/json"})
+            with connection.getresponse() as response:
                 content = response.read(_LARGEST_BODY_BYTES + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise MetadataError(
-                f"{address}{path} gave no answer within {timeout:g} s: {words}", reached=True
-            ) from error
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise MetadataError(f"{url} gave no answer within {timeout:g} s: {reason}", reached=True) from error
     if response.status != http.client.OK:
-        said = content[:200].decode(errors="replace")
-        raise MetadataError(f"{address}{path} answered {response.status} {response.reason}: {said!r}", reached=True)
+        text = content[:200].decode(errors="replace")
+        raise MetadataError(f"{url} answered {response.status} {response.reason}: {text!r}", reached=True)
     if len(content) > _LARGEST_BODY_BYTES:
-        raise MetadataError(f"{address}{path} answered more than {_LARGEST_BODY_BYTES} bytes", reached=True)
+        raise MetadataError(f"{url} answered more than {_LARGEST_BODY_BYTES} bytes", reached=True)
     return Answer(content, read_time(response.getheader("Date")))
 
 
 def read_time(text: object) -> datetime | None:
-    """Return a time as HTTP writes it (``Mon, 19 Sep 2016 18:29:47 GMT``), or as ISO 8601 does.
+    """Parse a time with an offset, in the format of HTTP (``Mon, 19 Sep 2016 18:29:47 GMT``) or ISO 8601.
 
     Args:
-        text: ISO 8601 time with an offset from UTC.
+        text: text to parse.
 
     Returns:
-        ``None`` if it is no such text.
+        The time, ``None`` for any other value.
     """
-    if not isinstance(text, str):
-        return None
-    for read in (parsedate_to_datetime, _from_iso):
-        with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
-            time_ = read(text)
-            if time_.tzinfo is not None:
-                return time_
+    if isinstance(text, str):
+        for read in (parsedate_to_datetime, _from_iso):
+            with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
+                if (found := read(text)).tzinfo is not None:
+                    return found
     return None
 
 
@@ -113,21 +112,8 @@ def _from_iso(text: str) -> datetime:
     return datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
 
 
-def _request(host: str, target: str, body: bytes | None) -> bytes:
-    lines = [
-        f"{'GET' if body is None else 'POST'} {target} HTTP/1.1",
-        f"Host: {host}",
-        "Metadata: true",
-        "Accept: application/json, text/plain",
-        "Connection: close",
-    ]
-    if body is not None:
-        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-    return "\r\n".join([*lines, "", ""]).encode("ascii") + (body or b"")
-
-
-class _Timed(io.RawIOBase):
-    """A socket to read from until a moment; in place of the socket for :class:`http.client.HTTPResponse`."""
+class _DeadlineSocket(io.RawIOBase):
+    """The socket of an :class:`http.client.HTTPConnection`, with a deadline for all its operations together."""
 
     def __init__(self, sock: socket.socket, until: float) -> None:
         self._sock = sock
@@ -140,8 +126,15 @@ class _Timed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        self._limit()
+        return self._sock.recv_into(buffer)
+
+    def sendall(self, data: bytes) -> None:
+        self._limit()
+        self._sock.sendall(data)
+
+    def _limit(self) -> None:
         left = self._until - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the time is up")
+            raise TimeoutError("the time limit is reached")
         self._sock.settimeout(left)
-        return self._sock.recv_into(buffer)

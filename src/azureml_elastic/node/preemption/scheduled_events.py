@@ -1,17 +1,16 @@
-"""Azure's scheduled events: what is going to happen to this virtual machine.
+"""Azure's scheduled events: announcements of what will happen to this virtual machine.
 
-Protocol: "Azure Metadata Service: Scheduled Events for Linux VMs" in Azure's documentation, api-version 2020-07-01.
-``GET /metadata/scheduledevents`` with the header ``Metadata: true`` gives ``{"DocumentIncarnation": n, "Events":
-[...]}``. The document lists the events of *all* machines of a scale set or an availability set; each names its machines
-in ``Resources``. An event is ``Scheduled``, then ``Started``; when it is over, or was given up, it is no longer listed.
-The first request switches the service on and may take two minutes.
+See "Azure Metadata Service: Scheduled Events for Linux VMs" in Azure's documentation, api-version 2020-07-01. ``GET
+/metadata/scheduledevents`` returns ``{"DocumentIncarnation": n, "Events": [...]}`` with the events of *all* machines of
+a scale set or availability set, each with the names of its machines in ``Resources``. An event is ``Scheduled``, then
+``Started``; once it is over or withdrawn, it is no longer listed. The first request enables the service and may take
+two minutes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -19,11 +18,12 @@ from typing import Any
 
 from azureml_elastic.node.preemption.metadata_service import Answer, MetadataError, call, read_time
 from azureml_elastic.node.preemption.notices import Announcement
+from azureml_elastic.node.preemption.sources import PolledSource
 
 __all__ = [
     "MetadataTimeouts",
     "ScheduledEvent",
-    "ScheduledEventsWatcher",
+    "ScheduledEvents",
     "concerns",
     "leave_announcements",
     "read_document",
@@ -41,15 +41,15 @@ _LEAVING = ("Preempt", "Terminate", *_RESTARTS)
 
 @dataclass(frozen=True)
 class ScheduledEvent:
-    """One entry of the document.
+    """Event of the document.
 
     Args:
-        id: names the event.
-        type: ``Preempt``, ``Terminate``, ``Reboot``, ``Redeploy``, ``Freeze``, or one that is not known here.
+        id: id of the event.
+        type: ``Preempt``, ``Terminate``, ``Reboot``, ``Redeploy``, ``Freeze`` or an unknown type.
         status: ``Scheduled`` or ``Started``.
-        resources: names of the machines that it will happen to.
-        not_before: its earliest start; ``None`` once it has started.
-        duration: seconds for which a machine will be interrupted; ``None`` where that is not known.
+        resources: names of the affected machines.
+        not_before: earliest start; ``None`` once it has started.
+        duration: duration of an interruption in seconds; ``None`` if unknown.
     """
 
     id: str
@@ -61,31 +61,31 @@ class ScheduledEvent:
 
     @property
     def started(self) -> bool:
-        """Whether it may happen at any moment, or has happened."""
+        """Whether it has started or happened."""
         return self.status == "Started"
 
 
 def read_document(body: bytes) -> list[ScheduledEvent]:
-    """Return the events of a document. Entries that are none are left out: they must not hide the others.
+    """Return the valid events of a document.
 
     Raises:
-        ValueError: it is no such document.
+        ValueError: the document is invalid.
     """
     document = json.loads(body)
     entries = document.get("Events") if isinstance(document, dict) else None
     if not isinstance(entries, list):
-        raise ValueError("it has no list of Events")  # noqa: TRY004 - whatever is wrong with it is one case
+        raise ValueError("it has no list of Events")  # noqa: TRY004 - one type for all errors of the document
     return [event for entry in entries if (event := _read_event(entry)) is not None]
 
 
 def concerns(event: ScheduledEvent, name: str | None, host_name: str) -> bool:
-    """Tell whether an event is about this machine.
+    """Return whether an event concerns this machine.
 
     Args:
         event: event of the document.
         name: Azure's name of this machine, ``None`` if unknown.
-        host_name: host name of this machine. It replaces an unknown name, and only for an event of one machine:
-            a neighbour's event, taken for one's own on all machines of a set, would end the whole run.
+        host_name: host name of this machine, which replaces an unknown name for events of one machine only: a run
+            would end if all its machines took the event of another one for their own.
     """
     names = [resource.casefold() for resource in event.resources]
     if name is not None:
@@ -94,11 +94,11 @@ def concerns(event: ScheduledEvent, name: str | None, host_name: str) -> bool:
 
 
 def seconds_left(event: ScheduledEvent, now: datetime) -> float | None:
-    """Return the seconds until the event may start, ``None`` where that is not known.
+    """Return the seconds until the event may start, ``None`` if unknown.
 
     Args:
         event: event of the document.
-        now: current time of the clock that has written ``NotBefore``.
+        now: current time of the service's clock.
     """
     return None if event.not_before is None or event.started else (event.not_before - now).total_seconds()
 
@@ -106,15 +106,15 @@ def seconds_left(event: ScheduledEvent, now: datetime) -> float | None:
 def leave_announcements(
     events: Iterable[ScheduledEvent], *, name: str | None, host_name: str, now: datetime, lead: float, past: set[str]
 ) -> dict[str, Announcement]:
-    """Return, by id, the events for which this node must leave now.
+    """Return announcements of the events for which this node must leave now, by event id.
 
     Args:
         events: events of the document.
         name: Azure's name of this machine, see :func:`concerns`.
         host_name: see :func:`concerns`.
         now: see :func:`seconds_left`.
-        lead: how many seconds before its start an event other than ``Preempt`` makes the node leave.
-        past: ids of events whose effect this machine has behind it.
+        lead: seconds before the start of an event other than ``Preempt`` from which the node leaves.
+        past: ids of events that have already taken effect on this machine.
     """
     found = {}
     for event in events:
@@ -129,7 +129,7 @@ def leave_announcements(
 
 @dataclass(frozen=True)
 class MetadataTimeouts:
-    """How long to wait for the service. All in seconds, but ``attempts``.
+    """Timeouts of the metadata service, in seconds except for ``attempts``.
 
     Args:
         connect: timeout of a connection; the service is on the same host.
@@ -150,14 +150,12 @@ class MetadataTimeouts:
     longest: float = 10.0
 
 
-class ScheduledEventsWatcher:
-    """Asks the service again and again, one request at a time, on a thread of its own.
-
-    The last document stays valid while the service fails.
+class ScheduledEvents(PolledSource):
+    """Client that polls the scheduled events. While the service fails, the last document remains valid.
 
     Args:
         address: address of the service.
-        announce: function called after each document with the events for which this node must leave.
+        announce: callback for each document, with the events for which this node must leave.
         host_name: host name of this machine.
         lead: see :func:`leave_announcements`.
         interval: seconds between two requests.
@@ -174,11 +172,10 @@ class ScheduledEventsWatcher:
         interval: float = 1.0,
         timeouts: MetadataTimeouts | None = None,
     ) -> None:
+        super().__init__("scheduled-events", announce, interval)
         self._address = address
-        self._announce = announce
         self._host_name = host_name
         self._lead = lead
-        self._interval = interval
         self._timeouts = timeouts or MetadataTimeouts()
         self._name: str | None = None
         self._answered = False
@@ -186,19 +183,9 @@ class ScheduledEventsWatcher:
         self._failures = 0
         self._past: set[str] = set()
         self._logged: set[tuple[str, str]] = set()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="scheduled-events", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End, after the request that is under way."""
-        self._stopped.set()
 
     def acknowledge(self, event: str) -> None:
-        """Tell the service that an event may start at once. Never raises."""
+        """Allow an event to start at once. Never raises."""
         body = json.dumps({"StartRequests": [{"EventId": event}]}).encode()
         try:
             self._call(_EVENTS, self._timeouts.request, body)
@@ -208,45 +195,38 @@ class ScheduledEventsWatcher:
             _LOG.info("The scheduled event %s is acknowledged.", event)
 
     def poll(self) -> float:
-        """Ask once and return the seconds to wait before the next time."""
+        """Request the document once and return the seconds until the next request."""
         try:
             answer = self._call(_EVENTS, self._timeouts.request if self._answered else self._timeouts.first)
             events = read_document(answer.body)
         except MetadataError as error:
             return self._failed(str(error), reached=error.reached)
         except (ValueError, RecursionError) as error:
-            return self._failed(f"what {self._address} answered is no document: {error}", reached=True)
+            return self._failed(f"the answer of {self._address} is no document: {error}", reached=True)
         if not self._answered:
-            # Such an event stays listed for minutes after the machine is up again, with this node on it.
+            # A restart stays listed for minutes after the machine is up again, with this node on it.
             self._past = {event.id for event in events if event.started and event.type in _RESTARTS}
             _LOG.info("Watching the scheduled events of %s.", self._address)
         elif self._failures:
             _LOG.info("The metadata service %s answers again.", self._address)
         self._answered, self._failures, self._unreached = True, 0, 0
-        self._learn_name()
-        now = answer.time or datetime.now(timezone.utc)
+        self._read_name()
         self._past &= {event.id for event in events}
         self._log(events)
-        self._announce(
-            leave_announcements(
-                events, name=self._name, host_name=self._host_name, now=now, lead=self._lead, past=self._past
-            )
-        )
+        now, name, host_name = answer.time or datetime.now(timezone.utc), self._name, self._host_name
+        leaving = leave_announcements(events, name=name, host_name=host_name, now=now, lead=self._lead, past=self._past)
+        self._announce(leaving)
         return self._interval
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            self._stopped.wait(self.poll())
 
     def _call(self, path: str, timeout: float, body: bytes | None = None) -> Answer:
         return call(self._address, path, timeout=timeout, connect_timeout=self._timeouts.connect, body=body)
 
-    def _learn_name(self) -> None:
+    def _read_name(self) -> None:
         if self._name is None:
             try:
                 name = self._call(_NAME, self._timeouts.name).body.decode().strip()
             except (MetadataError, UnicodeDecodeError) as error:
-                _LOG.debug("This machine's name cannot be learnt now: %s", error)
+                _LOG.debug("This machine's name cannot be read now: %s", error)
             else:
                 self._name = name or None
 
@@ -257,30 +237,30 @@ class ScheduledEventsWatcher:
         self._unreached = 0 if reached else self._unreached + 1
         if not self._answered and self._unreached >= timeouts.attempts:
             if self._unreached == timeouts.attempts:
-                _LOG.info("No scheduled events here: there is no metadata service (%s).", message)
+                _LOG.info("No scheduled events: there is no metadata service (%s).", message)
             return max(timeouts.rarely, self._interval)
         if self._failures == timeouts.attempts and (self._answered or reached):
-            _LOG.warning("The metadata service fails; scheduled events may go unnoticed meanwhile. %s", message)
+            _LOG.warning("The metadata service fails; scheduled events may go unnoticed. %s", message)
         else:
             _LOG.debug("%s", message)
         return max(self._interval, min(timeouts.longest, self._interval * 2.0 ** min(self._failures - 1, 16)))
 
     def _log(self, events: Iterable[ScheduledEvent]) -> None:
-        """Log what is new about this machine; its leaving is logged by who decides on it."""
+        """Log new events of this machine."""
         seen = set()
         for event in events:
             if event.type in _LEAVING and self._name is None and not concerns(event, None, self._host_name):
-                words = "is not taken for this machine, whose name could not be learnt"
+                words = "is ignored, because this machine's name is unknown"
             elif not concerns(event, self._name, self._host_name):
                 continue
             elif event.type == "Freeze":
                 lasting = "for an unknown time" if event.duration is None else f"for about {event.duration:g} s"
-                words = f"will stop this machine {lasting}; training stays"
+                words = f"will stop this machine {lasting}; the node stays"
             elif event.id in self._past:
-                words = "has happened before this node started"
+                words = "happened before this node started"
             else:
                 when = "now" if event.not_before is None else f"not before {event.not_before:%Y-%m-%d %H:%M:%S %Z}"
-                words = f"is to happen to this machine, {when}"
+                words = f"will happen to this machine, {when}"
             seen.add((event.id, event.status))
             if (event.id, event.status) not in self._logged:
                 _LOG.warning("The scheduled event %s %s (%s) %s.", event.type, event.id, event.status, words)

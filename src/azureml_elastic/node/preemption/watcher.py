@@ -1,4 +1,4 @@
-"""The notice that this node is about to be taken away, from whatever source it comes."""
+"""Collection of the preemption notices of a node."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FrameType
 
 from azureml_elastic.config.distribution import PreemptionPolicy
 from azureml_elastic.config.exit_codes import PREEMPTED
-from azureml_elastic.node.preemption.marker import MarkerFileWatcher
-from azureml_elastic.node.preemption.notices import Announcement, Notice, first, merge
-from azureml_elastic.node.preemption.scheduled_events import ScheduledEventsWatcher
+from azureml_elastic.node.preemption.notices import Announcement, Notice, merge
+from azureml_elastic.node.preemption.scheduled_events import ScheduledEvents
+from azureml_elastic.node.preemption.sources import MarkerFile, PolledSource
 
 __all__ = ["PreemptionWatcher"]
 
@@ -26,16 +27,15 @@ _SIGNAL_BASE = 128
 
 
 class PreemptionWatcher:
-    """Gathers the notices: SIGTERM and SIGINT, Azure's scheduled events, and a marker file.
+    """Collector of preemption notices from SIGTERM and SIGINT, Azure's scheduled events, and a marker file.
 
-    Events and the file can be withdrawn, and then :attr:`noticed` is false again, until the node has committed itself
-    to leave. A signal is for good, and a second one no more urgent than the first: Azure repeats itself, and a save
-    must not be cut short.
+    Events and the file can be withdrawn, which resets :attr:`noticed`, until the node has committed itself to leave. A
+    signal cannot be withdrawn, and repeated signals, which Azure sends, do not cut a save short.
 
     Args:
         policy: preemption policy of the plan.
-        wake: called, from a thread, when a notice has come or was withdrawn.
-        node: this node's name, for the marker's path.
+        wake: callback for new and withdrawn notices, called from a thread.
+        node: this node's name, for the path of the marker file.
     """
 
     def __init__(self, policy: PreemptionPolicy, wake: Callable[[], None], node: str = "") -> None:
@@ -43,68 +43,65 @@ class PreemptionWatcher:
         self._grace = policy.grace.total_seconds()
         self._wake = wake
         self._lock = threading.Lock()
-        # A signal handler may interrupt anything, also a holder of the lock that it would need: it sets and puts only.
+        # The signal handler may interrupt a holder of the lock, so it only assigns this attribute and fills the queue.
         self._signalled: Notice | None = None
-        self._standing: Mapping[str, Notice] = {}
+        self._active: Mapping[str, Notice] = {}
         self._final: Notice | None = None
-        self._to_tell: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        threading.Thread(target=self._tell, name="preemption", daemon=True).start()
+        self._changes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        threading.Thread(target=self._wake_on_changes, name="preemption", daemon=True).start()
         interval = policy.poll_interval.total_seconds()
-        self._events: ScheduledEventsWatcher | None = None
+        self._events: ScheduledEvents | None = None
+        self._sources: list[PolledSource] = []
         if policy.scheduled_events is not None:
-            self._events = ScheduledEventsWatcher(
+            self._events = ScheduledEvents(
                 policy.scheduled_events,
-                lambda announced: self.announce("event", announced),
+                partial(self.announce, "event"),
                 host_name=socket.gethostname(),
                 lead=policy.lead.total_seconds(),
                 interval=interval,
             )
-        self._marker: MarkerFileWatcher | None = None
+            self._sources.append(self._events)
         if policy.marker is not None:
             path = policy.marker.replace("{node}", node)
-            self._marker = MarkerFileWatcher(
-                path, lambda announced: self.announce("marker", announced), interval=interval
-            )
+            self._sources.append(MarkerFile(path, partial(self.announce, "marker"), interval=interval))
 
     def listen(self) -> None:
-        """Take the signals; to be called again whenever someone else has taken them."""
+        """Install the signal handlers; must be called again after another library has replaced them."""
         if threading.current_thread() is threading.main_thread():
             for signum in _SIGNALS:
                 signal.signal(signum, self._on_signal)
 
     def watch(self) -> None:
-        """Begin to look for events and the marker, on threads of their own: nobody waits for the first answer."""
-        for source in (self._events, self._marker):
-            if source is not None:
-                source.start()
+        """Start polling events and the marker file."""
+        for source in self._sources:
+            source.start()
 
     def close(self) -> None:
-        """Stop looking, without waiting for a request that is under way."""
-        for source in (self._events, self._marker):
-            if source is not None:
-                source.stop()
-        self._to_tell.put(False)
+        """Stop polling, without waiting for a request in progress."""
+        for source in self._sources:
+            source.stop()
+        self._changes.put(False)
 
     @property
     def noticed(self) -> bool:
-        """Whether this node must go, as far as is known now."""
+        """Whether there is an active notice."""
         return bool(self._notices())
 
     @property
     def overdue(self) -> bool:
-        """Whether the workers have had their time."""
+        """Whether the deadline of the workers has passed."""
         now = time.monotonic()
         return any(now >= notice.until for notice in self._notices())
 
     @property
     def reason(self) -> str:
-        """What announced it first."""
+        """Description of the first notice."""
         notice = self._first()
         return "no notice" if notice is None else notice.reason
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports a process that SIGTERM ended, whatever announced it; after SIGINT as that."""
+        """Exit code of the first notice: that of SIGTERM, or of SIGINT after that signal."""
         notice = self._first()
         return PREEMPTED if notice is None else notice.exit_code
 
@@ -112,58 +109,58 @@ class PreemptionWatcher:
         """Make the notice final, because this node is about to announce that it leaves.
 
         Returns:
-            Whether this node leaves. If not, there was no notice, or it has just been withdrawn.
+            Whether this node leaves; false if there is no active notice.
         """
         with self._lock:
             self._final = self._final or self._first()
             return self._final is not None
 
     def announce(self, source: str, announced: Mapping[str, Announcement]) -> None:
-        """Take all that a source says now; what it said before and does not say any more is withdrawn.
+        """Replace the announcements of a source; those that are missing are withdrawn.
 
         Args:
-            source: its name.
-            announced: announcements by their keys.
+            source: name of the source.
+            announced: current announcements by name.
         """
         with self._lock:
-            before = self._standing
-            self._standing = merge(
+            before = self._active
+            self._active = merge(
                 before, source, announced, now=time.monotonic(), grace=self._grace, exit_code=PREEMPTED
             )
-            added = [notice for key, notice in self._standing.items() if key not in before]
-            removed = [notice for key, notice in before.items() if key not in self._standing]
+            added = [notice for key, notice in self._active.items() if key not in before]
+            removed = [notice for key, notice in before.items() if key not in self._active]
             final = self._final is not None
         for notice in added:
             _LOG.warning("Notice: %s. This node must leave.", notice.reason)
         for notice in removed:
             _LOG.warning("Withdrawn: %s%s.", notice.reason, ", too late: this node leaves" if final else "")
         if added or removed:
-            self._to_tell.put(True)
+            self._changes.put(True)
 
     def acknowledge(self) -> None:
-        """Tell Azure that the event for which this node has left may start, if the policy says so. Never raises."""
+        """Allow the event for which this node has left to start, if the policy says so. Never raises."""
         notice = self._first()
         if not self._policy.acknowledge or self._events is None or notice is None:
             return
         if notice.event is not None:
             self._events.acknowledge(notice.event)
         else:
-            _LOG.info("Nothing is acknowledged: %s is no event of this machine alone.", notice.reason)
+            _LOG.info("Not acknowledged: %s is no event of this machine alone.", notice.reason)
 
     def _notices(self) -> list[Notice]:
-        notices = (self._final, self._signalled, *self._standing.values())
+        notices = (self._final, self._signalled, *self._active.values())
         return [notice for notice in notices if notice is not None]
 
     def _first(self) -> Notice | None:
-        return self._final or first(self._notices())
+        return self._final or min(self._notices(), key=lambda notice: notice.since, default=None)
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
         if self._signalled is None:
             announcement = Announcement(signal.Signals(signum).name)
             code = _SIGNAL_BASE + signum
             self._signalled = Notice.of(announcement, time.monotonic(), self._grace, code)
-            self._to_tell.put(True)
+            self._changes.put(True)
 
-    def _tell(self) -> None:
-        while self._to_tell.get():
+    def _wake_on_changes(self) -> None:
+        while self._changes.get():
             self._wake()

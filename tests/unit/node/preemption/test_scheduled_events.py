@@ -16,7 +16,7 @@ from azureml_elastic.node.preemption.metadata_service import MetadataError, call
 from azureml_elastic.node.preemption.scheduled_events import (
     MetadataTimeouts,
     ScheduledEvent,
-    ScheduledEventsWatcher,
+    ScheduledEvents,
     concerns,
     leave_announcements,
     read_document,
@@ -32,7 +32,7 @@ class Watched:
 
     def __init__(self, address, host_name="host", **options):
         self.said = []
-        self.watch = ScheduledEventsWatcher(
+        self.watch = ScheduledEvents(
             address, self.said.append, host_name=host_name, **{"timeouts": GENEROUS, "interval": 0.5, **options}
         )
 
@@ -81,7 +81,7 @@ def test_a_neighbour_s_event_never_counts(service, watched, nameless, caplog):
     watched.poll()
     watched.poll()
     assert watched.said == [{}, {}]
-    assert caplog.text.count("name could not be learnt") == (3 if nameless else 0)
+    assert caplog.text.count("this machine's name is unknown") == (3 if nameless else 0)
 
 
 def test_a_machine_without_a_known_name_goes_by_its_own(service):
@@ -123,7 +123,7 @@ def test_a_restart_that_lies_behind_this_node_does_not_count(service, watched, c
     service.begin(spot)
     watched.poll()
     assert set(watched.said[-1]) == {spot}
-    assert "has happened before this node started" in caplog.text
+    assert "happened before this node started" in caplog.text
     again = service.announce("Reboot", "set_1")
     service.begin(again)
     watched.poll()

@@ -15,8 +15,8 @@ import pytest
 
 from azureml_elastic.config import PreemptionPolicy
 from azureml_elastic.local.faults.metadata_service import MetadataFault, MetadataService
-from azureml_elastic.node.preemption.marker import MarkerFileWatcher
-from azureml_elastic.node.preemption.notices import Announcement, Notice, first, merge
+from azureml_elastic.node.preemption.notices import Announcement, Notice, merge
+from azureml_elastic.node.preemption.sources import MarkerFile
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from tests.support.waiting import until
 
@@ -193,16 +193,16 @@ def test_a_marker_is_a_notice_while_it_is_there(tmp_path, woken):
 def test_a_marker_that_cannot_be_looked_at_says_nothing(tmp_path):
     said = []
     loop = tmp_path / "loop"
-    watch = MarkerFileWatcher(str(loop / "leave"), said.append)
-    watch.look()
+    watch = MarkerFile(str(loop / "leave"), said.append)
+    watch.poll()
     assert said == [{}]
     loop.symlink_to(loop)
-    watch.look()  # too many links, as a mount that is away: an error that is no absence
+    watch.poll()  # too many links, as a mount that is away: an error that is no absence
     assert said == [{}]
     loop.unlink()
     loop.mkdir()
     (loop / "leave").symlink_to("nowhere")
-    watch.look()
+    watch.poll()
     assert list(said[-1]) == [str(loop / "leave")]
 
 
@@ -219,7 +219,7 @@ def test_a_notice_keeps_its_beginning_and_its_end_comes_only_nearer():
     standing = after(standing, 102.0, None)
     standing = after(standing, 103.0, -5.0)
     assert standing["event:e"] == Notice("event", 100.0, 111.0, 143)
-    assert first(standing.values()).reason == "marker"
+    assert min(standing.values(), key=lambda notice: notice.since).reason == "marker"
     assert after(standing, 104.0, "gone") == other
     assert after({}, 0.0, -5.0)["event:e"].until == 25.0  # nobody knows how long: as long as there is grace
     assert timedelta(seconds=25) == PreemptionPolicy().grace
