@@ -1,32 +1,32 @@
-"""Every error that this library raises.
+"""All errors of this library.
 
 ::
 
     ElasticError
-    ├── UsageError                 the caller's input; exit code 2
-    │   ├── CommandError           the command starts no Python program
-    │   ├── PlanError              the plan is missing, torn or of an unknown version
-    │   ├── ChaosError             a fault schedule that cannot be read
-    │   ├── SubmitError            the job cannot be compiled or submitted
-    │   ├── TableForbidden         the table's account refuses our identity
-    │   ├── TableNotFound          the table's account does not answer or does not exist
-    │   ├── KeyInvalid             a row key that no backend could store
-    │   ├── JobRefused             the workspace does not take a job that was to bring a node
-    │   ├── WorkspaceForbidden     the workspace refuses our identity, or does not exist
-    │   └── MissingExtra           an optional package is not installed (also an ImportError)
-    ├── TableError                 a call to the table
-    │   ├── RowExists              insert found the row already there
-    │   ├── RowChanged             replace or delete found another version, or none
-    │   ├── ValueTooLarge          the row would not fit
-    │   └── TableUnavailable       throttled, timed out or reset; the call may be repeated
-    ├── WorkspaceUnavailable       the workspace does not answer; the call may be repeated
-    ├── RunClosed                  the run has ended and takes no more nodes
+    ├── UsageError                 exit code 2
+    │   ├── CommandError
+    │   ├── PlanError
+    │   ├── ChaosError
+    │   ├── SubmitError
+    │   ├── TableForbidden
+    │   ├── TableNotFound
+    │   ├── KeyInvalid
+    │   ├── JobRefused
+    │   ├── WorkspaceForbidden
+    │   └── MissingExtra           also an ImportError
+    ├── TableError
+    │   ├── RowExists
+    │   ├── RowChanged
+    │   ├── ValueTooLarge
+    │   └── TableUnavailable       may be retried
+    ├── WorkspaceUnavailable       may be retried
+    ├── RunClosed
     │   ├── RunSucceeded
     │   └── RunFailed
-    ├── RoundBroken                a peer was lost in the middle of something; another round follows
-    ├── Fenced                     a newer round has taken over; this one must not write
+    ├── RoundBroken
+    ├── Fenced
     └── CheckpointError
-        └── CheckpointDamaged      a file is missing, short or has another checksum
+        └── CheckpointDamaged
 """
 
 from __future__ import annotations
@@ -63,61 +63,60 @@ __all__ = [
 
 
 class ElasticError(Exception):
-    """The base of every error of this library."""
+    """Base class of all errors of this library."""
 
 
 class UsageError(ElasticError):
-    """The caller's input is wrong; the message says what to change. Commands exit with 2."""
+    """The input is invalid; the message describes the correction. Commands exit with 2."""
 
 
-class CommandError(UsageError):
-    """The command starts no Python program, or one that does not exist; what looks like a secret in it is masked."""
-
+class _MaskedError(UsageError):
     def __init__(self, message: str) -> None:
         super().__init__(masked(message))
+
+
+class CommandError(_MaskedError):
+    """The command starts no Python program, or a missing one; apparent secrets in the message are masked."""
 
 
 class PlanError(UsageError):
-    """The plan is missing, torn, or of a version that this release does not know."""
+    """The plan is missing, damaged, or of an unknown version."""
 
 
 class ChaosError(UsageError):
-    """A fault schedule that cannot be read."""
+    """The fault schedule cannot be parsed."""
 
 
-class SubmitError(UsageError):
-    """The job cannot be compiled or submitted as it is; what looks like a secret in it is masked."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(masked(message))
+class SubmitError(_MaskedError):
+    """The job cannot be compiled or submitted; apparent secrets in the message are masked."""
 
 
 class TableForbidden(UsageError):
-    """The table's account refuses our identity; the message names the account and the missing role."""
+    """The storage account denies access to the identity; the message names the account and the missing role."""
 
 
 class TableNotFound(UsageError):
-    """The table's account does not exist or does not answer."""
+    """The storage account does not exist or does not respond."""
 
 
 class KeyInvalid(UsageError):
-    """A row key that no backend could store."""
+    """The row key is not valid in all backends."""
 
 
 class JobRefused(UsageError):
-    """The workspace does not take a job that was to bring a run another node; the message has its reason."""
+    """The workspace permanently rejects a replacement job; the message contains its reason."""
 
 
 class WorkspaceForbidden(UsageError):
-    """The workspace refuses our identity, or there is no such workspace; the message names the missing role."""
+    """The workspace does not exist or denies access to the identity; the message names the missing role."""
 
 
 class MissingExtra(UsageError, ImportError):
     """An optional package is not installed.
 
     Args:
-        package: the distribution that could not be imported.
-        extra: the extra of azureml-elastic that brings it.
+        package: name of the package.
+        extra: extra of azureml-elastic that installs it.
     """
 
     def __init__(self, package: str, extra: str) -> None:
@@ -127,43 +126,43 @@ class MissingExtra(UsageError, ImportError):
 
 
 class TableError(ElasticError):
-    """A call to the table did not do what was asked."""
+    """An operation on the table failed."""
 
 
 class RowExists(TableError):
-    """Insert found the row already there."""
+    """The row to insert exists."""
 
 
 class RowChanged(TableError):
-    """Replace or delete found another version of the row, or none: the update is lost, read again."""
+    """The row to replace or delete has another version or does not exist; read it again."""
 
 
 class ValueTooLarge(TableError):
-    """The row's value is larger than one row can hold."""
+    """The value does not fit into a row."""
 
 
 class TableUnavailable(TableError):
-    """The table throttled, timed out or reset the connection. The call may be repeated."""
+    """The table throttled, timed out or reset the connection. The operation may be retried."""
 
 
 class WorkspaceUnavailable(ElasticError):
-    """The workspace does not answer. The call may be repeated."""
+    """The workspace does not respond. The operation may be retried."""
 
 
 class RunClosed(ElasticError):
-    """The run has ended and takes no more nodes."""
+    """The run has ended; nodes cannot join."""
 
 
 class RunSucceeded(RunClosed):
-    """The run ended well."""
+    """The run ended successfully."""
 
 
 class RunFailed(RunClosed):
-    """The run failed; the message is the failure's.
+    """The run failed.
 
     Args:
-        message: what the failing node reported.
-        exit_code: exit code of every node.
+        message: message of the node that closed the run.
+        exit_code: exit code of all nodes.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -172,11 +171,11 @@ class RunFailed(RunClosed):
 
 
 class RoundBroken(ElasticError):
-    """A node or a worker of the round was lost, and with it what was under way; another round follows."""
+    """A node or a worker of the round was lost during an operation; another round follows."""
 
 
 class Fenced(ElasticError):
-    """A newer round has taken over the run; a node that gets this error must not write and should join again."""
+    """A newer round exists; the node must not write and should join again."""
 
 
 class CheckpointError(ElasticError):
@@ -184,4 +183,4 @@ class CheckpointError(ElasticError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A file of the checkpoint is missing, short, or has another checksum than its manifest says."""
+    """A file of the checkpoint is missing, truncated, or differs from the checksum in the manifest."""

@@ -1,1 +1,1 @@
-"""The identity and the addresses of this node."""
+"""The identity, the addresses, the ports and the memory of this node."""

@@ -1,4 +1,4 @@
-"""Where the other nodes reach this one: as the job says, or the address on the way to the table."""
+"""The address at which the other nodes reach this one: as configured, or that of the route to the table."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 _HTTPS = 443
 
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses of documentation, which no machine has: the route to them is the default route."""
+"""Addresses reserved for documentation: the route to them is the default route."""
 
 
 @dataclass(frozen=True)
 class AdvertisedAddress:
-    """Where the other nodes reach this one.
+    """Address at which the other nodes reach this one.
 
     Args:
-        host: an address or a host name.
-        interface: the network interface that has it, where the job or the environment named one or a range.
+        host: address or host name.
+        interface: network interface with the address, if an interface or a range was configured.
     """
 
     host: str
@@ -47,37 +47,33 @@ class AdvertisedAddress:
 
 
 def advertised_address(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> AdvertisedAddress:
-    """Return where the other nodes reach this one.
+    """Return the address at which the other nodes reach this one.
 
     Args:
         rendezvous: rendezvous settings, with the optional ``advertise``.
         environ: environment of the node, whose ``AZUREML_ELASTIC_LOCAL_ADDRESS`` takes precedence.
 
     Raises:
-        UsageError: this machine has no such interface, or no address in the range.
+        UsageError: this machine has not the configured interface, or no address in the configured range.
     """
     if own := environ.get(LOCAL_ADDRESS):
         with contextlib.suppress(ValueError):
             return AdvertisedAddress(str(ipaddress.ip_address(own)))
         interfaces = machine_interfaces()
-        return (
-            select_address(own, interfaces, LOCAL_ADDRESS)
-            if own in interfaces or "/" in own
-            else AdvertisedAddress(own)
-        )
+        is_name = own not in interfaces and "/" not in own
+        return AdvertisedAddress(own) if is_name else select_address(own, interfaces, LOCAL_ADDRESS)
     if rendezvous.advertise is not None:
         return select_address(rendezvous.advertise, machine_interfaces(), "advertise")
     return AdvertisedAddress(local_address(rendezvous.endpoint))
 
 
-def select_address(wanted: str, interfaces: Mapping[str, tuple[IPAddress, ...]], who: str) -> AdvertisedAddress:
-    """Return the address that was asked for; of several an IPv4 one.
+def select_address(wanted: str, interfaces: Mapping[str, tuple[IPAddress, ...]], setting: str) -> AdvertisedAddress:
+    """Return the configured address; of several, the first IPv4 address.
 
     Args:
-        wanted: the name of an interface, a range of addresses, or an address, which need not be this machine's own:
-            it may be that of a gateway that leads here.
-        interfaces: network interfaces of this machine, with their addresses.
-        who: name of the setting, for the error message.
+        wanted: name of an interface, range of addresses, or an address, also one of a gateway to this machine.
+        interfaces: addresses of this machine by network interface.
+        setting: name of the setting, for the error message.
 
     Raises:
         UsageError: there is no such interface, or no address in the range.
@@ -87,8 +83,7 @@ def select_address(wanted: str, interfaces: Mapping[str, tuple[IPAddress, ...]],
         problem = f"the interface {wanted!r} has no address"
     elif "/" in wanted:
         network = ipaddress.ip_network(wanted, strict=False)
-        every = [(address, name) for name, addresses in interfaces.items() for address in addresses]
-        found = [(address, name) for address, name in every if address in network]
+        found = [(each, name) for name, addresses in interfaces.items() for each in addresses if each in network]
         problem = f"no address of this machine is in {network}"
     else:
         with contextlib.suppress(ValueError):
@@ -100,13 +95,13 @@ def select_address(wanted: str, interfaces: Mapping[str, tuple[IPAddress, ...]],
         f"{name} ({', '.join(map(str, addresses)) or 'no address'})" for name, addresses in sorted(interfaces.items())
     )
     raise UsageError(
-        f"{who}={wanted!r}: {problem}. There are: {there or 'none'}. Name one of these interfaces, a range such as "
+        f"{setting}={wanted!r}: {problem}. There are: {there or 'none'}. Name one of these interfaces, a range such as "
         "10.0.0.0/16 that holds one of the addresses, or an address."
     )
 
 
 def machine_interfaces() -> dict[str, tuple[IPAddress, ...]]:
-    """Return this machine's network interfaces that are up, by name, each with the addresses that others may use."""
+    """Return the addresses that other machines can use, by network interface; none for interfaces that are down."""
     try:
         import psutil
     except ImportError as error:
@@ -114,21 +109,17 @@ def machine_interfaces() -> dict[str, tuple[IPAddress, ...]]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     interfaces: dict[str, tuple[IPAddress, ...]] = {}
     for name, entries in psutil.net_if_addrs().items():
-        addresses = []
-        for entry in entries:
-            if name in up and entry.family in (socket.AF_INET, socket.AF_INET6):
-                address = ipaddress.ip_address(entry.address.partition("%")[0])
-                if not address.is_link_local:
-                    addresses.append(address)
-        interfaces[name] = tuple(addresses)
+        used = [each for each in entries if name in up and each.family in (socket.AF_INET, socket.AF_INET6)]
+        addresses = (ipaddress.ip_address(each.address.partition("%")[0]) for each in used)
+        interfaces[name] = tuple(address for address in addresses if not address.is_link_local)
     return interfaces
 
 
 def local_address(endpoint: str | None) -> str:
-    """Return this machine's address on the way to the table: the other nodes come the same way.
+    """Return this machine's source address on the route to the table, which the other nodes use, too.
 
-    A table on this machine (an SQLite file or an emulator) is shared by processes of this machine only, so that the
-    loopback address serves. Where the table's host has no address, as behind a proxy, the way to everywhere serves.
+    A table on this machine (an SQLite file or an emulator) is used by local processes only, so that the loopback
+    address is returned. If the table's host cannot be resolved, as behind a proxy, the default route is used.
 
     Args:
         endpoint: endpoint of the rendezvous.
@@ -141,27 +132,23 @@ def local_address(endpoint: str | None) -> str:
             return "127.0.0.1"
     elif endpoint:
         return "127.0.0.1"
-    for host in (target, *_ELSEWHERE):
+    for host in filter(None, (target, *_ELSEWHERE)):
         for family in (socket.AF_INET, socket.AF_INET6):
-            source = _source(host, family) if host else None
-            if source is not None:
+            if source := _source(host, family):
                 return source
-    for addresses in machine_interfaces().values():
-        for own in addresses:
-            if not own.is_loopback:
-                return str(own)
-    return socket.getfqdn()
+    every = (own for addresses in machine_interfaces().values() for own in addresses if not own.is_loopback)
+    return str(next(every, None) or socket.getfqdn())
 
 
 def listening_address(host: str) -> str:
-    """Return the address to listen on for those who come to this host: the loopback one, or all of its family."""
+    """Return the address to listen on for connections to this host: a loopback address, or all of the family."""
     if is_loopback(host):
         return "::1" if host == "::1" else "127.0.0.1" if host == "localhost" else host
-    return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - the others come from other machines
+    return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - for connections from other machines
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or name means the machine that uses it."""
+    """Return whether a host is a loopback address or ``localhost``."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
@@ -171,10 +158,10 @@ def format_address(host: str, port: int) -> str:
 
 
 def _source(host: str, family: int) -> str | None:
-    """Return this machine's address on the way to a host, ``None`` where there is no way, or none that leaves it."""
+    """Return this machine's address on the route to a host, ``None`` without a route to another machine."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, _HTTPS))  # datagram sockets send nothing here; the kernel picks the route
+            probe.connect((host, _HTTPS))  # sends nothing for datagram sockets, but selects the route
             own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""The ports on which a node listens for the other nodes: any that are free, or those of a range, for firewalls."""
+"""The ports on which a node listens: any free ones, or those of a range."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Ports"]
 class Ports:
     """Allocator of listening sockets. Not thread-safe.
 
-    Within a range each socket gets the port after the one before, so that a client with an earlier round's port
-    finds no listener there. Several nodes of one machine can share a range.
+    Ports of a range are used in turn, so that a client with the port of an earlier round finds no listener there.
+    Several nodes of one machine can share a range.
 
     Args:
-        allowed: the first and the last port; ``None`` takes any that is free.
+        allowed: first and last port of the range; ``None`` for any free port.
     """
 
     def __init__(self, allowed: tuple[int, int] | None = None) -> None:
@@ -52,7 +52,6 @@ class Ports:
                 self._next = port + 1
                 return listener
         raise UsageError(
-            f"All {count} ports of port_range={low}-{high} were tried on {interface}, and all are taken. A node needs "
-            f"{PORTS_OF_A_NODE}, and so does each further node on the same machine. Free some, or give a larger "
-            "port_range."
+            f"All {count} ports of port_range={low}-{high} are taken on {interface}. Each node on a machine needs "
+            f"{PORTS_OF_A_NODE}. Free some, or give a larger port_range."
         )
