@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -13,59 +12,16 @@ import pytest
 
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST
 from tests.support.train import recovering
-from tests.support.train.fake_agent import FakeAgent
-from tests.support.worlds import World, store_on_a_free_port
+from tests.support.train.fake_agent import AssigningAgent
+from tests.support.worlds import World
 
 EPOCHS = 5
 STEPS = EPOCHS * 4
 
 
-class Rounds(FakeAgent):
-    """An agent that assigns ranks to parked workers once the expected number waits."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.places = threading.Semaphore(0)
-        self.waiting = {}
-        self.size = 0
-        self.number = 0
-        self.stores = []
-
-    def _on_message(self, connection, message):
-        super()._on_message(connection, message)
-        if message["op"] == "parked":
-            self.waiting[connection.state["local_rank"]] = connection
-            self._assign()
-
-    def expect(self, size):
-        """Start a round of this size once as many workers wait."""
-        self.size = size
-        self._assign()
-
-    def interrupt(self, victim=2):
-        """Send the end of the round to all but the victim, whose agent is lost with it."""
-        for connection in self.server.connections:
-            if connection.state["local_rank"] != victim:
-                connection.send({"op": "interrupt"})
-
-    def _assign(self):
-        if self.size == 0 or len(self.waiting) < self.size:
-            return
-        self.stores.append(store_on_a_free_port())
-        port = self.stores[-1].port
-        self.number += 1
-        chosen, self.waiting, size = dict(sorted(self.waiting.items())), {}, self.size
-        self.size = 0
-        for rank, connection in enumerate(chosen.values()):
-            connection.state.update(round=self.number, rank=rank)
-            environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
-            place = {"op": "assign", "round": self.number, "rank": rank, "world_size": size}
-            connection.send({**place, "environment": environment})
-
-
 @pytest.fixture
 def agent(tmp_path):
-    with closing(Rounds(tmp_path / "agent")) as fake:
+    with closing(AssigningAgent(tmp_path / "agent")) as fake:
         yield fake
         for descriptor in fake.kept:
             os.close(descriptor)
@@ -135,6 +91,22 @@ def test_survivors_continue_and_a_new_process_joins(agent, tmp_path, fault, norm
     assert values[0][-1] == values[1][-1]
     if not normalised:
         assert values[0][-1] == pytest.approx(undisturbed(tmp_path), abs=1e-9)
+
+
+def test_after_a_shrink_the_expected_steps_are_reported_again(agent, tmp_path):
+    agent.expect(3)
+    world = World(3, recovering.with_a_batch_per_worker, tmp_path / "c", 5, **environment(agent, 0, victim=2))
+    begun = agent.wait_for_all(connected=3, expects=3, step=3 * 4)
+    assert {message["steps"] for _, message in begun["expects"]} == {48 // (2 * 3)}
+    until_hit(world.processes[2])
+    agent.interrupt()
+    agent.expect(2)
+    again = agent.wait_for_all(connected=2, expects=2)
+    remaining = (48 - 4 * 6) // (2 * 2)
+    assert {message["steps"] for _, message in again["expects"]} == {4 + remaining}
+    outcomes = world.outcomes()
+    assert [outcome.code for outcome in outcomes] == [0, 0, -signal.SIGKILL], outcomes
+    assert [outcome.value for outcome in outcomes[:2]] == [4 + remaining] * 2
 
 
 def test_a_lost_peer_met_by_the_scripts_own_collective_costs_nothing_either(agent, tmp_path):

@@ -131,7 +131,7 @@ def test_a_failure_is_said_once_and_training_goes_on(tmp_path, caplog):
     assert steps(tmp_path / "c", Profile(first=2, steps=1, warmup=0, every=2)) == (0, 10)
     warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.name for record in warned] == ["azureml_elastic.train.session.profiling"]
-    assert "stays off; training goes on" in warned[0].getMessage()
+    assert "stays off; training continues" in warned[0].getMessage()
 
 
 def test_a_script_s_own_profiler_comes_first(tmp_path, caplog):

@@ -22,6 +22,7 @@ from azureml_elastic.errors import CheckpointDamaged, PlanError, UsageError
 from azureml_elastic.train.optim.gradient_averaging import require_averaging
 from tests.support.paths import SAMPLES
 from tests.support.train import workers
+from tests.support.worlds import store_on_a_free_port
 
 
 @pytest.fixture(autouse=True)
@@ -432,6 +433,50 @@ for _ in run.epochs(1):
     assert resumed(3, "finish") == "resumed at 2"
     assert resumed(99, "exit") == "resumed at 3"
     assert resumed(99, "exit") == "resumed at 4"
+
+
+def test_a_script_that_ends_early_on_one_rank_alone_logs_that_its_steps_are_not_saved(tmp_path):
+    code = """
+import logging, os, sys, time, torch
+from torch.utils.data import TensorDataset
+from azureml_elastic import train
+from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.train.session import session
+logging.basicConfig(level=logging.WARNING)
+session._LEAVING_SECONDS = 1.0
+run = train.start(CheckpointPolicy(path=sys.argv[1], every=None))
+model = run.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.track(model=model, optimizer=optimizer)
+for _ in run.epochs(2):
+    for (x,) in run.loader(TensorDataset(torch.ones(8, 1)), global_batch_size=2):
+        run.backward(model(x).mean())
+        optimizer.step()
+        run.commit()
+        if run.steps == 2 and not run.is_main:
+            sys.stdin.read()  # until the test has seen the end of the other rank
+            os._exit(0)
+        if run.steps == 2:
+            sys.exit(0)
+"""
+    store = store_on_a_free_port()
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "c")],
+            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    _, log = first.communicate(timeout=60)
+    second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), log
+    assert "The script ends after step 2, before its last epoch" in log
+    assert "its last steps are not saved. Call run.finish() on all ranks" in log
+    assert not (tmp_path / "c" / "latest.json").exists()
 
 
 def test_exports_are_sorted_and_there():

@@ -6,8 +6,9 @@ import os
 import queue
 
 from azureml_elastic.ipc import MessageServer, listen
+from tests.support.worlds import store_on_a_free_port
 
-__all__ = ["TIMEOUT_S", "FakeAgent"]
+__all__ = ["TIMEOUT_S", "AssigningAgent", "FakeAgent"]
 
 TIMEOUT_S = 60.0
 
@@ -70,3 +71,45 @@ class FakeAgent:
 
     def close(self):
         self.server.close()
+
+
+class AssigningAgent(FakeAgent):
+    """An agent that assigns ranks to parked workers once the expected number waits."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.waiting = {}
+        self.size = 0
+        self.number = 0
+        self.stores = []
+
+    def _on_message(self, connection, message):
+        super()._on_message(connection, message)
+        if message["op"] == "parked":
+            self.waiting[connection.state["local_rank"]] = connection
+            self._assign()
+
+    def expect(self, size):
+        """Start a round of this size once as many workers wait."""
+        self.size = size
+        self._assign()
+
+    def interrupt(self, victim=2):
+        """Send the end of the round to all but the victim, whose agent is lost with it."""
+        for connection in self.server.connections:
+            if connection.state["local_rank"] != victim:
+                connection.send({"op": "interrupt"})
+
+    def _assign(self):
+        if self.size == 0 or len(self.waiting) < self.size:
+            return
+        self.stores.append(store_on_a_free_port())
+        port = self.stores[-1].port
+        self.number += 1
+        chosen, self.waiting, size = dict(sorted(self.waiting.items())), {}, self.size
+        self.size = 0
+        for rank, connection in enumerate(chosen.values()):
+            connection.state.update(round=self.number, rank=rank)
+            environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
+            assignment = {"op": "assign", "round": self.number, "rank": rank, "world_size": size}
+            connection.send({**assignment, "environment": environment})

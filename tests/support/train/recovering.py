@@ -20,7 +20,7 @@ from torch import nn
 from azureml_elastic import train
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
-from azureml_elastic.config import FixedGlobalBatch
+from azureml_elastic.config import FixedGlobalBatch, FixedPerWorkerBatch
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
@@ -59,6 +59,25 @@ def train_on(folder, epochs, fault=None, at=0, normalised=False):
     run.finish()
     weights = workers.flat(model.parameters())
     return [first_step, run.steps, run.world_size, pid, scheduler.last_epoch, weights.tolist()]
+
+
+def with_a_batch_per_worker(folder, at):
+    """Train an epoch of 2 samples a worker and step, and kill one worker in a step; return the completed steps."""
+    run = train.start(workers.policy(folder), batch=FixedPerWorkerBatch(scaling="none"))
+    model = run.wrap(workers.network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run.track(model=model, optimizer=optimizer)
+    loader = run.loader(workers.dataset(48), global_batch_size=2)
+    for _ in run.epochs(1):
+        for x, y in loader:
+            if run.steps + 1 == at and os.environ["LOCAL_RANK"] == os.environ["VICTIM"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            run.commit()
+    run.finish()
+    return run.steps
 
 
 def steps(folder, model):
