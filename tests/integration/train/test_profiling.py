@@ -145,7 +145,7 @@ def test_a_script_s_own_profiler_comes_first(tmp_path, caplog):
 def test_without_a_profile_there_is_nothing(tmp_path):
     run = train.start(workers.policy(tmp_path / "c"))
     with run:
-        assert run._profiling is None
+        assert run._context.profiling is None
 
 
 def test_the_plan_s_profile_is_the_default(tmp_path, monkeypatch):
