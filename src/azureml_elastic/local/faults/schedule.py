@@ -14,8 +14,8 @@ The kinds of table faults are ``outage``, ``throttle``, ``timeout``, ``reset``, 
 plain HTTP, such as the emulator.
 
 The target is ``node-<k>``, ``rank0`` (the node of rank 0) or ``any`` (drawn from the living nodes with the seed). The
-time is ``step:<n>``, once n training steps are completed, or seconds since the first round was sealed. The decisions
-are pure functions; ``launch.py`` carries them out.
+time is ``step:<n>``, once n training steps are completed, or seconds since the first round was sealed. All functions
+are pure; ``launch.py`` injects the faults.
 """
 
 from __future__ import annotations
@@ -106,10 +106,7 @@ def due(schedule: Schedule, state: ChaosState) -> list[Due]:
     for index, fault in enumerate(schedule.faults):
         if index in state.fired or not _reached(fault.when, state):
             continue
-        if isinstance(fault, (Add, TableTrouble)):
-            decided.append(Due(index, fault))
-            continue
-        if fault.target in state.gone:
+        if isinstance(fault, (Add, TableTrouble)) or fault.target in state.gone:
             decided.append(Due(index, fault))
             continue
         victim = _victim(fault.target, living, state.rank0, f"{schedule.seed}/{index}")
@@ -185,25 +182,24 @@ def random_schedule(
         ChaosError: no schedule fits these numbers or kinds.
     """
     losses = [kind for kind in ("kill", "preempt") if kind in kinds]
-    passing = [kind for kind in ("freeze", "table") if kind in kinds]
+    temporary = [kind for kind in ("freeze", "table") if kind in kinds]
     if nodes < 2 or faults < 2 or last_step - first_step + 1 < faults:  # noqa: PLR2004
         raise ChaosError(
             f"No schedule of {faults} faults on {nodes} nodes fits steps {first_step} to {last_step}: "
             "give at least 2 nodes, 2 faults and a step for each fault."
         )
-    if not losses + passing or set(kinds) - {*losses, *passing, "add"} or (losses and "add" not in kinds):
+    if not losses + temporary or set(kinds) - {*losses, *temporary, "add"} or (losses and "add" not in kinds):
         raise ChaosError(
             f"No schedule can be drawn of the kinds {', '.join(kinds) or 'none'}: give some of kill, preempt, add, "
             "freeze and table, and include add where nodes are lost."
         )
     rng = random.Random(seed)
-    steps = sorted(rng.sample(range(first_step, last_step + 1), faults))
     drawn: list[Fault] = []
     living = nodes
     lost = False
-    for step in steps:
-        if passing and (not losses or rng.random() < 0.5):  # noqa: PLR2004
-            drawn.append(_passing(rng, rng.choice(passing), AtStep(step)))
+    for step in sorted(rng.sample(range(first_step, last_step + 1), faults)):
+        if temporary and (not losses or rng.random() < 0.5):  # noqa: PLR2004
+            drawn.append(_draw_temporary(rng, rng.choice(temporary), AtStep(step)))
         elif living == 1 or (living < nodes and rng.random() < 0.5):  # noqa: PLR2004
             count = rng.randint(1, nodes - living)
             drawn.append(Add(AtStep(step), count))
@@ -218,7 +214,7 @@ def random_schedule(
     return Schedule(tuple(drawn), seed)
 
 
-def _passing(rng: random.Random, kind: str, when: When) -> Fault:
+def _draw_temporary(rng: random.Random, kind: str, when: When) -> Fault:
     duration_s = float(rng.randint(1, 8))
     if kind == "freeze":
         return Freeze(rng.choice(["rank0", "any"]), when, duration_s)
@@ -240,60 +236,57 @@ def _victim(target: str, living: set[str], rank0: str | None, seed: str) -> str 
 
 
 def _parse(entry: str) -> Fault:
+    try:
+        return _fault(entry)
+    except ValueError as error:
+        raise ChaosError(f"The fault {entry!r} {error}. {_ACCEPTED}.") from None
+
+
+def _fault(entry: str) -> Fault:
+    """Return the fault of an entry; a ``ValueError`` describes what is wrong with it."""
     match = _FAULT.fullmatch(entry)
     if match is None:
-        raise ChaosError(f"The fault {entry!r} is not of the form VERB=TARGET@WHEN. {_ACCEPTED}.")
-    verb, target, extra = match["verb"].strip(), match["target"], match["extra"]
+        raise ValueError("is not of the form VERB=TARGET@WHEN")
+    verb, target = match["verb"].strip(), (match["target"] or "").strip()
     if verb not in ("kill", "preempt", "freeze", "add", "table"):
-        raise ChaosError(f"The fault {entry!r} has the unknown verb {verb!r}. {_ACCEPTED}.")
-    when = _when(match["when"].strip(), entry)
-    if verb in ("kill", "add") and extra is not None:
-        raise ChaosError(
-            f"The fault {entry!r} has {'/' + extra!r} at its end, which {verb} does not take. {_ACCEPTED}."
-        )
+        raise ValueError(f"has the unknown verb {verb!r}")
+    when = _when(match["when"].strip())
+    if match["extra"] is not None and verb in ("kill", "add"):
+        raise ValueError(f"has {'/' + match['extra']!r} at its end, which {verb} does not take")
     if verb == "add":
-        return Add(when, 1 if target is None else _count(target.strip(), entry))
-    target = (target or "").strip()
+        count = "1" if match["target"] is None else target
+        if not count.isdecimal() or int(count) == 0:
+            raise ValueError(f"adds {count!r} nodes; give a number of at least 1")
+        return Add(when, int(count))
+    duration_s = None if match["extra"] is None else _seconds(match["extra"].strip(), "duration")
     if verb == "table":
-        return _trouble(target, when, None if extra is None else _seconds(extra.strip(), entry), entry)
+        return _trouble(target, when, duration_s)
     if not _TARGET.fullmatch(target):
-        raise ChaosError(f"The fault {entry!r} has the target {target!r}, which names no node. {_ACCEPTED}.")
+        raise ValueError(f"has the target {target!r}, which names no node")
     if verb == "kill":
         return Kill(target, when)
     if verb == "preempt":
-        return Preempt(target, when, DEFAULT_NOTICE_S if extra is None else _seconds(extra.strip(), entry))
-    return Freeze(target, when, None if extra is None else _seconds(extra.strip(), entry))
+        return Preempt(target, when, DEFAULT_NOTICE_S if duration_s is None else duration_s)
+    return Freeze(target, when, duration_s)
 
 
-def _trouble(text: str, when: When, duration_s: float | None, entry: str) -> TableTrouble:
+def _trouble(text: str, when: When, duration_s: float | None) -> TableTrouble:
     match = _TROUBLE.fullmatch(text)
     if match is None:
-        raise ChaosError(f"The fault {entry!r} has the unknown table fault {text!r}. {_ACCEPTED}.")
+        raise ValueError(f"has the unknown table fault {text!r}")
     percent = 100 if match["percent"] is None else int(match["percent"])
     trouble = next(kind for kind in TROUBLES if kind == match["kind"])
     if not 1 <= percent <= 100 or (trouble == "outage" and percent < 100):  # noqa: PLR2004
-        raise ChaosError(
-            f"The fault {entry!r} affects {percent} % of the calls; give 1 to 100, and none for an outage, which "
-            f"affects all. {_ACCEPTED}."
-        )
+        raise ValueError(f"affects {percent} % of the calls; give 1 to 100, and none for an outage, which affects all")
     return TableTrouble(trouble, when, duration_s, percent)
 
 
-def _when(text: str, entry: str) -> When:
-    if step := _STEP.fullmatch(text):
-        return AtStep(int(step[1]))
-    if seconds := _SECONDS.fullmatch(text):
-        return AfterSeconds(float(seconds[1]))
-    raise ChaosError(f"The fault {entry!r} has the invalid time {text!r}. {_ACCEPTED}.")
+def _when(text: str) -> When:
+    step = _STEP.fullmatch(text)
+    return AfterSeconds(_seconds(text, "time")) if step is None else AtStep(int(step[1]))
 
 
-def _seconds(text: str, entry: str) -> float:
+def _seconds(text: str, meaning: str) -> float:
     if seconds := _SECONDS.fullmatch(text):
         return float(seconds[1])
-    raise ChaosError(f"The fault {entry!r} has the invalid duration {text!r}. {_ACCEPTED}.")
-
-
-def _count(text: str, entry: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise ChaosError(f"The fault {entry!r} adds {text!r} nodes; give a number of at least 1. {_ACCEPTED}.")
+    raise ValueError(f"has the invalid {meaning} {text!r}")

@@ -24,8 +24,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import BinaryIO
@@ -34,7 +33,7 @@ from urllib.parse import urlsplit
 from typing_extensions import Self
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.local.faults.disturbance import Disturbance, Fate, Trouble, draw
+from azureml_elastic.local.faults.disturbance import Disturbance, Fate, draw
 from azureml_elastic.local.faults.http_call import Answer, Exchange, Request, busy, forward, page, read_request
 
 __all__ = ["Disturbance", "Exchange", "TableProxy"]
@@ -52,17 +51,13 @@ class _Client:
 
     sock: socket.socket
     condemned: bool = False
-    thread: threading.Thread | None = field(default=None)
+    thread: threading.Thread | None = None
 
     def condemn(self) -> None:
         """Make the connection's thread reset it; may be called from any thread."""
         self.condemned = True
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RD)  # wakes the thread, without an effect on the node yet
-
-    def reset(self) -> None:
-        with contextlib.suppress(OSError):
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
 
 class TableProxy:
@@ -109,15 +104,6 @@ class TableProxy:
         """All calls so far, in the order of their end."""
         with self._lock:
             return tuple(self._exchanges)
-
-    def counts(self) -> Mapping[tuple[str, str], tuple[int, int]]:
-        """Return the numbers of all and of affected calls for each method and path."""
-        seen: Counter[tuple[str, str]] = Counter()
-        disturbed: Counter[tuple[str, str]] = Counter()
-        for exchange in self.exchanges:
-            seen[exchange.method, exchange.path] += 1
-            disturbed[exchange.method, exchange.path] += exchange.trouble is not None
-        return {key: (count, disturbed[key]) for key, count in seen.items()}
 
     def set(self, *disturbances: Disturbance) -> None:
         """Replace all faults; the first one that affects a call applies."""
@@ -215,7 +201,8 @@ class TableProxy:
             client.condemned = True  # the table or the client is gone
         finally:
             if client.condemned:
-                client.reset()
+                with contextlib.suppress(OSError):
+                    client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             reader.close()
             client.sock.close()
             with self._lock:
@@ -225,43 +212,53 @@ class TableProxy:
 
     def _handle(self, client: _Client, request: Request) -> bool:
         """Handle one call, with its fault if there is one; return whether the connection stays open."""
-        number, fate = self._fate(request)
-        if fate is not None and fate.kind == "slow" and not fate.arrives:
+        number, fate = self._draw(request)
+        trouble = None if fate is None else fate.kind
+        if fate is not None and trouble == "slow" and not fate.arrives:
             self._closing.wait(fate.delay_s)
         answer: Answer | None = None
-        arrived = fate is None or fate.arrives or fate.kind == "slow"
+        arrives = fate is None or fate.arrives or trouble == "slow"
         answered = False
         try:
-            if arrived:
+            if arrives:
                 answer = forward(request, self._table)
             answered = self._answer(client, fate, answer)
-            return answered or (fate is not None and fate.kind in ("throttle", "garbage") and not client.condemned)
+            return answered or (trouble in ("throttle", "garbage") and not client.condemned)
         finally:
-            trouble: Trouble | None = None if fate is None else fate.kind
             if client.condemned and not answered:
                 trouble = trouble or "outage"
-            self._write_down(number, request, trouble, answer, arrived=arrived, answered=answered)
+            self._record(
+                Exchange(
+                    number=number,
+                    time=time.time(),
+                    method=request.method,
+                    path=request.target.partition("?")[0],
+                    row=request.row,
+                    trouble=trouble,
+                    arrived=arrives,
+                    status=None if answer is None else answer.status,
+                    answered=answered,
+                )
+            )
 
     def _answer(self, client: _Client, fate: Fate | None, answer: Answer | None) -> bool:
         """Send the client its response; return whether it is the table's complete one."""
+        if fate is not None and fate.kind == "slow" and fate.arrives and not client.condemned:
+            self._closing.wait(fate.delay_s)
         if client.condemned:
             return False
-        kind = None if fate is None else fate.kind
-        if fate is None or kind == "slow":
-            if fate is not None and fate.arrives:
-                self._closing.wait(fate.delay_s)
-            if client.condemned or answer is None:
-                return False
+        if fate is None or fate.kind == "slow":
+            assert answer is not None, "a call without a fault, or a slow one, reaches the table"
             client.sock.sendall(answer.to_bytes())
             return True
-        if kind == "timeout":
+        if fate.kind == "timeout":
             self._hold(client)
-        elif kind == "half" and answer is not None:
+        elif fate.kind == "half" and answer is not None:
             data = answer.to_bytes()
             client.sock.sendall(data[: len(data) - (len(answer.body) or len(data)) // 2])
-        elif kind == "throttle":
+        elif fate.kind == "throttle":
             client.sock.sendall(busy(fate.retry_after_s).to_bytes())
-        elif kind == "garbage":
+        elif fate.kind == "garbage":
             client.sock.sendall(page(fate.status).to_bytes())
         return False
 
@@ -273,7 +270,8 @@ class TableProxy:
                 return
         client.condemned = True
 
-    def _fate(self, request: Request) -> tuple[int, Fate | None]:
+    def _draw(self, request: Request) -> tuple[int, Fate | None]:
+        """Return the number of a call, and its fault if there is one."""
         text = f"{request.target}\n{request.body.decode('utf-8', 'replace')}"
         with self._lock:
             self._seen[request.method] += 1
@@ -288,27 +286,7 @@ class TableProxy:
                 self._hits[id(fate.source)] += 1
             return self._seen.total(), fate
 
-    def _write_down(
-        self,
-        number: int,
-        request: Request,
-        trouble: Trouble | None,
-        answer: Answer | None,
-        *,
-        arrived: bool,
-        answered: bool,
-    ) -> None:
-        exchange = Exchange(
-            number=number,
-            time=time.time(),
-            method=request.method,
-            path=request.target.partition("?")[0],
-            row=request.row,
-            trouble=trouble,
-            arrived=arrived,
-            status=None if answer is None else answer.status,
-            answered=answered,
-        )
+    def _record(self, exchange: Exchange) -> None:
         with self._lock:
             self._exchanges.append(exchange)
             if self._log is not None:
