@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Literal
 
@@ -38,8 +38,7 @@ _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 
 # Standard input is a pipe that only this process holds open, so the emulator ends with this process, even if killed.
-# The system assigns the service's port, and the guard prints it. A free port that was looked up here could belong to
-# another process by the time the service listens.
+# The system assigns the port when the service listens, and the guard prints it.
 _GUARD = """
 process.stdin.on('error', () => {}).on('close', () => process.exit(0)).resume();
 const { Server } = require('net'), listen = Server.prototype.listen;
@@ -74,7 +73,6 @@ class Azurite:
         self._host = host
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._resources = contextlib.ExitStack()
 
     @property
     def endpoint(self) -> str:
@@ -93,15 +91,16 @@ class Azurite:
 
     def __enter__(self) -> Self:
         command = list(self._command or azurite_command(service=self._service))
-        with contextlib.ExitStack() as resources:
-            log = resources.enter_context(tempfile.TemporaryFile())
-            resources.callback(self._stop)
-            self._start(command, log)
-            self._resources = resources.pop_all()
+        try:
+            with tempfile.TemporaryFile() as log:
+                self._start(command, log)
+        except BaseException:
+            self._stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._resources.close()
+        self._stop()
 
     def _start(self, command: list[str], log: IO[bytes]) -> None:
         """Start the service and wait until it listens."""
@@ -117,16 +116,14 @@ class Azurite:
         )
         deadline = time.monotonic() + _START_TIMEOUT_S
         while (listening := _LISTENING.search(_read(log))) is None:
+            problem = ""
             if process.poll() is not None:
-                raise TableUnavailable(
-                    f"Azurite ({' '.join(command[-1:])}) exited with code {process.returncode} before it listened. "
-                    f"Its output: {_tail(log)}"
-                )
-            if time.monotonic() > deadline:
-                raise TableUnavailable(
-                    f"Azurite ({' '.join(command[-1:])}) does not listen after {_START_TIMEOUT_S:g} s. Its output: "
-                    f"{_tail(log)}"
-                )
+                problem = f"exited with code {process.returncode} before it listened"
+            elif time.monotonic() > deadline:
+                problem = f"does not listen after {_START_TIMEOUT_S:g} s"
+            if problem:
+                output = " ".join(_read(log).decode(errors="replace").split())[-800:] or "nothing"
+                raise TableUnavailable(f"Azurite ({' '.join(command[-1:])}) {problem}. Its output: {output}")
             time.sleep(0.05)
         self._port = int(listening[1])
 
@@ -159,12 +156,9 @@ def azurite_command(cache: Path | None = None, package: str = AZURITE_PACKAGE, s
     found = shutil.which(f"azurite-{service}")
     script = Path(found).resolve() if found else None
     if script is None or script.suffix != ".js":  # some installations wrap it in a shell script
-        script = _of_service(install_azurite(cache or user_cache(), package), service)
+        table_script = install_azurite(cache or user_cache(), package)
+        script = table_script.parent.parent / service / table_script.name
     return [str(_node()[0]), "-e", _GUARD, str(script)]
-
-
-def _of_service(script: Path, service: Service) -> Path:
-    return script.parent.parent / service / script.name
 
 
 def install_azurite(cache: Path, package: str = AZURITE_PACKAGE) -> Path:
@@ -183,7 +177,8 @@ def install_azurite(cache: Path, package: str = AZURITE_PACKAGE) -> Path:
     if (home / _SCRIPT).exists():
         return home / _SCRIPT
     cache.mkdir(parents=True, exist_ok=True)
-    with _locked(cache / "azurite.lock"):
+    with (cache / "azurite.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, even if the process is killed
         if (home / _SCRIPT).exists():
             return home / _SCRIPT
         with tempfile.TemporaryDirectory(prefix="installing-", dir=cache) as folder:
@@ -240,16 +235,5 @@ def _node() -> tuple[Path, list[str]]:
     )
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, even if the process is killed
-        yield
-
-
 def _read(log: IO[bytes]) -> bytes:
     return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)  # keeps the writer's file position
-
-
-def _tail(log: IO[bytes]) -> str:
-    return " ".join(_read(log).decode(errors="replace").split())[-800:] or "nothing"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +43,6 @@ class NodeStatus:
     last_line: str = ""
 
     @property
-    def succeeded(self) -> bool:
-        """Whether the node exited successfully."""
-        return self.exit_code == 0
-
-    @property
     def failed(self) -> bool:
         """Whether the node exited by itself with an error."""
         return self.ending == "exited" and self.exit_code not in (0, PREEMPTED, None)
@@ -72,12 +66,10 @@ def phase(nodes: Collection[NodeStatus], ended: RunEnded | None, *, more_to_come
         more_to_come: whether nodes will be added even if none is left.
     """
     running = any(node.ending == "running" for node in nodes)
-    closed = ended is not None or any(node.succeeded for node in nodes)
+    closed = ended is not None or any(node.exit_code == 0 for node in nodes)
     if running:
         return "ending" if closed else "going"
-    if closed or not more_to_come or any(node.failed for node in nodes):
-        return "over"
-    return "going"
+    return "over" if closed or not more_to_come or any(node.failed for node in nodes) else "going"
 
 
 def outcome_of(nodes: Collection[NodeStatus], ended: RunEnded | None, failure: WorkerFailed | None) -> RunEnd:
@@ -88,31 +80,24 @@ def outcome_of(nodes: Collection[NodeStatus], ended: RunEnded | None, failure: W
         ended: event that reports the end of the run, if there was one.
         failure: last worker failure, if there was one.
     """
-    if any(node.succeeded for node in nodes) or (ended is not None and ended.succeeded):
+    if any(node.exit_code == 0 for node in nodes) or (ended is not None and ended.succeeded):
         return RunEnd("succeeded", 0)
     failed = [node for node in nodes if node.failed]
-    code = next((_as_shell(node.exit_code) for node in failed if node.exit_code), NO_NODES_LEFT)
     if ended is not None and ended.message:
-        return RunEnd("failed", code, ended.message)
-    if failure is not None and (ended is not None or failed):
-        text = f"Worker {failure.rank} on {failure.node} exited with {failure.exit_code}: {failure.message}"
-        return RunEnd("failed", code, text)
-    if failed:
+        message = ended.message
+    elif failure is not None and (ended is not None or failed):
+        message = f"Worker {failure.rank} on {failure.node} exited with {failure.exit_code}: {failure.message}"
+    elif failed:
         first = failed[0]
-        words = f" after {first.last_line!r}" if first.last_line else ""
-        text = f"{first.name} exited with {first.exit_code}{words}; its output is in {first.log}"
-        return RunEnd("failed", code, text)
-    ends = ", ".join(f"{node.name} {node.ending}" for node in nodes)
-    return RunEnd(
-        "failed",
-        NO_NODES_LEFT,
-        f"All nodes have ended ({ends}) and the fault schedule adds none, so the run cannot go on. "
-        "Add a node before the last one ends, for example with add@20s.",
-    )
-
-
-def _as_shell(code: int | None) -> int:
-    """Return the exit code as a shell shows it: 128 plus the signal number."""
+        after = f" after {first.last_line!r}" if first.last_line else ""
+        message = f"{first.name} exited with {first.exit_code}{after}; its output is in {first.log}"
+    else:
+        ends = ", ".join(f"{node.name} {node.ending}" for node in nodes)
+        message = (
+            f"All nodes have ended ({ends}) and the fault schedule adds none, so the run cannot go on. "
+            "Add a node before the last one ends, for example with add@20s."
+        )
+    code = failed[0].exit_code if failed else None
     if code is None:
-        return 1
-    return 128 + signal.Signals(-code).value if code < 0 else code
+        return RunEnd("failed", NO_NODES_LEFT, message)
+    return RunEnd("failed", code if code > 0 else 128 - code, message)  # after a signal as in a shell: 128 + its number
