@@ -1,4 +1,4 @@
-"""What becomes of the batch, the gradients and the learning rate when the world size changes."""
+"""The batch, the gradients and the learning rate at a changing world size."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["BatchPolicy", "FixedGlobalBatch", "FixedPerWorkerBatch", "Ramp"]
 
 
 class FixedGlobalBatch(ConfigModel):
-    """The samples of an optimizer step are the same at any world size, so nothing of what is learnt depends on it.
+    """The samples of an optimizer step are the same at any world size, so training does not depend on it.
 
     Args:
-        logical_workers: parts of a step's samples, each a forward and backward pass of its own, which are dealt out to
-            the ranks; a number with many divisors, such as 12, 24 or 60. ``None`` makes one part for each rank.
+        logical_workers: number of parts of a step's samples, each with its own forward and backward pass, that are
+            divided among the ranks; best with many divisors, such as 12, 24 or 60. ``None`` makes one part per rank.
         reduce: ``"allreduce"`` leaves the sum of gradients to data parallelism, where it differs in its last bits
-            between world sizes. ``"exact"`` makes it the same to the bit, at twice the traffic, and with memory for
-            the gradients of all logical workers of a rank; the model must be the same on all ranks, not sharded.
+            between world sizes. ``"exact"`` makes it bit-identical, at twice the traffic, and with memory for the
+            gradients of all logical workers of a rank; the model must be the same on all ranks, not sharded.
     """
 
     kind: Literal["fixed_global"] = "fixed_global"
@@ -30,15 +30,17 @@ class FixedGlobalBatch(ConfigModel):
     @model_validator(mode="after")
     def _exact_needs_parts(self) -> Self:
         if self.reduce == "exact" and self.logical_workers is None:
-            raise ValueError('reduce="exact" adds up the gradients of logical workers; give logical_workers=12, say')
+            raise ValueError(
+                'reduce="exact" adds up the gradients of logical workers; give logical_workers, for example 12'
+            )
         return self
 
 
 class Ramp(ConfigModel):
-    """A learning rate that has to rise does so linearly, since momentum holds the noise of smaller batches.
+    """A linear rise of the learning rate, during which momentum forgets the noise of smaller batches.
 
     Args:
-        steps: that it takes; ``"auto"`` takes ``0.8 * ratio / (1 - momentum)`` for a rise by that ratio.
+        steps: length of the rise; ``"auto"`` is ``0.8 * ratio / (1 - momentum)`` steps for a rise by that ratio.
     """
 
     kind: Literal["ramp"] = "ramp"
@@ -52,19 +54,19 @@ class Ramp(ConfigModel):
 
 
 class FixedPerWorkerBatch(ConfigModel):
-    """Each rank trains as many samples a step as ever, so a step trains more samples the more ranks there are.
+    """The samples per rank and step are fixed, so a step trains more samples with more ranks.
 
-    The loader's ``global_batch_size`` and the script's learning rate are those of ``reference_world_size`` ranks. With
-    ``k`` times as many, a step trains ``k`` times the samples, and the learning rate of each step is multiplied.
+    The loader's ``global_batch_size`` and the script's learning rate apply to ``reference_world_size`` ranks. With
+    ``k`` times as many ranks, a step trains ``k`` times the samples, and its learning rate is multiplied by a factor.
 
     Args:
         scaling: the factor: ``"linear"`` is k, ``"sqrt"`` its square root, ``"adascale"`` between 1 and k by the
-            measured noise of the gradients (Johnson et al., ICML 2020), ``"none"`` is 1. There is no default: which
-            one is right depends on the model and the optimizer.
-        reference_world_size: ranks for which ``global_batch_size`` and the learning rate are chosen.
-        momentum: what is done where the factor rises: a :class:`Ramp`; ``"rescale"`` divides the momentum buffers of
-            SGD by the ratio; ``"none"`` does nothing. Where it falls, it falls at once.
-        max_scale: the factor's limit: beyond some batch no learning rate helps.
+            measured noise of the gradients (Johnson et al., ICML 2020), ``"none"`` is 1. There is no default: the
+            right one depends on the model and the optimizer.
+        reference_world_size: number of ranks for which ``global_batch_size`` and the learning rate are chosen.
+        momentum: compensation of momentum where the factor rises: a :class:`Ramp`; ``"rescale"`` divides the momentum
+            buffers of SGD by the ratio; ``"none"`` does nothing. Where the factor falls, it falls at once.
+        max_scale: limit of the factor: above some batch size no learning rate helps.
         scale_betas: whether Adam's betas and epsilon follow k as well: ``1 - k (1 - beta)``, ``eps / sqrt(k)``
             (Malladi et al., NeurIPS 2022, for ``"sqrt"``).
     """
@@ -78,4 +80,4 @@ class FixedPerWorkerBatch(ConfigModel):
 
 
 BatchPolicy = Annotated[FixedGlobalBatch | FixedPerWorkerBatch, Field(discriminator="kind")]
-"""One of the two."""
+"""Either of the two policies."""

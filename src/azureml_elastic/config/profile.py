@@ -20,7 +20,7 @@ def _ranks(value: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Profile(ConfigModel):
-    """PyTorch's profiler over a few steps, written for TensorBoard; the rest of the run is not slowed down.
+    """Recording of a few steps by PyTorch's profiler, for TensorBoard; the other steps are not slowed down.
 
     Args:
         first: first recorded step, counted from 1 over the whole run, restarts included.
@@ -52,7 +52,7 @@ class Profile(ConfigModel):
         if self.every is not None and self.every < self.steps + self.warmup:
             raise ValueError(
                 f"every={self.every} is below steps + warmup = {self.steps + self.warmup}, so one recording would "
-                "begin before the one before it has ended; raise the first or lower the others"
+                "begin before the previous one has ended; raise every, or lower steps or warmup"
             )
         return self
 
@@ -66,19 +66,16 @@ class Profile(ConfigModel):
 
 
 def recorded_after(profile: Profile, completed: int, entered: int) -> tuple[int, int] | None:
-    """Return the first and the last step of the next recording that can be whole; ``None`` where there is none.
+    """Return the first and the last step of the next complete recording, ``None`` if there is none.
 
     Args:
-        profile: what is asked for.
-        completed: steps of the run that are completed.
-        entered: steps that were completed when the round began.
+        profile: steps to record
+        completed: completed steps of the run
+        entered: completed steps at the beginning of the round
     """
     origin = entered if profile.each_round else 0
-    behind = completed - origin - (profile.first - 1)  # completed steps that the first recording wanted, or later ones
-    number = 0
-    if behind > 0:
-        if profile.every is None:
-            return None
-        number = -(-behind // profile.every)
-    first = origin + profile.first + number * (profile.every or 0)
+    behind = max(0, completed - origin - (profile.first - 1))  # completed steps since the first recording's beginning
+    if behind and profile.every is None:
+        return None
+    first = origin + profile.first + (-(-behind // profile.every) * profile.every if profile.every else 0)
     return first, first + profile.steps - 1

@@ -39,11 +39,7 @@ class Batching:
         return isinstance(self.policy, FixedGlobalBatch) and self.policy.reduce == "exact"
 
     def require_fitting(self, global_batch_size: int) -> None:
-        """Check that the policy can divide windows of a global batch size.
-
-        Raises:
-            UsageError: it cannot.
-        """
+        """Raise ``UsageError`` if the policy cannot divide windows of a global batch size."""
         workers = self.logical_workers
         if workers is not None and workers > global_batch_size:
             raise UsageError(

@@ -46,15 +46,7 @@ class LoaderContext:
 
 
 class ElasticLoader(ABC):
-    """Iterable over this rank's batches, from the position in the data to the end of the epoch.
-
-    Args:
-        state: position of this loader
-        context: position of the run, device and batching
-
-    Raises:
-        UsageError: an option is one that the loader sets itself.
-    """
+    """Iterable over this rank's batches, from the position in the data to the epoch's end; see ``run.loader()``."""
 
     def __init__(self, state: LoaderState, context: LoaderContext) -> None:
         require_foreign(context.options)
@@ -136,11 +128,7 @@ class ElasticLoader(ABC):
 
 
 def require_foreign(options: Mapping[str, Any]) -> None:
-    """Check that no option of a ``DataLoader`` is one that an elastic loader sets itself.
-
-    Raises:
-        UsageError: one is.
-    """
+    """Raise ``UsageError`` if an option of a ``DataLoader`` is one that an elastic loader sets itself."""
     ours = sorted(set(options) & set(_OURS))
     if ours:
         raise UsageError(

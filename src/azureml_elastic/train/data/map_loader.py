@@ -31,16 +31,7 @@ class SizedDataset(Protocol):
 
 
 class MapLoader(ElasticLoader):
-    """Iterable over this rank's batches of a map-style dataset.
-
-    Args:
-        dataset: map-style dataset
-        state: position of this loader
-        context: position of the run, device and batching
-
-    Raises:
-        UsageError: an option is one that the loader sets itself.
-    """
+    """Iterable over this rank's batches of a map-style dataset."""
 
     def __init__(self, dataset: SizedDataset, state: LoaderState, context: LoaderContext) -> None:
         super().__init__(state, context)

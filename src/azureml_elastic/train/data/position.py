@@ -77,11 +77,7 @@ class LoaderState:
     open: MicroBatch | None = None
 
     def require_committed(self) -> None:
-        """Check that no window is open.
-
-        Raises:
-            UsageError: one is.
-        """
+        """Raise ``UsageError`` if a window is open."""
         if self.open is not None:
             raise UsageError(
                 f"The loader was asked for the next batch, but run.commit() was not called after the last one "
@@ -154,11 +150,7 @@ class Position:
         return (self.epoch, *(loader.cursor.epoch for loader in self.loaders.values()))
 
     def add(self, name: str, spec: LoaderSpec) -> LoaderState:
-        """Register a loader and return its state, at the position of the checkpoint if that has one.
-
-        Raises:
-            UsageError: the name is taken, or the data differ from those of the checkpoint.
-        """
+        """Register a loader and return its state, at the position of the checkpoint if that has one."""
         if name in self.loaders:
             raise UsageError(
                 f"run.loader() was called before with name={name!r}; a loader has one position in its data. Give each "
@@ -177,11 +169,7 @@ class Position:
         self.when_entered()
 
     def take(self, loader: LoaderState, micro: MicroBatch) -> None:
-        """Open a micro-batch.
-
-        Raises:
-            UsageError: the last window was not committed.
-        """
+        """Open a micro-batch; the window before it must be committed."""
         if micro.index == 0:
             loader.require_committed()
         loader.open = micro
@@ -195,11 +183,7 @@ class Position:
         self.when_repeated()
 
     def require_whole(self) -> None:
-        """Check that the current step has no more micro-batches.
-
-        Raises:
-            UsageError: it has.
-        """
+        """Raise ``UsageError`` if the current step has more micro-batches."""
         for loader in self.opened:
             assert loader.open is not None
             if not loader.open.last:
@@ -209,11 +193,7 @@ class Position:
                 )
 
     def require_same_weight(self) -> None:
-        """Check that the open micro-batches of several loaders have the same weight.
-
-        Raises:
-            UsageError: they differ.
-        """
+        """Raise ``UsageError`` if the open micro-batches of several loaders differ in weight."""
         micros = {loader.name: loader.open for loader in self.opened if loader.open is not None}
         if len({(micro.weight, micro.samples) for micro in micros.values()}) > 1:
             shares = {name: micro.samples for name, micro in micros.items()}
@@ -223,11 +203,7 @@ class Position:
             )
 
     def commit(self) -> None:
-        """Count the open windows as trained.
-
-        Raises:
-            UsageError: a window has more micro-batches.
-        """
+        """Count the open windows, which must be whole, as trained."""
         self.require_whole()
         ending = False
         for loader in self.opened:
@@ -266,11 +242,7 @@ class Position:
         return {"epoch": self.epoch, "loaders": loaders}
 
     def load(self, document: Mapping[str, Any] | None) -> None:
-        """Restore a saved position, ``None`` for the beginning.
-
-        Raises:
-            UsageError: the data differ from those of the checkpoint.
-        """
+        """Restore a saved position, ``None`` for the beginning; the loaders must have the data of the checkpoint."""
         saved = {} if document is None else dict(document["loaders"])
         for name, loader in self.loaders.items():
             if name in saved:

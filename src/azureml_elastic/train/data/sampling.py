@@ -81,11 +81,7 @@ class LoaderSpec(ABC):
         return asdict(self)
 
     def require_same(self, saved: Mapping[str, Any]) -> None:
-        """Check that the fields of a checkpoint equal these.
-
-        Raises:
-            UsageError: they differ; the message names the fields.
-        """
+        """Raise ``UsageError`` if the fields of a checkpoint differ from these."""
         here = self.to_json()
         changed = [
             f"{name} was {saved.get(name)!r} and is {here.get(name)!r}"

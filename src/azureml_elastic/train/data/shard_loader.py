@@ -31,9 +31,6 @@ class ShardLoader(ElasticLoader):
         state: position of this loader
         context: position of the run, device and batching
         exchange: collective that adds a vector over all ranks, in place
-
-    Raises:
-        UsageError: an option is one that the loader sets itself.
     """
 
     def __init__(
@@ -50,11 +47,7 @@ class ShardLoader(ElasticLoader):
         self._exchange = exchange
 
     def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield this rank's micro-batches from the cursor to the end of the epoch, with their collated samples.
-
-        Raises:
-            UsageError: there are more ranks than streams.
-        """
+        """Yield this rank's micro-batches from the cursor to the end of the epoch, with their collated samples."""
         position, spec, size = self._position, self._spec, self._window_size
         generation, world_size = position.generation, position.identity.world_size
         cursor = self._state.cursor

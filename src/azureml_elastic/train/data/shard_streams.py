@@ -60,11 +60,7 @@ class Shards(Generic[T]):
         return len(self._items)
 
     def shard(self, num_shards: int, index: int) -> Iterable[Any]:
-        """Return the samples of one item.
-
-        Raises:
-            UsageError: ``num_shards`` is not the number of items.
-        """
+        """Return the samples of one item; ``num_shards`` must be the number of items."""
         if num_shards != len(self._items):
             raise UsageError(f"{len(self._items)} items cannot be read as {num_shards} shards.")
         return self._read(self._items[index])
@@ -84,11 +80,7 @@ class ShardSpec(LoaderSpec):
 
     @classmethod
     def make(cls, shards: int, streams: int | None, **fields: Any) -> ShardSpec:
-        """Return the specification with this number of streams, or a suitable one.
-
-        Raises:
-            UsageError: there are too few shards, or too few samples in a step.
-        """
+        """Return the specification with this number of streams, or a suitable one."""
         size = int(fields["global_batch_size"])
         limit = min(shards, size)
         if limit < 1:
@@ -181,11 +173,7 @@ class ShardStreamReader(IterableDataset[Part]):
         return Part(batch, tuple(id_ for _, id_ in taken), tuple((each.number, *each.at) for each in streams), seed)
 
     def filler(self) -> Any:
-        """Return a batch of one or two samples.
-
-        Raises:
-            UsageError: the dataset has none.
-        """
+        """Return a batch of one or two samples."""
         for number in range(self.spec.streams):
             samples = [sample for sample, _ in self._open(number, (0, 0)).take(FILLER_SAMPLES)]
             if samples:

@@ -24,17 +24,7 @@ _OURS = ("elasticity", "nebula")
 def config_for(
     config: Mapping[str, Any], global_batch_size: int, world_size: int, micro_batch_size: int | None = None
 ) -> dict[str, Any]:
-    """Return a copy of a configuration with the batch sizes of a world size.
-
-    Args:
-        config: configuration of DeepSpeed; its ``elasticity`` and ``nebula`` blocks are left out
-        global_batch_size: samples of one optimizer step over all ranks
-        world_size: number of ranks
-        micro_batch_size: micro-batch size of the loader, if it has one
-
-    Raises:
-        UsageError: the configuration has another global batch, or an accumulation that the loader does not have.
-    """
+    """Return a copy of a configuration with the batch sizes of a world size, see ``run.deepspeed_config()``."""
     configured = config.get(_BATCH, "auto")
     if configured not in ("auto", global_batch_size):
         raise UsageError(

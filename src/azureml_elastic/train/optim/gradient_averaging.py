@@ -36,15 +36,12 @@ def averages_gradients(module: nn.Module) -> bool:
 
 
 def require_averaging(objects: Mapping[str, Any], exempt: Sequence[nn.Module], world_size: int) -> None:
-    """Check that every module that is to be tracked averages its gradients.
+    """Raise ``UsageError`` if a module that is to be tracked does not average its gradients.
 
     Args:
         objects: tracked objects by name
         exempt: modules that ``run.wrap(model, average_gradients=False)`` has returned
         world_size: number of ranks
-
-    Raises:
-        UsageError: a module does not.
     """
     for name, value in objects.items():
         if not isinstance(value, nn.Module) or any(value is each for each in exempt) or averages_gradients(value):

@@ -52,11 +52,7 @@ class Gradients:
         self._local = 0.0
 
     def attach(self, state: TrackedState) -> None:
-        """Compute the gradients of the tracked objects.
-
-        Raises:
-            UsageError: the batch policy does not support an object.
-        """
+        """Compute the gradients of the tracked objects, which the batch policy must support."""
         self._state = state
         self._modules = [part for module in state.modules for part in data_parallel_parts(module)]
         self._parameters = _unique(
@@ -95,9 +91,6 @@ class Gradients:
             loss: mean loss of the micro-batch
             micro: current micro-batch
             tokens: number of tokens that the loss is the mean over, ``None`` for a mean over the samples
-
-        Raises:
-            UsageError: only some calls of the step give tokens, or no parameters are tracked.
         """
         if micro.index == 0:
             self._tokens = None if tokens is None else 0

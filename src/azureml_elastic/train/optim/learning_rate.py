@@ -53,11 +53,7 @@ class LearningRate:
         return self._policy is not None and self._policy.scaling == "adascale"
 
     def attach(self, optimizers: list[Optimizer]) -> None:
-        """Register the hooks of optimizers.
-
-        Raises:
-            UsageError: the policy needs a setting that an optimizer does not have.
-        """
+        """Register the hooks of optimizers, which must have the settings that the policy changes."""
         for optimizer in optimizers:
             if self._policy is not None:
                 _require_fitting(self._policy, optimizer)
@@ -86,11 +82,7 @@ class LearningRate:
         self._scale = replace(self._scale, noise=self._scale.noise.observe(local, mean, **sizes))
 
     def steps_of(self, window: Window | None) -> int:
-        """Return by how many steps a schedule advances with the current step.
-
-        Args:
-            window: window of the first loader, ``None`` if it is not open
-        """
+        """Return by how many steps a schedule advances with the current step, given the first loader's window."""
         return math.floor(self._progress + self._advance_of(window)) - math.floor(self._progress)
 
     def commit(self, window: Window | None) -> None:
@@ -141,12 +133,7 @@ class LearningRate:
 
 
 class _HookedOptimizer:
-    """The hooks around an optimizer's steps.
-
-    Args:
-        optimizer: optimizer whose rates change
-        before_step: function of the optimizer that returns the factor, and the ratio of the batch sizes if betas follow
-    """
+    """The hooks around an optimizer's steps; ``before_step`` returns the factor, and the ratio for betas if any."""
 
     def __init__(self, optimizer: Optimizer, before_step: Callable[[Optimizer], tuple[float, float | None]]) -> None:
         self.optimizer = optimizer

@@ -89,13 +89,7 @@ class Scale:
 
 
 def ramp_steps(ramp: Ramp, ratio: float, momentum: float) -> int:
-    """Return the number of steps of a rise.
-
-    Args:
-        ramp: ramp of the policy
-        ratio: ratio of the factors after and before the change
-        momentum: momentum of the optimizer, 0 without one
-    """
+    """Return the number of steps of a rise by a ratio, with the momentum of the optimizer, 0 without one."""
     if ramp.steps != "auto":
         return ramp.steps
     if not 0 < momentum < 1:
@@ -104,13 +98,7 @@ def ramp_steps(ramp: Ramp, ratio: float, momentum: float) -> int:
 
 
 def target(policy: FixedPerWorkerBatch, world_size: int, noise: GradientNoiseScale = _NO_NOISE) -> float:
-    """Return the factor that a policy requires after all ramps.
-
-    Args:
-        policy: batch policy of the run
-        world_size: number of ranks
-        noise: estimates of AdaScale
-    """
+    """Return the factor that a policy requires at a world size after all ramps; AdaScale's follows from the noise."""
     k = world_size / policy.reference_world_size
     gain = noise.gain(policy.reference_world_size, world_size)
     factor = {"linear": k, "sqrt": math.sqrt(k), "adascale": gain, "none": 1.0}[policy.scaling]

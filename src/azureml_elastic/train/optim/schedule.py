@@ -71,11 +71,7 @@ class Schedule:
 
 @dataclass(eq=False)
 class ScheduleCheck:
-    """Check that no tracked scheduler counts steps, because the number of samples of a step varies.
-
-    Args:
-        position: position in the data
-    """
+    """Check that no tracked scheduler counts steps, because the number of samples of a step varies."""
 
     position: Position
     _counted: tuple[Any, list[int]] | None = field(default=None, init=False)
@@ -86,11 +82,7 @@ class ScheduleCheck:
             self._count(tracked)
 
     def end_step(self, tracked: TrackedState | None) -> None:
-        """Check the schedulers after a step.
-
-        Raises:
-            UsageError: one was stepped since the step before, and not by :class:`Schedule`.
-        """
+        """Raise ``UsageError`` if a scheduler was stepped since the step before, and not by :class:`Schedule`."""
         before = self._counted
         self._count(tracked)
         if before is None or self._counted is None or before[0] != self._counted[0] or tracked is None:

@@ -29,17 +29,7 @@ __all__ = ["Evaluation"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A dataset and a measurement.
-
-    Args:
-        measure: function that takes a batch and returns sums over its samples by name
-        dataset: map-style dataset, the same on all ranks
-        batch_size: number of samples of a batch
-        options: further arguments of ``DataLoader``
-
-    Raises:
-        UsageError: the dataset is empty, or an option is one that is set here.
-    """
+    """A dataset and a measurement, see ``run.evaluate()``."""
 
     measure: Callable[[Any], Mapping[str, torch.Tensor | float]]
     dataset: SizedDataset
@@ -55,17 +45,13 @@ class Evaluation:
         require_foreign(self.options)
 
     def run(self, lifecycle: ProcessGroupLifecycle, modules: list[nn.Module]) -> dict[str, float]:
-        """Return the means over all samples, the same on all ranks. A collective.
-
-        Args:
-            lifecycle: process group of this process
-            modules: modules that are in evaluation mode meanwhile
-        """
+        """Return the means over all samples, with these modules in evaluation mode. A collective."""
         while True:
             generation = lifecycle.position.generation
             gathered: list[dict[str, list[float]]] = []
             with lifecycle.guard():
-                lifecycle.share_buffers()
+                for model in lifecycle.models:
+                    model.share_buffers()
                 with _evaluating(modules), torch.no_grad():
                     own = self._sums(lifecycle)
                 gathered = lifecycle.world.control.gather(own)

@@ -79,7 +79,7 @@ def all_arrive(key: str, world_size: int, timeout: float) -> bool:
     """Return whether all ranks of the default process group call this with the same key within a time.
 
     Args:
-        key: name of the meeting
+        key: key in the store of the process group
         world_size: number of ranks
         timeout: time to wait in seconds
     """

@@ -50,10 +50,8 @@ _OTHER_SECONDS = 0.5
 class ProcessGroupLifecycle:
     """The process group of the round, and the transition to the next one.
 
-    Args:
-        context: agent, audit and identity of this process
-
     Attributes:
+        models: models whose gradients are averaged
         device: device of this process
         world: process groups of the round
         position: position in the data
@@ -66,7 +64,7 @@ class ProcessGroupLifecycle:
         self._agent = context.agent
         self._audit = context.audit
         self.training_state: TrainingState | None = None
-        self._models: list[ElasticDataParallel] = []
+        self.models: list[ElasticDataParallel] = []
         self._undo: Callable[[], None] | None = None
         self.discarded = False
         self.over = False
@@ -82,18 +80,8 @@ class ProcessGroupLifecycle:
         """Return a module that averages the gradients of a model over the ranks of every round. A collective."""
         with self.guard(stay=False):
             absorb = self._absorb if self._agent.stays else lambda _: False
-            self._models.append(ElasticDataParallel(model, absorb, lambda: self.discarded, **options))
-        return self._models[-1]
-
-    def dissolve(self) -> None:
-        """End the threads of the process group, which must not outlive the interpreter."""
-        for model in self._models:
-            model.dissolve()
-
-    def share_buffers(self) -> None:
-        """Broadcast the buffers of rank 0, as a training step does. A collective."""
-        for model in self._models:
-            model.share_buffers()
+            self.models.append(ElasticDataParallel(model, absorb, lambda: self.discarded, **options))
+        return self.models[-1]
 
     def discard_step(self) -> None:
         """Discard the current step: :meth:`end_discarded_step` undoes its changes."""
@@ -111,40 +99,36 @@ class ProcessGroupLifecycle:
         """Capture the state before the script's code at the end of an epoch, if this process may hand it over."""
         self._undo = _capture(self._tracked, self.device) if self._hands_over else None
 
-    def give_up(self, *, handed_over: bool = False) -> None:
-        """Leave the round at a step boundary, as all ranks do.
+    def leave_round(self, *, save: bool) -> None:
+        """Leave the round at a step boundary, as all ranks do. A collective.
 
         Args:
-            handed_over: whether the agent has the state of this step
+            save: whether a checkpoint is required even if all ranks keep the state in memory
 
         Raises:
             SystemExit: another process continues.
         """
-        steps = self._state.steps
+        state = self._state
+        handed_over = not save and self.world.control.all_true(self._can_stay() or state.hand_over())
+        if not handed_over:
+            with contextlib.suppress(RoundBroken):  # the state is handed over, and saved first by the next worker
+                state.save(must_commit=True)
         if self._can_stay():
-            self._agent.stopped(steps)
+            self._agent.stopped(state.steps)
             self._rejoin()
             return
         if not handed_over:
-            self._state.hand_over()
-        self._state.abandon_save()
+            state.hand_over()
+        state.abandon_save()
         self.over = True
-        self._agent.stopped(steps)
+        self._agent.stopped(state.steps)
         if self.world.identity.round:
             leave_quickly(self._agent.leave_code)
         raise SystemExit(self._agent.leave_code)
 
-    def hand_over(self) -> bool:
-        """Return whether on *all* ranks the state outlives the round in memory. A collective."""
-        return self.world.control.all_true(self._can_stay() or self._state.hand_over())
-
     @contextlib.contextmanager
     def guard(self, *, stay: bool = True) -> Iterator[None]:
-        """Run a block with collectives; if a peer is lost meanwhile, enter the next round or exit.
-
-        Args:
-            stay: whether this process may enter the next round
-        """
+        """Run a block with collectives; if a peer is lost meanwhile, enter the next round (``stay``) or exit."""
         try:
             yield
         except (RuntimeError, ElasticError) as error:
@@ -208,7 +192,7 @@ class ProcessGroupLifecycle:
             try:
                 self.world.reopen(self._agent.park())
                 self._agent.connected()
-                for model in self._models:
+                for model in self.models:
                     model.reform()
                 self._state.enter()
                 break
@@ -252,10 +236,9 @@ class ProcessGroupLifecycle:
 
     def _give_way(self) -> NoReturn:
         """Exit, so that a new process continues from the state that this one hands over."""
-        unclean = self.discarded or self.position.epoch_ending
-        if self._hands_over and not (unclean and self._undo is None):
-            if unclean and self._undo is not None:
-                self._undo()
+        undo = self._undo if self.discarded or self.position.epoch_ending else lambda: None
+        if self._hands_over and undo is not None:
+            undo()
             self._state.hand_over()
         self._exit()
 

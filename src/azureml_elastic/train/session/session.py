@@ -37,11 +37,7 @@ _LEAVING_SECONDS = 15.0
 
 
 class Session(Training):
-    """One process of an elastic run; made by :func:`~azureml_elastic.train.start`.
-
-    Args:
-        context: components of the session
-    """
+    """One process of an elastic run; made by :func:`~azureml_elastic.train.start`."""
 
     def __init__(self, context: SessionContext) -> None:
         super().__init__(context)
@@ -228,7 +224,8 @@ class Session(Training):
 
     def _close_at_exit(self) -> None:
         self._close()
-        self._lifecycle.dissolve()
+        for model in self._lifecycle.models:
+            model.dissolve()  # its threads must not outlive the interpreter
 
     def _close(self) -> None:
         self._exit_hooks.cancel()

@@ -7,10 +7,9 @@ therefore deferred until the body has ended.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 
-from azureml_elastic.errors import CheckpointError, RoundBroken
+from azureml_elastic.errors import CheckpointError
 from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 from azureml_elastic.train.session.training_state import TrainingState
@@ -21,13 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class StepCommits:
-    """Step boundaries and checkpoints of a session.
-
-    Args:
-        context: agent, audit and profiler
-        lifecycle: process group of this process
-        state: state of the run
-    """
+    """Step boundaries and checkpoints of a session."""
 
     def __init__(self, context: SessionContext, lifecycle: ProcessGroupLifecycle, state: TrainingState) -> None:
         self._context = context
@@ -62,14 +55,7 @@ class StepCommits:
         self._do_deferred()
 
     def save(self, *, wait: bool) -> None:
-        """Take a checkpoint of the last completed step. A collective.
-
-        Args:
-            wait: whether to return only when it is committed
-
-        Raises:
-            CheckpointError: it could not be written, or not committed with ``wait``.
-        """
+        """Take a checkpoint of the last completed step, and wait for its commit if asked to. A collective."""
         if self._position.epoch_ending:
             self._save_deferred = wait or bool(self._save_deferred)
             return
@@ -78,11 +64,7 @@ class StepCommits:
                 raise self._not_committed()
 
     def finish(self) -> None:
-        """Commit the last checkpoint. A collective.
-
-        Raises:
-            CheckpointError: it could not be committed.
-        """
+        """Commit the last checkpoint. A collective."""
         if self._lifecycle.discarded:
             self._lifecycle.end_discarded_step()
         if self._position.epoch_ending:
@@ -120,14 +102,6 @@ class StepCommits:
         with self._lifecycle.guard():
             action = self._context.agent.completed(self._state.steps)
             if action in ("leave", "rejoin"):
-                handed_over = action == "rejoin" and self._lifecycle.hand_over()
-                if not handed_over:
-                    with contextlib.suppress(RoundBroken):  # the state is handed over, and saved first by its successor
-                        self._state.save(must_commit=True)
-                self._lifecycle.give_up(handed_over=handed_over)
+                self._lifecycle.leave_round(save=action == "leave")
                 return
-            self._state.after_step()
-            if self._state.due() or action == "save":
-                self._state.save()
-            else:
-                self._state.take_snapshot()
+            self._state.after_step(save=action == "save")

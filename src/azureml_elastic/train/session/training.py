@@ -32,11 +32,7 @@ __all__ = ["Training"]
 
 
 class Training:
-    """Rank, loaders, epochs, gradients and evaluation of a process.
-
-    Args:
-        context: components of the session
-    """
+    """Rank, loaders, epochs, gradients and evaluation of a process: the part of a session that concerns data."""
 
     def __init__(self, context: SessionContext) -> None:
         self._context = context

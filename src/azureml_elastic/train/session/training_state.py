@@ -105,20 +105,20 @@ class TrainingState:
             self._restore(local, None)
             self._rate.enter(self._identity.world_size)
 
-    def due(self) -> bool:
-        """Return whether a checkpoint is due now. A collective at decision steps."""
-        return self._schedule.due(self.steps)
-
     def has_unsaved_progress(self) -> bool:
         """Return whether a checkpoint would hold more steps or samples than the last one."""
         return self.steps > 0 if self._last_saved is None else self._last_saved != self._here
 
-    def after_step(self) -> None:
-        """Check the save in progress, and prepare the first one, after each step; sometimes a collective."""
+    def after_step(self, *, save: bool) -> None:
+        """Take a checkpoint if it is requested or due, or else a snapshot if that is due. A collective if one is."""
         self.settle(0)
-        if self.tracked is not None and self.steps == self._entered_at + _SETTLED_STEPS:
-            self._checkpoints.prepare(self.tracked)
+        if self.steps == self._entered_at + _SETTLED_STEPS:
+            self._checkpoints.prepare(self._objects)
             self.half_step = False  # reading the state of a new optimizer makes it take an empty step
+        if self._schedule.due(self.steps) or save:
+            self.save()
+        elif self._checkpoints.snapshots and self._snapshot_schedule.due(self.steps):
+            self._take_snapshot()
 
     def save(self, *, must_commit: bool = False) -> bool:
         """Take a checkpoint, and return while it is written. A collective.
@@ -151,10 +151,8 @@ class TrainingState:
         self._agent.free()
         return self._last_saved == self._pending
 
-    def take_snapshot(self) -> None:
-        """Take a snapshot, if one is due and no save is in progress. A collective when due."""
-        if not self._checkpoints.snapshots or not self._snapshot_schedule.due(self.steps):
-            return
+    def _take_snapshot(self) -> None:
+        """Take a snapshot, unless a save is in progress on a rank. A collective."""
         self.settle(0)
         if self._world.control.all_true(not self._checkpoints.under_way):
             self._snapshot_schedule.saving(self.steps)
