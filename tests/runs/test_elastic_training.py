@@ -15,6 +15,7 @@ from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.node_server import start_node
 from tests.support.paths import PROGRAMS, SAMPLES
 from tests.support.whole_runs import GATHERING, after_gathering
 
@@ -26,6 +27,7 @@ SIGTERM_EXIT = 143
 def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
     cluster = LocalCluster(
         options.pop("nodes", (1, 3)),
+        popen=options.pop("popen", start_node),
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         timeout_s=150,
@@ -51,7 +53,17 @@ def test_rank_0_is_lost_and_replaced(tmp_path, table, request, monkeypatch):
     if table == "azurite":
         emulator = request.getfixturevalue("azurite")
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", emulator.connection_string)
-    report = run(tmp_path, "kill=rank0@step:25,add@step:40", PROGRAM, "--epochs", "5", "--full", "3", table=table)
+    report = run(
+        tmp_path,
+        "kill=rank0@step:25,add@step:40",
+        PROGRAM,
+        "--epochs",
+        "5",
+        "--full",
+        "3",
+        table=table,
+        popen=subprocess.Popen,
+    )
     assert_whole(report)
     assert after_gathering(report, 3) == (3, 2, 3)
     assert tuple(json.loads(report.paths.report.read_text())["world_sizes"]) == report.world_sizes

@@ -51,7 +51,7 @@ def assert_nothing_lost(report):
 
 @both
 def test_a_killed_node_costs_no_step(tmp_path, recovery):
-    report = cluster(tmp_path, recovery, "kill=rank0@step:25").run([PROGRAM, "--epochs", "8", "--gather", "3"])
+    report = cluster(tmp_path, recovery, "kill=rank0@step:25").run([PROGRAM, "--epochs", "5", "--gather", "3"])
     assert_nothing_lost(report)
     assert after_gathering(report, 3) == (3, 2)
     assert report.recoveries[-1].lost == report.faults[0].nodes
@@ -59,7 +59,7 @@ def test_a_killed_node_costs_no_step(tmp_path, recovery):
 
 @both
 def test_a_frozen_node_costs_no_step_and_comes_back(tmp_path, recovery):
-    arguments = [PROGRAM, "--epochs", "8", "--full", "2"]
+    arguments = [PROGRAM, "--epochs", "5", "--full", "2"]
     report = cluster(tmp_path, recovery, "freeze=rank0@step:25/12s", nodes=(1, 2)).run(arguments)
     assert_nothing_lost(report)
     assert after_gathering(report, 2) == (2, 1, 2)
@@ -67,7 +67,7 @@ def test_a_frozen_node_costs_no_step_and_comes_back(tmp_path, recovery):
 
 @both
 def test_a_newcomer_costs_no_step(tmp_path, recovery):
-    arguments = [PROGRAM, "--epochs", "8", "--full", "3"]
+    arguments = [PROGRAM, "--epochs", "5", "--full", "3"]
     report = cluster(tmp_path, recovery, "kill=any@step:10,add@step:20").run(arguments)
     assert_nothing_lost(report)
     assert after_gathering(report, 3) == (3, 2, 3)
@@ -78,7 +78,7 @@ def test_a_killed_worker_costs_no_step(tmp_path, recovery):
     running = cluster(tmp_path, recovery, nodes=(1, 2))
     killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 25))
     killer.start()
-    report = running.run([PROGRAM, "--epochs", "8", "--full", "2"])
+    report = running.run([PROGRAM, "--epochs", "5", "--full", "2"])
     killer.join()
     assert_nothing_lost(report)
     failures = [event for event in EventReader(report.paths.events).read() if isinstance(event, WorkerFailed)]
@@ -90,7 +90,7 @@ def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
     running = cluster(tmp_path, "in_process", nodes=(1, 2), handover_s=60, processes_per_node=2)
     killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 25))
     killer.start()
-    report = running.run([PROGRAM, "--epochs", "8", "--full", "4"])
+    report = running.run([PROGRAM, "--epochs", "5", "--full", "4"])
     killer.join()
     assert_nothing_lost(report)
     assert after_gathering(report, 4) == (4, 2, 4)
@@ -103,7 +103,7 @@ def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
 
 
 def test_survivors_keep_their_processes(tmp_path):
-    report = cluster(tmp_path, "in_process", "kill=rank0@step:25").run([PROGRAM, "--epochs", "8", "--gather", "3"])
+    report = cluster(tmp_path, "in_process", "kill=rank0@step:25").run([PROGRAM, "--epochs", "5", "--gather", "3"])
     assert_nothing_lost(report)
     pids: dict[str, set[int]] = {}
     for event in EventReader(report.paths.events).read():

@@ -37,6 +37,9 @@ _CODE = f"import sys\nsys.path.insert(1, {_ROOT!r})\n" + script_runner.OUTERMOST
     "from azureml_elastic.node.preload import server as serving",
     "from tests.support import node_server as serving\nsys.path.remove(" + repr(_ROOT) + ")",
 )
+_PYTHON = (sys.executable, "-u", "-c")
+"""How local clusters start a preload server; the fork server starts alike, so that its forks have unbuffered output."""
+
 _EARLY = ("KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH")
 """Beginnings of variables that are read when the interpreter starts or a library is imported."""
 
@@ -101,7 +104,7 @@ def _server(early: tuple[tuple[str, str], ...]) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     others = {name: value for name, value in os.environ.items() if not name.startswith(_EARLY)}
     process = subprocess.Popen(
-        [sys.executable, "-c", _CODE, str(theirs.fileno())],
+        [*_PYTHON, _CODE, str(theirs.fileno())],
         env={MARKER: "-" * _MARKER_BYTES, **others, **dict(early)},
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
@@ -197,7 +200,7 @@ def _node(request: dict[str, Any], output: int, marker: int) -> Callable[[], Any
     child = _ForkedChild(waiting, ["preload server"])
 
     def start_preload(words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
-        if words[:2] != [sys.executable, "-c"] or _early(env) != early:
+        if tuple(words[: len(_PYTHON)]) != _PYTHON or _early(env) != early:
             return subprocess.Popen(words, env=env, pass_fds=pass_fds, **options)
         descriptors = [*pass_fds, options["stdout"].fileno(), options["stderr"].fileno()]
         _send(ours, {"words": words, "env": dict(env), "folder": str(Path.cwd())}, descriptors)
@@ -231,7 +234,8 @@ def _preload(link: socket.socket) -> Callable[[], Any]:
     script_runner.adopt_descriptors(stdout, stderr)
     script_runner.reset_process_state()
     words = list(request["words"])
-    words[3] = str(agent)
+    server = len(_PYTHON) + 1  # behind the code
+    words[server] = str(agent)
     sys.orig_argv[:] = words
-    sys.argv[:] = ["-c", *words[3:]]
+    sys.argv[:] = ["-c", *words[server:]]
     return preload_server.serve()
