@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,9 @@ def test_a_plain_script_with_its_own_checkpoint_is_elastic_too(tmp_path):
     arguments = ("--epochs", "32", "--step-delay", "0.05", "--checkpoint", str(tmp_path / "own.pt"))
     report = run(tmp_path, "kill=rank0@5s,add@6s", script, *arguments, audit=False)
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
-    assert after_gathering(report, 3) == (3, 2, 3)
+    # On a busy machine the third node may come after the loss, which is at a time instead of a step.
+    assert any(later < earlier for earlier, later in pairwise(report.world_sizes))
+    assert report.world_sizes[-1] == 3
 
 
 def test_a_sharded_model_is_resharded_for_the_nodes_that_are_there(tmp_path):
