@@ -123,7 +123,7 @@ def _facts(report: Report, accuracy: float | None, bottom: float) -> list[str]:
             f"{audit.rolled_back_steps} steps were rolled back and trained again"
         )
     measured = [
-        f"back at work {one.seconds:.1f} s after the loss of {', '.join(one.lost)}" for one in report.recoveries
+        f"training resumed {one.seconds:.1f} s after the loss of {', '.join(one.lost)}" for one in report.recoveries
     ]
     if accuracy is not None:
         measured.append(f"accuracy on held-out digits {accuracy:.1%}")

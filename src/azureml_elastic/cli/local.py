@@ -124,7 +124,7 @@ def demo(run_dir: RunFolder = None, live: LiveOption = None) -> None:
     if result.accuracy is not None:
         console.print(f"accuracy on held-out digits: {result.accuracy:.1%}", highlight=False)
     for recovery in result.report.recoveries:
-        console.print(f"back at work {recovery.seconds:.1f} s after the loss of {', '.join(recovery.lost)}")
+        console.print(f"training resumed {recovery.seconds:.1f} s after the loss of {', '.join(recovery.lost)}")
     for doubt in result.doubts:
         console.print(doubt, style="red", markup=False)
     console.print(f"files: {result.report.paths.run_dir}", soft_wrap=True, highlight=False)

@@ -43,23 +43,20 @@ class EventReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, LineReader] = {}
-        self._skipped = 0
-
-    @property
-    def skipped(self) -> int:
+        self.skipped = 0
         """Number of complete lines that are not events of a known kind."""
-        return self._skipped
+        self._folder = folder
+        self._files: dict[Path, LineReader] = {}
 
     def read(self) -> list[Event]:
         """Return the events written since the last call."""
+        events: list[Event] = []
         for path in sorted(self._folder.glob("*.jsonl")):
-            if path.name not in self._files:
-                self._files[path.name] = LineReader(path)
-        lines = [line for name in sorted(self._files) for line in self._files[name].read()]
-        events = [event for line in lines if (event := _parse(line)) is not None]
-        self._skipped += len(lines) - len(events)
+            for line in self._files.setdefault(path, LineReader(path)).read():
+                try:
+                    events.append(read_event(line))
+                except ValueError:
+                    self.skipped += 1
         return events
 
 
@@ -73,13 +70,6 @@ def read_samples(folder: Path) -> tuple[list[SampleLine], int]:
     texts = [text for path in sorted(folder.glob("round-*.jsonl")) for text in path.read_bytes().split(b"\n") if text]
     lines = [line for text in texts if (line := _parse_samples(text)) is not None]
     return lines, len(texts) - len(lines)
-
-
-def _parse(line: bytes) -> Event | None:
-    try:
-        return read_event(line)
-    except ValueError:
-        return None
 
 
 def _parse_samples(text: bytes) -> SampleLine | None:

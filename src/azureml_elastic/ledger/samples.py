@@ -119,20 +119,18 @@ def audit_samples(
     surviving = surviving_steps(restored, (line.round for line in lines))
     counted = [line for line in lines if line.step <= surviving[line.round]]
     undone = [line for line in lines if line.step > surviving[line.round]]
-    sizes = _sizes(everything, lines, dataset_size)
+    known, longest = _sizes(everything, lines, dataset_size)
     occurrences: dict[tuple[str, int], Counter[int]] = {}
     for line in counted:
         occurrences.setdefault((line.loader, line.epoch), Counter()).update(line.ids)
-    last: dict[str, int] = {}
-    for loader, epoch in occurrences:
-        last[loader] = max(epoch, last.get(loader, -1))
+    last = dict(sorted(occurrences))  # the last epoch of each loader
     absent = {
-        (loader, epoch): sizes[loader, epoch] - len(occurrences.get((loader, epoch), ()))
+        (loader, epoch): known.get((loader, epoch), longest[loader]) - len(occurrences.get((loader, epoch), ()))
         for loader, end in last.items()
         for epoch in range(end + 1)
     }
     return SampleAudit(
-        dataset_size=max(sizes.longest.values(), default=0),
+        dataset_size=max(longest.values(), default=0),
         epochs=max(last.values(), default=-1) + 1,
         steps=len({line.step for line in counted}),
         seen=sum(seen.total() for seen in occurrences.values()),
@@ -145,31 +143,25 @@ def audit_samples(
     )
 
 
-class _Sizes(dict[tuple[str, int], int]):
-    """Number of samples by loader and epoch; an unknown epoch is as long as the loader's longest."""
+def _sizes(
+    everything: Iterable[SampleLine], lines: list[SampleLine], dataset_size: int | None
+) -> tuple[dict[tuple[str, int], int], dict[str, int]]:
+    """Return the recorded number of samples by loader and epoch, and that of each loader's longest epoch.
 
-    def __init__(self, known: Mapping[tuple[str, int], int], longest: Mapping[str, int]) -> None:
-        super().__init__(known)
-        self.longest = longest
-
-    def __missing__(self, key: tuple[str, int]) -> int:
-        return self.longest[key[0]]
-
-
-def _sizes(everything: Iterable[SampleLine], lines: list[SampleLine], dataset_size: int | None) -> _Sizes:
-    """Return the number of samples of each epoch: as given, from the epoch's last line, or from the largest index."""
+    The latter is the given one, the largest recorded one, or the largest index plus one.
+    """
     if dataset_size is not None:
-        return _Sizes({}, {line.loader: dataset_size for line in lines})
+        return {}, {line.loader: dataset_size for line in lines}
     recorded: dict[tuple[str, int], tuple[int, int, int]] = {}
     for line in everything:
         if line.of is not None:
             key, latest = (line.loader, line.epoch), (line.round, line.step, line.of)
             recorded[key] = max(latest, recorded.get(key, latest))
     known = {key: size for key, (_, _, size) in recorded.items()}
+    recorded_loaders = {loader for loader, _ in known}
+    sizes = [(loader, size) for (loader, _), size in known.items()]
+    sizes += [(line.loader, max(line.ids, default=-1) + 1) for line in lines if line.loader not in recorded_loaders]
     longest: dict[str, int] = {}
-    for line in lines:
-        if not any(loader == line.loader for loader, _ in known):
-            longest[line.loader] = max(longest.get(line.loader, 0), max(line.ids, default=-1) + 1)
-    for (loader, _), size in known.items():
+    for loader, size in sizes:
         longest[loader] = max(longest.get(loader, 0), size)
-    return _Sizes(known, longest)
+    return known, longest

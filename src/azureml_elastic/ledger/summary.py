@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,6 @@ __all__ = [
     "RunState",
     "audit_folder",
     "load_report",
-    "summarise",
 ]
 
 REPORT_FILE = "report.json"
@@ -108,6 +107,18 @@ class Report(_Record):
         """Last reported step."""
         return max((round_.last_step or 0 for round_ in self.rounds), default=0)
 
+    def with_timeline(self, events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()) -> Report:
+        """Return the report with the rounds and recoveries of the run.
+
+        Args:
+            events: events of all nodes.
+            losses: observed losses, see :func:`~azureml_elastic.ledger.timeline.recoveries`.
+        """
+        rounds = tuple(timeline.rounds(events))
+        recoveries = tuple(timeline.recoveries(events, losses))
+        sizes = tuple(timeline.world_sizes(rounds))
+        return self.model_copy(update={"rounds": rounds, "recoveries": recoveries, "world_sizes": sizes})
+
     def write(self) -> Path:
         """Write the file and return its path."""
         self.paths.report.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -118,52 +129,6 @@ def audit_folder(paths: Paths, events: Sequence[Event]) -> SampleAudit | None:
     """Audit the run's recorded samples; return ``None`` if there are none."""
     lines, torn = read_samples(paths.samples)
     return audit_samples(lines, restored_steps(events), torn_lines=torn) if lines else None
-
-
-def summarise(
-    events: Sequence[Event],
-    *,
-    paths: Paths,
-    outcome: RunState,
-    exit_code: int,
-    message: str = "",
-    run_id: str = "",
-    nodes: Sequence[NodeSummary] = (),
-    faults: Sequence[FaultRecord] = (),
-    audit: SampleAudit | None = None,
-    losses: Sequence[tuple[str, float]] = (),
-    skipped_events: int = 0,
-) -> Report:
-    """Return the report of a run from its events and from what its launcher has observed.
-
-    Args:
-        events: events of all nodes.
-        paths: paths of the run's files.
-        outcome: outcome of the run.
-        exit_code: exit code of the run.
-        message: reason of a failure.
-        run_id: name of the run in the table.
-        nodes: ends of the nodes in the order of their starts.
-        faults: injected faults in order.
-        audit: result of the sample audit.
-        losses: observed losses, see :func:`~azureml_elastic.ledger.timeline.recoveries`.
-        skipped_events: number of unreadable lines in the event files.
-    """
-    rounds = timeline.rounds(events)
-    return Report(
-        run_id=run_id,
-        outcome=outcome,
-        exit_code=exit_code,
-        message=message,
-        world_sizes=tuple(timeline.world_sizes(rounds)),
-        rounds=tuple(rounds),
-        recoveries=tuple(timeline.recoveries(events, losses)),
-        nodes=tuple(nodes),
-        faults=tuple(faults),
-        audit=audit,
-        skipped_events=skipped_events,
-        paths=paths,
-    )
 
 
 def load_report(run_dir: Path) -> Report:
@@ -188,26 +153,18 @@ def load_report(run_dir: Path) -> Report:
             f"{run_dir} contains neither {REPORT_FILE} nor events of a run. Give the folder that "
             "'azureml-elastic local' printed at its end (--run-dir, or one below ./runs)."
         )
-    ending = timeline.outcome(events)
-    return summarise(
-        events,
+    outcome, message = timeline.outcome(events)
+    nodes = {event.node: NodeSummary(name=event.node) for event in events if isinstance(event, NodeStarted)}
+    for event in events:
+        if isinstance(event, NodeLeft) and event.node in nodes:
+            nodes[event.node] = NodeSummary(name=event.node, exit_code=event.exit_code, ending="exited")
+    report = Report(
         paths=paths,
-        outcome=ending.state,
-        exit_code=0 if ending.state == "succeeded" else 1,
-        message=ending.message,
-        nodes=_nodes(events),
+        outcome=outcome,
+        exit_code=0 if outcome == "succeeded" else 1,
+        message=message,
+        nodes=tuple(nodes.values()),
         audit=audit_folder(paths, events),
         skipped_events=reader.skipped,
     )
-
-
-def _nodes(events: Sequence[Event]) -> list[NodeSummary]:
-    """Return the ends of the nodes according to their events."""
-    names = list(dict.fromkeys(event.node for event in events if isinstance(event, NodeStarted)))
-    left = {event.node: event for event in events if isinstance(event, NodeLeft)}
-    return [
-        NodeSummary(name=name, exit_code=left[name].exit_code, ending="exited")
-        if name in left
-        else NodeSummary(name=name)
-        for name in names
-    ]
+    return report.with_timeline(events)

@@ -23,7 +23,7 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 
-__all__ = ["Outcome", "RecoverySpan", "RoundSpan", "outcome", "recoveries", "rounds", "world_sizes"]
+__all__ = ["RecoverySpan", "RoundSpan", "outcome", "recoveries", "rounds", "world_sizes"]
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,6 @@ class RecoverySpan:
     reason: str
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of the run according to its nodes."""
-
-    state: Literal["succeeded", "failed", "unfinished"]
-    message: str = ""
-
-
 def rounds(events: Iterable[Event]) -> list[RoundSpan]:
     """Return the sealed rounds by number."""
     by_round: dict[int, list[Event]] = {}
@@ -129,31 +121,20 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
         resumed = next((later for later in all_rounds[index + 1 :] if later.last_step is not None), None)
         if resumed is None or not (lost or round_.number in failed_in):
             continue
-        measured = _pause(events, round_, resumed, [time for node, time in losses if node in lost])
-        if measured is None:
-            continue
-        seconds, since = measured
-        found.append(
-            RecoverySpan(
-                round=round_.number,
-                resumed=resumed.number,
-                step=resumed.first_step or 0,
-                seconds=seconds,
-                since=since,
-                lost=lost,
-                reason=round_.reason,
-            )
-        )
+        pause = _pause(events, round_, resumed, [time for node, time in losses if node in lost])
+        if pause is not None:
+            step = resumed.first_step or 0
+            found.append(RecoverySpan(round_.number, resumed.number, step, *pause, lost, round_.reason))
     return found
 
 
-def outcome(events: Iterable[Event]) -> Outcome:
-    """Return the outcome of the run."""
-    endings = [event for event in events if isinstance(event, RunEnded)]
-    if not endings:
-        return Outcome("unfinished")
-    last = max(endings, key=lambda event: event.round)
-    return Outcome("succeeded" if last.succeeded else "failed", last.message)
+def outcome(events: Iterable[Event]) -> tuple[Literal["succeeded", "failed", "unfinished"], str]:
+    """Return the outcome of the run according to its nodes, and the reason of a failure."""
+    ends = [event for event in events if isinstance(event, RunEnded)]
+    if not ends:
+        return "unfinished", ""
+    last = max(ends, key=lambda event: event.round)
+    return "succeeded" if last.succeeded else "failed", last.message
 
 
 def _round(number: int, events: list[Event]) -> RoundSpan:
@@ -200,20 +181,18 @@ def _pause(
     events: Sequence[Event], before: RoundSpan, after: RoundSpan, lost_at: Sequence[float]
 ) -> tuple[float, Literal["loss", "notice", "last step"]] | None:
     """Return the time from the loss to the first step afterwards, as exactly as the events allow."""
-    resumed = _times(events, after.number, Progress)
-    back = min(times[0] for times in resumed.values())
+    resumed = {node: times[0] for node, times in _times(events, after.number, Progress).items()}
+    back = min(resumed.values())
     within = [time for time in lost_at if before.started <= time <= back]
     if within:
         return back - min(within), "loss"
     # A hang is detected long after training has stopped, so the last step counts.
     hung = _times(events, before.number, HangDetected)
     noticed = {} if hung else _times(events, before.number, WorkerFailed, RoundReopened)
-    pauses = [resumed[node][0] - noticed[node][0] for node in resumed if node in noticed]
-    if pauses:
+    if pauses := [resumed[node] - times[0] for node, times in noticed.items() if node in resumed]:
         return max(0.0, min(pauses)), "notice"
     trained = _times(events, before.number, Progress)
-    pauses = [resumed[node][0] - trained[node][-1] for node in resumed if node in trained]
-    if pauses:
+    if pauses := [resumed[node] - times[-1] for node, times in trained.items() if node in resumed]:
         return max(0.0, min(pauses)), "last step"
     return None
 

@@ -18,7 +18,6 @@ from azureml_elastic.ledger.summary import (
     Report,
     RunState,
     audit_folder,
-    summarise,
 )
 from azureml_elastic.local.board import Board
 from azureml_elastic.local.faults.model import Add, Freeze, Kill, Preempt, Schedule, TableTrouble
@@ -57,6 +56,11 @@ class _Node:
         if self.exit_code is not None:
             ending = self.forced or "exited"
         return NodeStatus(self.name, ending, self.exit_code, self.process.log, self.last_line)
+
+    @property
+    def summary(self) -> NodeSummary:
+        status = self.status
+        return NodeSummary(name=self.name, exit_code=self.exit_code, ending=status.ending, leftovers=self.leftovers)
 
 
 @dataclass(order=True)
@@ -142,24 +146,18 @@ class Launch:
 
     def report(self, outcome: RunState, exit_code: int, message: str) -> Report:
         """Return the run's report."""
-        return summarise(
-            self._events,
+        report = Report(
             paths=self.paths,
             outcome=outcome,
             exit_code=exit_code,
             message=message,
             run_id=self.plan.run_id or "",
-            nodes=[
-                NodeSummary(
-                    name=node.name, exit_code=node.exit_code, ending=node.status.ending, leftovers=node.leftovers
-                )
-                for node in self._nodes.values()
-            ],
-            faults=self._faults,
+            nodes=tuple(node.summary for node in self._nodes.values()),
+            faults=tuple(self._faults),
             audit=audit_folder(self.paths, self._events) if self.plan.audit else None,
-            losses=self._losses,
             skipped_events=self._reader.skipped,
         )
+        return report.with_timeline(self._events, self._losses)
 
     def _start(self, count: int) -> tuple[str, ...]:
         names = tuple(f"node-{len(self._nodes) + index}" for index in range(count))

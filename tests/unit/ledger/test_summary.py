@@ -5,7 +5,7 @@ import json
 import pytest
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, audit_folder, load_report, summarise
+from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, Report, audit_folder, load_report
 from tests.support.histories import loss_and_newcomer
 
 
@@ -17,16 +17,14 @@ def write_events(folder, events):
 
 
 def test_a_report_survives_its_file(tmp_path):
-    report = summarise(
-        loss_and_newcomer(),
+    report = Report(
         paths=Paths.of(tmp_path),
         outcome="succeeded",
         exit_code=0,
         run_id="run",
-        nodes=[NodeSummary(name="node-0", exit_code=-9, ending="killed")],
-        faults=[FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0)],
-        losses=[("node-0", 23.0)],
-    )
+        nodes=(NodeSummary(name="node-0", exit_code=-9, ending="killed"),),
+        faults=(FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0),),
+    ).with_timeline(loss_and_newcomer(), losses=[("node-0", 23.0)])
     assert report.world_sizes == (3, 2, 3)
     assert report.last_step == 30
     assert report.recoveries[0].since == "loss"

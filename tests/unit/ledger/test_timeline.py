@@ -119,7 +119,7 @@ def test_without_a_step_afterwards_there_is_no_recovery():
 
 
 def test_outcome():
-    assert outcome(loss_and_newcomer()).state == "succeeded"
-    assert outcome([NodeLeft(time=0, node="a", reason="preempted", exit_code=143)]).state == "unfinished"
+    assert outcome(loss_and_newcomer()) == ("succeeded", "")
+    assert outcome([NodeLeft(time=0, node="a", reason="preempted", exit_code=143)]) == ("unfinished", "")
     failed = RunEnded(time=0, node="a", round=4, succeeded=False, message="why")
-    assert (outcome([failed]).state, outcome([failed]).message) == ("failed", "why")
+    assert outcome([failed]) == ("failed", "why")

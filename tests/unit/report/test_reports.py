@@ -10,7 +10,7 @@ from rich.console import Console
 
 from azureml_elastic.errors import MissingExtra, UsageError
 from azureml_elastic.ledger.samples import SampleAudit
-from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, Report, summarise
+from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, Report
 from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.report.html import write_html
 from azureml_elastic.report.picture import lifelines, size_chart, time_axis
@@ -19,20 +19,19 @@ from tests.support.histories import loss_and_newcomer
 
 
 def report(tmp_path, **changes):
-    made = summarise(
-        loss_and_newcomer(),
+    made = Report(
         paths=Paths.of(tmp_path),
         outcome="succeeded",
         exit_code=0,
         run_id="run-7",
-        nodes=[
+        nodes=(
             NodeSummary(name="node-0", exit_code=-9, ending="killed"),
             *(NodeSummary(name=f"node-{index}", exit_code=0, ending="exited") for index in (1, 2, 3)),
-        ],
-        faults=[FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0)],
+        ),
+        faults=(FaultRecord(fault="kill=rank0@step:12", nodes=("node-0",), step=12, time=23.0),),
         audit=SampleAudit(dataset_size=100, epochs=3, steps=30, seen=300, rolled_back_steps=2, rolled_back_samples=20),
     )
-    return made.model_copy(update=changes)
+    return made.with_timeline(loss_and_newcomer()).model_copy(update=changes)
 
 
 def rendered(renderable, width=120):
