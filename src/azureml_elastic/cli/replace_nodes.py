@@ -41,7 +41,7 @@ def replace_nodes(
     variables = find_workspace(subscription, group, workspace).variables
     require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
 
-    from azureml_elastic.node.replacement.remote import open_replacer
+    from azureml_elastic.node.replacement.replacer import open_replacer
 
     given = {"max_replacements": max_replacements, "budget": budget}
     changes = {name: value for name, value in given.items() if value is not None}

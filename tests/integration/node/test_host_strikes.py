@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import HealthPolicy, TableRendezvous
 from azureml_elastic.errors import RowChanged, TableUnavailable
-from azureml_elastic.node.failures.fault_attribution import faulty_members, incident_id, worker_fault
-from azureml_elastic.node.failures.host_strikes import STRIKE_PREFIX, HostStrikes
+from azureml_elastic.node.failures.host_strikes import (
+    STRIKE_PREFIX,
+    HostStrikes,
+    faulty_members,
+    incident_id,
+    worker_fault,
+)
 from azureml_elastic.node.host.identity import host_id
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.table import open_table

@@ -30,8 +30,7 @@ from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.failures.classification import Failure, hang_failure, root_cause
-from azureml_elastic.node.failures.fault_attribution import faulty_members, incident_id, worker_fault
-from azureml_elastic.node.failures.host_strikes import HostStrikes
+from azureml_elastic.node.failures.host_strikes import HostStrikes, faulty_members, incident_id, worker_fault
 from azureml_elastic.node.failures.restart_decision import apply_restart_policy
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.policy import Hang

@@ -86,9 +86,10 @@ class NodeTokenCredential:
 
         def requests(resource: str) -> list[HttpRequest]:
             if secret:
-                query = {"api-version": "2017-09-01", "resource": resource, **_present(clientid=client_id)}
+                query = {"api-version": "2017-09-01", "resource": resource}
+                query |= {"clientid": client_id} if client_id else {}
                 return [HttpRequest("GET", _with_query(address, query), headers={"secret": secret})]
-            form = {"resource": resource, **_present(client_id=client_id)}
+            form = {"resource": resource} | ({"client_id": client_id} if client_id else {})
             headers = {"Metadata": "true"}
             return [
                 HttpRequest("POST", address, data=form, headers=headers),
@@ -142,10 +143,8 @@ class NodeTokenCredential:
         )
 
     def _expiry(self, content: Mapping[str, Any]) -> int:
-        on, seconds = content.get("expires_on", content.get("expiresOn")), content.get("expires_in")
-        if on is not None:
-            return _epoch(str(on))
-        return int(self.clock()) + int(seconds if seconds is not None else 0)
+        on = content.get("expires_on", content.get("expiresOn"))
+        return _epoch(str(on)) if on is not None else int(self.clock()) + int(content.get("expires_in") or 0)
 
 
 def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
@@ -163,30 +162,21 @@ def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -
         TableForbidden: no available identity gets a token.
         TableUnavailable: the token service of the node does not answer.
     """
-    match rendezvous.credential:
-        case "managed_identity":
-            return _managed(rendezvous, environ)
-        case "on_behalf_of":
-            return _on_behalf_of(environ)
-        case "connection_string":
-            return _connection_string(rendezvous.connection_string_variable, environ)
-        case "developer":
-            return developer_credential()
-        case "auto":
-            return _first(rendezvous, environ)
-
-
-def _first(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
-    candidates = [developer_credential]
-    if environ.get(rendezvous.connection_string_variable):
-        candidates.insert(0, lambda: _connection_string(rendezvous.connection_string_variable, environ))
-    if environ.get("OBO_ENDPOINT"):
-        candidates.insert(0, lambda: _on_behalf_of(environ))
-    if environ.get("MSI_ENDPOINT"):
-        candidates.insert(0, lambda: _managed(rendezvous, environ))
+    variable = rendezvous.connection_string_variable
+    factories: dict[str, Callable[[], TableCredential]] = {
+        "managed_identity": lambda: _managed(rendezvous, environ),
+        "on_behalf_of": lambda: _on_behalf_of(environ),
+        "connection_string": lambda: _connection_string(variable, environ),
+        "developer": developer_credential,
+    }
+    if rendezvous.credential != "auto":
+        return factories[rendezvous.credential]()
+    required = {"managed_identity": "MSI_ENDPOINT", "on_behalf_of": "OBO_ENDPOINT", "connection_string": variable}
     refusals: list[str] = []
-    for candidate in candidates:
-        credential = candidate()
+    for kind, factory in factories.items():
+        if kind in required and not environ.get(required[kind]):
+            continue
+        credential = factory()
         try:
             if credential.token is not None:
                 credential.token.get_token(STORAGE_SCOPE)
@@ -200,7 +190,7 @@ def _first(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCred
         "No identity can open the table. Tried in order: " + " | ".join(refusals) + " | Give the compute "
         "a managed identity, submit the job with the user's identity, or name one with the rendezvous' credential=; "
         "it needs the role 'Storage Table Data Contributor' on the storage account. "
-        f"A connection string would be read from {rendezvous.connection_string_variable}."
+        f"A connection string would be read from {variable}."
     )
 
 
@@ -252,10 +242,6 @@ def developer_credential() -> TableCredential:
 
 def _with_query(address: str, query: Mapping[str, str]) -> str:
     return f"{address}{'&' if '?' in address else '?'}{urlencode(query)}"
-
-
-def _present(**values: str | None) -> dict[str, str]:
-    return {name: value for name, value in values.items() if value}
 
 
 def _epoch(text: str) -> int:

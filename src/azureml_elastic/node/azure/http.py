@@ -1,27 +1,41 @@
-"""Requests for small JSON documents, over azure-core's transport and within a time limit."""
+"""Requests for small JSON documents over azure-core's transport, and retries of a network call within a time limit.
+
+tenacity retries here, not azure-core's ``RetryPolicy``: that policy limits connecting but not reading by the time left,
+sleeps for any ``Retry-After``, adds no jitter, and does not retry a POST (an insert) whose answer was lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from azureml_elastic.errors import MissingExtra, TableUnavailable, UsageError
-from azureml_elastic.node.azure.retry import CALL_TIMEOUT, retry
+
+__all__ = ["CALL_TIMEOUT", "AzureError", "HttpRequest", "Reply", "fetch", "retry"]
 
 try:
     from azure.core.credentials import TokenCredential
     from azure.core.exceptions import AzureError
     from azure.core.pipeline.transport import RequestsTransport
     from azure.core.rest import HttpRequest
+    from tenacity import RetryCallState, Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 
-__all__ = ["AzureError", "HttpRequest", "Reply", "fetch"]
+T = TypeVar("T")
 
-_TIMEOUT_S = 4.0
+CALL_TIMEOUT = timedelta(seconds=10)
+"""Default time limit of one call, all attempts together."""
+
+_FIRST_DELAY_S = 0.1  # upper bound of the first random delay; it doubles with each attempt
+_LONGEST_DELAY_S = 2.0
+_LONGEST_RETRY_AFTER_S = 5.0  # one answer must not use up the time limit
+_SHORTEST_ATTEMPT_S = 0.1
+_TIMEOUT_S = 4.0  # of one attempt of a request
 _TRANSIENT = frozenset({408, 410, 425, 429, 500, 502, 503, 504})
 
 
@@ -70,7 +84,6 @@ def fetch(
     address = f"{url.scheme}://{url.netloc}{url.path}"  # without the query, which may contain a secret
     if url.scheme not in ("http", "https") or not url.netloc:
         raise UsageError(f"The address {address!r} for {what} is no HTTP address. Correct the variable that holds it.")
-
     if token is not None:
         request.headers["Authorization"] = f"Bearer {token.get_token(scope).token}"
 
@@ -94,3 +107,33 @@ def fetch(
 
     with RequestsTransport(use_env_settings=not direct) as transport:
         return retry(attempt, lambda error: isinstance(error, TableUnavailable), timeout)
+
+
+def retry(
+    attempt: Callable[[float], T],
+    retryable: Callable[[BaseException], bool],
+    timeout: timedelta,
+    retry_after: Callable[[BaseException], float] = lambda _: 0.0,
+) -> T:
+    """Call until success, a permanent error or the time limit; return or raise the outcome of the last attempt.
+
+    Args:
+        attempt: call to make; receives the seconds left as the limit of its own timeouts.
+        retryable: whether an error may be temporary.
+        timeout: time limit of all attempts and the delays between them.
+        retry_after: seconds to wait that the service requested with an error; 0 for none.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    jitter = wait_random_exponential(multiplier=_FIRST_DELAY_S, max=_LONGEST_DELAY_S)
+
+    def delay(state: RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome is not None else None
+        return jitter(state) + (0.0 if error is None else min(retry_after(error), _LONGEST_RETRY_AFTER_S))
+
+    retrying = Retrying(
+        retry=retry_if_exception(retryable),
+        wait=delay,
+        stop=stop_before_delay(timeout.total_seconds()),
+        reraise=True,
+    )
+    return retrying(lambda: attempt(max(deadline - time.monotonic(), _SHORTEST_ATTEMPT_S)))

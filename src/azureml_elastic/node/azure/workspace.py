@@ -1,4 +1,4 @@
-"""The storage account of a job's Azure ML workspace, read from the resource manager."""
+"""The clouds of Azure, and the storage account of a job's workspace, read from the resource manager."""
 
 from __future__ import annotations
 
@@ -13,26 +13,61 @@ from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from azureml_elastic.errors import TableForbidden, TableNotFound, TableUnavailable, UsageError
-from azureml_elastic.node.azure.clouds import CLOUDS, cloud_of
-from azureml_elastic.node.azure.http import HttpRequest, Reply, fetch
-from azureml_elastic.node.azure.retry import CALL_TIMEOUT
-
-if TYPE_CHECKING:
-    from azure.core.credentials import TokenCredential
+from azureml_elastic.node.azure.http import CALL_TIMEOUT, HttpRequest, Reply, fetch
 
 __all__ = [
     "ARM_URL",
+    "CLOUDS",
+    "CLOUD_VARIABLE",
     "WORKSPACE_API",
     "WORKSPACE_VARIABLES",
+    "Cloud",
     "ResourceManager",
     "Workspace",
     "account_in",
+    "cloud_of",
     "table_url_in",
     "workspace_endpoint",
     "workspace_of",
 ]
 
 _LOG = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
+
+
+CLOUD_VARIABLE = "AZUREML_CURRENT_CLOUD"
+"""Environment variable with the name of the cloud, as in the SDK."""
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Cloud of Azure.
+
+    Args:
+        name: name as in Azure's tools.
+        arm_url: URL of the resource manager.
+        storage_suffix: DNS suffix of storage accounts.
+        domain: domain of the endpoints that Azure ML serves to jobs.
+    """
+
+    name: str
+    arm_url: str
+    storage_suffix: str
+    domain: str
+
+    def table_url(self, account: str) -> str:
+        """Return the default table URL of a storage account."""
+        return f"https://{account}.table.{self.storage_suffix}"
+
+
+CLOUDS = (
+    Cloud("AzureCloud", "https://management.azure.com", "core.windows.net", "azureml.ms"),
+    Cloud("AzureChinaCloud", "https://management.chinacloudapi.cn", "core.chinacloudapi.cn", "azure.cn"),
+    Cloud("AzureUSGovernment", "https://management.usgovcloudapi.net", "core.usgovcloudapi.net", "azure.us"),
+)
+"""All clouds, the public one first. Source: ``azure.ai.ml._azure_environments``."""
 
 ARM_URL = CLOUDS[0].arm_url
 """URL of the Azure Resource Manager of the public cloud."""
@@ -47,13 +82,7 @@ _ACCOUNT_TIMEOUT = timedelta(seconds=5)  # short: the default URL is a good fall
 
 @dataclass(frozen=True)
 class Workspace:
-    """Workspace of Azure ML.
-
-    Args:
-        subscription: subscription id.
-        group: name of the resource group.
-        name: name of the workspace.
-    """
+    """Workspace of Azure ML; ``group`` is its resource group."""
 
     subscription: str
     group: str
@@ -189,3 +218,22 @@ def _has_address(url: str) -> bool:
         return bool(socket.getaddrinfo(host, 443))
     except OSError:
         return False
+
+
+def cloud_of(environ: Mapping[str, str]) -> Cloud:
+    """Return the cloud named by ``AZUREML_CURRENT_CLOUD``, else that of ``AZUREML_SERVICE_ENDPOINT``.
+
+    Raises:
+        UsageError: the cloud's name is unknown.
+    """
+    if name := environ.get(CLOUD_VARIABLE):
+        for cloud in CLOUDS:
+            if cloud.name.lower() == name.lower():
+                return cloud
+        raise UsageError(
+            f"{CLOUD_VARIABLE}={name!r} is not a supported cloud. Set it to one of "
+            f"{', '.join(cloud.name for cloud in CLOUDS)}; for another cloud give the rendezvous the table URL of "
+            "a storage account as its endpoint."
+        )
+    host = urlsplit(environ.get("AZUREML_SERVICE_ENDPOINT", "")).hostname or ""
+    return next((cloud for cloud in CLOUDS if host.endswith(f".{cloud.domain}")), CLOUDS[0])

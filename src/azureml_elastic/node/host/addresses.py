@@ -1,8 +1,9 @@
-"""The address at which the other nodes reach this one: as configured, or that of the route to the table."""
+"""The address at which the other nodes reach this one, and the ports on which it listens for them."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 from collections.abc import Mapping
@@ -11,11 +12,14 @@ from urllib.parse import urlsplit
 
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.config.environment import LOCAL_ADDRESS
+from azureml_elastic.config.rendezvous import PORTS_OF_A_NODE
 from azureml_elastic.errors import MissingExtra, UsageError
+from azureml_elastic.ipc import listen
 
 __all__ = [
     "AdvertisedAddress",
     "IPAddress",
+    "Ports",
     "advertised_address",
     "format_address",
     "is_loopback",
@@ -166,3 +170,48 @@ def _source(host: str, family: int) -> str | None:
     except OSError:
         return None
     return None if own.is_loopback or own.is_link_local or own.is_unspecified else str(own)
+
+
+class Ports:
+    """Allocator of listening sockets. Not thread-safe.
+
+    Ports of a range are used in turn, so that a client with the port of an earlier round finds no listener there.
+    Several nodes of one machine can share a range.
+
+    Args:
+        allowed: first and last port of the range; ``None`` for any free port.
+    """
+
+    def __init__(self, allowed: tuple[int, int] | None = None) -> None:
+        self.allowed = allowed
+        self._next = allowed[0] if allowed is not None else 0
+
+    def listen(self, interface: str, backlog: int) -> socket.socket:
+        """Return a socket that listens on a free port.
+
+        Args:
+            interface: address to listen on.
+            backlog: maximum number of connections waiting to be accepted.
+
+        Raises:
+            UsageError: all ports of the range are taken.
+            OSError: the interface is not an address of this machine.
+        """
+        if self.allowed is None:
+            return listen((interface, 0), backlog=backlog)
+        low, high = self.allowed
+        count = high - low + 1
+        for step in range(count):
+            port = low + (self._next - low + step) % count
+            try:
+                listener = listen((interface, port), backlog=backlog)
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+            else:
+                self._next = port + 1
+                return listener
+        raise UsageError(
+            f"All {count} ports of port_range={low}-{high} are taken on {interface}. Each node on a machine needs "
+            f"{PORTS_OF_A_NODE}. Free some, or give a larger port_range."
+        )

@@ -17,8 +17,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from azureml_elastic.node.preemption.metadata_service import Answer, MetadataError, call, read_time
-from azureml_elastic.node.preemption.notices import Announcement
-from azureml_elastic.node.preemption.sources import PolledSource
+from azureml_elastic.node.preemption.notices import Announcement, PolledSource
 
 __all__ = [
     "MetadataTimeouts",
@@ -129,25 +128,15 @@ def leave_announcements(
 
 @dataclass(frozen=True)
 class MetadataTimeouts:
-    """Timeouts of the metadata service, in seconds except for ``attempts``.
+    """Timeouts of the metadata service in seconds, and the number of attempts."""
 
-    Args:
-        connect: timeout of a connection; the service is on the same host.
-        first: timeout of the first response, because the first request enables the service.
-        request: timeout of later responses.
-        name: timeout of the machine's name.
-        attempts: failures to connect after which the service counts as absent.
-        rarely: interval between two requests to an absent service.
-        longest: pause between two requests to a service that fails.
-    """
-
-    connect: float = 2.0
-    first: float = 150.0
-    request: float = 5.0
-    name: float = 2.0
-    attempts: int = 3
-    rarely: float = 60.0
-    longest: float = 10.0
+    connect: float = 2.0  # of a connection; the service is on the same host
+    first: float = 150.0  # of the first response, because the first request enables the service
+    request: float = 5.0  # of later responses
+    name: float = 2.0  # of the machine's name
+    attempts: int = 3  # failures to connect after which the service counts as absent
+    rarely: float = 60.0  # interval between two requests to an absent service
+    longest: float = 10.0  # longest pause between two requests to a service that fails
 
 
 class ScheduledEvents(PolledSource):

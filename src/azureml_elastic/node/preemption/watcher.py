@@ -14,9 +14,8 @@ from types import FrameType
 
 from azureml_elastic.config.distribution import PreemptionPolicy
 from azureml_elastic.config.exit_codes import PREEMPTED
-from azureml_elastic.node.preemption.notices import Announcement, Notice, merge
+from azureml_elastic.node.preemption.notices import Announcement, MarkerFile, Notice, PolledSource, merge
 from azureml_elastic.node.preemption.scheduled_events import ScheduledEvents
-from azureml_elastic.node.preemption.sources import MarkerFile, PolledSource
 
 __all__ = ["PreemptionWatcher"]
 

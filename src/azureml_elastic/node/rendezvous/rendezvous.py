@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
-from azureml_elastic.node.host.addresses import format_address, listening_address
-from azureml_elastic.node.host.ports import Ports
+from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.messages import Unreachable

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from azureml_elastic.ipc import MessageClient, MessageServer
 from azureml_elastic.ipc.event_loop import OnClose, OnMessage, OnTick
-from azureml_elastic.node.host.ports import Ports
+from azureml_elastic.node.host.addresses import Ports
 
 __all__ = ["Runtime"]
 

@@ -39,12 +39,7 @@ _RUN = "azureml_elastic.run"
 
 @dataclass(frozen=True)
 class NodeSlot:
-    """Slot of a node in the run.
-
-    Args:
-        pool: index of the pool.
-        number: number of the job within the pool.
-    """
+    """Slot of a node in the run: index of its pool, and number of its job within the pool."""
 
     pool: int
     number: int

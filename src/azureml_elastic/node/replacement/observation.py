@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from azureml_elastic.config.plan import Plan
@@ -18,19 +19,13 @@ from azureml_elastic.node.table import Table
 
 __all__ = ["CLAIM_PREFIX", "REFUSED_PREFIX", "STOP_PREFIX", "Observation", "RunObserver", "RunShape"]
 
-CLAIM_PREFIX = "job."
-"""Key prefix of the rows that claim the submission of a job; the job name follows."""
-
-REFUSED_PREFIX = "refused."
-"""Key prefix of the rows of jobs that Azure ML refused."""
-
-STOP_PREFIX = "stop."
-"""Key prefix of the rows of jobs that were cancelled as surplus."""
+CLAIM_PREFIX = "job."  # claimed submissions; in all three the job name follows
+REFUSED_PREFIX = "refused."  # jobs that Azure ML refused
+STOP_PREFIX = "stop."  # jobs that were cancelled as surplus
 
 _COMPLETED = "Completed"
 _WAITING = frozenset({"NotStarted", "Queued", "Provisioning", "Paused"})
-_COMING = frozenset({"Preparing", "Starting"})
-"""The node has a machine and no longer counts as waiting for one."""
+_COMING = frozenset({"Preparing", "Starting"})  # on a machine, and no longer waiting for one
 _ENDED = frozenset({_COMPLETED, "Failed", "NotResponding"})
 _CANCELLED = frozenset({"CancelRequested", "Canceled"})
 _FINAL = frozenset({_COMPLETED, "Failed", "Canceled"})
@@ -109,16 +104,13 @@ class RunObserver:
         self._workspace = jobs
         self._table = table
         self._first = first
-        self._shape: RunShape | None = None
         self._final: dict[str, RunRecord] = {}
         self._requeued: dict[str, datetime] = {}
 
-    @property
+    @cached_property
     def shape(self) -> RunShape:
         """Static description of the run, read once; raises as :meth:`RunShape.read`."""
-        if self._shape is None:
-            self._shape = RunShape.read(self._workspace, self._first)
-        return self._shape
+        return RunShape.read(self._workspace, self._first)
 
     def observe(self) -> Observation:
         """Return the current state of the jobs.
@@ -135,15 +127,11 @@ class RunObserver:
         claims = self._rows(CLAIM_PREFIX)
         own = self._workspace.record(self._first)
         first_jobs = list(self._first_jobs(shape, own))
-        claimed_jobs = [
-            (
-                NodeSlot(shape.stems.index(str(claim["stem"])), int(claim["number"])),
-                self._claimed_job(name, single=shape.is_single),
-                name,
-            )
-            for name, claim in claims.items()
-            if claim.get("first") == self._first
-        ]
+        claimed_jobs = []
+        for name, claim in claims.items():
+            if claim.get("first") == self._first:
+                slot = NodeSlot(shape.stems.index(str(claim["stem"])), int(claim["number"]))
+                claimed_jobs.append((slot, self._claimed_job(name, single=shape.is_single), name))
         refused, stopped = self._rows(REFUSED_PREFIX), self._rows(STOP_PREFIX)
         jobs = []
         for first, group in ((True, first_jobs), (False, claimed_jobs)):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import ElasticError, UsageError, WorkspaceForbidden
-from azureml_elastic.node.azure.clouds import cloud_of
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.table import Table
 
@@ -109,6 +108,7 @@ def start_replacement_thread(
     first = environ.get(variables.FIRST_JOB) or environ.get("AZUREML_ROOT_RUN_ID")
     if policy is None or not policy.by_nodes or plan.resources.effective_placement != "fan_out" or not first:
         return None
+    from azureml_elastic.node.azure.workspace import cloud_of
     from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id
     from azureml_elastic.node.replacement.replacer import NodeReplacer
 

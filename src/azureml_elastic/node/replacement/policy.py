@@ -22,7 +22,6 @@ from azureml_elastic.config.resources import NodePool
 
 __all__ = [
     "EARLY_S",
-    "Action",
     "JobState",
     "NodeJob",
     "Start",
@@ -73,13 +72,7 @@ class NodeJob:
 
 @dataclass(frozen=True)
 class Start:
-    """Decision to submit a job.
-
-    Args:
-        pool: index of the pool.
-        number: number of the job within the pool.
-        why: reason, for the log.
-    """
+    """Decision to submit the job with this number to the pool with this index; ``why`` is for the log."""
 
     pool: int
     number: int
@@ -88,18 +81,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """Decision to cancel a job.
-
-    Args:
-        job: surplus job.
-        why: reason, for the log.
-    """
+    """Decision to cancel a job; ``why`` is for the log."""
 
     job: NodeJob
     why: str
-
-
-Action = Start | Stop
 
 
 def most_replacements(policy: ReplacementPolicy, most: int) -> int:
@@ -119,7 +104,7 @@ def decide(
     policy: ReplacementPolicy,
     *,
     over: Literal["ended", "cancelled"] | None = None,
-) -> list[Action]:
+) -> list[Start | Stop]:
     """Return the actions to take now.
 
     Args:

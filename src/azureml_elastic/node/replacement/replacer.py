@@ -1,33 +1,37 @@
 """Replacement of lost nodes of a run; any number of processes may do it concurrently.
 
-A submission is first claimed in the run's table by one insert, from which the name of the job follows. A process that
-dies between claim and submission leaves a claim that the next one completes if the node is still needed.
+A submission is first claimed in the run's table by one insert, from which the name of the job follows. If a process
+ends between claim and submission, another one completes the claim if the node is still needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from azureml_elastic.config import environment as variables
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import NodePool, replacement_name
-from azureml_elastic.errors import JobRefused, RowExists, WorkspaceUnavailable
+from azureml_elastic.errors import JobRefused, RowExists, UsageError, WorkspaceUnavailable
+from azureml_elastic.node.azure.credentials import developer_credential
 from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
-from azureml_elastic.node.replacement.job_document import NodeSlot, replacement_job
-from azureml_elastic.node.replacement.jobs import WorkspaceJobs
+from azureml_elastic.node.replacement.job_document import NodeSlot, replacement_job, variable_of
+from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id
 from azureml_elastic.node.replacement.observation import (
     CLAIM_PREFIX,
     REFUSED_PREFIX,
     STOP_PREFIX,
     Observation,
     RunObserver,
+    RunShape,
 )
 from azureml_elastic.node.replacement.policy import NodeJob, Start, Stop, decide, limit_reached
-from azureml_elastic.node.table import Table
+from azureml_elastic.node.table import Table, open_table
 
-__all__ = ["NodeReplacer", "ReplacementStatus"]
+__all__ = ["NodeReplacer", "ReplacementStatus", "open_replacer"]
 
 
 @dataclass(frozen=True)
@@ -170,3 +174,46 @@ class NodeReplacer:
             self._table.insert(STOP_PREFIX + name, {"why": action.why})
         self._workspace.cancel(name)
         return f"cancelled {name}: {action.why}"
+
+
+@contextlib.contextmanager
+def open_replacer(
+    environ: Mapping[str, str], first: str, changes: Mapping[str, Any]
+) -> Iterator[tuple[NodeReplacer, ReplacementPolicy]]:
+    """Open the table of a run and yield its replacer and the policy in effect.
+
+    Args:
+        environ: environment of this process, with the variables that name the workspace.
+        first: name of the run's first job, or of a job that brought it a node.
+        changes: fields of the policy that override the plan's.
+
+    Raises:
+        PlanError: the job does not exist or is not an elastic job.
+        UsageError: the table cannot be opened.
+        WorkspaceForbidden: the login may not read jobs.
+        WorkspaceUnavailable: the workspace does not answer.
+        MissingExtra: azure-identity is not installed.
+    """
+    token = developer_credential().token
+    assert token is not None
+    jobs = WorkspaceJobs(workspace_id(environ), token)
+    shape = RunShape.read(jobs, first)
+    if (earlier := variable_of(shape.document, variables.FIRST_JOB)) is not None:
+        first, shape = earlier, RunShape.read(jobs, earlier)
+    plan = shape.plan
+    policy = ReplacementPolicy.model_validate({**dict(plan.replacement or ReplacementPolicy()), **changes})
+    if policy.budget is not None and not (plan.pools and all(pool.price_per_hour is not None for pool in plan.pools)):
+        raise UsageError(
+            f"A budget of {policy.budget:g} USD needs the price of every node pool, and the run {first!r} was "
+            "submitted without. Limit it by --max-replacements instead."
+        )
+    run_id = variable_of(shape.document, variables.RUN_ID) or plan.run_id or first
+    # The plan's credential is that of the nodes; this process uses the user's login.
+    rendezvous = plan.distribution.rendezvous
+    if rendezvous.credential != "connection_string":
+        rendezvous = rendezvous.model_copy(update={"credential": "developer", "client_id": None})
+    table = open_table(rendezvous, run_id, environ)
+    try:
+        yield NodeReplacer(jobs, table, first, run_id, policy), policy
+    finally:
+        table.close()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from azureml_elastic.errors import MissingExtra, RowChanged, RowExists, TableUnavailable, UsageError
-from azureml_elastic.node.azure.retry import CALL_TIMEOUT, retry
+from azureml_elastic.node.azure.http import CALL_TIMEOUT, retry
 from azureml_elastic.node.table.azure_errors import (
     VENDOR_ERRORS,
     TableContext,

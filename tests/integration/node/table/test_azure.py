@@ -157,7 +157,7 @@ def test_a_lost_page_is_asked_for_again(pair):
 
 
 def test_retries_end_at_the_time_limit(faulty, open_azure, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.azure.retry._SHORTEST_ATTEMPT_S", 60.0)  # each attempt gets its answer
+    monkeypatch.setattr("azureml_elastic.node.azure.http._SHORTEST_ATTEMPT_S", 60.0)  # each attempt gets its answer
     faults, connection_string = faulty
     table = open_azure(connection_string)
     table._timeout = timedelta(seconds=0.5)

@@ -108,7 +108,7 @@ def test_a_page_of_something_in_between_is_never_the_tables_word(proxy, pair, st
 
 
 def test_such_pages_without_end_say_what_they_are(proxy, pair, monkeypatch):
-    monkeypatch.setattr("azureml_elastic.node.azure.retry._SHORTEST_ATTEMPT_S", 60.0)  # each attempt gets its answer
+    monkeypatch.setattr("azureml_elastic.node.azure.http._SHORTEST_ATTEMPT_S", 60.0)  # each attempt gets its answer
     table, _ = pair
     table._timeout = timedelta(seconds=0.5)
     proxy.set(Disturbance("garbage", statuses=(404,)))
@@ -218,7 +218,7 @@ def test_retry_after_is_respected_within_the_time_limit(proxy, pair, monkeypatch
     began = time.monotonic()
     table.get("row")
     assert time.monotonic() - began >= 2.0
-    monkeypatch.setattr("azureml_elastic.node.azure.retry._LONGEST_RETRY_AFTER_S", 60.0)
+    monkeypatch.setattr("azureml_elastic.node.azure.http._LONGEST_RETRY_AFTER_S", 60.0)
     proxy.set(Disturbance("throttle", retry_after_s=(3600,)))
     began = time.monotonic()
     with pytest.raises(TableUnavailable, match="HTTP 503"):

@@ -15,8 +15,7 @@ import pytest
 
 from azureml_elastic.config import PreemptionPolicy
 from azureml_elastic.local.faults.metadata_service import MetadataFault, MetadataService
-from azureml_elastic.node.preemption.notices import Announcement, Notice, merge
-from azureml_elastic.node.preemption.sources import MarkerFile
+from azureml_elastic.node.preemption.notices import Announcement, MarkerFile, Notice, merge
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from tests.support.waiting import until
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.errors import UsageError
-from azureml_elastic.node.host.ports import Ports
+from azureml_elastic.node.host.addresses import Ports
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import Watch
 from azureml_elastic.node.rendezvous.reachability.probing import peers_to_probe

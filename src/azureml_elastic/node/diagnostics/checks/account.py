@@ -10,11 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from azureml_elastic.errors import ElasticError
-from azureml_elastic.node.azure.clouds import Cloud
 from azureml_elastic.node.azure.http import Reply
-from azureml_elastic.node.azure.workspace import ResourceManager, Workspace, account_in, table_url_in
-from azureml_elastic.node.diagnostics.checks.identity import CallerIdentity
-from azureml_elastic.node.diagnostics.checks.roles import READER, grant
+from azureml_elastic.node.azure.workspace import Cloud, ResourceManager, Workspace, account_in, table_url_in
+from azureml_elastic.node.diagnostics.checks.identity import READER, CallerIdentity, grant
 from azureml_elastic.node.diagnostics.findings import Finding
 
 __all__ = ["Account", "find_account"]
@@ -22,12 +20,7 @@ __all__ = ["Account", "find_account"]
 
 @dataclass(frozen=True)
 class Account:
-    """Storage account.
-
-    Args:
-        url: URL of the account's tables.
-        id: resource id, ``None`` if unknown.
-    """
+    """Storage account: the URL of its tables, and its resource id if known."""
 
     url: str
     id: str | None = None
@@ -56,7 +49,7 @@ def find_account(
     except ElasticError as error:
         yield Finding("workspace", "fail", str(error), "", "See the line about the resource manager.")
         return None
-    yield _workspace_finding(workspace, identity, reply, f"{(time.monotonic() - began) * 1000:.0f} ms")
+    yield _workspace_finding(workspace, identity, reply, time.monotonic() - began)
     account = account_in(reply)
     if account is None:
         return None
@@ -71,12 +64,12 @@ def find_account(
     return None if reply.status == HTTPStatus.OK and url is None else Account(url or usual, account)
 
 
-def _workspace_finding(workspace: Workspace, identity: CallerIdentity, reply: Reply, took: str) -> Finding:
+def _workspace_finding(workspace: Workspace, identity: CallerIdentity, reply: Reply, seconds: float) -> Finding:
     where = f"{workspace.name} of resource group {workspace.group}, subscription {workspace.subscription}"
     instead = "Or name the account with endpoint=; then the workspace is not read."
     if reply.status == HTTPStatus.OK:
         if account_in(reply) is not None:
-            return Finding("workspace", "ok", f"{where} ({took})")
+            return Finding("workspace", "ok", f"{where} ({seconds * 1000:.0f} ms)")
         return Finding("workspace", "fail", f"{where} names no storage account", "", "Name one with endpoint=.")
     if reply.status == HTTPStatus.FORBIDDEN:
         advice = f"Run: {grant(identity.assignee, READER, workspace.id)}  {instead}"

@@ -11,8 +11,7 @@ from datetime import timedelta
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.errors import ElasticError, RowChanged, TableForbidden, TableNotFound
 from azureml_elastic.node.diagnostics.checks.account import Account
-from azureml_elastic.node.diagnostics.checks.identity import CallerIdentity
-from azureml_elastic.node.diagnostics.checks.roles import refusal_code, why_refused
+from azureml_elastic.node.diagnostics.checks.identity import CallerIdentity, refusal_code, why_refused
 from azureml_elastic.node.diagnostics.findings import Finding
 from azureml_elastic.node.table import Table, open_table
 
