@@ -103,11 +103,13 @@ class ResourceManager:
 
     Args:
         token: credential of an identity that may read the resources.
-        url: URL of the resource manager.
+        cloud: cloud of the resources.
+        url: URL of the resource manager; ``None`` for that of the cloud.
     """
 
     token: TokenCredential
-    url: str = ARM_URL
+    cloud: Cloud
+    url: str | None = None
 
     def workspace(self, workspace: Workspace) -> Reply:
         """Read the resource of a workspace.
@@ -125,8 +127,8 @@ class ResourceManager:
         )
 
     def _get(self, resource: str, version: str, what: str, timeout: timedelta = CALL_TIMEOUT) -> Reply:
-        request = HttpRequest("GET", f"{self.url}{quote(resource)}?api-version={version}")
-        return fetch(request, what, token=self.token, scope=f"{self.url}/.default", timeout=timeout)
+        request = HttpRequest("GET", f"{self.url or self.cloud.arm_url}{quote(resource)}?api-version={version}")
+        return fetch(request, what, token=self.token, scope=f"{self.cloud.arm_url}/.default", timeout=timeout)
 
 
 def workspace_of(environ: Mapping[str, str]) -> Workspace:
@@ -163,7 +165,7 @@ def workspace_endpoint(environ: Mapping[str, str], token: TokenCredential, arm_u
         TableUnavailable: the resource manager does not answer.
     """
     workspace, cloud = workspace_of(environ), cloud_of(environ)
-    manager = ResourceManager(token, arm_url or cloud.arm_url)
+    manager = ResourceManager(token, cloud, arm_url)
     reply = manager.workspace(workspace)
     name, group = workspace.name, workspace.group
     if reply.status in (401, 403):

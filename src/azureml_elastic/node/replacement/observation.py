@@ -138,11 +138,10 @@ class RunObserver:
             for slot, record, name in group:
                 job = NodeJob(slot.pool, slot.number, name, "waiting", first=first, stopped=name in stopped)
                 jobs.append(self._with_state(job, record, shape.timeout_s, refused.get(name)))
-        removed = sum(job.state == "cancelled" and not job.stopped for job in jobs)
         cancelled = own is not None and (own.status in _CANCELLED or CANCELLED_TAG in own.tags)
+        cancelled |= sum(job.removed for job in jobs) >= shape.most
         records = [record for _, record, _ in (*first_jobs, *claimed_jobs) if record is not None]
-        completed = any(record.status == _COMPLETED for record in records)
-        return Observation(tuple(jobs), cancelled or removed >= shape.most, completed)
+        return Observation(tuple(jobs), cancelled, any(record.status == _COMPLETED for record in records))
 
     def _rows(self, prefix: str) -> dict[str, Mapping[str, Any]]:
         return {row.key.removeprefix(prefix): row.value for row in self._table.query(prefix)}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 from azureml_elastic.config.replacement import ReplacementPolicy
@@ -69,6 +70,16 @@ class NodeJob:
     stopped: bool = False
     submitted: bool = True
 
+    @property
+    def alive(self) -> bool:
+        """Whether the job is waiting or running."""
+        return self.submitted and self.state in ("waiting", "running")
+
+    @property
+    def removed(self) -> bool:
+        """Whether the owner of the run cancelled the job: such a node is not replaced."""
+        return self.state == "cancelled" and not self.stopped
+
 
 @dataclass(frozen=True)
 class Start:
@@ -115,11 +126,10 @@ def decide(
         over: ``"ended"`` if the run has ended, so that running nodes end by themselves; ``"cancelled"`` if its owner
             has cancelled it; ``None`` while it is active.
     """
-    living = [job for job in jobs if job.submitted and job.state in ("waiting", "running")]
-    alive = [job for job in living if not job.stopped]
+    alive = [job for job in jobs if job.alive and not job.stopped]
     # The process that decided on the cancellation may have died before it sent the request.
-    stops = [Stop(job, "its cancellation was decided before") for job in living if job.stopped]
-    wanted = most - sum(_is_removed(job) for job in jobs)
+    stops = [Stop(job, "its cancellation was decided before") for job in jobs if job.alive and job.stopped]
+    wanted = most - sum(job.removed for job in jobs)
     if over == "cancelled" or wanted <= 0:
         stops += [Stop(job, "the run was cancelled") for job in alive]
     elif over == "ended":
@@ -141,11 +151,6 @@ def limit_reached(
     if policy.budget is not None and spent >= policy.budget:
         return f"The nodes have cost {spent:.2f} USD, the budget is {policy.budget:g} USD; raise the budget."
     return None
-
-
-def _is_removed(job: NodeJob) -> bool:
-    """Return whether the owner of the run cancelled the job: such a node is not replaced."""
-    return job.state == "cancelled" and not job.stopped
 
 
 def _starts(
@@ -177,7 +182,7 @@ def _starts(
 
     paused = {number for number in range(len(pools)) if _pause(number, jobs, policy) > 0}
     for number in sorted(set(range(len(pools))) - paused):
-        floor = pools[number].min_instance_count - sum(_is_removed(job) and job.pool == number for job in jobs)
+        floor = pools[number].min_instance_count - sum(job.removed and job.pool == number for job in jobs)
         while counts[number] < floor and len(starts) < left:
             add(number, "its pool is below min_instance_count")
     for number in range(len(pools)):
@@ -195,11 +200,7 @@ def _starts(
 def _pause(number: int, jobs: Sequence[NodeJob], policy: ReplacementPolicy) -> float:
     """Return the seconds for which a pool whose last nodes ended early is paused."""
     ended = [job for job in jobs if job.pool == number and job.state == "ended" and not job.stopped]
-    early = 0
-    for job in sorted(ended, key=lambda job: job.ended_s):
-        if job.ran_s >= EARLY_S:
-            break
-        early += 1
+    early = len(list(takewhile(lambda job: job.ran_s < EARLY_S, sorted(ended, key=lambda job: job.ended_s))))
     if not early:
         return 0.0
     pause = min(policy.retry_after.total_seconds() * 2.0 ** (early - 1), _LONGEST_PAUSE_S)

@@ -59,8 +59,7 @@ class ReplacementStatus:
     @property
     def hopeless(self) -> bool:
         """Whether no node is left and none may be submitted."""
-        living = any(job.submitted and job.state in ("waiting", "running") for job in self.jobs)
-        return self.over is None and self.limit is not None and not living
+        return self.over is None and self.limit is not None and not any(job.alive for job in self.jobs)
 
 
 class NodeReplacer:

@@ -70,7 +70,7 @@ def test_a_token_is_kept_until_shortly_before_it_expires(serve):
     now = 1_000_000.0
     node = serve(lambda _call: (200, {"access_token": f"t{len(node.calls)}", "expires_on": int(now) + 3600}))
     identity = NodeTokenCredential(
-        "the user", NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url})._requests, lambda: now
+        "the user", NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url}).requests, lambda: now
     )
 
     def ask(scope=STORAGE_SCOPE):
@@ -100,7 +100,7 @@ def test_a_token_is_kept_until_shortly_before_it_expires(serve):
 def test_the_ways_in_which_an_expiry_is_written(serve, fields, seconds):
     node = serve(lambda _call: (200, {"access_token": "t", **fields}))
     identity = NodeTokenCredential(
-        "the user", NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url})._requests, lambda: 500.0
+        "the user", NodeTokenCredential.on_behalf_of({"OBO_ENDPOINT": node.url}).requests, lambda: 500.0
     )
     assert identity.get_token(STORAGE_SCOPE).expires_on == seconds
 

@@ -42,7 +42,7 @@ def find_account(
         cloud: cloud of the workspace.
     """
     assert identity.login.token is not None
-    manager = ResourceManager(identity.login.token, cloud.arm_url)
+    manager = ResourceManager(identity.login.token, cloud)
     began = time.monotonic()
     try:
         reply = manager.workspace(workspace)
