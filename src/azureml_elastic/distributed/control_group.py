@@ -8,7 +8,7 @@ break.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,7 @@ class ControlGroup:
         """Return one rank's value on every rank."""
         values: list[Any] = [value]
         dist.broadcast_object_list(values, src=source, group=self.group)
-        result: T = values[0]
-        return result
+        return cast("T", values[0])
 
     def gather(self, value: T) -> list[T]:
         """Return all ranks' values on every rank, in rank order."""
@@ -98,16 +97,14 @@ class ControlGroup:
             CheckpointError: the function failed on a rank; raised on all ranks.
         """
         failure: Exception | None = None
-        outcome: tuple[str | None, T | None]
+        result: Any = None
         try:
-            outcome = (None, action())
+            result = action()
         except Exception as error:  # noqa: BLE001 - the other ranks must not wait for this one
             failure = error
-            outcome = (f"{type(error).__name__}: {error}", None)
-        outcomes: list[Any] = self.gather(outcome)
+        outcomes = self.gather((None if failure is None else f"{type(failure).__name__}: {failure}", result))
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]
         if failed:
-            raise CheckpointError(
-                f"{what} failed on {len(failed)} of {self.world_size} ranks: {'; '.join(failed)}"
-            ) from (failure)
+            text = f"{what} failed on {len(failed)} of {self.world_size} ranks: {'; '.join(failed)}"
+            raise CheckpointError(text) from failure
         return [result for _, result in outcomes]

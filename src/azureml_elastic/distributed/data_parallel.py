@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +22,16 @@ _KEPT = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""Attributes that ``nn.Module`` initializes, and a script may have changed."""
+"""Attributes that ``nn.Module`` initializes and scripts may change."""
 
 
+@dataclass
 class _Elastic:
     """Attributes of the process, which deep copies of the model share."""
 
-    def __init__(
-        self, absorb: Callable[[RuntimeError], bool], discarded: Callable[[], bool], options: dict[str, Any]
-    ) -> None:
-        self.absorb = absorb
-        self.discarded = discarded
-        self.options = options
+    absorb: Callable[[RuntimeError], bool]
+    discarded: Callable[[], bool]
+    options: dict[str, Any]
 
     def __deepcopy__(self, _: Any) -> _Elastic:
         return self
@@ -43,9 +42,9 @@ class ElasticDataParallel(DistributedDataParallel):
 
     Args:
         module: module to train.
-        absorb: handler of errors of the forward pass; where it returns true the step is discarded, and the pass is
+        absorb: handler of errors of the forward pass. Where it returns true, the step is discarded, and the pass is
             repeated without the other ranks.
-        discarded: whether the current step is discarded.
+        discarded: predicate that is true while the current step is discarded.
         options: options of ``DistributedDataParallel``.
     """
 
@@ -76,7 +75,7 @@ class ElasticDataParallel(DistributedDataParallel):
             self._sync_buffers()  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the module. In training, the buffers of rank 0 are broadcast first; without gradients nothing is."""
+        """Run the module. While gradients are enabled, the buffers of rank 0 are broadcast first."""
         if self._elastic.discarded() or not torch.is_grad_enabled():
             return self.module(*inputs, **named)
         try:

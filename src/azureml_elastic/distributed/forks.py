@@ -8,6 +8,7 @@ are collected as usual.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -19,15 +20,8 @@ class _Forks:
     """State of the garbage collector around forks, which may overlap on several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._enabled = False
-        self._armed = False
-
-    def arm(self) -> None:
-        if not self._armed:
-            self._armed = True
-            os.register_at_fork(before=self.before, after_in_parent=self.in_parent, after_in_child=self.in_child)
+        self._lock, self._depth, self._enabled = threading.RLock(), 0, False
+        os.register_at_fork(before=self.before, after_in_parent=self.in_parent, after_in_child=self.in_child)
 
     def before(self) -> None:
         with self._lock:
@@ -49,9 +43,7 @@ class _Forks:
             gc.enable()
 
 
-_FORKS = _Forks()
-
-
+@functools.cache
 def freeze_inherited_garbage() -> None:
     """Exclude inherited objects from garbage collection in all children forked from now on. Idempotent."""
-    _FORKS.arm()
+    _Forks()  # referenced by its callbacks

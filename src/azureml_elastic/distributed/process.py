@@ -41,7 +41,7 @@ class WorkerEnvironment:
 
     @property
     def stays(self) -> bool:
-        """Whether this process is to outlive its round; the agent sends its rank later."""
+        """Whether this process is to outlive rounds; the agent then sends its rank."""
         return self.channel is not None and self.identity.round == 0
 
     @classmethod
@@ -64,14 +64,12 @@ class WorkerEnvironment:
                 f"WORLD_SIZE={identity.world_size}, but {', '.join(missing)} is not set. Start the script with the "
                 "node agent or torchrun, which set all of them, or unset WORLD_SIZE to run alone."
             )
-        channel = variables.get(names.CHANNEL)
-        text = variables.get(names.PLAN)
+        channel, text = variables.get(names.CHANNEL), variables.get(names.PLAN)
         if channel is not None and names.ROUND not in variables:
             raise PlanError(f"{names.CHANNEL} is set without {names.ROUND}; the node's agent sets both.")
         plan = None if text is None else Plan.from_json(text)
-        return cls(
-            identity, channel, variables.get(names.RUN_DIR), plan, variables.get(names.NODE_ID) or socket.gethostname()
-        )
+        node = variables.get(names.NODE_ID) or socket.gethostname()
+        return cls(identity, channel, variables.get(names.RUN_DIR), plan, node)
 
     @property
     def max_world_size(self) -> int:
@@ -82,9 +80,9 @@ class WorkerEnvironment:
         return self.plan.resources.max_instance_count * (1 if count == "auto" else count)
 
     def policy(self, wanted: CheckpointPolicy | None) -> CheckpointPolicy:
-        """Return the checkpoint policy: the plan's, with the fields that the script's argument was given.
+        """Return the checkpoint policy: that of the plan, updated with the fields that are set in ``wanted``.
 
-        The path, where neither has one, is ``checkpoints`` in the run's folder, or in the working directory.
+        The default path is ``checkpoints`` in the run's folder, or in the working directory.
         """
         chosen = CheckpointPolicy() if self.plan is None else self.plan.checkpoint
         if wanted is not None:
@@ -102,20 +100,12 @@ def read_history(variables: Mapping[str, str] = os.environ) -> tuple[int, float]
 
 
 def trace_folder(wanted: str | None, run_dir: str | None, variables: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for the profiler's traces.
-
-    Args:
-        wanted: path with ``$`` variables, or ``None`` for ``profiles`` in the run's folder.
-        run_dir: folder of the run, ``None`` for the working directory.
-        variables: values of the variables.
-    """
+    """Return the folder for the profiler's traces: a path with ``$`` variables, or ``profiles`` in the run's folder."""
     return Path(run_dir or ".") / "profiles" if wanted is None else Path(Template(wanted).safe_substitute(variables))
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:
-    text = variables.get(name)
-    if text is None:
-        return default
+    text = variables.get(name, default)
     try:
         return int(text)
     except ValueError as error:
@@ -142,11 +132,7 @@ def pick_device(identity: WorkerIdentity) -> torch.device:
 
 
 def open_group(identity: WorkerIdentity, device: torch.device) -> bool:
-    """Join the process group, unless the script already has.
-
-    Returns:
-        Whether this call joined it, and so the caller must leave it.
-    """
+    """Join the process group, unless the script has; return whether this call has, so that the caller must leave it."""
     freeze_inherited_garbage()
     if dist.is_initialized():
         return False

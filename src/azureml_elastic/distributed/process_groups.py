@@ -40,12 +40,12 @@ class ProcessGroups:
 
     Args:
         identity: rank and round of this process.
-        device: device on which it trains.
+        device: device of this process.
 
     Attributes:
         control: control group of the training thread.
         background: control group of the thread that writes checkpoints.
-        owns_group: whether the default group was opened here, and so is to be closed here.
+        owns_group: whether :meth:`open` has joined the default group, and not the script.
     """
 
     control: ControlGroup
@@ -66,8 +66,7 @@ class ProcessGroups:
         """
         self._store = _store_addresses()
         self.owns_group = open_group(self.identity, self.device)
-        self._controls = (ControlGroup(), ControlGroup())
-        self.control, self.background = self._controls
+        self._controls = self.control, self.background = (ControlGroup(), ControlGroup())
 
     def reopen(self, identity: WorkerIdentity) -> None:
         """Leave the groups, if they are open, and join those of another round.
@@ -80,7 +79,7 @@ class ProcessGroups:
         self.open()
 
     def close(self) -> None:
-        """Leave the groups, whatever state they are in."""
+        """Leave the groups, also after an error or an abort."""
         with contextlib.suppress(RuntimeError):
             close_group()
         for control in self._controls:
@@ -88,7 +87,7 @@ class ProcessGroups:
         self._controls = ()
 
     def abort(self) -> None:
-        """Make every collective of this process fail, those under way and later ones. Callable from any thread."""
+        """Make the present and all later collectives of this process fail. Callable from any thread."""
         if dist.is_initialized() and self.device.type == "cuda":
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.distributed_c10d._abort_process_group()  # noqa: SLF001
@@ -98,11 +97,9 @@ class ProcessGroups:
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Return whether an error says that another rank, or the connection to it, is lost."""
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS)
+    """Return whether an error means that another rank, or the connection to it, is lost."""
+    lost = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _PEER_WORDS)
+    return lost or isinstance(error, dist.DistError)
 
 
 def _store_addresses() -> frozenset[Address]:
@@ -127,8 +124,8 @@ def _gloo_descriptors() -> Iterator[int]:
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventpoll]":  # noqa: PTH115
                 continue
-            found = _WATCHED.findall((_FDINFO / str(descriptor)).read_text())
-            watched = {int(each): int(data, 16) for each, data in found}
+            text = (_FDINFO / str(descriptor)).read_text()
+            watched = {int(each): int(data, 16) for each, data in _WATCHED.findall(text)}
             pointers = all(each != data & 0xFFFFFFFF for each, data in watched.items())
             pipe = any(stat.S_ISFIFO(os.fstat(each).st_mode) for each in watched)
             if pointers and pipe and any(_listens(each) for each in watched):

@@ -29,31 +29,29 @@ _TORCH = Path(torch.__file__).parent
 _COLLECTIVES = tuple(str(_TORCH / part) for part in ("distributed", "nn/parallel", "autograd"))
 """Modules that wait for collectives; a backward pass waits for those of its gradients."""
 
-Instant = tuple[int, int]
-
 
 def is_stuck(thread: int, still_wanted: Callable[[], bool]) -> bool:
-    """Return whether a thread is stuck in a collective, after :meth:`ProcessGroups.abort`. Blocks until it is.
+    """Wait until a thread is stuck in a collective, after :meth:`ProcessGroups.abort`; return whether it is.
 
     Args:
         thread: identifier of the thread, see :func:`threading.get_ident`.
-        still_wanted: polled condition; the function returns false once it is false.
+        still_wanted: condition for waiting further.
     """
     if not hasattr(time, "pthread_getcpuclockid"):
         return False
     clock = time.pthread_getcpuclockid(thread)
-    place, since, used = None, 0.0, 0.0
+    position, since, used = None, 0.0, 0.0
     while still_wanted():
         now, cpu, here = time.monotonic(), time.clock_gettime(clock), _collective(thread)
-        if here is None or here != place or cpu - used > _IDLE_SHARE * max(now - since, _SAMPLE_SECONDS):
-            place, since, used = here, now, cpu
+        if here is None or here != position or cpu - used > _IDLE_SHARE * max(now - since, _SAMPLE_SECONDS):
+            position, since, used = here, now, cpu
         elif now - since >= _STILL_SECONDS:
             return True
         time.sleep(_SAMPLE_SECONDS)
     return False
 
 
-def _collective(thread: int) -> Instant | None:
+def _collective(thread: int) -> tuple[int, int] | None:
     """Return the position of the thread, ``None`` unless it is inside a collective."""
     frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented; the frame must not be kept
     if frame is None or not frame.f_code.co_filename.startswith(_COLLECTIVES):

@@ -19,7 +19,6 @@ restores the position in the data.
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -61,17 +60,11 @@ def init(
     """
     if num_of_version_in_retention < 1:
         raise UsageError(f"num_of_version_in_retention is {num_of_version_in_retention}; at least 1 is kept.")
-    service = Service(persistent_storage_path or "checkpoints", num_of_version_in_retention)
-    serve(service)
-    atexit.register(service.at_exit)
+    serve(Service(persistent_storage_path or "checkpoints", num_of_version_in_retention))
 
 
 def list_checkpoints(persist_path: str | None = None) -> list[Checkpoint]:
-    """Return the complete checkpoints, the oldest first.
-
-    Args:
-        persist_path: folder or URL to search instead of that of :func:`init`.
-    """
+    """Return the complete checkpoints, the oldest first, in ``persist_path`` or the folder of :func:`init`."""
     storage = current().storage if persist_path is None else folder_in(persist_path)
     return [Checkpoint.of(storage, manifest) for manifest in complete(storage)]
 
@@ -88,9 +81,8 @@ def get_latest_checkpoint(persist_path: str | None = None) -> Checkpoint | None:
 
 def get_latest_checkpoint_path(name: str, persist_path: str | None = None) -> str | None:
     """Return the path of a file in the newest complete checkpoint that has it, ``None`` where there is none."""
-    found = (each for each in reversed(list_checkpoints(persist_path)) if name in each.files)
-    latest = next(found, None)
-    return None if latest is None else latest.path(name)
+    found = (each.path(name) for each in reversed(list_checkpoints(persist_path)) if name in each.files)
+    return next(found, None)
 
 
 def wait() -> None:

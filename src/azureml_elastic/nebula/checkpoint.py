@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
@@ -23,7 +24,7 @@ from azureml_elastic.nebula.service import STATE, Service, retire
 __all__ = ["Checkpoint", "current", "serve"]
 
 UNTIL_COMMIT = -2
-"""Nebula's number of files of a checkpoint that :meth:`Checkpoint.commit` completes."""
+"""Value of Nebula's ``num_of_files`` for checkpoints that :meth:`Checkpoint.commit` completes."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def serve(service: Service) -> None:
     if _service is not None:
         _service.wait()
     _service = service
+    atexit.register(service.at_exit)
 
 
 def current() -> Service:
@@ -69,22 +71,21 @@ class Checkpoint:
         service.number += 1
         number = service.number
         nonce = xxhash.xxh32_hexdigest(f"{service.token}.{number}.{tag}".encode())
-        self._set(service.storage, tag or f"checkpoint_{number}", FolderName(number, 0, nonce), num_of_files, {})
+        folder = str(FolderName(number, 0, nonce))
+        self._set(service.storage, tag or f"checkpoint_{number}", number, folder, num_of_files, {})
 
     @classmethod
     def of(cls, storage: Storage, manifest: Manifest) -> Self:
         """Return a complete checkpoint."""
-        found, name = cls.__new__(cls), FolderName.parse(manifest.directory)
-        assert name is not None
-        found._set(storage, manifest.state[STATE]["tag"], name, len(manifest.files), manifest.files)  # noqa: SLF001
+        found, tag, files = cls.__new__(cls), manifest.state[STATE]["tag"], manifest.files
+        found._set(storage, tag, manifest.step, manifest.directory, len(files), files)  # noqa: SLF001
         return found
 
-    def _set(self, storage: Storage, tag: str, name: FolderName, expected: int, files: Mapping[str, FileSum]) -> None:
-        self.tag = tag
-        self._storage, self._number, self._folder = storage, name.step, str(name)
-        self._expected = expected
-        self._written = dict(files)
-        self._failed = False
+    def _set(
+        self, storage: Storage, tag: str, number: int, folder: str, expected: int, files: Mapping[str, FileSum]
+    ) -> None:
+        self.tag, self._storage, self._number, self._folder, self._expected = tag, storage, number, folder, expected
+        self._written, self._failed = dict(files), False
 
     @property
     def files(self) -> list[str]:
@@ -138,7 +139,7 @@ class Checkpoint:
             content = self._storage.read(self._folder, name)
         except OSError as error:
             raise CheckpointDamaged(f"{self.path(name)} cannot be read: {error}") from error
-        if _sum(content) != self._written[name]:
+        if FileSum(len(content), xxhash.xxh3_128_hexdigest(content)) != self._written[name]:
             raise CheckpointDamaged(f"{self.path(name)} is not what was written: its checksum does not match.")
         return torch.load(io.BytesIO(content), map_location=map_location, weights_only=weights_only)
 
@@ -199,7 +200,3 @@ class Checkpoint:
             retire(self._storage, current().keep)
         except OSError as error:  # the checkpoint is complete all the same
             _LOG.warning("Old checkpoints in %s could not be removed: %s", self._storage, error)
-
-
-def _sum(content: bytes) -> FileSum:
-    return FileSum(len(content), xxhash.xxh3_128_hexdigest(content))

@@ -29,13 +29,10 @@ STATE = "nebula"
 
 
 class Service:
-    """Writer of checkpoints, created by ``init()``. With several ranks a collective.
-
-    Args:
-        where: path or URL.
-        keep: number of complete checkpoints to keep.
+    """Writer of checkpoints below a path or URL, created by ``init()``. With several ranks a collective.
 
     Attributes:
+        keep: number of complete checkpoints to keep.
         storage: storage of the checkpoints.
         control: control group of the writing thread, ``None`` for a single rank.
         token: random text, the same on all ranks.

@@ -67,7 +67,7 @@ class One:
         """Return the step and the weights that are restored."""
         self.fill(-1.0)
         found = self.checkpoints.restore(self.state)
-        return found.reference.step, self.model.bias.tolist()
+        return found.step, self.model.bias.tolist()
 
 
 @pytest.fixture

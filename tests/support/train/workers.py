@@ -191,7 +191,7 @@ def restore_stack(folder, sharded):
     restored = checkpoints.restore(stack.tracked)
     content = stack.content()
     dist.destroy_process_group()
-    return restored.reference.step, restored.data, content
+    return restored.step, restored.data, content
 
 
 def _damage(folder, kind):
@@ -242,7 +242,7 @@ def restore_damaged(folder):
         again = Stack(trained=False)
         try:
             restored = _checkpoints(folder / kind).restore(again.tracked)
-            found[kind] = (restored.reference.step, restored.data["step"], again.model.module[0].bias[0].item())
+            found[kind] = (restored.step, restored.data["step"], again.model.module[0].bias[0].item())
         except CheckpointDamaged as error:
             found[kind] = str(error)
     dist.destroy_process_group()

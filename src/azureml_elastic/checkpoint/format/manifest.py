@@ -37,13 +37,7 @@ _NAME = re.compile(r"step-(\d{12})\.round-(\d{6})\.([0-9a-f]{8})(\.kept)?")
 
 @dataclass(frozen=True)
 class Reference:
-    """Reference to one checkpoint.
-
-    Args:
-        directory: name of its folder.
-        step: optimizer steps completed.
-        digest: digest of its manifest.
-    """
+    """Reference to one checkpoint: its folder, its step and the digest of its manifest."""
 
     directory: str
     step: int
@@ -107,11 +101,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Parse a manifest.
-
-        Args:
-            content: content of the file.
-            where: location of the file, for error messages.
+        """Parse the content of a file, whose location is for error messages.
 
         Raises:
             CheckpointDamaged: the content is torn, changed, or of an unknown schema.
@@ -164,11 +154,10 @@ class FolderName:
     kept: bool = False
 
     def __str__(self) -> str:
-        """Return the name."""
         return f"step-{self.step:012d}.round-{self.round:06d}.{self.nonce}{'.kept' if self.kept else ''}"
 
     @classmethod
     def parse(cls, folder: str) -> FolderName | None:
         """Parse a folder's name; return ``None`` where it is not that of a checkpoint."""
         match = _NAME.fullmatch(folder)
-        return None if match is None else cls(int(match[1]), int(match[2]), match[3], match[4] is not None)
+        return match and cls(int(match[1]), int(match[2]), match[3], match[4] is not None)

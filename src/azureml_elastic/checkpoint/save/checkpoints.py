@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,20 +33,12 @@ from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent
 
-__all__ = ["Checkpoints", "RestoredCheckpoint"]
+__all__ = ["Checkpoints"]
 
 _LOG = logging.getLogger(__name__)
 
 _FAILURES = 2
 """Number of failed checkpoints in a row that ends the run: a full disk does not recover by itself."""
-
-
-@dataclass(frozen=True)
-class RestoredCheckpoint:
-    """A checkpoint that was restored, and its position in the data."""
-
-    reference: Reference
-    data: Mapping[str, Any] | None
 
 
 class Checkpoints:
@@ -73,11 +64,8 @@ class Checkpoints:
         *,
         stale_seconds: float = STALE_SECONDS,
     ) -> None:
-        self._storage = storage
-        self._policy = policy
-        self._stale_seconds = stale_seconds
-        self._groups = groups
-        self._agent = agent
+        self._policy, self._storage, self._stale_seconds = policy, storage, stale_seconds
+        self._groups, self._agent = groups, agent
         self.snapshots = agent.holds_snapshots and (policy.snapshot_every or policy.snapshot_every_steps) is not None
         self._shard = LocalShard(groups, spare=self.snapshots)
         self._peer_buffers = PeerBuffers()
@@ -263,11 +251,11 @@ class Checkpoints:
         self._committed = found
         return self._committed
 
-    def restore(self, state: TrackedState) -> RestoredCheckpoint | None:
+    def restore(self, state: TrackedState) -> Manifest | None:
         """Restore the newest undamaged state: a snapshot that replicas hold, else the newest committed checkpoint.
 
         Returns:
-            The restored checkpoint, ``None`` where the run has none yet.
+            The manifest of the restored checkpoint, ``None`` where the run has none yet.
 
         Raises:
             CheckpointDamaged: every committed checkpoint is damaged.
@@ -297,4 +285,4 @@ class Checkpoints:
         else:
             random_state.begin(manifest.digest, control.rank)
         self._committed = manifest.reference
-        return RestoredCheckpoint(manifest.reference, manifest.data)
+        return manifest

@@ -20,12 +20,15 @@ __all__ = ["CheckpointSchedule", "Costs", "Decision", "decide", "optimal_interva
 
 _FIRST_COST_SECONDS = 1.0
 _EXPECTED_SECONDS = 7200.0
-"""Prior of the mean time between losses: two hours without a loss before the run."""
+"""Prior of the mean time between losses, as if two hours without a loss had preceded the run."""
 
 _SHORTEST_SECONDS = 10.0
 _LONGEST_SECONDS = 3600.0
+_TOLERANCE = 0.02
+"""Fraction of the interval by which a checkpoint may be early."""
+
 _WRITES = 3
-"""A checkpoint is written for a third of the time at most."""
+"""Shortest interval as a multiple of the duration of a write."""
 
 
 def optimal_interval(cost: float, between_losses: float) -> float:
@@ -46,25 +49,13 @@ def optimal_interval(cost: float, between_losses: float) -> float:
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision of rank 0 at a decision step.
-
-    Args:
-        save: whether a checkpoint is due now.
-        steps_to_next: steps until the next decision, at least 1.
-    """
+    """Decision of rank 0 at a decision step: whether to save now, and the number of steps until the next decision."""
 
     save: bool
     steps_to_next: int
 
 
-def decide(
-    every_seconds: float,
-    since_save_seconds: float,
-    steps_seen: int,
-    seconds_per_step: float,
-    *,
-    tolerance: float = 0.02,
-) -> Decision:
+def decide(every_seconds: float, since_save_seconds: float, steps_seen: int, seconds_per_step: float) -> Decision:
     """Decide whether a checkpoint is due, and at which step to decide again.
 
     Args:
@@ -72,10 +63,9 @@ def decide(
         since_save_seconds: time since the last checkpoint, or since the start.
         steps_seen: steps since the start of this process.
         seconds_per_step: mean duration of those steps.
-        tolerance: fraction of ``every_seconds`` by which a checkpoint may be early.
     """
     remaining = every_seconds - since_save_seconds
-    save = remaining <= tolerance * every_seconds
+    save = remaining <= _TOLERANCE * every_seconds
     target = every_seconds if save else remaining
     estimate = int(target / seconds_per_step) if seconds_per_step > 0 else steps_seen
     return Decision(save=save, steps_to_next=max(1, min(estimate, steps_seen)))
@@ -92,13 +82,12 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self.checkpoint = _FIRST_COST_SECONDS
-        self.write_seconds = 0.0
+        self.checkpoint, self.write_seconds = _FIRST_COST_SECONDS, 0.0
+        self._measured = False
         self._quiet: tuple[int, float] | None = None
         self._pace: float | None = None
         self._stopped: tuple[int, float] | None = None
         self._went_on = 0.0
-        self._measured = False
 
     def begin(self, step: int, now: float) -> None:
         """Start to measure after this step, while nothing is written."""
@@ -136,26 +125,15 @@ class CheckpointSchedule:
     """
 
     def __init__(self, policy: CheckpointPolicy, control: ControlGroup, *, clock: Callable[[], float]) -> None:
-        self._every_steps = policy.every_steps
-        self._by_time = policy.every is not None
-        self._every = policy.every.total_seconds() if isinstance(policy.every, timedelta) else None
+        self._policy, self._control, self._clock = policy, control, clock
         self._costs = Costs()
-        self._control = control
-        self._clock = clock
-        self._first_step = 0
+        self._first_step, self._next_decision = 0, 1
         self._losses, self._seconds = 0, 0.0
-        self._next_decision = 1
         self._began = self._saved_time = clock()
 
     def begin(self, step: int, unsaved_seconds: float = 0.0) -> None:
-        """Start the schedule after this step.
-
-        Args:
-            step: optimizer steps completed.
-            unsaved_seconds: age of the last checkpoint in seconds.
-        """
-        self._first_step = step
-        self._next_decision = step + 1
+        """Start the schedule after this step, with a last checkpoint of this age in seconds."""
+        self._first_step, self._next_decision = step, step + 1
         self._began = self._clock()
         self._saved_time = self._began - unsaved_seconds
         self._losses, self._seconds = read_history()
@@ -186,8 +164,8 @@ class CheckpointSchedule:
     @property
     def every(self) -> float:
         """The interval between two checkpoints in seconds."""
-        if self._every is not None:
-            return self._every
+        if isinstance(self._policy.every, timedelta):
+            return self._policy.every.total_seconds()
         trained = self._seconds + self._clock() - self._began
         between = (trained + _EXPECTED_SECONDS) / (self._losses + 1)
         shortest = max(_SHORTEST_SECONDS, _WRITES * self._costs.write_seconds)
@@ -195,8 +173,8 @@ class CheckpointSchedule:
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step. A collective at decision steps."""
-        due = self._every_steps is not None and step % self._every_steps == 0
-        if not self._by_time or step < self._next_decision:
+        due = self._policy.every_steps is not None and step % self._policy.every_steps == 0
+        if self._policy.every is None or step < self._next_decision:
             return due
         now = self._clock()
         seen = step - self._first_step

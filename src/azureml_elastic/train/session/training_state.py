@@ -263,12 +263,12 @@ class TrainingState:
     def _restore_from_storage(self, *, live: bool) -> str | None:
         self._incomplete = True  # until all tensors are restored
         restored = self._checkpoints.restore(self._objects)
-        self.steps = 0 if restored is None else restored.reference.step
+        self.steps = 0 if restored is None else restored.step
         self._restore_position(None if restored is None else restored.data, live=live)
         self._last_saved = None if restored is None else self._here
         self._begin(0.0)
         self.half_step = self._incomplete = False  # restoring an optimizer makes it take an empty step
-        return None if restored is None else restored.reference.directory
+        return None if restored is None else restored.directory
 
     def _apply(self, snapshot: Snapshot, *, live: bool) -> None:
         self._incomplete = True
