@@ -86,17 +86,17 @@ class ControlGroup:
         """Overwrite a CPU tensor with the sum over the ranks."""
         dist.all_reduce(numbers, group=self.group)
 
-    def together(self, what: str, action: Callable[[], T]) -> list[T]:
+    def together(self, what: str, action: Callable[[], T], failure: Exception | None = None) -> list[T]:
         """Run a function on every rank and return all results in rank order.
 
         Args:
             what: name of the action for the error message.
             action: function without collectives.
+            failure: reason for which this rank has failed before.
 
         Raises:
-            CheckpointError: the function failed on a rank; raised on all ranks.
+            CheckpointError: a rank failed; raised on all ranks.
         """
-        failure: Exception | None = None
         result: Any = None
         try:
             result = action()

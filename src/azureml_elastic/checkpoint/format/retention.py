@@ -40,11 +40,8 @@ def retire(storage: Storage, newest: Manifest, keep: int) -> list[str]:
 
 
 def for_good(step: int, before: int | None, keep_every: int | None) -> bool:
-    """Return whether a checkpoint is kept for good: the first one in each ``keep_every`` steps is.
+    """Return whether a checkpoint of this step, after one of step ``before``, is kept for good.
 
-    Args:
-        step: step of the checkpoint.
-        before: step of the previous checkpoint, ``None`` for the first.
-        keep_every: optimizer steps between two checkpoints that are kept for good; ``None`` for none.
+    The first one in each ``keep_every`` steps is.
     """
     return keep_every is not None and step // keep_every > (before or 0) // keep_every

@@ -49,12 +49,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A chunk and its offset in a file.
-
-    Args:
-        chunk: chunk of a tensor.
-        begin: offset of its first byte in the file.
-    """
+    """A chunk of a tensor, and the offset of its first byte in a file."""
 
     chunk: Chunk
     begin: int
@@ -67,12 +62,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a file to be written.
-
-    Args:
-        header: first bytes of the file, including the length field.
-        entries: chunks that follow, without gaps.
-    """
+    """The layout of a file to be written: its header with the length field, and the chunks that follow without gaps."""
 
     header: bytes
     entries: tuple[Entry, ...]

@@ -7,6 +7,7 @@ the shards that they alone hold.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -54,21 +55,17 @@ class Chunk:
 
 
 def assign(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
-    """Return the chunks that each rank writes.
+    """Return the chunks that each rank writes: a deterministic partition of all that is held.
 
-    Args:
-        held: chunks that each rank holds; chunks of several ranks are equal or do not overlap.
-
-    Returns:
-        The chunks to write by rank, a deterministic partition of all that is held. Each rank holds what it writes.
+    ``held`` has the chunks that each rank holds, and may write. Those of several ranks are equal or do not overlap.
     """
-    owners: dict[Chunk, list[int]] = {}
+    owners: defaultdict[Chunk, list[int]] = defaultdict(list)
     for rank, chunks in enumerate(held):
         for chunk in chunks:
-            owners.setdefault(chunk, []).append(rank)
-    shared: dict[tuple[int, ...], list[Chunk]] = {}
+            owners[chunk].append(rank)
+    shared: defaultdict[tuple[int, ...], list[Chunk]] = defaultdict(list)
     for chunk, ranks in owners.items():
-        shared.setdefault(tuple(ranks), []).append(chunk)
+        shared[tuple(ranks)].append(chunk)
     written: list[list[Chunk]] = [[] for _ in held]
     loads = [0] * len(held)
     for group in sorted(shared, key=lambda ranks: (len(ranks), ranks)):
@@ -93,19 +90,17 @@ def _spread(ranks: tuple[int, ...], chunks: list[Chunk], written: list[list[Chun
 
 def _cut(chunk: Chunk, quota: int) -> tuple[Chunk, Chunk | None]:
     """Return the first rows, about as many as the quota has bytes and at least one, and the rest."""
-    if chunk.nbytes <= max(quota, _SMALLEST_BYTES) or not chunk.sizes:
-        return chunk, None
-    count = max(1, round(quota * chunk.sizes[0] / chunk.nbytes))
-    if count >= chunk.sizes[0]:
-        return chunk, None
-    return chunk.rows(0, count), chunk.rows(count, chunk.sizes[0])
+    if chunk.nbytes > max(quota, _SMALLEST_BYTES) and chunk.sizes:
+        count = max(1, round(quota * chunk.sizes[0] / chunk.nbytes))
+        if count < chunk.sizes[0]:
+            return chunk.rows(0, count), chunk.rows(count, chunk.sizes[0])
+    return chunk, None
 
 
 def _quotas(loads: list[int], total: int) -> list[int]:
     """Return the bytes for each rank so that the loads become as equal as possible (water-filling)."""
     quotas = [0] * len(loads)
-    order = sorted(range(len(loads)), key=lambda rank: loads[rank])
-    left = total
+    order, left = sorted(range(len(loads)), key=loads.__getitem__), total
     for count, rank in enumerate(order, 1):
         above = loads[order[count]] - loads[rank] if count < len(order) else None
         step = left // count if above is None else min(above, left // count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -29,15 +30,10 @@ def load(
     control: ControlGroup,
     wanted: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, torch.Tensor]:
-    """Read the tensors of a checkpoint. A collective; a failure of one rank is raised on all.
+    """Read the wanted tensors of a checkpoint. A collective; a failure of one rank is raised on all.
 
-    Args:
-        storage: storage of the checkpoints.
-        manifest: manifest of the checkpoint.
-        present: tensors to read into, by name; one that is missing or has another shape or type is read into new CPU
-            memory.
-        control: control group of the ranks.
-        wanted: predicate of the names of the tensors that this rank needs.
+    They are read into those that are present; one that is missing or has another shape or type is read into new CPU
+    memory.
 
     Raises:
         CheckpointError: a rank could not read.
@@ -57,9 +53,9 @@ def load(
             chunk = entry.chunk
             if chunk.name not in targets and wanted(chunk.name):
                 targets[chunk.name] = _target(present.get(chunk.name), chunk)
-        by_file: dict[str, list[Read]] = {}
+        by_file: defaultdict[str, list[Read]] = defaultdict(list)
         for read in reads(targets, [entry.chunk for _, entry in stored]):
-            by_file.setdefault(stored[read.source][0], []).append(read)
+            by_file[stored[read.source][0]].append(read)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="read-checkpoint") as pool:
             tasks = [pool.submit(_read, storage, manifest, name, each, stored) for name, each in by_file.items()]
             for task in tasks:

@@ -53,10 +53,7 @@ class CheckpointSelector:
         self._until = time.monotonic() + self.stale_seconds
 
     def newest_whole(self, pointer: Reference) -> Manifest:
-        """Return the manifest of the newest undamaged checkpoint. A collective.
-
-        Args:
-            pointer: committed checkpoint.
+        """Return the manifest of the newest undamaged checkpoint, from the committed one on. A collective.
 
         Raises:
             CheckpointDamaged: all are damaged; raised on all ranks.

@@ -82,8 +82,6 @@ class Checkpoints:
         self._failures.clear()
         self._fenced = ""
 
-    # --- saving ------------------------------------------------------------------------------------------------------
-
     def prepare(self, state: TrackedState) -> None:
         """Plan and allocate what the first save would otherwise wait for."""
         self._shard.collect(state)
@@ -93,13 +91,9 @@ class Checkpoints:
     def begin(
         self, step: int, state: TrackedState, data: Mapping[str, Any] | None, *, must_commit: bool = False
     ) -> None:
-        """Start to save, and return when the state may change again. No other save may be in progress.
+        """Start to save a state and its position in the data, and return when the state may change again.
 
-        Args:
-            step: optimizer steps completed.
-            state: state to save.
-            data: position in the data.
-            must_commit: whether to retry the commit, as no later checkpoint follows.
+        No other save may be in progress. Where no later checkpoint follows (``must_commit``), the commit is retried.
 
         Raises:
             CheckpointError: a rank cannot collect its state; raised on all ranks.
@@ -136,10 +130,7 @@ class Checkpoints:
         return self._task is not None
 
     def settle(self, timeout: float | None = None) -> TaskOutcome | None:
-        """Wait for the save in progress, if there is one. Not a collective.
-
-        Args:
-            timeout: seconds after which the save is left to continue; ``None`` waits for its end.
+        """Wait for the save in progress, if there is one, for these seconds or until its end. Not a collective.
 
         Returns:
             Its outcome, the same on all ranks; ``None`` where no save is in progress, or it continues.
@@ -170,11 +161,9 @@ class Checkpoints:
     def require(self, *, at_once: bool = False) -> None:
         """Check that checkpoints can be written. Not a collective, but the same on all ranks after the same saves.
 
-        Args:
-            at_once: whether a single failure is an error; otherwise the first of several is tolerated.
-
         Raises:
-            CheckpointError: a rank could not write; the last committed checkpoint stays.
+            CheckpointError: a rank could not write the last checkpoint (``at_once``) or several in a row; the last
+                committed checkpoint stays.
             Fenced: a newer round has taken over.
         """
         if self._fenced:
@@ -230,8 +219,6 @@ class Checkpoints:
     @property
     def _file(self) -> str:
         return f"rank-{self._groups.identity.rank:05}.safetensors"
-
-    # --- restoring ---------------------------------------------------------------------------------------------------
 
     def committed(self) -> Reference | None:
         """Return the run's newest committed checkpoint, ``None`` without one.

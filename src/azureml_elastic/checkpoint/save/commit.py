@@ -37,16 +37,10 @@ def commit(
     pauses: tuple[float, ...],
     abandoned: Callable[[], bool] = lambda: False,
 ) -> TaskOutcome:
-    """Publish a complete manifest, commit the checkpoint, and remove old ones. For rank 0 alone.
+    """Publish a complete manifest, commit the checkpoint, and remove all but ``keep`` of the run. For rank 0 alone.
 
-    Args:
-        storage: storage of the checkpoints.
-        agent: agent that writes the pointer to the table.
-        manifest: complete manifest.
-        keep: number of checkpoints to keep.
-        stall_seconds: time that training waited for the checkpoint.
-        pauses: seconds between attempts while the table is unavailable.
-        abandoned: whether the round has ended, so that nothing is to be committed.
+    While the table is unavailable, the commit is tried again after each of the pauses in seconds. Nothing is committed
+    once the round has ended (``abandoned``).
     """
     try:
         storage.publish(manifest.directory, MANIFEST, manifest.to_bytes())

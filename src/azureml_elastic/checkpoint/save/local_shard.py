@@ -31,7 +31,7 @@ class _Plan:
     """Plan of what this rank writes of a state.
 
     Args:
-        form: names, shapes, types and sharding of the tensors that the plan is for.
+        form: signature of the tensors that the plan is for.
         layout: layout of this rank's file.
         pieces: local memory of the layout's entries, in their order.
         token: random text, the same on all ranks.
@@ -100,12 +100,7 @@ class LocalShard:
             failure, verdict = error, _FAILED
         lowest = control.lowest(verdict)
         if lowest == _FAILED:
-
-            def fail() -> None:
-                if failure is not None:
-                    raise failure
-
-            control.together("Collecting the state", fail)
+            control.together("Collecting the state", lambda: None, failure)
         if lowest == _CHANGED:
             plans = control.together("Planning the checkpoint", lambda: (held(tensors), secrets.token_hex(16)))
             layout = Layout.of(assign([boxes for boxes, _ in plans])[control.rank])

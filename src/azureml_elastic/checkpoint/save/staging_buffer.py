@@ -20,7 +20,7 @@ __all__ = ["StagingBuffer"]
 _LOG = logging.getLogger(__name__)
 
 _SPARE = 1.05
-"""Allocated in proportion to the requested size: states grow a little, and fresh memory is slow."""
+"""Factor of the allocated to the requested size: states grow a little, and fresh memory is slow."""
 
 _PIECE = 1 << 23
 _MADV_POPULATE_WRITE = 23  # not among Python's names
@@ -48,9 +48,7 @@ class StagingBuffer:
     def reserve(self, nbytes: int, *, populate: bool = True) -> None:
         """Allocate at least this size; the content may be lost.
 
-        Args:
-            nbytes: required size.
-            populate: whether to map all pages now, which pays where the buffer is reused.
+        To map all pages now (``populate``) pays where the buffer is reused.
 
         Raises:
             OSError: there is not enough memory.
@@ -62,8 +60,10 @@ class StagingBuffer:
         self._descriptor = os.memfd_create("azureml-elastic-staging", os.MFD_CLOEXEC)
         os.posix_fallocate(self._descriptor, 0, size)  # an error here, not a SIGBUS later
         self._memory = mmap.mmap(self._descriptor, size)
-        if populate:
-            self._populate(size)
+        if populate:  # in pieces: each call blocks the interpreter
+            with contextlib.suppress(OSError, ValueError):  # before Linux 5.14
+                for begin in range(0, size, _PIECE):
+                    self._memory.madvise(_MADV_POPULATE_WRITE, begin, min(_PIECE, size - begin))
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._pin()
 
@@ -83,10 +83,7 @@ class StagingBuffer:
         self._memory[begin : begin + len(content)] = content
 
     def take(self, begin: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor to an offset that is a multiple of its elements' alignment.
-
-        With CUDA the copy is asynchronous, see :meth:`synchronize`.
-        """
+        """Copy a tensor to an offset; with CUDA asynchronously, see :meth:`synchronize`."""
         assert self._bytes is not None
         if tensor.numel() == 0:
             return
@@ -107,8 +104,7 @@ class StagingBuffer:
         """Free the memory; views of it keep it alive."""
         if self._bytes is not None and self._pinned:
             _runtime().cudaHostUnregister(self._bytes.data_ptr())
-        self._bytes, self._pinned = None, False
-        self._memory = None
+        self._bytes, self._memory, self._pinned = None, None, False
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -119,16 +115,8 @@ class StagingBuffer:
         return self._bytes[begin:end]
 
     def __del__(self) -> None:
-        """Free the memory."""
         with contextlib.suppress(Exception):  # at the end of the interpreter CUDA may be unusable already
             self.release()
-
-    def _populate(self, size: int) -> None:
-        """Map all pages, in pieces: each call blocks the interpreter."""
-        assert self._memory is not None
-        with contextlib.suppress(OSError, ValueError):  # before Linux 5.14
-            for begin in range(0, size, _PIECE):
-                self._memory.madvise(_MADV_POPULATE_WRITE, begin, min(_PIECE, size - begin))
 
     def _pin(self) -> None:
         if self._device.type != "cuda" or self._bytes is None:

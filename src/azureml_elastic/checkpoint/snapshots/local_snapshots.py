@@ -62,8 +62,8 @@ class LocalSnapshots:
         self._own = folder / node
         self._own.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_own(self._own / _OWNER, lock_seconds)
-        self._left = [path for path in sorted(folder.iterdir()) if path != self._own and _is_abandoned(path)]
-        self._inherited = [description for path in self._left for description in _descriptions(path)]
+        self._abandoned = [path for path in sorted(folder.iterdir()) if path != self._own and _is_abandoned(path)]
+        self._inherited = [description for path in self._abandoned for description in _descriptions(path)]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local-snapshots")
         self._changed = threading.Lock()
         self._next: list[Shard] = []
@@ -90,7 +90,7 @@ class LocalSnapshots:
     def forget(self) -> None:
         """Remove all snapshots, at the successful end of the run."""
         self._pool.shutdown(wait=True)
-        for path in (self._own, *self._left):
+        for path in (self._own, *self._abandoned):
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             self._run.rmdir()  # fails while other agents have folders in it
@@ -127,9 +127,9 @@ class LocalSnapshots:
         """Keep two snapshots: other nodes may not have written the newest one yet."""
         others = [path for path in self._own.iterdir() if path.is_dir() and path != newest]
         others.sort(key=lambda path: path.stat().st_mtime_ns)
-        for path in [*others[:-1], *self._left]:
+        for path in [*others[:-1], *self._abandoned]:
             shutil.rmtree(path, ignore_errors=True)
-        self._left, self._inherited = [], []
+        self._abandoned, self._inherited = [], []
 
 
 def _close(shards: list[Shard]) -> None:
@@ -158,9 +158,7 @@ def _lock_own(path: Path, seconds: float) -> int:
 
 
 def _is_abandoned(path: Path) -> bool:
-    if not (path / _OWNER).exists():
-        return False
-    descriptor = _try_lock(path / _OWNER)
+    descriptor = _try_lock(path / _OWNER) if (path / _OWNER).exists() else -1
     if descriptor >= 0:
         os.close(descriptor)
     return descriptor >= 0
@@ -177,10 +175,12 @@ def _copy(descriptor: int, target: Path, description: Mapping[str, Any]) -> None
                 raise OSError(f"the memory of {target.name} ends after {done} of {size} bytes")
             done += count
         os.fsync(stream.fileno())
-        with mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
-            content = view[: description["size"]]
+        with (
+            mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as memory,
+            memoryview(memory) as view,
+            view[: description["size"]] as content,
+        ):
             written = xxhash.xxh3_128_hexdigest(content)
-            content.release()
     if written != description["xxh3"]:
         raise OSError(f"{target} changed while it was written: its memory is in use again; take snapshots less often")
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
-import os
 import secrets
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
 from azureml_elastic.checkpoint.format.retention import for_good
@@ -61,29 +62,25 @@ class ReplicaShard:
 
 
 def choose_replicas(held: Sequence[ReplicaShard], newer_than: int) -> list[ReplicaShard] | None:
-    """Choose the newest complete snapshot, and the holder that writes each of its shards.
-
-    Args:
-        held: shards of all nodes.
-        newer_than: step of the committed checkpoint, -1 without one.
+    """Choose the newest complete snapshot after a step, and the holder that writes each of its shards.
 
     Returns:
         One replica of each shard, by rank, from the holders with the least to write; ``None`` where no newer snapshot
         is complete.
     """
-    snapshots: dict[str, dict[int, list[ReplicaShard]]] = {}
+    snapshots: defaultdict[str, defaultdict[int, list[ReplicaShard]]] = defaultdict(lambda: defaultdict(list))
     for each in held:
         if each.step > newer_than:
-            snapshots.setdefault(each.folder, {}).setdefault(each.rank, []).append(each)
+            snapshots[each.folder][each.rank].append(each)
     complete = [shards for shards in snapshots.values() if len(shards) == next(iter(shards.values()))[0].world_size]
     if not complete:
         return None
     newest = max(complete, key=lambda shards: (shards[0][0].step, shards[0][0].folder))
-    load: dict[int, int] = {}
+    load: Counter[int] = Counter()
     chosen = []
     for rank in sorted(newest):
-        shard = min(newest[rank], key=lambda each: (load.get(each.holder, 0), each.holder))
-        load[shard.holder] = load.get(shard.holder, 0) + shard.size
+        shard = min(newest[rank], key=lambda each: (load[each.holder], each.holder))
+        load[shard.holder] += shard.size
         chosen.append(shard)
     return chosen
 
@@ -157,11 +154,8 @@ def _write(
         if each.holder != holder:
             continue
         try:
-            descriptor = os.open(each.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                memory = mmap.mmap(descriptor, each.size + each.tail, prot=mmap.PROT_READ)
-            finally:
-                os.close(descriptor)
+            with Path(each.path).open("rb", buffering=0) as stream:
+                memory = mmap.mmap(stream.fileno(), each.size + each.tail, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             _LOG.warning("The memory %s cannot be read: %s", each.path, error)
             bad.append(each)

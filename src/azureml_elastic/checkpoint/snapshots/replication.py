@@ -30,12 +30,9 @@ _PIECE_BYTES = 1 << 26
 def partners(nodes: Sequence[int]) -> list[int | None]:
     """Return for each rank the rank on another node that holds its replica, ``None`` where there is one node.
 
-    Args:
-        nodes: number of the node, by rank.
+    ``nodes`` has the number of the node of each rank.
     """
-    members: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        members.setdefault(node, []).append(rank)
+    members = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
     order = list(members)
     found: list[int | None] = []
     for rank, node in enumerate(nodes):
@@ -68,7 +65,7 @@ class PeerBuffers:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank reports about its shard: its node, an error or the size, and the agent's description of it."""
+    """A rank's report about its shard: its node, an error or the size, and the description for the agent."""
 
     node: int
     error: str | None
@@ -155,6 +152,5 @@ class ReplicationTask(BackgroundTask):
                 if begin < offers[rank].nbytes:
                     piece = buffer.tensor(begin, min(begin + _PIECE_BYTES, offers[rank].nbytes))
                     transfers.append(dist.irecv(piece, src=rank, group=group))
-            for transfer in transfers:
-                if transfer is not None:
-                    transfer.wait()
+            for transfer in filter(None, transfers):
+                transfer.wait()

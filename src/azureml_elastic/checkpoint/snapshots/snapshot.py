@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ __all__ = ["RecoverableState", "Snapshot", "choose", "position_key"]
 
 @dataclass(frozen=True)
 class RecoverableState:
-    """Description of a state that a rank can send to the others.
+    """Description of a state that a rank can send to the others. Equal ones describe the same state.
 
     Args:
         step: optimizer steps completed.
@@ -39,14 +39,9 @@ class RecoverableState:
 
     step: int
     round: int
-    rank: int
+    rank: int = field(compare=False)
     position: str = ""
-    save_pending: bool = False
-
-    def same(self, other: RecoverableState | None) -> bool:
-        """Return whether both describe the same state."""
-        mine = (self.step, self.round, self.position)
-        return other is not None and mine == (other.step, other.round, other.position)
+    save_pending: bool = field(default=False, compare=False)
 
 
 def position_key(data: Mapping[str, Any] | None) -> str:
@@ -68,10 +63,8 @@ def choose(states: list[RecoverableState | None], committed: int | None) -> int 
         The rank, or ``None`` where the checkpoint is further or no rank has a state.
     """
     ranked = [(state.step, state.round, -state.rank, -rank) for rank, state in enumerate(states) if state is not None]
-    if not ranked:
-        return None
-    step, _, _, rank = max(ranked)
-    return None if committed is not None and committed > step else -rank
+    step, _, _, rank = max(ranked, default=(-1, 0, 0, 0))
+    return None if not ranked or step < (committed or 0) else -rank
 
 
 @dataclass(frozen=True)
@@ -120,11 +113,8 @@ class Snapshot:
             CheckpointDamaged: the content is something else.
             OSError: the memory was released.
         """
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(descriptor)
+        with Path(path).open("rb", buffering=0) as stream:
+            memory = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
         def fill(begin: int, target: memoryview) -> None:
             target[:] = memory[begin : begin + len(target)]
@@ -146,25 +136,20 @@ class Snapshot:
 
     @classmethod
     def broadcast(cls, own: Snapshot | None, source: int, control: ControlGroup) -> Snapshot:
-        """Return the snapshot of one rank on all ranks. A collective.
-
-        Args:
-            own: snapshot of this rank; required on the source, ignored elsewhere.
-            source: rank that sends its snapshot.
-            control: control group of the ranks.
-        """
+        """Return the snapshot of the source rank, which alone needs its own, on all ranks. A collective."""
         sent: tuple[dict[str, Any], list[Chunk]] | None = None
+        held: Mapping[str, torch.Tensor] = {}
         if control.rank == source:
             assert own is not None
-            sent = own.header(), [_chunk(name, tensor) for name, tensor in own.tensors.items()]
+            held, sent = own.tensors, (own.header(), [_chunk(name, tensor) for name, tensor in own.tensors.items()])
         header, chunks = control.from_rank(source, sent)
         tensors: dict[str, torch.Tensor] = {}
         for chunk in chunks:
-            if control.rank == source:
-                assert own is not None
-                tensor = own.tensors[chunk.name].detach().cpu().contiguous()
-            else:
-                tensor = torch.empty(chunk.shape, dtype=getattr(torch, chunk.dtype))
+            tensor = (
+                held[chunk.name].detach().cpu().contiguous()
+                if control.rank == source
+                else torch.empty(chunk.shape, dtype=getattr(torch, chunk.dtype))
+            )
             if tensor.numel():
                 control.broadcast(tensor.flatten().view(torch.uint8), source)
             tensors[chunk.name] = tensor

@@ -7,9 +7,11 @@ and to which file, is decided in :mod:`azureml_elastic.checkpoint.format`.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -27,8 +29,6 @@ from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.errors import CheckpointDamaged
 
 __all__ = ["Piece", "Read", "held", "pieces", "reads", "require_complete", "signature"]
-
-T = TypeVar("T")
 
 
 def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
@@ -69,9 +69,9 @@ class Piece:
 
 def pieces(boxes: Iterable[Chunk], chunks: Iterable[Chunk]) -> list[Piece]:
     """Locate the chunks that a rank writes in the chunks that it holds."""
-    by_name: dict[str, list[Chunk]] = {}
+    by_name: defaultdict[str, list[Chunk]] = defaultdict(list)
     for box in boxes:
-        by_name.setdefault(box.name, []).append(box)
+        by_name[box.name].append(box)
     found = []
     for chunk in chunks:
         box = next(each for each in by_name[chunk.name] if _covers(each, chunk))
@@ -97,32 +97,22 @@ class Read:
 
 
 def reads(targets: Mapping[str, torch.Tensor], stored: Sequence[Chunk]) -> Iterator[Read]:
-    """Yield the reads that fill tensors from a checkpoint.
-
-    Args:
-        targets: tensors to fill, by name.
-        stored: all chunks of the checkpoint.
+    """Yield the reads that fill tensors by name from all chunks of a checkpoint.
 
     Raises:
         CheckpointDamaged: a tensor or a part of it is not stored.
     """
-    numbers: dict[str, list[int]] = {}
+    numbers: defaultdict[str, list[int]] = defaultdict(list)
     for number, chunk in enumerate(stored):
-        numbers.setdefault(chunk.name, []).append(number)
-    described: dict[str, Any] = {
-        name: _describe([stored[number] for number in of_name]) for name, of_name in numbers.items()
-    }
+        numbers[chunk.name].append(number)
+    described: dict[str, Any] = {name: _describe([stored[each] for each in found]) for name, found in numbers.items()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), Metadata(described), is_coordinator=True)
     for item in planner.create_local_plan().items:
         index = item.storage_index
         assert index.index is not None
-        yield Read(
-            numbers[index.fqn][index.index],
-            tuple(item.storage_offsets),
-            tuple(item.lengths),
-            planner.resolve_tensor(item).detach(),
-        )
+        part = tuple(item.storage_offsets), tuple(item.lengths)
+        yield Read(numbers[index.fqn][index.index], *part, planner.resolve_tensor(item).detach())
 
 
 def require_complete(stored: Sequence[Chunk]) -> None:
@@ -131,26 +121,21 @@ def require_complete(stored: Sequence[Chunk]) -> None:
     Raises:
         CheckpointDamaged: a part of a tensor is missing.
     """
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for chunk in stored:
-        counts[chunk.name] = counts.get(chunk.name, 0) + chunk.nbytes
+        counts[chunk.name] += chunk.nbytes
     for chunk in stored:
-        whole = Chunk(chunk.name, (), chunk.shape, chunk.shape, chunk.dtype, chunk.itemsize).nbytes
-        if counts[chunk.name] != whole:
-            raise CheckpointDamaged(
-                f"Of the {whole} bytes of {chunk.name!r} the checkpoint holds {counts[chunk.name]}."
-            )
+        whole, found = prod(chunk.shape) * chunk.itemsize, counts[chunk.name]
+        if found != whole:
+            raise CheckpointDamaged(f"Of the {whole} bytes of {chunk.name!r} the checkpoint holds {found}.")
 
 
 def _chunk(item: WriteItem) -> Chunk:
     data = item.tensor_data
     if data is None:
         raise TypeError(f"{item.index.fqn!r} is not a tensor")
-    dtype = data.properties.dtype
-    name = str(dtype).removeprefix("torch.")
-    return Chunk(
-        item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size), name, dtype.itemsize
-    )
+    dtype, box = data.properties.dtype, (tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size))
+    return Chunk(item.index.fqn, *box, str(dtype).removeprefix("torch."), dtype.itemsize)
 
 
 def _covers(box: Chunk, chunk: Chunk) -> bool:

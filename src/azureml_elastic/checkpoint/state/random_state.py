@@ -25,7 +25,7 @@ __all__ = ["begin", "capture", "from_text", "is_tensor_name", "kept", "restore",
 _PREFIX = "$random/"
 
 _BYTES = 1 << 15
-"""Fixed size, so that the plan of a checkpoint stays valid; NumPy and Python take 7 KB each, torch 5 KB."""
+"""Fixed size of the tensor, so that the plan of a checkpoint stays valid; NumPy and Python take 7 KB, torch 5 KB."""
 
 
 def tensor_name(rank: int) -> str:
@@ -87,7 +87,7 @@ def begin(*key: object) -> None:
 def kept() -> Iterator[None]:
     """Restore the generators of the CPU at the end of the block."""
     numpy = sys.modules.get("numpy.random")
-    states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.get_state()
+    states = torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
     try:
         yield
     finally:

@@ -133,11 +133,9 @@ class ModuleState(Tracked):
 
 @dataclass(eq=False)
 class OptimizerState(Tracked):
-    """The state of a torch optimizer by names of parameters. A new optimizer takes an empty step for it.
+    """The state of a torch optimizer by names of parameters, which belong to its owner.
 
-    Args:
-        optimizer: the optimizer.
-        owner: module with its parameters.
+    A new optimizer takes an empty step for it.
     """
 
     optimizer: Optimizer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,16 +20,19 @@ from azureml_elastic.errors import CheckpointDamaged, UsageError
 
 __all__ = ["join", "split"]
 
+_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
+    "$tuple": tuple,
+    "$set": set,
+    "$map": dict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+}
+
 
 def split(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split a state into plain JSON and tensors by name.
-
-    Args:
-        name: name of the state, the prefix of the names of its tensors.
-        value: nested mappings, lists, tuples, sets, tensors, numbers, text, bytes and ``None``.
+    """Split a state into plain JSON and tensors by name, whose prefix is the name of the state.
 
     Raises:
-        UsageError: the state holds an object of another type.
+        UsageError: it holds anything but mappings, lists, tuples, sets, tensors, numbers, text, bytes and ``None``.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _split(name, value, tensors), tensors
@@ -89,12 +92,6 @@ def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "$bytes":
         return base64.b64decode(content)
     items = [join(item, tensors) for item in content]
-    if kind == "$tuple":
-        return tuple(items)
-    if kind == "$set":
-        return set(items)
-    if kind == "$map":
-        return dict(items)
-    if kind == "$counter":
-        return Counter(dict(items))
-    raise CheckpointDamaged(f"The checkpoint's manifest holds {kind!r}, which this release does not support.")
+    if kind not in _COLLECTIONS:
+        raise CheckpointDamaged(f"The checkpoint's manifest holds {kind!r}, which this release does not support.")
+    return _COLLECTIONS[kind](items)

@@ -28,12 +28,7 @@ def is_zero_redundancy(value: Any) -> bool:
 
 @dataclass(eq=False)
 class ZeroRedundancyState(Tracked):
-    """The state of a ``ZeroRedundancyOptimizer``.
-
-    Args:
-        optimizer: the optimizer.
-        owner: module with its parameters.
-    """
+    """The state of a ``ZeroRedundancyOptimizer``, whose parameters belong to the owner."""
 
     replicated: bool = field(default=False, init=False)
     optimizer: Any

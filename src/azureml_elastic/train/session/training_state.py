@@ -242,7 +242,7 @@ class TrainingState:
             return
         chosen = states[source]
         assert chosen is not None
-        same = [chosen.same(each) for each in states]
+        same = [each == chosen for each in states]
         snapshot = inherited
         if not all(same):
             mine = self._snapshot() if live and control.rank == source else inherited

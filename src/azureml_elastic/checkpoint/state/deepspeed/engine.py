@@ -41,9 +41,6 @@ def is_engine(value: Any) -> bool:
 class EngineState(Tracked):
     """The state of a DeepSpeed engine.
 
-    Args:
-        engine: the engine.
-
     Raises:
         UsageError: the engine uses features whose state cannot be saved.
     """

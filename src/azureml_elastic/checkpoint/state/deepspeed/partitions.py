@@ -51,11 +51,7 @@ class Slot:
 
 @dataclass
 class Partitions(ABC):
-    """The parts of parameters on this rank.
-
-    Args:
-        zero: optimizer of DeepSpeed.
-    """
+    """The parts of parameters on this rank, which an optimizer of DeepSpeed holds."""
 
     zero: Any
 
