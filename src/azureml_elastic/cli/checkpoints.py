@@ -34,7 +34,7 @@ def list_(folder: Folder) -> None:
     for found in _survey(folder):
         ranks = "" if found.manifest is None else str(found.manifest.world_size)
         table.add_row(
-            str(found.name.step), str(found.name.round), ranks, decimal(found.nbytes), _state(found), found.directory
+            str(found.name.step), str(found.name.round), ranks, decimal(found.nbytes), _state(found), str(found.name)
         )
     Console().print(table)
 
@@ -52,7 +52,7 @@ def verify(folder: Folder) -> None:
             problems = catalogue.verify(_storage(folder), found.manifest)
         damaged += bool(problems) and found.committed
         typer.echo(
-            f"{found.directory}: {'; '.join(problems) or 'whole'}{'' if found.committed else ' (never committed)'}"
+            f"{found.name}: {'; '.join(problems) or 'whole'}{'' if found.committed else ' (never committed)'}"
         )
     if damaged:
         raise CheckpointDamaged(f"{damaged} committed checkpoints in {folder} are damaged.")

@@ -38,10 +38,6 @@ Address = tuple[str, int]
 class ProcessGroups:
     """The default process group of a round, and two control groups beside it.
 
-    Args:
-        identity: rank and round of this process.
-        device: device of this process.
-
     Attributes:
         control: control group of the training thread.
         background: control group of the thread that writes checkpoints.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, Costs, decide, optimal_interval
+from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, decide, optimal_interval
 from azureml_elastic.config import CheckpointPolicy, Plan
 from azureml_elastic.config import environment as names
 
@@ -60,18 +60,24 @@ def test_the_interval_costs_least(cost, between):
             assert at_best <= overhead(best * factor, cost, between) * 1.001
 
 
-def test_a_checkpoint_costs_its_stall_and_what_it_slows_down():
-    costs = Costs()
-    costs.begin(0, 100.0)
-    costs.stop(10, 110.0)  # a step takes a second
-    costs.go_on(110.5)
-    costs.written(18, 120.5)  # eight of them took ten
-    assert costs.checkpoint == pytest.approx(0.5 + 2.0)
-    assert costs.write_seconds == pytest.approx(10.0)
-    costs.stop(28, 130.5)
-    costs.go_on(131.0)
-    costs.written(30, 133.0)  # no slower
-    assert costs.checkpoint == pytest.approx((2.5 + 0.5) / 2)
+def test_a_checkpoint_costs_its_stall_and_the_slowdown_of_steps():
+    clock = [100.0]
+    schedule = CheckpointSchedule(CheckpointPolicy(every="auto"), None, clock=lambda: clock[0])
+    schedule.begin(0)
+
+    def save(step, stopped, continued, written_step, written):
+        clock[0] = stopped
+        schedule.saving(step)
+        clock[0] = continued
+        schedule.saved()
+        clock[0] = written
+        schedule.written(written_step)
+
+    save(10, 110.0, 110.5, 18, 120.5)  # a step takes a second; eight during the write took ten
+    assert schedule.cost_seconds == pytest.approx(0.5 + 2.0)
+    assert schedule.write_seconds == pytest.approx(10.0)
+    save(28, 130.5, 131.0, 30, 133.0)  # no slower
+    assert schedule.cost_seconds == pytest.approx((2.5 + 0.5) / 2)
 
 
 def test_a_run_with_losses_saves_more_often(monkeypatch):
@@ -81,14 +87,14 @@ def test_a_run_with_losses_saves_more_often(monkeypatch):
     def interval(history, cost, now=1000.0):
         monkeypatch.setenv(names.HISTORY, history)
         clock = [0.0]
-        cadence = CheckpointSchedule(policy, None, clock=lambda: clock[0])
-        cadence.begin(0)
+        schedule = CheckpointSchedule(policy, None, clock=lambda: clock[0])
+        schedule.begin(0)
         clock[0] = now
-        cadence.saving(100)
+        schedule.saving(100)
         clock[0] += cost
-        cadence.saved()
-        cadence.written(100)
-        return cadence.every
+        schedule.saved()
+        schedule.written(100)
+        return schedule.every
 
     calm, rough = interval("0 36000", 1.0), interval("20 36000", 1.0)
     assert rough < calm / 3

@@ -38,11 +38,6 @@ class FoundCheckpoint:
     nbytes: int
     problem: str | None
 
-    @property
-    def directory(self) -> str:
-        """The name of the folder."""
-        return str(self.name)
-
 
 def survey(storage: Storage) -> list[FoundCheckpoint]:
     """Return all checkpoints and incomplete attempts by step; of the files only sizes are checked."""
@@ -131,7 +126,7 @@ def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> i
     for _, entry in parts:
         chunk = entry.chunk
         name, shape = chunk.name.removeprefix(f"{prefix}/"), shapes.get(chunk.name, chunk.shape)
-        whole[chunk.name] = Chunk(name, (0,) * len(shape), shape, shape, chunk.dtype, chunk.itemsize)
+        whole[chunk.name] = Chunk.of_whole(name, shape, chunk.dtype, chunk.itemsize)
     layout = Layout.of(whole.values())
     begins = {entry.chunk.name: entry.begin for entry in layout.entries}
     with target.open("xb") as stream:

@@ -74,11 +74,9 @@ class Layout:
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk], note: str | None = None) -> Layout:
-        """Return the layout of a file with these chunks.
+        """Return the layout of a file with these chunks, and with a note (any text) in its header.
 
-        Args:
-            chunks: chunks to store; those of equally wide elements stay in this order.
-            note: text to store in the header, see :func:`read_header`.
+        Chunks of equally wide elements stay in this order.
         """
         ordered = sorted(chunks, key=lambda chunk: -(chunk.itemsize & -chunk.itemsize))  # by alignment
         begins = list(accumulate((chunk.nbytes for chunk in ordered), initial=0))

@@ -38,6 +38,11 @@ class Chunk:
     dtype: str
     itemsize: int
 
+    @classmethod
+    def of_whole(cls, name: str, shape: tuple[int, ...], dtype: str, itemsize: int) -> Chunk:
+        """Return a whole tensor."""
+        return cls(name, (0,) * len(shape), shape, shape, dtype, itemsize)
+
     @property
     def nbytes(self) -> int:
         """The size of the part in bytes."""

@@ -63,11 +63,8 @@ class ShardCopy:
 class LocalShard:
     """The part of each checkpoint that this rank writes. For one thread.
 
-    A plan is made anew only where the form of the state changes.
-
-    Args:
-        groups: process groups of the round.
-        spare: whether a copy may be held while the next one is made.
+    A plan is made anew only where the form of the state changes. With a spare buffer a copy may be held while the next
+    one is made.
     """
 
     def __init__(self, groups: ProcessGroups, *, spare: bool = False) -> None:

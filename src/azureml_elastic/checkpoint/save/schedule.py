@@ -16,7 +16,7 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process import read_history
 
-__all__ = ["CheckpointSchedule", "Costs", "Decision", "decide", "optimal_interval"]
+__all__ = ["CheckpointSchedule", "Decision", "decide", "optimal_interval"]
 
 _FIRST_COST_SECONDS = 1.0
 _EXPECTED_SECONDS = 7200.0
@@ -34,12 +34,9 @@ _WRITES = 3
 def optimal_interval(cost: float, between_losses: float) -> float:
     """Return the Young/Daly interval: the seconds of training between checkpoints that minimize the total loss.
 
-    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), equation
-    37, whose first term is J. W. Young's (1974).
-
-    Args:
-        cost: cost of a checkpoint in seconds of training.
-        between_losses: mean time between losses in seconds.
+    It follows from the cost of a checkpoint and the mean time between losses, in seconds. Source: J. T. Daly, "A higher
+    order estimate of the optimum checkpoint interval for restart dumps" (2006), equation 37, whose first term is J. W.
+    Young's (1974).
     """
     ratio = cost / (2 * between_losses)
     if ratio >= 1:
@@ -71,62 +68,29 @@ def decide(every_seconds: float, since_save_seconds: float, steps_seen: int, sec
     return Decision(save=save, steps_to_next=max(1, min(estimate, steps_seen)))
 
 
-class Costs:
-    """Cost of checkpoints: the time that training waits for copies, and the slowdown of steps while one is written.
-
-    Measured from the pace of the steps, compared to that while nothing is written.
-
-    Attributes:
-        checkpoint: seconds of training that a checkpoint costs, as an exponential mean; a guess before the first.
-        write_seconds: duration of the last write.
-    """
-
-    def __init__(self) -> None:
-        self.checkpoint, self.write_seconds = _FIRST_COST_SECONDS, 0.0
-        self._measured = False
-        self._quiet: tuple[int, float] | None = None
-        self._pace: float | None = None
-        self._stopped: tuple[int, float] | None = None
-        self._went_on = 0.0
-
-    def begin(self, step: int, now: float) -> None:
-        """Start to measure after this step, while nothing is written."""
-        self._quiet, self._stopped = (step, now), None
-
-    def written(self, step: int, now: float) -> None:
-        """Record that the write was complete by this step."""
-        if self._stopped is not None:
-            saved_at, stopped = self._stopped
-            self.write_seconds = now - self._went_on
-            expected = (step - saved_at) * (self._pace if self._pace is not None else self.write_seconds)
-            cost = self._went_on - stopped + min(max(0.0, self.write_seconds - expected), self.write_seconds)
-            self.checkpoint = (self.checkpoint + cost) / 2 if self._measured else cost
-            self._measured = True
-        self.begin(step, now)
-
-    def stop(self, step: int, now: float) -> None:
-        """Record that training waits for a copy after this step."""
-        if self._quiet is not None and step > self._quiet[0]:
-            self._pace = (now - self._quiet[1]) / (step - self._quiet[0])
-        self._stopped = step, now
-
-    def go_on(self, now: float) -> None:
-        """Record that training continues while the checkpoint is written."""
-        self._went_on = now
-
-
 class CheckpointSchedule:
     """Schedule of checkpoints, the same on every rank.
+
+    The cost of a checkpoint is the time that training waits for the copy, and the slowdown of the steps while it is
+    written, compared to their pace while nothing is written.
 
     Args:
         policy: checkpoint policy.
         control: control group, used at decision steps only.
         clock: monotonic clock in seconds; only that of rank 0 is used.
+
+    Attributes:
+        cost_seconds: seconds of training that a checkpoint costs, as an exponential mean; a guess before the first.
+        write_seconds: duration of the last write.
     """
 
     def __init__(self, policy: CheckpointPolicy, control: ControlGroup, *, clock: Callable[[], float]) -> None:
         self._policy, self._control, self._clock = policy, control, clock
-        self._costs = Costs()
+        self.cost_seconds, self.write_seconds = _FIRST_COST_SECONDS, 0.0
+        self._measured = False
+        self._quiet: tuple[int, float] | None = None
+        self._pace: float | None = None
+        self._stopped: tuple[int, float] | None = None
         self._first_step, self._next_decision = 0, 1
         self._losses, self._seconds = 0, 0.0
         self._began = self._saved_time = clock()
@@ -137,7 +101,7 @@ class CheckpointSchedule:
         self._began = self._clock()
         self._saved_time = self._began - unsaved_seconds
         self._losses, self._seconds = read_history()
-        self._costs.begin(step, self._began)
+        self._quiet, self._stopped = (step, self._began), None
 
     def enter(self, control: ControlGroup) -> None:
         """Continue with the ranks of another round."""
@@ -149,17 +113,27 @@ class CheckpointSchedule:
         return self._clock() - self._saved_time
 
     def saving(self, step: int) -> None:
-        """Record that a checkpoint is taken, and training waits."""
-        self._costs.stop(step, self._clock())
+        """Record that a checkpoint is taken after this step, and training waits for the copy."""
+        now = self._clock()
+        if self._quiet is not None and step > self._quiet[0]:
+            self._pace = (now - self._quiet[1]) / (step - self._quiet[0])
+        self._stopped = step, now
 
     def saved(self) -> None:
         """Record that a checkpoint was copied, and training continues while it is written."""
         self._saved_time = self._clock()
-        self._costs.go_on(self._saved_time)
 
     def written(self, step: int) -> None:
         """Record that the last checkpoint was written by this step."""
-        self._costs.written(step, self._clock())
+        now = self._clock()
+        if self._stopped is not None:
+            saved_at, stopped = self._stopped
+            self.write_seconds = now - self._saved_time
+            expected = (step - saved_at) * (self._pace if self._pace is not None else self.write_seconds)
+            cost = self._saved_time - stopped + min(max(0.0, self.write_seconds - expected), self.write_seconds)
+            self.cost_seconds = (self.cost_seconds + cost) / 2 if self._measured else cost
+            self._measured = True
+        self._quiet, self._stopped = (step, now), None
 
     @property
     def every(self) -> float:
@@ -168,8 +142,8 @@ class CheckpointSchedule:
             return self._policy.every.total_seconds()
         trained = self._seconds + self._clock() - self._began
         between = (trained + _EXPECTED_SECONDS) / (self._losses + 1)
-        shortest = max(_SHORTEST_SECONDS, _WRITES * self._costs.write_seconds)
-        return min(max(optimal_interval(self._costs.checkpoint, between), shortest), _LONGEST_SECONDS)
+        shortest = max(_SHORTEST_SECONDS, _WRITES * self.write_seconds)
+        return min(max(optimal_interval(self.cost_seconds, between), shortest), _LONGEST_SECONDS)
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step. A collective at decision steps."""

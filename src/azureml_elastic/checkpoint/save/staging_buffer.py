@@ -27,16 +27,16 @@ _MADV_POPULATE_WRITE = 23  # not among Python's names
 
 
 class StagingBuffer:
-    """A reusable buffer of shared memory. For one thread at a time.
+    """A reusable buffer of shared memory for tensors of a device. For one thread at a time.
 
-    Args:
-        device: device of the tensors to be copied.
+    Attributes:
+        descriptor: descriptor of the memory, for another process to open; -1 without memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: mmap.mmap | None = None
-        self._descriptor = -1
+        self.descriptor = -1
         self._bytes: torch.Tensor | None = None
         self._pinned = False
 
@@ -57,20 +57,15 @@ class StagingBuffer:
             return
         self.release()
         size = -(-int(nbytes * _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._descriptor = os.memfd_create("azureml-elastic-staging", os.MFD_CLOEXEC)
-        os.posix_fallocate(self._descriptor, 0, size)  # an error here, not a SIGBUS later
-        self._memory = mmap.mmap(self._descriptor, size)
+        self.descriptor = os.memfd_create("azureml-elastic-staging", os.MFD_CLOEXEC)
+        os.posix_fallocate(self.descriptor, 0, size)  # an error here, not a SIGBUS later
+        self._memory = mmap.mmap(self.descriptor, size)
         if populate:  # in pieces: each call blocks the interpreter
             with contextlib.suppress(OSError, ValueError):  # before Linux 5.14
                 for begin in range(0, size, _PIECE):
                     self._memory.madvise(_MADV_POPULATE_WRITE, begin, min(_PIECE, size - begin))
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._pin()
-
-    @property
-    def descriptor(self) -> int:
-        """The descriptor of the memory, for another process to open."""
-        return self._descriptor
 
     def view(self, begin: int, end: int) -> memoryview:
         """Return a part of the buffer, for reading."""
@@ -105,9 +100,9 @@ class StagingBuffer:
         if self._bytes is not None and self._pinned:
             _runtime().cudaHostUnregister(self._bytes.data_ptr())
         self._bytes, self._memory, self._pinned = None, None, False
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def tensor(self, begin: int, end: int) -> torch.Tensor:
         """Return a part of the buffer as a tensor of bytes."""

@@ -166,5 +166,4 @@ class Snapshot:
 
 
 def _chunk(name: str, tensor: torch.Tensor) -> Chunk:
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    return Chunk(name, (0,) * len(shape), shape, shape, dtype, tensor.element_size())
+    return Chunk.of_whole(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.element_size())

@@ -20,11 +20,7 @@ __all__ = ["LocalStorage"]
 
 
 class LocalStorage(Storage):
-    """A folder of a file system.
-
-    Args:
-        root: path of the folder; need not exist.
-    """
+    """A folder of a file system, which need not exist."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

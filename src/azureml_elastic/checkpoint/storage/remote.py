@@ -23,10 +23,7 @@ _AZURE = ("abfs", "abfss", "az")
 
 
 class RemoteStorage(Storage):
-    """A prefix in an object store.
-
-    Args:
-        url: URL of the prefix.
+    """A prefix of URLs in an object store.
 
     Raises:
         MissingExtra: fsspec, or its package for this kind of URL, is not installed.

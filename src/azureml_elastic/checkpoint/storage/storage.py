@@ -115,11 +115,7 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, folder: str, first: str) -> None:
-        """Remove a folder as far as the storage allows.
-
-        Args:
-            folder: name of the folder.
-            first: name of the file that makes it a checkpoint; removed before all others.
+        """Remove a folder as far as the storage allows, the file that makes it a checkpoint before all others.
 
         Raises:
             OSError: this file cannot be removed; the others were left.
