@@ -51,9 +51,7 @@ def verify(folder: Folder) -> None:
         if found.manifest is not None and not problems:
             problems = catalogue.verify(_storage(folder), found.manifest)
         damaged += bool(problems) and found.committed
-        typer.echo(
-            f"{found.name}: {'; '.join(problems) or 'whole'}{'' if found.committed else ' (never committed)'}"
-        )
+        typer.echo(f"{found.name}: {'; '.join(problems) or 'whole'}{'' if found.committed else ' (never committed)'}")
     if damaged:
         raise CheckpointDamaged(f"{damaged} committed checkpoints in {folder} are damaged.")
 
