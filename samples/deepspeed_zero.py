@@ -1,4 +1,4 @@
-"""Train with DeepSpeed's ZeRO, elastically: nodes come and go, and so may the stage.
+"""Train with DeepSpeed's ZeRO, elastically: the nodes may change during the run, and the stage at a restart.
 
 Locally:  DS_ACCELERATOR=cpu azureml-elastic local --nodes 1:3 samples/deepspeed_zero.py --stage 3
 
@@ -28,7 +28,7 @@ CONFIG = {
 
 
 def main() -> None:
-    """Train, and print the share of right answers."""
+    """Train, and print the share of correct predictions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=2, help="of ZeRO: 1, 2 or 3")
     parser.add_argument("--epochs", type=int, default=4)
@@ -40,7 +40,7 @@ def main() -> None:
     x = torch.rand(1200, 8)
     dataset = TensorDataset(x, x.argmax(1))
 
-    # With a node its part of the state is gone: copies in memory, on two nodes each, are where the run goes on.
+    # With a node its part of the state is lost: the run continues from snapshots in memory, each on two nodes.
     run = train.start(CheckpointPolicy(every=300, snapshot_every_steps=5))
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
     config = {**CONFIG, "zero_optimization": {"stage": arguments.stage}}

@@ -3,8 +3,8 @@
 Alone:    python samples/digits.py --epochs 5
 Locally:  azureml-elastic local --nodes 1:3 samples/digits.py --epochs 5
 
-The digits come with scikit-learn (``pip install 'azureml-elastic[demo]'``). Whatever happens to the nodes, each
-training image is seen once an epoch and the accuracy at the end is that of an undisturbed run.
+The digits come with scikit-learn (``pip install 'azureml-elastic[demo]'``). Even if nodes come and go, each training
+image is trained once an epoch, and the final accuracy is that of an undisturbed run.
 """
 
 from __future__ import annotations

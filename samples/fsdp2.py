@@ -1,10 +1,10 @@
-"""Train with FSDP2: parameters, gradients and the optimizer's state are sharded over all workers, however many.
+"""Train with FSDP2: parameters, gradients and the optimizer's state are sharded over all workers.
 
 Alone:    python samples/fsdp2.py --epochs 5
 Locally:  azureml-elastic local --nodes 1:3 --nproc-per-node 2 samples/fsdp2.py --epochs 5
 
-A lost worker takes a part of the model with it, so the run goes on from the last checkpoint, or from the newest copy in
-memory where the job has ``CheckpointPolicy(snapshot_every=...)``; either is resharded for the workers that are there.
+With a worker its part of the model is lost, so the run continues from the last checkpoint, or from the newest snapshot
+if the job has ``CheckpointPolicy(snapshot_every=...)``; both are resharded for the workers of the new round.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    run.track(model=model, optimizer=optimizer)  # restores, whatever the number of workers was before
+    run.track(model=model, optimizer=optimizer)  # restores at any number of workers
     loader = run.loader(dataset, global_batch_size=64, seed=0)
 
     loss_of = nn.CrossEntropyLoss()
@@ -73,7 +73,7 @@ def main() -> None:
 
     model.eval()
     x, y = (tensor.to(run.device) for tensor in dataset.tensors)
-    with torch.no_grad():  # on all ranks: each has a part of every layer
+    with torch.no_grad():  # a collective: each rank has a part of every layer
         accuracy = (model(x).argmax(1) == y).float().mean().item()
     if run.is_main:
         print(f"accuracy {accuracy:.4f} after {run.steps} steps", flush=True)

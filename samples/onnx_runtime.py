@@ -1,10 +1,10 @@
-"""Train through ONNX Runtime where it is installed, elastically; elsewhere PyTorch trains the same model by itself.
+"""Train through ONNX Runtime where it is installed, elastically; elsewhere PyTorch alone trains the same model.
 
 Locally:  azureml-elastic local --nodes 1:3 samples/onnx_runtime.py
 
 ONNX Runtime takes over the forward and the backward pass of a model that is wrapped in its ``ORTModule`` (``pip install
-torch-ort onnxruntime-training``). All else is as ever: ``run.wrap`` goes around it, so that gradients are averaged, and
-``run.track`` saves it. Its releases know certain versions of torch; where it cannot be imported, the sample says why.
+torch-ort onnxruntime-training``). ``run.wrap`` goes around it, so that gradients are averaged, and ``run.track`` saves
+it. Its releases support certain versions of torch; where it cannot be imported, the sample prints the reason.
 The data are random vectors; a small network learns where the largest element is.
 """
 
@@ -23,16 +23,16 @@ GLOBAL_BATCH = 60
 
 
 def accelerated(model: nn.Module) -> tuple[nn.Module, str]:
-    """Return the model for ONNX Runtime, or as it is, and what trains it."""
+    """Return the model, wrapped for ONNX Runtime if possible, and the name of the engine that trains it."""
     try:
         from torch_ort import ORTModule
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it does not know this torch
+    except (ImportError, RuntimeError) as error:  # RuntimeError: this version of torch is not supported
         return model, f"PyTorch, for ONNX Runtime cannot be used ({error})"
     return ORTModule(model), "ONNX Runtime"
 
 
 def main() -> None:
-    """Train, and print the share of right answers."""
+    """Train, and print the share of correct predictions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--step-delay", type=float, default=0.0, help="seconds to wait in each step, to watch it")

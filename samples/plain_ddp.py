@@ -1,9 +1,9 @@
-"""A plain data-parallel script, as it runs under torchrun; it knows nothing of this library.
+"""A plain data-parallel script, as it runs under torchrun; it does not use this library.
 
 torchrun --nproc-per-node 2 samples/plain_ddp.py --checkpoint state.pt --epochs 5
 
 It keeps its own checkpoint: rank 0 replaces one file after each epoch, and a restart continues from it. Under an
-elastic job it is restarted whenever the number of nodes changes, and loses at most the epoch at hand.
+elastic job it is restarted whenever the number of nodes changes, and loses at most the current epoch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run the study; writes ``docs/explanation/dynamic-sgd.md`` and its picture.
 
-Exit code 1 means that the page's text is not what was measured.
+The exit code is 1 if the page's text contradicts the measurements.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def drop_table(outcomes: Outcomes) -> str:
 
 
 def changes_table(by_sizes: Mapping[tuple[int, int], tuple[int, Outcomes]], momentum: float) -> str:
-    """Return the peaks after rises; each has its place among a run's changes."""
+    """Return the peaks after rises, by the index of the change in a run."""
     names = [ONE, UNPREPARED, RAMP]
     rows = [
         [

@@ -1,4 +1,4 @@
-"""What is learnt: noisy images of scikit-learn's digits, by one small network for each seed, all of them at once."""
+"""The learning task: noisy images of scikit-learn's digits, for one small network per seed, all trained at once."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ TESTED, PROBED = 360, 512
 PIXEL_NOISE, LABEL_NOISE = 0.25, 0.1
 
 BLOCK = 960
-"""Samples that are drawn at once."""
+"""Number of samples that are drawn at once."""
 
 
 class Digits:
     """An endless stream of images for each seed, shifted by up to a pixel, with noise in pixels and labels.
 
-    Sample ``n`` of a seed is always the same, whatever the batches are.
+    Sample ``n`` of a seed does not depend on the batches.
 
     Args:
-        seeds: their number.
-        seed: random seed of all streams.
+        seeds: number of seeds
+        seed: random seed of all streams
 
     Attributes:
-        test: images (1800, 64) held out of all streams, and their labels.
-        probe: noisy images (512, 64) of the ones that are trained, and their labels, without noise.
+        test: images (1800, 64) held out of all streams, and their labels
+        probe: noisy images (512, 64) from the training images, and their labels without noise
     """
 
     def __init__(self, seeds: int, seed: int) -> None:
@@ -71,10 +71,10 @@ def _block(digits: Digits, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _shifted(images: torch.Tensor) -> torch.Tensor:
-    """Return the images (n, 8, 8) in each of nine places, as (9, n, 64)."""
+    """Return the images (n, 8, 8) shifted to nine positions, as (9, n, 64)."""
     wide = functional.pad(images, (1, 1, 1, 1))
-    places = [wide[:, down : down + SIDE, right : right + SIDE] for down in range(3) for right in range(3)]
-    return torch.stack(places).flatten(2)
+    shifted = [wide[:, down : down + SIDE, right : right + SIDE] for down in range(3) for right in range(3)]
+    return torch.stack(shifted).flatten(2)
 
 
 def _noisy(shifted: torch.Tensor, ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -86,9 +86,9 @@ class Networks(nn.Module):
     """One multilayer perceptron for each seed; all parameters have the seeds as their first dimension.
 
     Args:
-        seeds: their number.
-        seed: random seed of the initial weights.
-        widths: widths of the layers.
+        seeds: number of seeds
+        seed: random seed of the initial weights
+        widths: widths of the layers
     """
 
     def __init__(self, seeds: int, seed: int, widths: tuple[int, ...] = (SIDE * SIDE, 128, 128, CLASSES)) -> None:
@@ -100,7 +100,7 @@ class Networks(nn.Module):
             self.biases.append(torch.zeros(seeds, 1, fan_out))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the logits (seeds, samples, 10) of images (seeds, samples, 64), or of the same ones for all seeds."""
+        """Return the logits (seeds, samples, 10) of images (seeds, samples, 64), or of images (samples, 64) that all seeds share."""
         x = images.expand(len(self.weights[0]), -1, -1)
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(bias, x if layer == 0 else torch.relu(x), weight)
@@ -113,5 +113,5 @@ class Networks(nn.Module):
         return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
 
     def accuracies(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return each seed's share of right answers."""
+        """Return each seed's share of correct predictions."""
         return (self(images).argmax(2) == labels).float().mean(1)

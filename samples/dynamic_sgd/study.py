@@ -31,13 +31,13 @@ from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.optim.schedule import Schedule
 
 CHANCE = 2.2
-"""A test loss from which a network is lost: guessing has ln 10 = 2.30."""
+"""Test loss above which a network counts as diverged: guessing has ln 10 = 2.30."""
 
 EVERY, FIRST_STEPS = 192, 60
-"""The loss is measured after each of the first steps after a change, and every so many samples around it."""
+"""The loss is measured every ``EVERY`` samples around a change, and after each of the ``FIRST_STEPS`` after it."""
 
 BEFORE, AFTER = 3_840, 28_800
-"""Samples around a change in which it is measured; the ramp from 1 to 12 workers takes 96 * 192 = 18,432."""
+"""Samples before and after a change between which the loss is measured; the ramp from 1 to 12 workers takes 96 * 192 = 18,432."""
 
 POLICIES: dict[str, BatchPolicy] = {
     "fixed global batch": FixedGlobalBatch(),
@@ -48,22 +48,22 @@ POLICIES: dict[str, BatchPolicy] = {
     "square root, ramp": FixedPerWorkerBatch(scaling="sqrt"),
     "no scaling": FixedPerWorkerBatch(scaling="none"),
 }
-"""AdaScale is not among them: it needs the gradient of each worker, and a factor for each seed."""
+"""AdaScale is not compared: it needs the gradient of each worker, and a factor for each seed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and by how many workers.
+    """The training task and its numbers of workers.
 
     Args:
-        worlds: world sizes, each with the share of all samples from which on it holds.
-        samples: that are trained in all.
-        rate: learning rate of one worker, before decays.
-        decays: shares of all samples at which the learning rate is divided by ten.
-        momentum: momentum of SGD.
-        batch: samples of a worker and step.
-        seeds: networks that are trained at once.
-        seed: random seed of their weights and data.
+        worlds: world sizes, each with the share of all samples at which it begins
+        samples: total number of trained samples
+        rate: learning rate of one worker, before decays
+        decays: shares of all samples at which the learning rate is divided by ten
+        momentum: momentum of SGD
+        batch: samples per worker and step
+        seeds: number of networks that are trained at once
+        seed: random seed of their weights and data
     """
 
     worlds: tuple[tuple[float, int], ...] = ((0, 1), (1 / 3, 12), (2 / 3, 1))
@@ -84,9 +84,9 @@ class Simulation:
     """A run whose workers are simulated.
 
     Args:
-        setting: setting of the study.
-        policy: batch policy of the run.
-        world_size: workers at its beginning, or when a saved state is loaded.
+        setting: setting of the study
+        policy: batch policy of the run
+        world_size: number of workers at the beginning, or when a saved state is loaded
     """
 
     def __init__(self, setting: Setting, policy: BatchPolicy, world_size: int) -> None:
@@ -107,16 +107,16 @@ class Simulation:
 
     @property
     def seen(self) -> int:
-        """Samples that are trained."""
+        """Number of trained samples."""
         return self._stream.cursor.consumed
 
     def enter(self, world_size: int) -> None:
-        """Go on with another number of workers."""
+        """Change the number of workers."""
         self._position.enter(_identity(world_size))
         self.rate.enter(world_size)
 
     def step(self) -> None:
-        """Train what all workers train in one step."""
+        """Train one step of all workers."""
         size = self._batching.window_size(self._spec.global_batch_size, self._position.identity.world_size)
         part = self._spec.window(self.seen, size)
         self._open = Window((), len(part), Cursor(0, part.start), Cursor(0, part.stop), self._spec.length)
@@ -131,7 +131,7 @@ class Simulation:
         self.steps += 1
 
     def save(self) -> tuple[str, dict[str, torch.Tensor]]:
-        """Return the state as a checkpoint holds it: JSON and tensors."""
+        """Return the content of a checkpoint: JSON and tensors."""
         tracked = {"networks": self.networks, "optimizer": self.optimizer, "schedule": self._schedule}
         plain, tensors = tree.split("state", {name: each.state_dict() for name, each in tracked.items()})
         data = {"position": self._position.to_json(), "rate": self.rate.to_json()}
@@ -140,7 +140,7 @@ class Simulation:
         }
 
     def load(self, document: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Go to a saved state, with the workers of now."""
+        """Restore a saved state, with the current number of workers."""
         saved = json.loads(document)
         state = tree.join(saved["state"], tensors)
         self.networks.load_state_dict(state["networks"])
@@ -161,9 +161,9 @@ class Change:
     """The loss around a change of the world size.
 
     Args:
-        at: samples trained before it.
-        seen: samples trained before each measurement.
-        losses: losses on the held-out sample, (measurements, seeds).
+        at: number of samples trained before the change
+        seen: number of samples trained before each measurement
+        losses: losses on the held-out sample, (measurements, seeds)
     """
 
     at: int
@@ -172,7 +172,7 @@ class Change:
 
     @property
     def before(self) -> torch.Tensor:
-        """Each seed's mean loss shortly before."""
+        """Each seed's mean loss shortly before the change."""
         return self.losses[self.seen <= self.at].mean(0)
 
     @property
@@ -184,13 +184,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has come to.
+    """The results of a run.
 
     Args:
-        steps: number of optimizer steps.
-        losses: losses on the test images, (seeds,).
-        accuracies: accuracies on the test images, (seeds,).
-        changes: changes of the world size.
+        steps: number of optimizer steps
+        losses: losses on the test images, (seeds,)
+        accuracies: accuracies on the test images, (seeds,)
+        changes: changes of the world size
     """
 
     steps: int
@@ -200,17 +200,17 @@ class Outcome:
 
     @property
     def lost(self) -> int:
-        """Seeds that have diverged or guess."""
+        """Number of seeds whose network has diverged or guesses."""
         return int((~(self.losses < CHANCE)).sum())
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the mean test losses of two runs.
+    """The difference between the mean test losses of two runs.
 
     Args:
-        mean: positive where the first is worse.
-        error: its standard error, of as many pairs as there are seeds, or as if they were no pairs.
+        mean: difference, positive if the first run is worse
+        error: standard error of the difference
     """
 
     mean: float
@@ -218,12 +218,12 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether it is beyond two standard errors."""
+        """Whether the difference exceeds two standard errors."""
         return abs(self.mean) > 2 * self.error
 
 
 def difference(ours: Outcome, theirs: Outcome, *, paired: bool) -> Difference:
-    """Compare two runs; paired, seed by seed, which begin with the same weights and train the same samples."""
+    """Compare two runs; ``paired`` compares seed by seed, with equal initial weights and samples."""
     each = ours.losses - theirs.losses
     variance = each.var() if paired else ours.losses.var() + theirs.losses.var()
     return Difference(float(each.mean()), float((variance / len(each)).sqrt()))
@@ -231,9 +231,9 @@ def difference(ours: Outcome, theirs: Outcome, *, paired: bool) -> Difference:
 
 @torch.no_grad()
 def run(setting: Setting, policy: BatchPolicy) -> Outcome:
-    """Train under a policy, and measure."""
+    """Train under a policy, and return the results."""
     (_, first), *later = [(setting.steps_until(share) * setting.batch, size) for share, size in setting.worlds]
-    places = [at for at, _ in later]
+    changes_at = [at for at, _ in later]
     simulation = Simulation(setting, policy, first)
     measured: list[tuple[int, torch.Tensor]] = []
     entered, since = [0], FIRST_STEPS
@@ -246,7 +246,7 @@ def run(setting: Setting, policy: BatchPolicy) -> Outcome:
             simulation.step()
         since += 1
         seen = simulation.seen
-        near = any(at - BEFORE < seen <= at + AFTER + EVERY for at in places)
+        near = any(at - BEFORE < seen <= at + AFTER + EVERY for at in changes_at)
         if since <= FIRST_STEPS or (near and (seen - entered[-1]) % EVERY == 0):
             measured.append((seen, simulation.networks.losses(*simulation.digits.probe)))
     test, changes = simulation.digits.test, tuple(_around(at, measured) for at in entered[1:])

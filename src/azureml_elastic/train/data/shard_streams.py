@@ -128,12 +128,8 @@ class ShardStreamReader(IterableDataset[Part]):
     In a ``DataLoader`` with processes, part ``i`` of each window is read by process ``i`` modulo their number.
 
     Args:
-        dataset: dataset in shards
-        spec: specification of its order
-        cursor: position to begin at
         groups: groups of streams, each of which contributes a part to each window
         window_size: samples of a window over all streams
-        collate: function that makes a batch of samples
         is_seeded: whether random numbers follow from the position in the data
     """
 

@@ -48,6 +48,22 @@ def exact_sum(
     tops: list[float] = largest.tolist()
     room = _BITS - max(count - 1, 0).bit_length()
     sums: list[torch.Tensor | None] = [None] * len(like)
+
+    def reduce(bucket: list[int]) -> None:
+        sizes = [like[index].numel() for index in bucket]
+        # |top| < 2**exponent, so that a term has at most `room` bits; doubles reach to 2**1023.
+        powers = [2.0 ** min(room - math.frexp(tops[index])[1], 1000) for index in bucket]
+        scale = torch.tensor(powers, dtype=torch.float64, device=device)
+        scale = scale.repeat_interleave(torch.tensor(sizes, device=device), output_size=sum(sizes))
+        total = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        for term in terms:
+            parts = [_flat(term[index], like[index]) for index in bucket]
+            total += torch.cat(parts).mul_(scale).round_().to(torch.int64)
+        dist.all_reduce(total)
+        found = total.double().div_(scale)
+        for index, part in zip(bucket, found.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+            sums[index] = part.to(like[index].dtype).view_as(like[index])
+
     bucket: list[int] = []
     size = 0
     for index, top in enumerate(tops):
@@ -57,10 +73,10 @@ def exact_sum(
             bucket.append(index)
             size += like[index].numel()
         if size >= _BUCKET:
-            _reduce(bucket, terms, like, tops, room, sums)
+            reduce(bucket)
             bucket, size = [], 0
     if bucket:
-        _reduce(bucket, terms, like, tops, room, sums)
+        reduce(bucket)
     return sums
 
 
@@ -77,29 +93,6 @@ def _largest_of(term: Sequence[torch.Tensor | None], device: torch.device) -> to
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(tensors, math.inf)])  # noqa: SLF001
         found[[index for index, _ in present]] = norms.nan_to_num(nan=math.inf, posinf=math.inf)
     return found
-
-
-def _reduce(
-    bucket: list[int],
-    terms: Sequence[Sequence[torch.Tensor | None]],
-    like: Sequence[torch.Tensor],
-    tops: list[float],
-    room: int,
-    sums: list[torch.Tensor | None],
-) -> None:
-    device, sizes = like[0].device, [like[index].numel() for index in bucket]
-    # |top| < 2**exponent, so that a term has at most `room` bits; doubles reach to 2**1023.
-    powers = [2.0 ** min(room - math.frexp(tops[index])[1], 1000) for index in bucket]
-    scale = torch.tensor(powers, dtype=torch.float64, device=device)
-    scale = scale.repeat_interleave(torch.tensor(sizes, device=device), output_size=sum(sizes))
-    total = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-    for term in terms:
-        parts = [_flat(term[index], like[index]) for index in bucket]
-        total += torch.cat(parts).mul_(scale).round_().to(torch.int64)
-    dist.all_reduce(total)
-    found = total.double().div_(scale)
-    for index, part in zip(bucket, found.split(sizes), strict=True):  # type: ignore[no-untyped-call]
-        sums[index] = part.to(like[index].dtype).view_as(like[index])
 
 
 def _flat(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["averages_gradients", "data_parallel_parts", "require_averaging"]
+__all__ = ["data_parallel_parts", "require_averaging"]
 
 _DATA_PARALLEL = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
@@ -21,11 +21,8 @@ def data_parallel_parts(module: nn.Module, *others: str) -> list[nn.Module]:
     return [part for part in module.modules() if wanted & {kind.__name__ for kind in type(part).__mro__}]
 
 
-def averages_gradients(module: nn.Module) -> bool:
-    """Return whether the gradients of all parameters of a module are averaged over the ranks.
-
-    That is the case for parameters within ``DistributedDataParallel``, FSDP or a DeepSpeed engine, and for DTensors.
-    """
+def _averages_gradients(module: nn.Module) -> bool:
+    """Return whether all parameters are within DDP, FSDP or a DeepSpeed engine, or DTensors."""
     wrapped = data_parallel_parts(module, "DeepSpeedEngine")
     averaged = {id(parameter) for part in wrapped for parameter in part.parameters()}
     return all(
@@ -44,7 +41,7 @@ def require_averaging(objects: Mapping[str, Any], exempt: Sequence[nn.Module], w
         world_size: number of ranks
     """
     for name, value in objects.items():
-        if not isinstance(value, nn.Module) or any(value is each for each in exempt) or averages_gradients(value):
+        if not isinstance(value, nn.Module) or any(value is each for each in exempt) or _averages_gradients(value):
             continue
         when = "" if world_size > 1 else " as soon as the run has more than 1 rank"
         raise UsageError(

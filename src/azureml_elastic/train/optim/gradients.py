@@ -27,14 +27,7 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """The computation of a step's gradients.
-
-    Args:
-        world: process groups of the round
-        position: position in the data
-        rate: learning rate, which may depend on the noise of the gradients
-        exact: whether gradients are bit-identical at any world size
-    """
+    """The computation of a step's gradients, which are bit-identical at any world size if ``exact``."""
 
     def __init__(self, world: ProcessGroups, position: Position, rate: LearningRate, *, exact: bool) -> None:
         self._world = world

@@ -26,13 +26,7 @@ __all__ = ["LearningRate"]
 
 
 class LearningRate:
-    """The learning rate factor of all tracked optimizers.
-
-    Args:
-        policy: batch policy of the run
-        position: position in the data
-        discarded: function that returns whether the current step is discarded
-    """
+    """The learning rate factor of all tracked optimizers; ``discarded`` returns whether the step is discarded."""
 
     def __init__(self, policy: BatchPolicy, position: Position, discarded: Callable[[], bool]) -> None:
         self._policy = policy if isinstance(policy, FixedPerWorkerBatch) else None

@@ -54,16 +54,7 @@ class Scale:
         return self.start + (wanted - self.start) * self.elapsed / self.steps
 
     def enter(self, policy: FixedPerWorkerBatch, world_size: int, momentum: float) -> tuple[Self, float]:
-        """Change the world size.
-
-        Args:
-            policy: batch policy of the run
-            world_size: new world size
-            momentum: momentum of the optimizer, 0 without one
-
-        Returns:
-            The new state, and the factor for momentum buffers.
-        """
+        """Return the state at another world size, and the factor for momentum buffers; ``momentum`` may be 0."""
         if world_size == self.world_size:
             return self, 1.0
         now, wanted = self.factor(policy), target(policy, world_size, self.noise)

@@ -15,20 +15,9 @@ __all__ = ["SessionContext"]
 
 @dataclass(frozen=True)
 class SessionContext:
-    """Components of a session.
+    """Components of a session; ``can_grow`` is whether the run may have more than one rank later."""
 
-    Args:
-        identity: identity of this process; round 0 where it waits for its assignment to one
-        agent: agent that started the process
-        storage: storage of the checkpoints
-        checkpoint: checkpoint policy
-        batch: batch policy
-        audit: record of the samples of each step
-        profiling: profiler, ``None`` without one
-        can_grow: whether the run may have more than one rank later
-    """
-
-    identity: WorkerIdentity
+    identity: WorkerIdentity  # of round 0 in a process that waits for its assignment to one
     agent: Agent
     storage: Storage
     checkpoint: CheckpointPolicy

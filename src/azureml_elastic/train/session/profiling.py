@@ -33,15 +33,7 @@ _IDLE_SECONDS = 5.0
 
 
 class Profiling:
-    """The recordings of one process.
-
-    Args:
-        wanted: steps and ranks to record
-        folder: folder of the traces
-        node: name of the node, the beginning of file names
-        device: device of this process
-        agent: agent that is informed of long steps
-    """
+    """The recordings of one process; the name of the node is the beginning of the file names."""
 
     def __init__(self, wanted: Profile, folder: Path, node: str, device: torch.device, agent: Agent) -> None:
         self._wanted = wanted
@@ -59,12 +51,7 @@ class Profiling:
         self._failed = False
 
     def between_steps(self, identity: WorkerIdentity, steps: int) -> None:
-        """Start, step or stop the profiler if that is due.
-
-        Args:
-            identity: identity of this process in the current round; a new one begins a round
-            steps: steps completed
-        """
+        """Start, step or stop the profiler if that is due after these steps; a new identity begins a round."""
         if identity is not self._identity:
             self._drop()
             self._identity, self._entered = identity, steps

@@ -30,12 +30,6 @@ _SETTLED_STEPS = 2
 class TrainingState:
     """The training state on this rank, and its copies on storage and in memory.
 
-    Args:
-        context: checkpoint policy, storage, and the agent that holds states in memory
-        world: process groups of the round
-        position: position in the data
-        rate: learning rate
-
     Attributes:
         tracked: tracked objects, ``None`` before ``run.track()``
         steps: optimizer steps completed, over all rounds
@@ -162,11 +156,7 @@ class TrainingState:
             self._snapshot_schedule.saved()
 
     def settle(self, timeout: float | None = None) -> None:
-        """Wait for the save in progress, if there is one.
-
-        Args:
-            timeout: seconds after which the save is left to continue, ``None`` to wait for its end
-        """
+        """Wait for the end of the save in progress, if there is one, or until the timeout in seconds."""
         if timeout is None and self._checkpoints.under_way:
             self._agent.busy()
         outcome = self._checkpoints.settle(timeout)
