@@ -100,7 +100,7 @@ class Networks(nn.Module):
             self.biases.append(torch.zeros(seeds, 1, fan_out))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the logits (seeds, samples, 10) of images (seeds, samples, 64), or of images (samples, 64) that all seeds share."""
+        """Return the logits (seeds, samples, 10) of images (seeds, samples, 64), or (samples, 64) for all seeds."""
         x = images.expand(len(self.weights[0]), -1, -1)
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(bias, x if layer == 0 else torch.relu(x), weight)

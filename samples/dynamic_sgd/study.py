@@ -37,7 +37,7 @@ EVERY, FIRST_STEPS = 192, 60
 """The loss is measured every ``EVERY`` samples around a change, and after each of the ``FIRST_STEPS`` after it."""
 
 BEFORE, AFTER = 3_840, 28_800
-"""Samples before and after a change between which the loss is measured; the ramp from 1 to 12 workers takes 96 * 192 = 18,432."""
+"""Samples around a change in which the loss is measured; a ramp from 1 to 12 workers takes 96 * 192 = 18,432."""
 
 POLICIES: dict[str, BatchPolicy] = {
     "fixed global batch": FixedGlobalBatch(),
