@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
@@ -142,7 +142,7 @@ class Rendezvous:
                 if round_.closed:
                     raise _ended(round_)
                 if round_.state == "sealed":
-                    known = round_.members
+                    known = {member.node: member for member in round_.members}
                     assignment = self._enter(round_, listener)
                     if assignment is not None:
                         listener = None if assignment.listener is not None else listener
@@ -179,12 +179,14 @@ class Rendezvous:
             raise _ended(round_)
         return round_.number > self.membership.last_round > 0 and self.node not in round_.previous
 
-    def _first_read(self) -> tuple[Round, Iterable[Member] | Roster]:
+    def _first_read(self) -> tuple[Round, Mapping[str, Member] | Roster]:
         """Return the current round and other nodes, without a read where the round was received."""
         if not self.membership.last_round:
             return self._rows.read_some(self.node)
         before = self.membership.assignment.round
-        return self._context.latest.after(before) or self._rows.read_round(), before.members
+        return self._context.latest.after(before) or self._rows.read_round(), {
+            member.node: member for member in before.members
+        }
 
     def _candidacy(self, round_: Round, listener: socket.socket) -> Member:
         """Return the row with which this node wants to be in an open round."""

@@ -26,21 +26,7 @@ from azureml_elastic.errors import (
 )
 
 try:
-    from azure.core.exceptions import (
-        AzureError,
-        ClientAuthenticationError,
-        DecodeError,
-        DeserializationError,
-        HttpResponseError,
-        ResourceExistsError,
-        ResourceModifiedError,
-        ResourceNotFoundError,
-        ResourceNotModifiedError,
-        SerializationError,
-        ServiceRequestError,
-        ServiceRequestTimeoutError,
-        ServiceResponseError,
-    )
+    from azure.core import exceptions as sdk
     from urllib3.exceptions import NewConnectionError
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
@@ -57,18 +43,18 @@ __all__ = [
     "translate",
 ]
 
-VENDOR_ERRORS = (AzureError, SerializationError, DeserializationError)
+VENDOR_ERRORS = (sdk.AzureError, sdk.SerializationError, sdk.DeserializationError)
 """All exceptions that a call to the SDK may raise."""
 
 _TOO_LARGE = frozenset({"RequestBodyTooLarge", "EntityTooLarge", "PropertyValueTooLarge", "TooManyProperties"})
 _TRANSIENT = frozenset({"TableBeingDeleted", "AccountBeingCreated", "OperationTimedOut", "ServerBusy"})
 _REFUSED = frozenset({"AuthenticationFailed", "InvalidAuthenticationInfo", "NoAuthenticationInformation"})
-_STATUS_OF_CLASS: dict[type[HttpResponseError], int] = {
-    ClientAuthenticationError: 401,
-    ResourceNotFoundError: 404,
-    ResourceExistsError: 409,
-    ResourceModifiedError: 412,
-    ResourceNotModifiedError: 412,
+_STATUS_OF_CLASS: dict[type[sdk.HttpResponseError], int] = {
+    sdk.ClientAuthenticationError: 401,
+    sdk.ResourceNotFoundError: 404,
+    sdk.ResourceExistsError: 409,
+    sdk.ResourceModifiedError: 412,
+    sdk.ResourceNotModifiedError: 412,
 }
 _RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _SECRET = re.compile(r"(?i)\b(sig|AccountKey|SharedAccessSignature|access_token)=[^&;\s'\")]+")
@@ -101,19 +87,19 @@ def translate(error: Exception, context: TableContext, key: str | None, *, openi
     where = f"Table {context.table!r} of {context.account}"
     row = "" if key is None else f", row {key!r}"
     reason = _summary(error)
-    if isinstance(error, ServiceRequestError):
+    if isinstance(error, sdk.ServiceRequestError):
         if opening:
             return TableNotFound(
                 f"{where} cannot be reached: {reason}. Check the account's name and that this machine may connect "
                 "to it: firewall, private endpoint, proxy."
             )
         return TableUnavailable(f"{where}{row} cannot be reached: {reason}. The call may be repeated.")
-    if isinstance(error, (ServiceResponseError, DecodeError)):
+    if isinstance(error, (sdk.ServiceResponseError, sdk.DecodeError)):
         return TableUnavailable(
             f"{where}{row} gave no readable answer: {reason}. The call may or may not have been carried out, and may "
             "be repeated."
         )
-    if not isinstance(error, HttpResponseError):
+    if not isinstance(error, sdk.HttpResponseError):
         return TableError(f"{where}{row}: the call failed: {reason}.")
     status, code = _status(error), error_code(error)
     if code in _TRANSIENT or (status in _RETRYABLE_STATUS and code not in _TOO_LARGE):
@@ -139,11 +125,11 @@ def translate(error: Exception, context: TableContext, key: str | None, *, openi
 
 def may_have_arrived(error: Exception) -> bool:
     """Return whether the service may have carried out the call although it failed."""
-    if isinstance(error, HttpResponseError) and not isinstance(error, DecodeError):
+    if isinstance(error, sdk.HttpResponseError) and not isinstance(error, sdk.DecodeError):
         return _status(error) in (408, 500, 502, 503, 504)
     # The SDK raises ServiceRequestError also if the connection breaks within the answer.
-    never_sent = isinstance(error, ServiceRequestTimeoutError) or (
-        isinstance(error, ServiceRequestError) and isinstance(error.inner_exception, NewConnectionError)
+    never_sent = isinstance(error, sdk.ServiceRequestTimeoutError) or (
+        isinstance(error, sdk.ServiceRequestError) and isinstance(error.inner_exception, NewConnectionError)
     )
     return not never_sent
 
@@ -153,7 +139,7 @@ def is_temporary(error: ElasticError) -> bool:
     if isinstance(error, TableUnavailable):
         return True
     links = list(_chain(error))
-    return any(isinstance(link, ServiceRequestError) for link in links) and not any(
+    return any(isinstance(link, sdk.ServiceRequestError) for link in links) and not any(
         isinstance(link, socket.gaierror) and link.errno == socket.EAI_NONAME for link in links
     )
 
@@ -167,7 +153,7 @@ def retry_after(error: BaseException) -> float:
 
 def row_is_missing(error: Exception) -> bool:
     """Return whether the service answered that the table has no such row."""
-    missing = isinstance(error, HttpResponseError) and _status(error) == HTTPStatus.NOT_FOUND
+    missing = isinstance(error, sdk.HttpResponseError) and _status(error) == HTTPStatus.NOT_FOUND
     return missing and error_code(error) != "TableNotFound"
 
 
@@ -189,7 +175,7 @@ def error_code(error: Exception) -> str:
         return str(header)
     try:
         return str(json.loads(response.text())["odata.error"]["code"])
-    except (ValueError, KeyError, TypeError, AzureError):
+    except (ValueError, KeyError, TypeError, sdk.AzureError):
         return ""
 
 
@@ -202,7 +188,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or inner or link.__context__
 
 
-def _status(error: HttpResponseError) -> int | None:
+def _status(error: sdk.HttpResponseError) -> int | None:
     if error.status_code is not None:
         return int(error.status_code)
     return next((status for kind, status in _STATUS_OF_CLASS.items() if isinstance(error, kind)), None)

@@ -1,12 +1,12 @@
 """The row ``checkpoint``, which names the committed checkpoint.
 
 The row carries the number of the round that may write it, as a fencing token. The agent of rank 0 takes the row over
-when its round begins; from then on the compare-and-swap of an older round fails. Readers follow this row alone, so a
-stale mount or a torn file cannot mislead them.
+when its round begins; from then on the compare-and-swap of an older round fails. Only this row decides which checkpoint
+is restored, so that a stale mount or a torn file has no effect.
 
 Training waits for a commit, so an unavailable table must not delay it. The row is written on a separate thread, and a
-commit waits for it briefly: a later commit replaces it. A repeated commit of the same checkpoint shows that there will
-be no later one, and waits longer.
+commit waits for it briefly: a later commit replaces it. A repeated commit of the same checkpoint means that none
+follows, and waits longer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 from azureml_elastic.errors import Fenced, RowChanged, RowExists, TableUnavailable
@@ -72,15 +73,16 @@ class CheckpointPointer:
             again, self._requested = self._requested == pointer, dict(pointer)
             timeout = _REPEATED_WAIT_SECONDS if again else _FIRST_WAIT_SECONDS
             current = self._current
-            if current is not None and current.pointer != pointer and current.running:
+            if current is not None and current.pointer != pointer and not current.outcome.done():
                 # The previous write is still unanswered: training does not wait for another one.
                 if not again:
                     raise TableUnavailable(f"{current.trouble} The commit of {_name(pointer)} was not begun.")
                 current.wait(timeout)
-            if current is None or current.pointer != pointer or current.failed:
-                current = self._current = _Commit(pointer)
-                current.start(self._write)
-            current.result(timeout)
+            failed = current is not None and current.outcome.done() and current.outcome.exception() is not None
+            if current is None or current.pointer != pointer or failed:
+                current = self._current = _Commit(pointer, self._write)
+            current.wait(timeout)
+            current.outcome.result()
 
     def _write(self, pointer: Mapping[str, Any]) -> None:
         with self._lock:
@@ -122,30 +124,19 @@ class CheckpointPointer:
 
 
 class _Commit:
-    """Write of one commit in progress."""
+    """Write of one commit on a daemon thread, which may be cut off at any time, as the row changes atomically."""
 
-    def __init__(self, pointer: Mapping[str, Any]) -> None:
+    def __init__(self, pointer: Mapping[str, Any], write: Callable[[Mapping[str, Any]], None]) -> None:
         self.pointer = dict(pointer)
-        self._error: Exception | None = None
-        self._done = threading.Event()
+        self.outcome: Future[None] = Future()
+        self._write = write
         self._since = time.monotonic()
-
-    @property
-    def running(self) -> bool:
-        return not self._done.is_set()
-
-    @property
-    def failed(self) -> bool:
-        return self._done.is_set() and self._error is not None
+        threading.Thread(target=self._run, name="commit", daemon=True).start()
 
     @property
     def trouble(self) -> str:
         since = time.monotonic() - self._since
         return f"The table has not answered the commit of {_name(self.pointer)} for {since:.1f} s."
-
-    def start(self, write: Callable[[Mapping[str, Any]], None]) -> None:
-        """Start writing on a daemon thread; it may be cut off at any time, as the row changes atomically."""
-        threading.Thread(target=self._run, args=(write,), name="commit", daemon=True).start()
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the end of the write.
@@ -153,22 +144,15 @@ class _Commit:
         Raises:
             TableUnavailable: the write takes longer than the timeout.
         """
-        if not self._done.wait(timeout_s):
+        if not wait([self.outcome], timeout_s).done:
             raise TableUnavailable(f"{self.trouble} It may still be carried out, and may be repeated.")
 
-    def result(self, timeout_s: float) -> None:
-        """Wait for the write and raise its error."""
-        self.wait(timeout_s)
-        if self._error is not None:
-            raise self._error
-
-    def _run(self, write: Callable[[Mapping[str, Any]], None]) -> None:
+    def _run(self) -> None:
         try:
-            write(self.pointer)
-        except Exception as error:  # noqa: BLE001 - raised by result()
-            self._error = error
-        finally:
-            self._done.set()
+            self._write(self.pointer)
+            self.outcome.set_result(None)
+        except Exception as error:  # noqa: BLE001 - raised by outcome.result()
+            self.outcome.set_exception(error)
 
 
 def _name(pointer: Mapping[str, Any]) -> str:

@@ -7,15 +7,19 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from azureml_elastic.config.rendezvous import TableRendezvous
 from azureml_elastic.errors import TableNotFound, TableUnavailable, UsageError
 from azureml_elastic.node.table.protocol import Table
 from azureml_elastic.node.table.sqlite import SqliteTable
+
+if TYPE_CHECKING:
+    from azureml_elastic.node.azure.credentials import TableCredential
 
 __all__ = ["EMULATOR_ACCOUNT", "OPENING_TIMEOUT", "emulator_connection_string", "open_table"]
 
@@ -78,29 +82,29 @@ def open_table(
         MissingExtra: the packages of the backend are not installed.
     """
     endpoint = rendezvous.endpoint
-    if endpoint is None:
-        return _retry_while_unavailable(lambda: _open_default(rendezvous, run_id, environ), timeout)
-    scheme, separator, rest = endpoint.partition("://")
-    match scheme.lower() if separator else "":
-        case "https" if urlsplit(endpoint).netloc:
-            return _retry_while_unavailable(lambda: _open_azure(endpoint, rendezvous, run_id, environ), timeout)
-        case "http" if urlsplit(endpoint).netloc:
-            return _retry_while_unavailable(lambda: _open_plain_http(endpoint, rendezvous, run_id, environ), timeout)
-        case "sqlite" if rest.startswith("/") and rest != "/":
-            return SqliteTable(Path(rest[1:]), rendezvous.table, run_id)
-        case "" if endpoint.strip() and not _HOST_AND_PORT.fullmatch(endpoint):
-            return SqliteTable(Path(endpoint), rendezvous.table, run_id)
+    scheme, separator, rest = (endpoint or "").partition("://")
+    if endpoint is None or (scheme.lower() in ("http", "https") and urlsplit(endpoint).netloc):
+        return _open_azure(rendezvous, run_id, environ, timeout)
+    if scheme.lower() == "sqlite" and separator and rest.startswith("/") and rest != "/":
+        return SqliteTable(Path(rest[1:]), rendezvous.table, run_id)
+    if not separator and endpoint.strip() and not _HOST_AND_PORT.fullmatch(endpoint):
+        return SqliteTable(Path(endpoint), rendezvous.table, run_id)
     raise _bad_form(endpoint)
 
 
-def _retry_while_unavailable(open_once: Callable[[], Table], timeout: timedelta) -> Table:
-    """Open the table, with retries while it is temporarily unavailable."""
+def _open_azure(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str], timeout: timedelta) -> Table:
+    """Open the table of an account, with retries while it is temporarily unavailable."""
+    from azureml_elastic.node.azure.workspace import workspace_endpoint
+    from azureml_elastic.node.table.azure import AzureTable
     from azureml_elastic.node.table.azure_errors import is_temporary
 
     until = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            return open_once()
+            endpoint, credential = rendezvous.endpoint, _credential(rendezvous, environ)
+            if endpoint is None and credential.token is not None:
+                endpoint = workspace_endpoint(environ, credential.token)
+            return AzureTable(endpoint, rendezvous.table, run_id, credential)
         except (TableUnavailable, TableNotFound) as error:
             left = until - time.monotonic()
             if left <= 0 or not is_temporary(error):
@@ -109,51 +113,33 @@ def _retry_while_unavailable(open_once: Callable[[], Table], timeout: timedelta)
             time.sleep(random.uniform(*_PAUSE_S))
 
 
-def _open_default(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
-    from azureml_elastic.node.azure.credentials import choose_credential
-    from azureml_elastic.node.azure.workspace import WORKSPACE_VARIABLES, workspace_endpoint
-    from azureml_elastic.node.table.azure import AzureTable
+def _credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> TableCredential:
+    from azureml_elastic.node.azure.credentials import TableCredential, choose_credential
+    from azureml_elastic.node.azure.workspace import WORKSPACE_VARIABLES
 
-    in_azure_ml = all(environ.get(name) for name in WORKSPACE_VARIABLES)
-    if rendezvous.credential == "auto" and not in_azure_ml:
-        if not environ.get(rendezvous.connection_string_variable):
+    endpoint, kind, variable = rendezvous.endpoint, rendezvous.credential, rendezvous.connection_string_variable
+    by_connection_string = rendezvous.model_copy(update={"credential": "connection_string"})
+    if endpoint is None and kind == "auto" and not all(environ.get(name) for name in WORKSPACE_VARIABLES):
+        if not environ.get(variable):
             raise UsageError(
                 "The rendezvous names no endpoint, this is no job in an Azure ML workspace "
-                f"({', '.join(WORKSPACE_VARIABLES)} are not all set), and {rendezvous.connection_string_variable} "
-                f"holds no connection string. {_ACCEPTED}"
+                f"({', '.join(WORKSPACE_VARIABLES)} are not all set), and {variable} holds no connection string. "
+                f"{_ACCEPTED}"
             )
-        rendezvous = rendezvous.model_copy(update={"credential": "connection_string"})
-    credential = choose_credential(rendezvous, environ)
-    endpoint = None if credential.token is None else workspace_endpoint(environ, credential.token)
-    return AzureTable(endpoint, rendezvous.table, run_id, credential)
-
-
-def _open_azure(endpoint: str, rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
-    from azureml_elastic.node.azure.credentials import choose_credential
-    from azureml_elastic.node.table.azure import AzureTable
-
-    return AzureTable(endpoint, rendezvous.table, run_id, choose_credential(rendezvous, environ))
-
-
-def _open_plain_http(endpoint: str, rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str]) -> Table:
-    from azureml_elastic.node.azure.credentials import TableCredential, choose_credential
-    from azureml_elastic.node.table.azure import AzureTable
-
-    given = environ.get(rendezvous.connection_string_variable)
-    if rendezvous.credential == "connection_string" or (rendezvous.credential == "auto" and given):
-        credential = choose_credential(rendezvous.model_copy(update={"credential": "connection_string"}), environ)
-    elif rendezvous.credential != "auto":
-        raise UsageError(
-            f"credential={rendezvous.credential!r} sends a token, which must not travel over plain HTTP to "
-            f"{endpoint!r}. Use the https:// address, or credential='auto' for an emulator."
-        )
-    elif urlsplit(endpoint).path.strip("/") == EMULATOR_ACCOUNT:
-        credential = TableCredential(
-            "the emulator's published key", connection_string=emulator_connection_string(endpoint)
-        )
-    else:
-        raise _bad_form(endpoint)
-    return AzureTable(endpoint, rendezvous.table, run_id, credential)
+        rendezvous = by_connection_string
+    elif endpoint is not None and endpoint.lower().startswith("http:"):
+        if kind == "auto" and not environ.get(variable):
+            if urlsplit(endpoint).path.strip("/") != EMULATOR_ACCOUNT:
+                raise _bad_form(endpoint)
+            connection_string = emulator_connection_string(endpoint)
+            return TableCredential("the emulator's published key", connection_string=connection_string)
+        if kind not in ("auto", "connection_string"):
+            raise UsageError(
+                f"credential={kind!r} sends a token, which must not travel over plain HTTP to "
+                f"{endpoint!r}. Use the https:// address, or credential='auto' for an emulator."
+            )
+        rendezvous = by_connection_string
+    return choose_credential(rendezvous, environ)
 
 
 def _bad_form(endpoint: str) -> UsageError:

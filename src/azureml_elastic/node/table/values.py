@@ -58,12 +58,16 @@ def read_value(key: str, text: str) -> dict[str, Any]:
     Raises:
         TableError: the text is not a JSON object.
     """
+    cause: ValueError | None = None
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise _not_json(key, text) from error
+        value, cause = None, error
     if not isinstance(value, dict):
-        raise _not_json(key, text)
+        raise TableError(
+            f"Row {key!r} of the table holds {text[:60]!r}, which is not a JSON object: another program writes to this "
+            "table. Give the run a table of its own."
+        ) from cause
     return value
 
 
@@ -71,10 +75,3 @@ def cut(text: str, size: int = MAX_PIECE_CHARACTERS) -> Iterable[str]:
     """Yield the text in pieces of at most ``size`` characters."""
     for start in range(0, len(text), size):
         yield text[start : start + size]
-
-
-def _not_json(key: str, text: str) -> TableError:
-    return TableError(
-        f"Row {key!r} of the table holds {text[:60]!r}, which is not a JSON object: another program writes to this "
-        "table. Give the run a table of its own."
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -39,6 +40,10 @@ def watch(state: HubState, member: Member) -> Peer:
     return peer
 
 
+def known(rows: Iterable[Member]) -> dict[str, Member]:
+    return {row.node: row for row in rows}
+
+
 def starting(node: str) -> Member:
     return replace(candidate(node), state="starting", round=0)
 
@@ -69,10 +74,10 @@ def test_the_first_position_is_sent_each_time_and_the_second_once():
     assert state.take_positions() == [(b, 0)]
     watch(state, candidate("a"))
     assert not state.should_seal()
-    assert state.leave("a", state.watchers.get("a").connection)
+    assert state.leave("a", state.watchers.nodes.get("a").connection)
     assert state.should_seal()
     assert state.leave("b", b)
-    assert state.take_positions() == [(state.watchers.get("y").connection, 1)]
+    assert state.take_positions() == [(state.watchers.nodes.get("y").connection, 1)]
     assert not state.leave("z", z)
 
 
@@ -108,18 +113,18 @@ def test_all_nodes_meet_at_the_first_by_name_in_the_first_round():
         points = MeetingPoints(Round(), candidate(me), {row.node: row.to_value() for row in rows})
         assert points.choose().node == "a"
         assert not points.is_first
-    first = MeetingPoints(Round(), candidate("a"), rows)
+    first = MeetingPoints(Round(), candidate("a"), known(rows))
     assert first.is_first
     assert first.choose().node == "c"  # nodes that met before it came must learn of it
-    assert MeetingPoints(Round(), candidate("c"), [candidate("c")]).choose() is None
+    assert MeetingPoints(Round(), candidate("c"), known([candidate("c")])).choose() is None
 
 
 def test_all_nodes_meet_at_a_landmark_if_there_is_one():
     assert is_landmark("f")
     rows = [candidate(node) for node in "acfg"]
     for me in "bz":
-        assert MeetingPoints(Round(), candidate(me), rows).choose().node == "f"
-    point = MeetingPoints(Round(), candidate("f"), rows)
+        assert MeetingPoints(Round(), candidate(me), known(rows)).choose().node == "f"
+    point = MeetingPoints(Round(), candidate("f"), known(rows))
     assert point.is_first
     assert point.choose().node == "a"
 
@@ -128,16 +133,16 @@ def test_all_nodes_meet_at_the_first_survivor_later():
     round_ = Round(2, previous=("c", "b"))
     old = [candidate(node) for node in "abcd"]
     for me in "abd":
-        points = MeetingPoints(round_, candidate(me, 2), old)
+        points = MeetingPoints(round_, candidate(me, 2), known(old))
         assert points.choose().node == "c"
         assert not points.is_first
-    first = MeetingPoints(round_, candidate("c", 2), old)
+    first = MeetingPoints(round_, candidate("c", 2), known(old))
     assert first.is_first
     assert first.choose() is None
 
 
 def test_a_meeting_point_that_is_gone_is_not_chosen_again():
-    points = MeetingPoints(Round(), candidate("d"), [candidate(node) for node in "abc"])
+    points = MeetingPoints(Round(), candidate("d"), known([candidate(node) for node in "abc"]))
     points.connect_failed(points.choose(), refused=True)
     assert points.choose().node == "b"
     assert points.is_gone(candidate("a"))
@@ -153,18 +158,18 @@ def test_a_meeting_point_that_is_gone_is_not_chosen_again():
 
 
 def test_no_more_than_two_machines_that_do_not_answer_are_dialled():
-    points = MeetingPoints(Round(), candidate("x"), [candidate(node) for node in "abcdyz"])
+    points = MeetingPoints(Round(), candidate("x"), known([candidate(node) for node in "abcdyz"]))
     for node in "ab":
         assert points.choose().node == node
         points.connect_failed(points.choose(), refused=False)
     assert points.choose() is None
-    first = MeetingPoints(Round(), candidate("a"), [candidate(node) for node in "yz"])
+    first = MeetingPoints(Round(), candidate("a"), known([candidate(node) for node in "yz"]))
     first.connect_failed(first.choose(), refused=False)
     assert first.choose() is None
 
 
 def test_a_node_that_cannot_be_reached_is_waited_for_only_if_it_is_there():
-    points = MeetingPoints(Round(2, previous=("a", "b")), candidate("b", 2), [candidate("a")])
+    points = MeetingPoints(Round(2, previous=("a", "b")), candidate("b", 2), known([candidate("a")]))
     points.connect_failed(points.choose(), refused=False)
     assert points.is_gone(candidate("a", 1))
     assert not points.is_gone(candidate("a", 2))
@@ -232,7 +237,7 @@ class Spares:
         self.watchers = Watchers(self.clock)
 
     def says(self, node: str, beside: int) -> None:
-        before = self.watchers.get(node)
+        before = self.watchers.nodes.get(node)
         peer = before.connection if before else Peer()
         self.watchers.add(node, Watcher(peer, self.clock.now, beside=beside))
 

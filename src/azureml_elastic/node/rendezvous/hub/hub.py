@@ -130,16 +130,8 @@ class Hub:
         with self._lock:
             # Members that waited here while the round was open may not have sent their greeting yet.
             members = self._members.keys() | self._member_names()
-            waiting = self._state.watchers.waiting(members, self._context.limits.quarantine)
-            since = waiting.values()
-            return HubView(
-                lost=frozenset(self._lost),
-                absent=frozenset(self._absent),
-                done=frozenset(self._done),
-                waiting=frozenset(waiting),
-                waiting_since=min(since, default=None),
-                waiting_latest=max(since, default=None),
-            )
+            waiting_since = self._state.watchers.waiting(members, self._context.limits.quarantine)
+            return HubView(frozenset(self._lost), frozenset(self._absent), waiting_since)
 
     def take_reports(self) -> list[tuple[str, Mapping[str, Any]]]:
         """Return and forget the reports of this round's members, oldest first, each as the node's name and the body."""
@@ -257,8 +249,9 @@ class Hub:
         timeout = self._context.heartbeat_timeout
         join_timeout = self._context.timings.join_timeout.total_seconds()
         with self._lock:
-            server, watchers = self._server, self._state.watchers.connections()
-            gone = [link for link in watchers if silence(link.last_received) > _WATCHER_TIMEOUT_FACTOR * timeout]
+            server, watchers = self._server, self._state.watchers.nodes.values()
+            connections = [watcher.connection for watcher in watchers]
+            gone = [link for link in connections if silence(link.last_received) > _WATCHER_TIMEOUT_FACTOR * timeout]
         server.broadcast(messages.CODEC.encode(messages.Beat()))
         for connection in gone:
             connection.close("silent")
@@ -267,7 +260,7 @@ class Hub:
                 return
             silent = [name for name, link in self._members.items() if silence(link.last_received) > timeout]
             # A member that still waits here is alive, but has not received the seal yet.
-            here = self._members.keys() | self._state.watchers.names()
+            here = self._members.keys() | self._state.watchers.nodes.keys()
             absent = sorted(self._member_names() - here) if silence(self._entered) > join_timeout else []
             broken = [self._members[name] for name in silent]
         self._lose(silent + absent, absent)

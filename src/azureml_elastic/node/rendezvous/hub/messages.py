@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator
 
@@ -52,24 +52,24 @@ def _pack(round_: Round | None) -> str | None:
     return None if round_ is None else pack(round_)
 
 
+class Message:
+    """Base of all messages."""
+
+
 @dataclass(frozen=True)
-class Beat:
+class Beat(Message):
     """Sign of life, in both directions."""
 
 
 @dataclass(frozen=True)
-class RoundChanged:
-    """The round's row has changed.
-
-    Args:
-        round: the new version, ``None`` where the receiver must read it in the table.
-    """
+class RoundChanged(Message):
+    """The round's row has changed to this version; ``None`` where the receiver must read it in the table."""
 
     round: Annotated[Round | None, PlainValidator(_unpack), PlainSerializer(_pack)] = None
 
 
 @dataclass(frozen=True)
-class Hello:
+class Hello(Message):
     """First message of a member of a sealed round."""
 
     node: str
@@ -78,45 +78,33 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Done:
+class Done(Message):
     """The workers of the member's node have succeeded."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """Message to rank 0's agent.
-
-    Args:
-        body: JSON object for the agent.
-    """
+class Report(Message):
+    """JSON object for rank 0's agent."""
 
     body: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Unreachable:
-    """The member cannot reach another node.
-
-    Args:
-        text: description with both names.
-    """
+class Unreachable(Message):
+    """The member cannot reach another node, with a description that names both."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Reached:
-    """The member can reach another node again.
-
-    Args:
-        incarnation: incarnation of that node.
-    """
+class Reached(Message):
+    """The member can reach the node of this incarnation again."""
 
     incarnation: str
 
 
 @dataclass(frozen=True)
-class Watch:
+class Watch(Message):
     """A node waits, beside a sealed round or for the seal of an open one.
 
     Args:
@@ -141,7 +129,7 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class LeaderQuery:
+class LeaderQuery(Message):
     """Request to report whether the hub's node has reached rank 0's hub of this round."""
 
     round: int
@@ -149,14 +137,14 @@ class LeaderQuery:
 
 
 @dataclass(frozen=True)
-class LeaderAnswer:
+class LeaderAnswer(Message):
     """Answer to a :class:`LeaderQuery`; ``None`` where the hub's node does not know yet."""
 
     reached: bool | None = None
 
 
 @dataclass(frozen=True)
-class SealPosition:
+class SealPosition(Message):
     """Position of a waiting node among the candidates that the hub has chosen to seal the open round.
 
     Args:
@@ -169,52 +157,26 @@ class SealPosition:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """Members are gone.
-
-    Args:
-        nodes: names of the members.
-        absent: those of them that have never connected.
-    """
+class Lost(Message):
+    """Members are gone; those that have never connected are ``absent``, too."""
 
     nodes: tuple[str, ...]
     absent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class AllDone:
+class AllDone(Message):
     """The workers of all members have succeeded."""
 
 
 @dataclass(frozen=True)
-class Broadcast:
-    """Message of rank 0's agent to the agents of all members.
-
-    Args:
-        body: JSON object for the agents.
-    """
+class Broadcast(Message):
+    """JSON object of rank 0's agent for the agents of all members."""
 
     body: Mapping[str, Any]
 
 
-Message = (
-    Beat
-    | RoundChanged
-    | Hello
-    | Done
-    | Report
-    | Unreachable
-    | Reached
-    | Watch
-    | LeaderQuery
-    | LeaderAnswer
-    | SealPosition
-    | Lost
-    | AllDone
-    | Broadcast
-)
-
 Greeting = Hello | Watch | LeaderQuery
 """The messages with which a node opens a connection to a hub."""
 
-CODEC: MessageCodec[Message] = MessageCodec(*get_args(Message))
+CODEC: MessageCodec[Message] = MessageCodec(*Message.__subclasses__())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from azureml_elastic.ipc import Connection
 from azureml_elastic.node.rendezvous.hub.watchers import Watcher, Watchers
@@ -22,34 +22,27 @@ _MAX_DEBOUNCES = 4
 
 @dataclass(frozen=True)
 class HubView:
-    """What a hub knows about its round.
+    """State of a hub's round.
 
     Args:
         lost: members that are gone.
         absent: those of them that have never connected.
-        done: members whose workers have all succeeded.
-        waiting: connected spares that can be expected to join.
-        waiting_since: monotonic seconds since which the first of them waits.
-        waiting_latest: monotonic seconds since which the last of them waits.
+        waiting_since: spares that can be expected to join, with the monotonic seconds at which they began to wait.
     """
 
     lost: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
-    done: frozenset[str] = frozenset()
-    waiting: frozenset[str] = frozenset()
-    waiting_since: float | None = None
-    waiting_latest: float | None = None
+    waiting_since: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Names of these spares."""
+        return frozenset(self.waiting_since)
 
     def spares(self, now: float, debounce: float) -> frozenset[str]:
-        """Return the spares to make room for, once none has come for the debounce, or the first has waited for four.
-
-        Args:
-            now: current monotonic time in seconds.
-            debounce: seconds.
-        """
-        if self.waiting_since is None or self.waiting_latest is None:
-            return frozenset()
-        due = now - self.waiting_latest >= debounce or now - self.waiting_since >= _MAX_DEBOUNCES * debounce
+        """Return the spares to make room for, once none has come for the debounce, or the first has waited for four."""
+        waits = [now - since for since in self.waiting_since.values()]
+        due = waits and (min(waits) >= debounce or max(waits) >= _MAX_DEBOUNCES * debounce)
         return self.waiting if due else frozenset()
 
 
@@ -83,7 +76,7 @@ class SealQueue:
 
 
 class HubState:
-    """The round's row and the waiting nodes, as one hub knows them. Not thread-safe: the hub holds its lock.
+    """The newest version of the round's row and the waiting nodes of one hub. Not thread-safe: the hub holds its lock.
 
     Args:
         clock: clock in monotonic seconds.
@@ -152,7 +145,7 @@ class HubState:
         """Return the positions to send: always the first one, others where they are new."""
         positions = []
         for position, member in enumerate(self._queue.first if self._queue is not None else ()):
-            watcher = self.watchers.get(member.node)
+            watcher = self.watchers.nodes.get(member.node)
             if watcher is not None and (position == 0 or watcher.connection.state.get("position") != position):
                 watcher.connection.state["position"] = position
                 positions.append((watcher.connection, position))

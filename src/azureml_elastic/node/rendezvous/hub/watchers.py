@@ -41,24 +41,27 @@ class Watchers:
     """The waiting nodes of one hub, by name. Not thread-safe: the hub holds its lock.
 
     To make room, a round interrupts its workers, which must not happen repeatedly for a node that then does not join.
-    An open connection proves little, since a thread keeps it alive even if the node's main thread hangs. So a node
-    that was expected in a round and missed the seal counts again as soon as it sends that it waits beside that round,
-    which only its main thread does. If it misses that chance too, it waits longer each time.
+    An open connection does not show that a node will join, since a thread keeps it alive even if the main thread
+    hangs. A node that was expected in a round and missed the seal therefore counts again only when it sends that it
+    waits beside that round, which its main thread does. If it misses a second seal, it waits longer each time.
 
     Args:
         clock: clock in monotonic seconds.
+
+    Attributes:
+        nodes: the waiting nodes, by name.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._watchers: dict[str, Watcher] = {}
+        self.nodes: dict[str, Watcher] = {}
         self._missed_seals: dict[str, int] = {}
         self._number = 0
         self._members: frozenset[str] = frozenset()
         self._unreached_by: dict[str, set[str]] = {}
 
     def enter(self, round_: Round) -> list[tuple[Connection, tuple[str, ...]]]:
-        """Count the nodes that were expected in this sealed round and are not in it; record whom members cannot reach.
+        """Count the nodes that were expected in this sealed round but are not in it, and record unreachable pairs.
 
         Returns:
             The connections of waiting nodes that members cannot reach, each with the names of these members. The nodes
@@ -74,7 +77,7 @@ class Watchers:
         for member in round_.members:
             for incarnation in member.unreached:
                 self._unreached_by.setdefault(incarnation, set()).add(member.node)
-        found = ((watcher.connection, self.unreached_by(watcher)) for watcher in self._watchers.values())
+        found = ((watcher.connection, self.unreached_by(watcher)) for watcher in self.nodes.values())
         return [(connection, names) for connection, names in found if names]
 
     def reached(self, incarnation: str, member: str) -> None:
@@ -87,34 +90,22 @@ class Watchers:
 
     def add(self, node: str, watcher: Watcher) -> None:
         """Add a waiting node or its new state; its waiting time goes on unless it waits beside a round it missed."""
-        before = self._watchers.get(node)
+        before = self.nodes.get(node)
         if before is not None and (before.beside == watcher.beside or not self._missed_seals.get(node)):
             watcher = replace(watcher, since=before.since)
-        self._watchers[node] = watcher
+        self.nodes[node] = watcher
 
     def remove(self, node: str, connection: Connection | None = None) -> bool:
         """Remove a waiting node, if it has this connection or none is given; return whether it was removed."""
-        watcher = self._watchers.get(node)
+        watcher = self.nodes.get(node)
         if watcher is None or (connection is not None and watcher.connection is not connection):
             return False
-        del self._watchers[node]
+        del self.nodes[node]
         return True
-
-    def get(self, node: str) -> Watcher | None:
-        """Return the waiting node of this name."""
-        return self._watchers.get(node)
-
-    def names(self) -> Collection[str]:
-        """Return the names of all waiting nodes."""
-        return self._watchers.keys()
-
-    def connections(self) -> list[Connection]:
-        """Return the connections of all waiting nodes."""
-        return [watcher.connection for watcher in self._watchers.values()]
 
     def candidates(self) -> list[Member]:
         """Return the rows with which waiting nodes want to be in an open round."""
-        return [watcher.candidacy for watcher in self._watchers.values() if watcher.candidacy is not None]
+        return [watcher.candidacy for watcher in self.nodes.values() if watcher.candidacy is not None]
 
     def waiting(self, members: Collection[str], quarantine: int | None = None) -> dict[str, float]:
         """Return the nodes to make room for, each with the moment since which it waits.
@@ -128,7 +119,7 @@ class Watchers:
         now = self._clock()
         return {
             node: watcher.since
-            for node, watcher in self._watchers.items()
+            for node, watcher in self.nodes.items()
             if node not in members
             and (quarantine is None or watcher.strikes < quarantine)
             and not self.unreached_by(watcher)

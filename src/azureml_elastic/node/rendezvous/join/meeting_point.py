@@ -1,8 +1,8 @@
-"""The hub at which nodes meet that wait for an open round. Decisions by what one node knows, without I/O."""
+"""Choice of the hub at which the nodes that wait for an open round meet, without I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from azureml_elastic.node.rendezvous.state.round import Member, Round
@@ -14,22 +14,22 @@ _TRIES = 3
 """Broken connections to a hub that can be reached, after which the node chooses another one."""
 
 _MAX_UNREACHABLE = 2
-"""Number of machines that do not answer, after which the node does without a meeting point."""
+"""Number of machines that do not answer, after which the node reads the rows instead of meeting others."""
 
 
 class MeetingPoints:
     """The hubs that one node knows, in the order in which it would choose them as its meeting point.
 
-    In the first round these are landmarks first, then others, by name; a node that still imports qualifies, because its
-    hub listens already. In a later round survivors come first, in an order that every node knows without a read.
+    In the first round the order is landmarks, then others, by name; a node that still imports qualifies, because its
+    hub listens already. In a later round survivors come first, in the order of their ranks, which needs no read.
 
     Args:
         round_: open round.
         me: this node.
-        known: other nodes: the members of the round before, or rows as they were read.
+        known: other nodes by name: the members of the round before, or rows as they were read.
     """
 
-    def __init__(self, round_: Round, me: Member, known: Iterable[Member] | Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, round_: Round, me: Member, known: Mapping[str, Member | Mapping[str, Any]]) -> None:
         self._round = round_
         self._me = me
         self._ranks = {node: rank for rank, node in enumerate(round_.previous)}
@@ -39,11 +39,9 @@ class MeetingPoints:
         self._unreachable: set[str] = set()
         self.update(known)
 
-    def update(self, known: Iterable[Member] | Mapping[str, Mapping[str, Any]]) -> None:
+    def update(self, known: Mapping[str, Member | Mapping[str, Any]]) -> None:
         """Replace what is known about other nodes."""
-        self._known: dict[str, Member | Mapping[str, Any]] = (
-            dict(known) if isinstance(known, Mapping) else {member.node: member for member in known}
-        )
+        self._known = dict(known)
         self._order = sorted(self._known, key=self._key)
 
     @property

@@ -10,7 +10,7 @@ its own hub.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from azureml_elastic.errors import TableUnavailable, ValueTooLarge
@@ -64,13 +64,13 @@ class JoinWaiter:
     reachability: Reachability
     sleeper: Sleeper
 
-    def wait_for_seal(self, round_: Round, me: Member, known: Iterable[Member] | Roster) -> Round:
-        """Become a candidate of an open round, wait until a node, perhaps this one, has changed it, and return it.
+    def wait_for_seal(self, round_: Round, me: Member, known: Mapping[str, Member] | Roster) -> Round:
+        """Become a candidate of an open round, wait until this node or another one has changed it, and return it.
 
         Args:
             round_: open round.
             me: this node, with the round's number.
-            known: other nodes: the members of the round before, or the rows as they were read last.
+            known: other nodes by name: the members of the round before, or the rows as they were read last.
         """
         # In the first round nodes find each other by their rows. Later they know each other, and a message suffices.
         me = self.reachability.marked(me)
@@ -160,7 +160,7 @@ class JoinWaiter:
         return self.rows.write_member(me, lambda: self.context.latest.after(round_) is not None)
 
     def _present(self, rows: Mapping[str, Member], points: MeetingPoints, me: Member) -> list[Member]:
-        """Return all nodes, by their rows or by what they have sent to this node's hub, which is newer."""
+        """Return all nodes, by what they have sent to this node's hub or, for the others, by their rows."""
         left = {row.incarnation for row in rows.values() if row.state == "left"}
         known = {node: replace(row, state="left") if points.is_gone(row) else row for node, row in rows.items()}
         here = {member.node: member for member in (*self.hub.candidates(), me) if member.incarnation not in left}
@@ -193,7 +193,7 @@ class JoinWaiter:
         return link is None or link.position is not None or (points.is_first and self.hub.should_seal())
 
     def _read_all(self) -> tuple[Round, Roster] | None:
-        """Read all rows; ``None`` while the table is unavailable, since hubs may send what it does not."""
+        """Read all rows; ``None`` while the table is unavailable, since hubs may still send changes."""
         try:
             return self.rows.read_all()
         except TableUnavailable as error:
@@ -234,5 +234,5 @@ class JoinWaiter:
         return round_
 
     def _must_read(self) -> bool:
-        """Return, once, whether a hub has learned that the row has changed, but not to what."""
+        """Return, once, whether a hub has received that the row has changed, but not to what."""
         return self.watch.take_read_request() | self.hub.take_read_request()

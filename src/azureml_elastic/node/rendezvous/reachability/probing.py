@@ -1,12 +1,10 @@
 """Probes of which members of a running round reach each other, and whether unreachable pairs have recovered.
 
-Agents need to reach rank 0's node only, but workers connect to all other workers. Where two of their nodes cannot reach
-each other the workers hang without an error. So a second after a round has begun each node connects once to the hub of
-each other member, on a separate thread: in a large round to the next one in the order of ranks and to some others at
-random. Nothing waits for the result. A node that was reached once is not probed again.
-
-With a port range for hubs, hubs prove nothing about the ports of workers, since NCCL and gloo use any free port. Each
-node then also listens on such a port.
+Agents need to reach rank 0's node only, but workers connect to all other workers, and hang without an error where two
+nodes cannot reach each other. So a second after a round has begun each node connects once to the hub of each other
+member, on a separate thread: in a large round to the next one in the order of ranks and to some others at random. A
+node that was reached once is not probed again. With a port range, hubs do not show whether the ports of workers can be
+reached, since NCCL and gloo use any free port: each node then also listens on such a port.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     round.0.<node>    a landmark: about one node in thirty, by a hash of its name
     round.1.<node>    any other node
 
-A node that joins needs the round and any one other node, whose hub sends it the rest. If every node read all rows, a
-thousand nodes would read a million. Instead they read the round and the landmarks, about thirty rows, and meet at a
-landmark's hub. Where there is no landmark there are few nodes, and they read all rows.
+A node that joins needs the round and any one other node, whose hub sends it the rest. It reads the round and the
+landmarks, about thirty rows of a thousand nodes, and meets the others at a landmark's hub. Where there is no landmark
+there are few nodes, and it reads all rows.
 """
 
 from __future__ import annotations

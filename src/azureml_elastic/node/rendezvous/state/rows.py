@@ -11,7 +11,7 @@ from azureml_elastic.errors import RowChanged, RowExists, TableUnavailable
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.row_keys import ALL_PREFIX, LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
-from azureml_elastic.node.table import Table
+from azureml_elastic.node.table import Row, Table
 
 __all__ = ["Roster", "Rows"]
 
@@ -58,14 +58,10 @@ class Rows:
             TableUnavailable: the table is unavailable, and ``retry`` is false.
         """
         row = self._retry(self._table.get, ROUND_KEY) if retry else self._table.get(ROUND_KEY)
-        return self._read(row.value if row else None, row.etag if row else None)
+        return self._read(row)
 
     def read_some(self, me: str) -> tuple[Round, Roster]:
-        """Return the round and some other nodes' rows, all of them where there are few.
-
-        Args:
-            me: name of this node.
-        """
+        """Return the round and some rows of nodes other than ``me``, all of them where there are few."""
         round_, roster = self._retry(self._query, LANDMARK_PREFIX)
         if round_.state == "open" and not roster.keys() - {me}:
             return self._retry(self.read_all)
@@ -138,11 +134,11 @@ class Rows:
                 round_row = row
             elif (node := node_of(row.key)) is not None:
                 roster[node] = row.value
-        return self._read(round_row.value if round_row else None, round_row.etag if round_row else None), roster
+        return self._read(round_row), roster
 
-    def _read(self, value: Mapping[str, Any] | None, etag: str | None) -> Round:
-        self._round_etag = etag
-        round_ = Round.from_value(value) if value is not None else Round()
+    def _read(self, row: Row | None) -> Round:
+        self._round_etag = row.etag if row is not None else None
+        round_ = Round.from_value(row.value) if row is not None else Round()
         self._latest.observe(round_)
         return round_
 
