@@ -45,8 +45,8 @@ class _Event(BaseModel):
 
     @property
     def rare(self) -> bool:
-        """Whether the event is also written to the table."""
-        return True
+        """Whether the event is also written to the table: all but steps and passed health checks."""
+        return not (isinstance(self, Progress) or (isinstance(self, HealthChecked) and self.status == "ok"))
 
 
 class NodeStarted(_Event):
@@ -58,7 +58,7 @@ class NodeStarted(_Event):
 
 
 class HealthChecked(_Event):
-    """The node has checked its health before joining; in the table only if a check did not pass."""
+    """The node has checked its health before joining."""
 
     kind: Literal["health_checked"] = "health_checked"
     status: Literal["ok", "warn", "fail"]
@@ -67,11 +67,6 @@ class HealthChecked(_Event):
     """Duration of the check."""
     problems: tuple[str, ...] = ()
     """One line per finding that is not ``ok``."""
-
-    @property
-    def rare(self) -> bool:
-        """Whether the result is also written to the table."""
-        return self.status != "ok"
 
 
 class HostStruck(_Event):
@@ -133,15 +128,10 @@ class Restored(_Event):
 
 
 class Progress(_Event):
-    """The node's workers have completed this optimizer step; never in the table."""
+    """The node's workers have completed this optimizer step."""
 
     kind: Literal["progress"] = "progress"
     step: int
-
-    @property
-    def rare(self) -> bool:
-        """Whether steps are also written to the table: there are too many."""
-        return False
 
 
 class CheckpointCommitted(_Event):

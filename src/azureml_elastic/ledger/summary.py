@@ -66,14 +66,8 @@ class Paths(_Record):
     @classmethod
     def of(cls, run_dir: Path) -> Paths:
         """Return the paths below a run folder."""
-        return cls(
-            run_dir=run_dir,
-            events=run_dir / "events",
-            logs=run_dir / "logs",
-            samples=run_dir / "samples",
-            checkpoints=run_dir / "checkpoints",
-            report=run_dir / REPORT_FILE,
-        )
+        folders = {name: run_dir / name for name in ("events", "logs", "samples", "checkpoints")}
+        return cls(run_dir=run_dir, report=run_dir / REPORT_FILE, **folders)
 
 
 class Report(_Record):

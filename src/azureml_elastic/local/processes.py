@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -34,52 +35,34 @@ _PR_GET_CHILD_SUBREAPER = 37
 _END_TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True)
 class NodeProcess:
     """One node: its agent and all descendants of the agent.
 
     Args:
         name: node name.
-        argv: command line of the agent.
-        environment: environment of the agent.
-        log: file for the output of the whole tree.
+        log: file with the output of the whole tree.
         marker: value of :data:`MARKER`, unique on this machine.
-        popen: function that starts the agent, with the interface of ``subprocess.Popen``.
+        agent: process of the agent.
     """
 
-    def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
-        log: Path,
-        marker: str,
-        popen: Callable[..., subprocess.Popen[bytes]],
-    ) -> None:
-        self.name = name
-        self.log = log
-        self._marker = marker
-        with log.open("ab") as output:
-            self._agent = popen(
-                list(argv),
-                env={**environment, MARKER: marker},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    name: str
+    log: Path
+    marker: str
+    agent: subprocess.Popen[bytes]
 
     @property
     def pid(self) -> int:
         """Process id of the agent."""
-        return self._agent.pid
+        return self.agent.pid
 
     def exit_code(self) -> int | None:
         """Return the agent's exit code, negative for a signal, or ``None`` while it runs."""
-        return self._agent.poll()
+        return self.agent.poll()
 
     def tree(self) -> list[psutil.Process]:
         """Return the living processes of this node."""
-        found = set(_marked(self._marker))
+        found = set(_marked(self.marker))
         if self.exit_code() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 agent = psutil.Process(self.pid)
@@ -88,7 +71,7 @@ class NodeProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM to the agent only, as a preempted machine does."""
-        self._agent.terminate()
+        self.agent.terminate()
 
     def freeze(self) -> None:
         """Stop all processes of the tree."""
@@ -104,7 +87,7 @@ class NodeProcess:
         """Kill all processes of the tree and return how many there were."""
         ended = _end_tree(self.tree)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._agent.wait(_END_TIMEOUT_S)
+            self.agent.wait(_END_TIMEOUT_S)
         _reap(ended)
         return len(ended)
 
@@ -116,7 +99,7 @@ class NodeProcesses:
 
     Args:
         logs: folder for one log file per node.
-        popen: function that starts the agents, see :class:`NodeProcess`.
+        popen: function that starts the agents, with the interface of ``subprocess.Popen``.
     """
 
     def __init__(self, logs: Path, popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen) -> None:
@@ -151,9 +134,18 @@ class NodeProcesses:
             argv: command line of the agent.
             environment: environment of the agent.
         """
-        node = NodeProcess(name, argv, environment, self._logs / f"{name}.log", f"{self._nonce}/{name}", self._popen)
-        self._nodes[name] = node
-        return node
+        log, marker = self._logs / f"{name}.log", f"{self._nonce}/{name}"
+        with log.open("ab") as output:
+            agent = self._popen(
+                list(argv),
+                env={**environment, MARKER: marker},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._nodes[name] = NodeProcess(name, log, marker, agent)
+        return self._nodes[name]
 
     def remaining(self) -> list[psutil.Process]:
         """Return the living processes of all nodes."""
