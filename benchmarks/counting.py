@@ -12,13 +12,11 @@ __all__ = ["Counter", "CountingTable"]
 
 
 class Counter:
-    """Counts calls over all threads."""
+    """Thread-safe counter of calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.reads = 0
-        self.writes = 0
-        self.conflicts = 0
+        self.reads = self.writes = self.conflicts = 0
 
     def count(self, *, conflict: bool) -> None:
         with self._lock:
@@ -31,7 +29,7 @@ class Counter:
 
 
 class CountingTable:
-    """Our table, with its calls counted; implements ``Table``."""
+    """A ``Table`` that counts the calls to another one."""
 
     def __init__(self, table: Table, counter: Counter) -> None:
         self._table = table

@@ -21,6 +21,7 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,15 +63,21 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def torch_loop(stack: ExitStack) -> Iterator[None]:
-    """Train with torch alone; yields after each optimizer step."""
+def torch_training(stack: ExitStack, batch: int) -> tuple[DistributedDataParallel, Any, Any, DataLoader[Any]]:
+    """Return model, optimizer, schedule and loader of a training run with torch alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     stack.callback(dist.destroy_process_group)
     dataset = TensorDataset(torch.randn(SAMPLES, 64))
     model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    for (x,) in DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset)):
+    return model, optimizer, schedule, DataLoader(dataset, batch, sampler=DistributedSampler(dataset))
+
+
+def torch_loop(stack: ExitStack) -> Iterator[None]:
+    """Train with torch alone; yields after each optimizer step."""
+    model, optimizer, schedule, loader = torch_training(stack, BATCH)
+    for (x,) in loader:
         loss_of(model, x).backward()
         optimizer.step()
         schedule.step()
@@ -98,14 +105,9 @@ def our_loop(stack: ExitStack, name: str) -> Iterator[None]:
 
 
 def plain_micro_batches(stack: ExitStack) -> Iterator[None]:
-    """Accumulate over four micro-batches with torch alone: what logical workers are to be compared with."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    stack.callback(dist.destroy_process_group)
-    dataset = TensorDataset(torch.randn(SAMPLES, 64))
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    for index, (x,) in enumerate(DataLoader(dataset, BATCH // 4, sampler=DistributedSampler(dataset))):
+    """Accumulate over four micro-batches with torch alone, as the baseline of logical workers."""
+    model, optimizer, schedule, loader = torch_training(stack, BATCH // 4)
+    for index, (x,) in enumerate(loader):
         if index % 4 < 3:
             with model.no_sync():
                 (loss_of(model, x) / 4).backward()

@@ -105,7 +105,7 @@ def _our_joins(nodes: int, counter: Counter) -> list[Callable[[], Any]]:
         rendezvous = Rendezvous(table, f"node-{number:03d}", "127.0.0.1", 1, Limits(nodes, nodes), RendezvousTimings())
 
         def join(rendezvous: Rendezvous = rendezvous) -> Any:
-            rendezvous.announce()  # a node's first act, long before; here it counts
+            rendezvous.announce()  # part of the measured time here
             return TableRendezvousHandler(rendezvous, run_id).next_rendezvous()
 
         joins.append(join)
@@ -178,9 +178,9 @@ def _storm(joins: list[Callable[[], Any]], counter: Counter, limit_s: float) -> 
             raise RuntimeError("a node could not join") from failed[0]
         if len(arrived) < len(joins):
             return Storm(None, len(arrived), counter.writes, counter.conflicts, counter.reads)
-        places = {(information.rank, information.world_size) for information in arrived.values()}
-    if places != {(rank, len(joins)) for rank in range(len(joins))}:
-        raise RuntimeError(f"the nodes do not agree on their places: {sorted(places)}")
+        ranks = {(information.rank, information.world_size) for information in arrived.values()}
+    if ranks != {(rank, len(joins)) for rank in range(len(joins))}:
+        raise RuntimeError(f"the nodes do not agree on their ranks: {sorted(ranks)}")
     return Storm(seconds, len(arrived), counter.writes, counter.conflicts, counter.reads)
 
 
@@ -200,7 +200,7 @@ def main() -> None:
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         joins = _peer_joins(arguments.system, arguments.nodes, counter, server)
     print(json.dumps(asdict(_storm(joins, counter, arguments.limit))), flush=True)
-    os._exit(0)  # heartbeats and threads that still wait end here
+    os._exit(0)  # ends heartbeats and waiting threads
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ _SEQUENCE: tuple[Event, ...] = ("join", "kill_worker", "lose_follower", "join", 
 _STEADY_STEPS = 20
 _POLL_SECONDS = 0.02
 _WAITING_SECONDS = 12.0
-"""How long a node waits for the last one of the minimum: it has done all that it can do before."""
+"""Time for which a node waits for the last node of the minimum, so that its own preparations are done."""
 
 
 class Step(NamedTuple):
-    """One line of the training script's notes."""
+    """One step recorded by the training script."""
 
     time: float
     pid: int
@@ -56,16 +56,16 @@ class Step(NamedTuple):
 
     @property
     def group(self) -> tuple[int, int]:
-        """Names the process group that the step was taken in."""
+        """Identifier of the process group of the step."""
         return self.pid, self.generation
 
 
 class Observation(NamedTuple):
-    """What came of an event.
+    """Measurement of an event.
 
     Args:
-        event: that happened.
-        seconds: see the module; ``None`` when the limit was exceeded.
+        event: kind of event.
+        seconds: time as described in the module's docstring, ``None`` when the limit was exceeded.
         lost_steps: number of completed steps that were trained again, if the script counts them.
     """
 
@@ -79,9 +79,9 @@ class Cluster:
 
     Args:
         nodes: command and environment of a node.
-        processes: the context in which they are started.
-        steps: folder in which they note their steps.
-        variables: more of each node's environment.
+        processes: context in which the nodes are started.
+        steps: folder in which the training scripts record their steps.
+        variables: additional environment variables of each node.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Cluster:
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        node.kill()  # what may have been started meanwhile
+        node.kill()  # also processes that were started meanwhile
         return now
 
     def freeze(self) -> float:
@@ -129,16 +129,16 @@ class Cluster:
         pid = self.steps_of(name)[-1].pid
         now = time.time()
         psutil.Process(pid).kill()
-        del self._groups[name]  # its own next step is not waited for
+        del self._groups[name]  # the next step of this node is not waited for
         return now
 
     def wait_for_step(self, after: float, limit_s: float, *, together: bool) -> float | None:
-        """Wait until every node has noted a step in a new process group.
+        """Wait until every node has recorded a step in a new process group.
 
         Args:
-            after: the moment from which on.
-            limit_s: seconds from then.
-            together: whether all living nodes have to be in that group, or only those that were not hit.
+            after: start of the measurement.
+            limit_s: limit in seconds.
+            together: whether all living nodes must be in that group, or only the unaffected ones.
 
         Returns:
             Seconds from ``after`` until the last of them did, ``None`` when they did not within the limit.
@@ -152,7 +152,7 @@ class Cluster:
         return None
 
     def gap(self, after: float) -> tuple[float, int]:
-        """Return for how long the old nodes stood still at the change, and how many completed steps they took again."""
+        """Return the longest pause of the old nodes in seconds, and how many completed steps they repeated."""
         pauses, lost = [], []
         for name, group in self._groups.items():
             steps = self.steps_of(name)
@@ -190,7 +190,7 @@ class Cluster:
         )
 
     def _remember(self) -> None:
-        """Note in which group each node trains."""
+        """Remember the current process group of each node."""
         self._groups = {name: steps[-1].group for name in self._alive if (steps := self.steps_of(name))}
 
     def _ranked(self) -> list[str]:

@@ -1,7 +1,7 @@
 """The peers: torchrun with its c10d backend, and torchrun with its whole state in one table row.
 
-``python benchmarks/peers.py <torchrun's options>`` is torchrun, with two differences. It knows the backend
-``one-row``, and it does not load the plugin that this library registers, whose imports would slow the peers down.
+``python benchmarks/peers.py <torchrun's options>`` is torchrun with the additional backend ``one-row``, and without the
+plugin that this library registers, whose imports would slow the peers down.
 
 ``one-row`` is the straightforward implementation of torch's dynamic rendezvous on a table: the whole state is one value
 in one row, which every node replaces by compare-and-swap. It uses torch's own state machine, conditional writes by
@@ -38,11 +38,11 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class OneRowBackend(RendezvousBackend):
-    """The rendezvous' state in one row, moved by compare-and-swap.
+    """Backend with the state of the rendezvous in one row, which is replaced by compare-and-swap.
 
     Args:
         connection_string: connection string of the account.
-        run_id: names the row.
+        run_id: key of the row.
     """
 
     def __init__(self, connection_string: str, run_id: str) -> None:

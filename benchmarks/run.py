@@ -64,7 +64,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Measurement]:
     until = time.monotonic() + arguments.budget
     limit = arguments.limit
 
-    def noted(
+    def measured(
         name: str, system: str, seconds: float | None, *, limit_s: float = limit, **more: int | None
     ) -> Measurement:
         return Measurement(name, system, run, seconds, limit_s, os.getloadavg()[0], **more)
@@ -76,10 +76,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[Measurement]:
         if "membership" in arguments.only:
             for system in _in_turn(run, [OURS, IN_PROCESS, *arguments.peers]):
                 for event, seconds, lost in measure_membership(system, limit):
-                    yield noted(EVENTS[event], system, seconds, lost_steps=lost)
+                    yield measured(EVENTS[event], system, seconds, lost_steps=lost)
         if "steps" in arguments.only:
             for system in _in_turn(run, [OURS, C10D]):
-                yield noted(STEP, system, measure_step(system, limit))
+                yield measured(STEP, system, measure_step(system, limit))
         for nodes in arguments.nodes if "storms" in arguments.only else ():
             for system in _in_turn(run, [OURS, *arguments.peers]):
                 try:
@@ -87,7 +87,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Measurement]:
                 except (StormFailed, subprocess.TimeoutExpired) as error:
                     print(error, file=sys.stderr)
                     storm = Storm(None, 0, 0, 0, 0)
-                yield noted(
+                yield measured(
                     storm_name(nodes),
                     system,
                     storm.seconds,

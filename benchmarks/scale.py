@@ -50,15 +50,15 @@ SCENARIOS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class SimulatedStorm:
-    """What came of one simulated storm.
+    """Result of one simulated join storm.
 
     Args:
         scenario: one of :data:`SCENARIOS`.
-        nodes: that came.
-        seconds: simulated, from the arrival of the last node until all are in one round.
-        rounds: that were sealed until then.
+        nodes: number of nodes.
+        seconds: simulated time from the arrival of the last node until all nodes are in one round.
+        rounds: number of sealed rounds until then.
         writes: maximum number of writes of a node's own row: one announcement, and one per round it waited for.
-        conflicts: writes in vain because another node had been faster.
+        conflicts: number of writes that failed because another node was faster.
         calls: total number of table calls; a query counts once per page.
     """
 

@@ -45,12 +45,12 @@ _TORCHRUN_SETTINGS = {
 
 @dataclass(frozen=True)
 class Nodes:
-    """What starts a node.
+    """Command and environment that start a node.
 
     Args:
-        argv: the command line, the same for all.
+        argv: command line of every node.
         variables: function that returns the additional environment variables of a node by its name.
-        counts_steps: whether the training script knows how many steps the run has completed.
+        counts_steps: whether the training script counts the steps of the whole run.
     """
 
     argv: tuple[str, ...]
@@ -61,8 +61,8 @@ class Nodes:
         """Return a node's whole environment.
 
         Args:
-            node: its name.
-            steps: folder in which the training script notes its steps.
+            node: node name.
+            steps: folder in which the training script records its steps.
         """
         own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BENCH_NODE": node, "BENCH_STEPS": str(steps)}
         return {**os.environ, **own, **self.variables(node)}
@@ -114,7 +114,7 @@ def _torchrun(backend: str, settings: Mapping[str, str]) -> Callable[[Path, Azur
             *("--local-addr", "127.0.0.1"),
             str(HERE / "training.py"),
         )
-        # With the shared store, torch never finds a new node's place in a running job.
+        # With the shared store, torch never admits a new node to a running job.
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", CONNECTION_VARIABLE: azurite.connection_string}
         yield Nodes(argv, lambda _: variables)
         del store
@@ -128,4 +128,4 @@ SYSTEMS: Mapping[str, Callable[[Path, Azurite], AbstractContextManager[Nodes]]] 
     C10D: _torchrun("c10d", {"is_host": "false", **_TORCHRUN_SETTINGS}),
     ROW: _torchrun(ONE_ROW, _TORCHRUN_SETTINGS),
 }
-"""By name, ours first: what opens whatever the system's nodes share, and tells how to start one."""
+"""Context managers, by system, that open the shared services of the nodes and return how to start a node."""

@@ -2,8 +2,7 @@
 
 Under torchrun it uses only torch, under this library a session (``BENCH_SESSION``).
 Each step is a line in the file ``<node>.<pid>`` of the folder ``BENCH_STEPS``: the time, the world size, the rank, the
-number of times that the process group has been made, and the steps of the run so far. It does not end by
-itself.
+generation of the process group, and the steps of the run so far. The script runs until it is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 STEP_SECONDS = float(os.environ.get("BENCH_STEP_SECONDS", "0.05"))
-"""How long each step waits, as if for a GPU: the machine's cores are needed by those that restart."""
+"""Waiting time of each step, as if for a GPU, which leaves the cores to restarting processes."""
 
 GLOBAL_BATCH_SIZE = 32
 
@@ -36,14 +35,14 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
-def noting(notes: TextIO) -> Callable[[int, int, int, int], None]:
-    def note(world: int, rank: int, generation: int, step: int) -> None:
-        notes.write(f"{time.time():.6f} {world} {rank} {generation} {step}\n")
+def recorder(file: TextIO) -> Callable[[int, int, int, int], None]:
+    def record(world: int, rank: int, generation: int, step: int) -> None:
+        file.write(f"{time.time():.6f} {world} {rank} {generation} {step}\n")
 
-    return note
+    return record
 
 
-def train_with_torch(note: Callable[[int, int, int, int], None]) -> None:
+def train_with_torch(record: Callable[[int, int, int, int], None]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(network())
@@ -55,14 +54,14 @@ def train_with_torch(note: Callable[[int, int, int, int], None]) -> None:
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for (x,) in loader:
-            model(x).square().mean().backward()  # averages over all ranks: a step that is noted was taken by all
+            model(x).square().mean().backward()  # averages over all ranks: all ranks have taken a recorded step
             optimizer.step()
             optimizer.zero_grad()
-            note(world, rank, 1, next(steps))
+            record(world, rank, 1, next(steps))
             time.sleep(STEP_SECONDS)
 
 
-def train_with_session(note: Callable[[int, int, int, int], None]) -> None:
+def train_with_session(record: Callable[[int, int, int, int], None]) -> None:
     from azureml_elastic import train
 
     run = train.start()
@@ -78,7 +77,7 @@ def train_with_session(note: Callable[[int, int, int, int], None]) -> None:
             before = run.steps
             run.commit()
             if run.steps > before:
-                note(run.world_size, run.rank, run.round, run.steps)
+                record(run.world_size, run.rank, run.round, run.steps)
             time.sleep(STEP_SECONDS)
 
 
@@ -86,8 +85,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     path = Path(os.environ["BENCH_STEPS"], f"{os.environ['BENCH_NODE']}.{os.getpid()}")
-    with path.open("w", encoding="ascii", buffering=1) as notes:
-        (train_with_session if "BENCH_SESSION" in os.environ else train_with_torch)(noting(notes))
+    with path.open("w", encoding="ascii", buffering=1) as file:
+        (train_with_session if "BENCH_SESSION" in os.environ else train_with_torch)(recorder(file))
 
 
 if __name__ == "__main__":

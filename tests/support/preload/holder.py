@@ -1,4 +1,4 @@
-"""A fake agent that is about to be killed: it holds a preload server and one of its workers."""
+"""A fake agent with a preload server and one worker, which the test kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of many looks at the process that runs this; which one, RANK says. The report goes to standard output."""
+"""A script with many probes of its process: the variable RANK selects one, which reports to standard output."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _named(number):
 
 
 def _descriptors():
-    """All that this process has, but for the folder that is being listed; of files only the kind."""
+    """Return the open descriptors and their targets without the listed folder; files are named by kind only."""
     found = {}
     for descriptor in Path("/proc/self/fd").iterdir():
         try:

@@ -35,7 +35,7 @@ def run_forked(server: PreloadServer, environ: Mapping[str, str], folder: Path, 
 
 
 def run_plain(command, environ: Mapping[str, str], folder: Path, name: str) -> Result:
-    """As torch's SubprocessHandler does."""
+    """Start a worker as torch's SubprocessHandler does."""
     out, err = folder / f"{name}.out", folder / f"{name}.err"
     with out.open("w") as stdout, err.open("w") as stderr:
         process = subprocess.Popen(command, env=environ, stdout=stdout, stderr=stderr, start_new_session=True)
@@ -46,7 +46,7 @@ def run_plain(command, environ: Mapping[str, str], folder: Path, name: str) -> R
 def wait_for_text(path: Path, text: str, seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while text not in (path.read_text() if path.exists() else ""):
-        assert time.monotonic() < until, f"{path} does not say {text!r}"
+        assert time.monotonic() < until, f"{path} does not contain {text!r}"
         time.sleep(0.01)
 
 

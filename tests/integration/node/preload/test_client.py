@@ -35,7 +35,7 @@ def environment(probe, **more):
 
 
 def waiting(process, folder, **more):
-    """A worker that waits, and has said so."""
+    """Start a worker and return it once it waits."""
     worker = process.start(environment("wait", **more), folder / "out", folder / "err")
     wait_for_text(folder / "out", "waiting")
     return worker
@@ -59,19 +59,19 @@ def test_many_forks_in_a_row(server, tmp_path):
     assert server.ready
 
 
-def test_ends_are_reported_however_late_they_are_asked_for(server, tmp_path):
+def test_exit_codes_are_kept_until_they_are_read(server, tmp_path):
     workers = [server.start(environment("exit with a number"), tmp_path / "out", tmp_path / "err") for _ in range(3)]
     assert workers[2].wait(60) == 3
     until = time.monotonic() + 60
     while not all(gone(worker.pid) for worker in workers[:2]):
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert Path(f"/proc/{workers[0].pid}").exists(), "the id is kept until the end was noticed"
+    assert Path(f"/proc/{workers[0].pid}").exists(), "the process id stays reserved until the exit code is read"
     workers[0].send_signal(signal.SIGTERM)
     assert [worker.wait(60) for worker in workers] == [3, 3, 3]
     until = time.monotonic() + 10
     while Path(f"/proc/{workers[0].pid}").exists():
-        assert time.monotonic() < until, "nobody reaps the worker"
+        assert time.monotonic() < until, "the worker is not reaped"
         time.sleep(0.01)
 
 
@@ -79,7 +79,7 @@ def test_signals_reach_the_workers_and_not_the_preload_server(server, tmp_path):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(server.pid, number)
     first = server.start(environment("wait"), tmp_path / "1.out", tmp_path / "1.err")
-    os.kill(first.pid, signal.SIGTERM)  # maybe before it is Python again
+    os.kill(first.pid, signal.SIGTERM)  # maybe before the worker has restored its handlers
     assert first.wait(60) == -signal.SIGTERM
     second = waiting(server, tmp_path)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -90,7 +90,7 @@ def test_signals_reach_the_workers_and_not_the_preload_server(server, tmp_path):
     assert server.ready
 
 
-def test_a_change_that_imports_could_have_seen_is_refused_by_name(server, tmp_path, monkeypatch):
+def test_a_changed_environment_or_folder_is_refused(server, tmp_path, monkeypatch):
     with pytest.raises(ForkRefused, match=r"^HF_HOME, OMP_NUM_THREADS in the environment changed"):
         server.start(environment("wait", OMP_NUM_THREADS="17", HF_HOME="/x"), None, None)
     monkeypatch.chdir(tmp_path)
@@ -132,7 +132,7 @@ def test_workers_end_with_a_killed_preload_server(tmp_path):
         process.close()
 
 
-def test_closing_ends_what_runs(tmp_path):
+def test_closing_ends_the_server_and_its_workers(tmp_path):
     process = preload_server(PROBE)
     assert process.wait_ready(120), process.refusal
     worker = waiting(process, tmp_path)
@@ -158,9 +158,9 @@ def test_imports_that_start_threads_are_refused(tmp_path, caplog):
         assert process.refusal == "the script's imports started 3 threads (t0, t1, t2)"
         with pytest.raises(ForkRefused, match="3 threads"):
             process.start(environ, None, None)
-        said = [record.getMessage() for record in caplog.records if "3 threads" in record.getMessage()]
-        assert len(said) == 1
-        assert said[0].startswith("Workers are started without the preload server")
+        warnings = [record.getMessage() for record in caplog.records if "3 threads" in record.getMessage()]
+        assert len(warnings) == 1
+        assert warnings[0].startswith("Workers are started without the preload server")
     finally:
         process.close()
 
@@ -208,14 +208,14 @@ def test_open_devices_are_found():
     assert open_devices(("/dev/nvidia", "/dev/kfd")) == []
 
 
-def test_an_interpreter_that_is_not_there(tmp_path):
+def test_a_missing_interpreter(tmp_path):
     process = PreloadServer(str(tmp_path / "python"), (), Program(None, (), "script", PROBE, ()), ENVIRON)
     assert not process.wait_ready(5)
     assert "cannot be started: No such file or directory" in process.refusal
     process.close()
 
 
-def test_a_worker_that_is_asked_for_too_early_is_refused(tmp_path):
+def test_a_request_before_the_imports_are_done_is_refused(tmp_path):
     process = preload_server(PROBE)
     with pytest.raises(ForkRefused, match="not done"):
         process.start(environment("wait"), None, None)
@@ -223,12 +223,12 @@ def test_a_worker_that_is_asked_for_too_early_is_refused(tmp_path):
     assert gone(process.pid)
 
 
-def test_output_goes_on_where_the_agents_goes(server, tmp_path):
+def test_output_without_a_file_is_inherited_from_the_agent(server, tmp_path):
     assert run_forked(server, environment("exit with a text"), tmp_path, "x").stderr == "text for the user\n"
     assert server.start(environment("exit at once"), None, None).wait(60) == 7
 
 
-def test_it_says_when_nothing_is_left_to_import(tmp_path):
+def test_the_server_reports_the_end_of_its_later_imports(tmp_path):
     script = tmp_path / "nothing.py"
     script.write_text("pass\n")
     server = preload_server(str(script))

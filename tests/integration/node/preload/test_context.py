@@ -28,16 +28,16 @@ while not (peer.exists() and peer.read_text().endswith("]\\n")):
     time.sleep(0.02)
 sys.exit(3)
 """
-"""Rank 0 is ended because rank 1 fails, which it does when rank 0 has written its report."""
+"""Rank 1 fails once rank 0 has written its report; then rank 0 is stopped."""
 
 OURS = {"AZUREML_ELASTIC_HISTORY", "AZUREML_ELASTIC_ROUND"}
 OF_THE_RUN = OURS | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
 OF_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
-"""An option of torchrun, for itself."""
+"""Variable that torchrun sets for its own option."""
 
 
 def worker_reports(logs: Path):
-    """What the workers wrote to standard error, by local rank."""
+    """Return the reports on the workers' standard error, by local rank."""
     found = {}
     for path in logs.rglob("stderr.log"):
         for line in path.read_text().splitlines():
@@ -64,8 +64,8 @@ def test_forked_workers_equal_those_of_torchrun(tmp_path):
         check=False,
     )
     assert ours.returncode == 0, ours.stderr
-    said = [line for line in ours.stdout.splitlines() if not line.startswith("[")]
-    assert said == ["forked True {0: -15, 1: 3}", "plain False {0: -15, 1: 3}"], ours.stderr
+    results = [line for line in ours.stdout.splitlines() if not line.startswith("[")]
+    assert results == ["forked True {0: -15, 1: 3}", "plain False {0: -15, 1: 3}"], ours.stderr
     expected = worker_reports(tmp_path / "torchrun")
     assert sorted(expected) == ["0", "1"], plain.stderr
     for name in ("forked", "plain"):

@@ -1,7 +1,7 @@
 """A script behaves the same whether it is forked from the preload server or started by torch.
 
-Everything that it can see must be equal but for: process ids, the parent, ``/proc/self/cmdline``, ``sys.modules``, the
-garbage collector's frozen objects, string hashes (which workers of a node share), one more frame below the script's.
+Only these may differ: process ids, the parent, ``/proc/self/cmdline``, ``sys.modules``, the garbage collector's frozen
+objects, string hashes (which workers of a node share), and one more frame below the script's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def environment(probe):
 
 
 @pytest.mark.parametrize("probe", PROBES)
-def test_everything_that_a_script_sees_is_equal(server, tmp_path, probe):
+def test_forked_and_plain_workers_are_equal(server, tmp_path, probe):
     if probe == "a hook that fails" and sys.version_info < (3, 11):
         pytest.skip("Python 3.10 shows one frame of ours")
     environ = environment(probe)
@@ -46,20 +46,20 @@ def test_everything_that_a_script_sees_is_equal(server, tmp_path, probe):
     assert forked == started
 
 
-def test_workers_draw_numbers_of_their_own(server, tmp_path):
+def test_workers_have_different_random_numbers(server, tmp_path):
     drawn = [json.loads(run_forked(server, environment("draw"), tmp_path, str(i)).stdout) for i in range(2)]
     for one, other in zip(*drawn, strict=True):
         assert one != other
 
 
-def test_one_frame_more_is_all_that_the_stack_holds(server, tmp_path):
+def test_the_stack_has_at_most_one_more_frame(server, tmp_path):
     forked = run_forked(server, environment("recurse"), tmp_path, "forked")
     started = run_plain(server.command, environment("recurse"), tmp_path, "plain")
     assert int(started.stdout) - int(forked.stdout) in (0, 1, 2)  # it takes room on two stacks
 
 
 def test_a_module_with_packages_of_its_own(tmp_path, monkeypatch):
-    """Also without ``-u``, from a working directory that is the module's."""
+    """A module in the working directory, without ``-u``."""
     package = tmp_path / "own" / "deep"
     package.mkdir(parents=True)
     (tmp_path / "own" / "__init__.py").write_text("print('package', __name__)\n")
@@ -104,8 +104,8 @@ os.environ["NOISY"] = "1"
 RANKED = "import os\nRANK = os.environ.get('RANK')\n"
 
 
-def test_scripts_that_change_and_what_imports_leave_behind(tmp_path, monkeypatch):
-    """Imports that print, set variables or read the rank; then scripts that are broken, or gone."""
+def test_changed_scripts_and_effects_of_imports(tmp_path, monkeypatch):
+    """Imports that print, set variables or read the rank; then broken and missing scripts."""
     site = tmp_path / "site"
     (site / "noisy-1.dist-info").mkdir(parents=True)
     (site / "noisy.py").write_text(NOISY)

@@ -1,4 +1,4 @@
-"""What the text of a script says about its imports."""
+"""The imports of a program are found in its text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from azureml_elastic.node.preload.import_scan import Import, find_imports
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A folder of the user's, first on the path."""
+    """Return a function that writes modules to a folder that is first on the path."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 
