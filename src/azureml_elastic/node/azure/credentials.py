@@ -75,12 +75,7 @@ class NodeTokenCredential:
 
     @classmethod
     def managed(cls, environ: Mapping[str, str], client_id: str | None) -> NodeTokenCredential:
-        """Return the credential of the node's managed identity.
-
-        Args:
-            environ: environment with ``MSI_ENDPOINT`` and, on some computes, ``MSI_SECRET``.
-            client_id: client id of a user-assigned identity; ``None`` means ``DEFAULT_IDENTITY_CLIENT_ID``.
-        """
+        """Return the credential of the node's managed identity, by default of ``DEFAULT_IDENTITY_CLIENT_ID``."""
         address, secret = environ["MSI_ENDPOINT"], environ.get("MSI_SECRET")
         client_id = client_id or environ.get("DEFAULT_IDENTITY_CLIENT_ID") or None
 
@@ -152,10 +147,6 @@ def choose_credential(rendezvous: TableRendezvous, environ: Mapping[str, str]) -
 
     ``auto`` selects the first that yields a token of: the node's managed identity, the identity of the submitting user,
     the connection string, the developer's login.
-
-    Args:
-        rendezvous: configuration with the kind of credential and the name of the connection string's variable.
-        environ: environment of the node.
 
     Raises:
         UsageError: the configured credential is not available.

@@ -30,11 +30,7 @@ NODE_COMMAND = "python -m azureml_elastic.node.diagnostics.doctor"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this machine and return the exit code.
-
-    Args:
-        argv: arguments without the program's name; ``None`` means those of the process.
-    """
+    """Check this machine and return the exit code; ``None`` means the arguments of the process."""
     parser = argparse.ArgumentParser(
         prog=NODE_COMMAND,
         description="Check whether this machine can take part in a run: account, role, endpoints, address, ports. "
@@ -63,11 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_rendezvous(base: TableRendezvous, *, port_range: str | None = None, **options: Any) -> TableRendezvous:
     """Return a rendezvous with the options of the command line; ``None`` keeps a field.
-
-    Args:
-        base: rendezvous to change.
-        port_range: range of ports, such as ``29400-29500``.
-        options: other fields by name.
 
     Raises:
         UsageError: a value is invalid.

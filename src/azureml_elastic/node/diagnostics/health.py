@@ -26,11 +26,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this machine and return the exit code.
-
-    Args:
-        argv: arguments without the program's name; ``None`` means those of the process.
-    """
+    """Check this machine and return the exit code; ``None`` means the arguments of the process."""
     parser = argparse.ArgumentParser(
         prog="python -m azureml_elastic.node.diagnostics.health",
         description="Check this machine as a node does before it joins. With a plan in the environment, the plan's "

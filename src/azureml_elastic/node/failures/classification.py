@@ -83,12 +83,7 @@ class Failure:
     conclusive: bool = False
 
     def record(self, node: str, step: int | None) -> FailureRecord:
-        """Return the record of the failure for the round's row.
-
-        Args:
-            node: name of the worker's node.
-            step: last step that the node's workers completed; ``None`` without a session.
-        """
+        """Return the record for the round's row; ``step`` is the last completed step of the node, if known."""
         return FailureRecord(self.signature, self.kind, step, node, self.rank, self.exit_code)
 
 
@@ -120,13 +115,7 @@ def root_cause(
 
 
 def hang_failure(rank: int, exit_code: int, message: str) -> Failure:
-    """Return the failure of a worker that was stopped because it hung.
-
-    Args:
-        rank: global rank of the worker.
-        exit_code: exit code of the run if it is not restarted.
-        message: description of the hang, with the stacks.
-    """
+    """Return the failure of a worker that was stopped because it hung; the message contains the stacks."""
     raised = ExceptionInfo("Hang", "no step for too long")
     return Failure(rank, exit_code, _shortened(message), "hang", signature_of(raised))
 

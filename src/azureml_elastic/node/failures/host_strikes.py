@@ -48,10 +48,10 @@ class HostStrikes:
     """Reader and writer of strikes for one node. Thread-safe; errors of the table are logged, not raised.
 
     Args:
-        table: open table of the run.
-        host: id of this node's host.
+        table: table of the run.
+        host: id of this node's host, see :func:`~azureml_elastic.node.host.identity.host_id`.
         node: this node's name, stored in the rows for diagnosis.
-        policy: health policy, for the decay of strikes.
+        policy: health policy with the decay of strikes.
         clock: clock of the table's server.
     """
 
@@ -72,10 +72,7 @@ class HostStrikes:
     def strike(self, host: str, reason: str, incident: str) -> None:
         """Record a strike against a host; a background thread writes the row.
 
-        Args:
-            host: id of the host, see :func:`~azureml_elastic.node.host.identity.host_id`.
-            reason: description of the incident.
-            incident: key of the incident, equal on all nodes that report it.
+        All nodes that report an incident must use the same key ``incident``.
         """
         if not self._decay:
             return

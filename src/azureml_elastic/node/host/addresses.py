@@ -124,9 +124,6 @@ def local_address(endpoint: str | None) -> str:
 
     A table on this machine (an SQLite file or an emulator) is used by local processes only, so that the loopback
     address is returned. If the table's host cannot be resolved, as behind a proxy, the default route is used.
-
-    Args:
-        endpoint: endpoint of the rendezvous.
     """
     parts = urlsplit(endpoint) if endpoint else None
     target = ""

@@ -51,10 +51,6 @@ def available_memory(mounts: Path = _MOUNTS, listing: Path = _LISTING) -> tuple[
 
     The limits of all enclosing groups apply. Inactive file caches, which the kernel drops first, count as available.
 
-    Args:
-        mounts: mount point of the control groups.
-        listing: file that lists the control groups of this process.
-
     Raises:
         MissingExtra: psutil is not installed.
     """

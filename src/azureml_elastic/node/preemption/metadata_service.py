@@ -24,12 +24,7 @@ _LARGEST_BODY_BYTES = 1 << 20
 
 
 class MetadataError(Exception):
-    """The service gave no usable answer.
-
-    Args:
-        message: description of the error.
-        reached: whether a connection was accepted.
-    """
+    """The service gave no usable answer; ``reached`` is whether it accepted the connection."""
 
     def __init__(self, message: str, *, reached: bool) -> None:
         super().__init__(message)
@@ -38,12 +33,7 @@ class MetadataError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """Response with status 200.
-
-    Args:
-        body: body of the response.
-        time: time of the response by the service's own clock, ``None`` if not sent.
-    """
+    """Response with status 200, and its time by the service's own clock, if sent."""
 
     body: bytes
     time: datetime | None
@@ -92,14 +82,7 @@ def call(address: str, path: str, *, timeout: float, connect_timeout: float, bod
 
 
 def read_time(text: object) -> datetime | None:
-    """Parse a time with an offset, in the format of HTTP (``Mon, 19 Sep 2016 18:29:47 GMT``) or ISO 8601.
-
-    Args:
-        text: text to parse.
-
-    Returns:
-        The time, ``None`` for any other value.
-    """
+    """Parse a time with an offset, as HTTP or ISO 8601 write it; return ``None`` for any other value."""
     if isinstance(text, str):
         for read in (parsedate_to_datetime, _from_iso):
             with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):

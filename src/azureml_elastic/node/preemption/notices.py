@@ -117,13 +117,7 @@ class PolledSource(ABC):
 
 
 class MarkerFile(PolledSource):
-    """File whose existence is a preemption notice, for an operator, a sidecar or another scheduler.
-
-    Args:
-        path: path of the file.
-        announce: see :class:`PolledSource`.
-        interval: see :class:`PolledSource`.
-    """
+    """File whose existence is a preemption notice, for an operator, a sidecar or another scheduler."""
 
     def __init__(
         self, path: str, announce: Callable[[Mapping[str, Announcement]], None], *, interval: float = 1.0

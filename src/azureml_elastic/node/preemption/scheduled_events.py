@@ -93,12 +93,7 @@ def concerns(event: ScheduledEvent, name: str | None, host_name: str) -> bool:
 
 
 def seconds_left(event: ScheduledEvent, now: datetime) -> float | None:
-    """Return the seconds until the event may start, ``None`` if unknown.
-
-    Args:
-        event: event of the document.
-        now: current time of the service's clock.
-    """
+    """Return the seconds until the event may start, by the service's clock, ``None`` if unknown."""
     return None if event.not_before is None or event.started else (event.not_before - now).total_seconds()
 
 

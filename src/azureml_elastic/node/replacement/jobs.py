@@ -40,17 +40,7 @@ _FRACTION = re.compile(r"\.\d+")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Entry of a job or a step in the run history.
-
-    Args:
-        name: job name.
-        display_name: display name, which is the step's name.
-        status: status as Azure ML writes it.
-        created: time of submission.
-        started: start of execution, ``None`` before it.
-        ended: end of execution, ``None`` before it.
-        tags: tags of the job.
-    """
+    """Entry of a job or a step in the run history; ``started`` and ``ended`` are ``None`` before these events."""
 
     name: str
     display_name: str
@@ -102,10 +92,6 @@ class WorkspaceJobs:
 
     def submit(self, name: str, properties: Mapping[str, Any]) -> bool:
         """Submit a job; return false if a job of this name exists.
-
-        Args:
-            name: job name.
-            properties: properties of the job's document.
 
         Raises:
             JobRefused: the workspace rejects the job permanently.

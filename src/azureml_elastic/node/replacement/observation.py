@@ -92,13 +92,7 @@ class Observation:
 
 
 class RunObserver:
-    """Reader of the jobs of one run.
-
-    Args:
-        jobs: client of the workspace.
-        table: table of the run.
-        first: name of the job with which the run was submitted.
-    """
+    """Reader of the jobs of one run, given the name of its first job."""
 
     def __init__(self, jobs: WorkspaceJobs, table: Table, first: str) -> None:
         self._workspace = jobs
@@ -116,12 +110,7 @@ class RunObserver:
         """Return the current state of the jobs.
 
         Cancellations are read last: a job that another process cancels meanwhile must not look cancelled by the owner.
-
-        Raises:
-            PlanError: the first job does not exist or is not an elastic job.
-            WorkspaceForbidden: the identity may not read jobs.
-            WorkspaceUnavailable: the workspace does not answer.
-            TableError: the table does not answer.
+        Raises as :meth:`RunShape.read`, and ``TableError``.
         """
         shape = self.shape
         claims = self._rows(CLAIM_PREFIX)

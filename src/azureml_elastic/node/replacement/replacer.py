@@ -99,11 +99,7 @@ class NodeReplacer:
     def act(self) -> ReplacementStatus:
         """Read the state of the run, and submit and cancel jobs as needed.
 
-        Raises:
-            PlanError: the first job does not exist or is not an elastic job.
-            WorkspaceForbidden: the identity may not read, submit or cancel jobs.
-            WorkspaceUnavailable: the workspace did not answer one of the calls; the others were made.
-            TableError: the table does not answer.
+        Raises as :meth:`look`. If the workspace does not answer one of the calls, the others are still made.
         """
         status = self.look()
         done: list[str] = []

@@ -34,13 +34,7 @@ class Account:
 def find_account(
     workspace: Workspace, identity: CallerIdentity, cloud: Cloud
 ) -> Generator[Finding, None, Account | None]:
-    """Yield the findings about the workspace and its account; return the account.
-
-    Args:
-        workspace: workspace to read.
-        identity: identity that reads it, with a token.
-        cloud: cloud of the workspace.
-    """
+    """Yield the findings about the workspace and its account; return the account."""
     assert identity.login.token is not None
     manager = ResourceManager(identity.login.token, cloud)
     began = time.monotonic()

@@ -27,6 +27,15 @@ __all__ = [
     "why_refused",
 ]
 
+CONTRIBUTOR = "Storage Table Data Contributor"
+READER = "Reader"
+_BY_TEXT = (
+    ("to perform this operation using this permission", "AuthorizationPermissionMismatch"),
+    ("not authorized to perform this operation", "AuthorizationFailure"),
+    ("Key based authentication is not permitted", "KeyBasedAuthenticationNotPermitted"),
+)
+"""Parts of the service's messages and their error codes, for errors without a code."""
+
 _ADVICE = (
     "On your own machine: `az login`. In a job: give the compute a managed identity, or submit with "
     "identity=UserIdentityConfiguration(), and see credential= of TableRendezvous (docs/explanation/table.md)."
@@ -35,12 +44,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class CallerIdentity:
-    """Identity that opens the table.
-
-    Args:
-        login: credential of the identity.
-        assignee: object id for role assignments, or a placeholder.
-    """
+    """Identity that opens the table; ``assignee`` is its object id for role assignments, or a placeholder."""
 
     UNKNOWN: ClassVar[str] = "<object id of the identity>"
 
@@ -49,20 +53,11 @@ class CallerIdentity:
 
 
 def check_identity(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> tuple[CallerIdentity | None, Finding]:
-    """Select the identity that opens the table and request a token.
-
-    Args:
-        rendezvous: rendezvous with the kind of credential.
-        environ: environment variables of the process.
-
-    Returns:
-        The identity, ``None`` if none is needed or there is none, and the finding.
-    """
+    """Select the identity that opens the table, and request a token; the identity is ``None`` if none is needed."""
     name = "identity"
     if rendezvous.endpoint is not None and urlsplit(rendezvous.endpoint).scheme != "https":
-        return None, Finding(
-            name, "ok", "the emulator's published key" if "://" in rendezvous.endpoint else "none is needed"
-        )
+        value = "the emulator's published key" if "://" in rendezvous.endpoint else "none is needed"
+        return None, Finding(name, "ok", value)
     try:
         login = choose_credential(rendezvous, environ)
         claims = claims_of(login.token.get_token(STORAGE_SCOPE).token) if login.token is not None else {}
@@ -91,25 +86,8 @@ def claims_of(token: str) -> dict[str, Any]:
     return claims if isinstance(claims, dict) else {}
 
 
-CONTRIBUTOR = "Storage Table Data Contributor"
-READER = "Reader"
-
-_BY_TEXT = (
-    ("to perform this operation using this permission", "AuthorizationPermissionMismatch"),
-    ("not authorized to perform this operation", "AuthorizationFailure"),
-    ("Key based authentication is not permitted", "KeyBasedAuthenticationNotPermitted"),
-)
-"""Parts of the service's messages and their error codes, for errors without a code."""
-
-
 def grant(assignee: str, role: str, scope: str) -> str:
-    """Return the command that grants a role.
-
-    Args:
-        assignee: object id of the identity.
-        role: name of the role.
-        scope: id of a resource, or a shell expression ``$(...)`` for one.
-    """
+    """Return the command that grants a role; the scope is a resource id or a shell expression ``$(...)`` for one."""
     where = scope if scope.startswith("$(") else quote(scope)
     return f'az role assignment create --assignee {assignee} --role "{role}" --scope {where}'
 

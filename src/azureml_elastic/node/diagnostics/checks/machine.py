@@ -136,12 +136,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_machine(rendezvous: TableRendezvous, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Determine the address at which peers reach this machine, and listen there as a node does.
-
-    Args:
-        rendezvous: rendezvous settings with the address and the port range.
-        environ: environment variables of the process.
-    """
+    """Determine the address at which peers reach this machine, and listen there as a node does."""
     try:
         address = advertised_address(rendezvous, environ)
     except UsageError as error:
