@@ -73,7 +73,7 @@ def test_a_boundary_is_promised_only_for_a_step_that_is_to_come(agent, channel):
     assert prepare(agent, 2, 4) == (False, 4)
     assert prepare(agent, 3, 5) == (True, 4)
     agent.server.broadcast({"op": "decide", "boundary": 3, "go": False})
-    assert prepare(agent, 4, 6) == (True, 4)  # the messages arrive in order: the decision has been taken in
+    assert prepare(agent, 4, 6) == (True, 4)  # the messages arrive in order: the decision has been processed
     assert channel.completed(5) is None
     agent.server.broadcast({"op": "decide", "boundary": 4, "go": True})
     assert channel.completed(6) == "save"
@@ -110,7 +110,7 @@ def environment(agent, round_number):
 
 
 def announce(agent, action, ahead, at):
-    """Have the agent announce a boundary ``ahead`` of step ``at``, and decide once both workers have agreed."""
+    """Announce a step boundary ``ahead`` of step ``at``, and decide once both workers have agreed."""
 
     def on_step(connection, step):
         if step == at and connection.state["rank"] == 0:

@@ -1,4 +1,4 @@
-"""Processes killed at random moments of a run that saves all the time."""
+"""Processes killed at random times in a run that saves continuously."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(tmp_path):
     gone = queue.Queue()
     server = MessageServer(listen(str(tmp_path / "s")), lambda *_: None, gone.put)
     world = World(1, workers.connect_fork_and_die, server.address, str(fifo))
-    with fifo.open("wb"):  # opens once the child listens; the child ends when this closes
+    with fifo.open("wb"):  # opens when the child reads; the child ends when this closes
         assert gone.get(timeout=TIMEOUT_S).reason
     assert [outcome.code for outcome in world.outcomes()] == [9]
     server.close()

@@ -1,4 +1,4 @@
-"""With exact sums the parameters are the same to the bit, whatever happens to the world."""
+"""With exact sums the parameters are bit-identical at any sequence of world sizes."""
 
 from __future__ import annotations
 

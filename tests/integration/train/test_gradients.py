@@ -105,7 +105,7 @@ def test_sharded_gradients_are_weighted_too(world_size, options, tmp_path):
     ("world_size", "options"), [(3, {}), (2, {"micro_batch_size": 5}), (7, {"micro_batch_size": 2})]
 )
 def test_the_noise_is_that_of_the_micro_batches(world_size, options, tmp_path):
-    size = 8  # of a worker
+    size = 8  # samples of a worker
     count = min(size * world_size, LENGTH)
     ids = order(DataSpec(LENGTH, global_batch_size=size, seed=0, shuffle=True, drop_last=False), 0)(
         torch.arange(count).numpy()

@@ -1,4 +1,4 @@
-"""The learning rate of a step: exactly the factor more, and nothing of that is left behind."""
+"""The learning rate of a step: multiplied by the exact factor, and restored after the step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def optimizer_of(model, kind="sgd", how="plain", rate=RATE, **options):
 
 
 def scaled(optimizer, policy=LINEAR, world_size=K):
-    """Have an optimizer's rates follow a world size."""
+    """Return a learning rate that scales an optimizer to a world size."""
     found = LearningRate(policy, Position(WorkerIdentity(0, 0, world_size, 0)), lambda: False)
     found.attach([optimizer])
     found.enter(world_size)
@@ -86,7 +86,7 @@ def fit(model, optimizer, steps=range(STEPS), after=lambda: None):
 
 
 def applied(optimizer, key="lr"):
-    """Return a list that grows by what each step sees of the first group."""
+    """Return a list to which each step appends its rate of the first group."""
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(plain(optimizer.param_groups[0][key])))
     return seen
@@ -237,14 +237,14 @@ def test_a_deep_copy_has_no_hooks_and_leaves_those_of_the_original():
 
 
 def failed(form="float", **options):
-    """Return what has made a step whose closure has failed."""
+    """Return the error of a step whose closure fails."""
     model = network()
     optimizer = optimizer_of(model, rate=rate_of(form), **options)
     rate = scaled(optimizer)
     gradients(model, 0)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
-    assert plain(optimizer.param_groups[0]["lr"]) == plain(rate_of(form) * K)  # torch calls no hook then
+    assert plain(optimizer.param_groups[0]["lr"]) == plain(rate_of(form) * K)  # torch calls no hook after a failure
     return model, optimizer, rate
 
 
@@ -474,7 +474,7 @@ def test_a_ramp_counts_steps_of_the_run_not_of_an_optimizer():
     seen = applied(first), applied(second)
     for step in range(5):
         gradients(model, step)
-        for _ in range(step):  # none at all under a GradScaler, say
+        for _ in range(step):  # none at all under a GradScaler, for example
             first.step()
         second.step()
         rate.commit(None)
@@ -541,7 +541,7 @@ def test_an_optimizer_step_in_the_middle_of_accumulation_is_refused(policy, tmp_
 
 
 def accumulating(optimizer, discarded=lambda: False):
-    """Have an optimizer's steps looked after, in the middle of accumulation."""
+    """Scale an optimizer in the middle of an accumulation."""
     position = Position(WorkerIdentity(0, 0, K, 0))
     rate = LearningRate(LINEAR, position, discarded)
     rate.attach([optimizer])
@@ -570,7 +570,7 @@ def test_the_state_can_be_looked_at_in_the_middle_of_accumulation(kind, form):
     accumulating(optimizer)
     seen = applied(optimizer)
     state.collect(is_main=True)
-    assert seen == [0.0]  # torch makes an optimizer without a state step, by nothing
+    assert seen == [0.0]  # torch steps an optimizer without a state at a rate of 0
     assert plain(optimizer.param_groups[0]["lr"]) == plain(rate_of(form))
     assert torch.equal(workers.flat(model.parameters()), workers.flat(network().parameters()))
 

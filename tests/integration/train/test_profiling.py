@@ -1,4 +1,4 @@
-"""The profiler over steps of the run: what it records where, and that it never gets in training's way."""
+"""The profiler over steps of the run: which traces it writes, and that its failures do not end training."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def alone(monkeypatch, tmp_path):
 
 
 def steps(folder, profile, *, until=10, every_steps=None, finish=True):
-    """Train, and go on from the checkpoint that is there."""
+    """Train, from the checkpoint if there is one."""
     run = train.start(workers.policy(folder, every_steps), recording=train.Recording(profile=profile))
     with run:
         model = run.wrap(nn.Linear(4, 4))
@@ -67,7 +67,7 @@ def steps(folder, profile, *, until=10, every_steps=None, finish=True):
 
 
 def traces(folder):
-    """Return the traces by what their names say, each with the steps that it shows."""
+    """Return the steps in each trace, by the parts of its file name."""
     found = {}
     for path in sorted(Path(folder).glob("*.pt.trace.json.gz")):
         node, rank, round_, recorded = re.fullmatch(
@@ -121,7 +121,7 @@ def test_each_round_can_have_its_own(tmp_path):
 
 def test_a_script_that_ends_in_the_middle_has_a_trace_of_what_was_recorded(tmp_path):
     steps(tmp_path / "c", Profile(first=9, steps=5))
-    assert traces(tmp_path / "profiles") == {("node_1", 0, 0, "9-10"): [9, 10, 11]}  # the last is what follows step 10
+    assert traces(tmp_path / "profiles") == {("node_1", 0, 0, "9-10"): [9, 10, 11]}  # the last: after step 10
     steps(tmp_path / "d", Profile(first=11, steps=5, folder=str(tmp_path / "none")))
     assert not (tmp_path / "none").exists()
 
@@ -185,7 +185,7 @@ def test_a_round_that_ends_in_the_middle_of_a_recording_leaves_none(profiling, t
     before, after = WorkerIdentity(0, 0, 2, 1), WorkerIdentity(0, 0, 1, 2)
     profiling.between_steps(before, 0)
     go(profiling, before, 1, lost_after)
-    go(profiling, after, lost_after + 1, lost_after + 6)  # the first of them in the new round is what it enters with
+    go(profiling, after, lost_after + 1, lost_after + 6)  # the first of them begins the new round
     profiling.finish(lost_after + 6)
     profiling.close()
     first = lost_after + 4

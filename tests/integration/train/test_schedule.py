@@ -61,7 +61,7 @@ class Walk:
         self.due = None
 
     def live(self, world_size, steps):
-        """Yield for each step of a round its window and the steps of a schedule that it stands for."""
+        """Yield for each step of a round its window and the steps of a schedule that it replaces."""
         self.position.enter(WorkerIdentity(0, 0, world_size, 0))
         self.rate.load(json.loads(json.dumps(self.rate.to_json())))
         self.rate.enter(world_size)
@@ -84,7 +84,7 @@ class Walk:
 SPECS = st.tuples(st.integers(1, 8), st.booleans()).flatmap(
     lambda drawn: st.builds(
         DataSpec,
-        length=st.integers(12 * drawn[0] if drawn[1] else 1, 120),  # a step of six ranks, where it must be a whole one
+        length=st.integers(12 * drawn[0] if drawn[1] else 1, 120),  # one step of six ranks or more with drop_last
         global_batch_size=st.just(2 * drawn[0]),
         seed=st.just(0),
         shuffle=st.just(value=False),
@@ -266,7 +266,7 @@ def test_a_scheduler_that_is_stepped_by_the_epoch_is_not_refused(tmp_path):
 @pytest.mark.parametrize("where", ["before", "between", "after"])
 def test_a_schedule_is_stepped_within_a_step(where, tmp_path):
     this = Run(tmp_path)
-    this.optimizer.step()  # for torch, which has an order of its own
+    this.optimizer.step()  # torch warns if no optimizer step comes before the scheduler's
     text = r"outside of an optimizer step\. Call its step\(\) between optimizer\.step\(\) and run\.commit\(\)"
     if where == "before":
         with pytest.raises(UsageError, match=text):

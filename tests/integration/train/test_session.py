@@ -1,4 +1,4 @@
-"""A session by itself: one process, no agent."""
+"""A session of one process without an agent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def alone(monkeypatch):
 
 
 class Numbers(Dataset):
-    """Sample i is the number i; negative length is never asked for."""
+    """Sample i is the number i; the length is not negative."""
 
     def __init__(self, length):
         self.length = length
@@ -140,7 +140,7 @@ def test_code_after_the_last_step_of_an_epoch_runs_again_if_it_was_interrupted(t
 
 
 def test_a_run_that_resumes_after_an_epochs_last_step_runs_the_loop_once_and_trains_nothing(tmp_path):
-    """A worker hands over such a state if a peer is lost there; here a loop without epochs has saved it."""
+    """A worker hands over such a state if a peer is lost there; here a loop without ``run.epochs()`` has saved it."""
     with Loop(tmp_path) as loop:
         for batch in loop.loader:
             loop.one(batch)
@@ -174,7 +174,7 @@ def test_save_takes_a_checkpoint_besides_those_of_the_policy(tmp_path):
                     loop.run.save()
                 loop.one(batch)
                 loop.run.save(wait=True)
-                assert pointer(tmp_path) == min(loop.run.steps, 3)  # the last one waits for the end of the body
+                assert pointer(tmp_path) == min(loop.run.steps, 3)  # the last one is deferred until the end of the body
     assert pointer(tmp_path) == 4
 
 
@@ -575,7 +575,7 @@ import atexit, os, torch
 from azureml_elastic import train
 
 class Abort:
-    def __del__(self):  # as threads of torch do at that time, now and then
+    def __del__(self):  # as threads of torch sometimes do at that time
         os.abort()
 
 abort = Abort()

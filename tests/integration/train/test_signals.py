@@ -1,4 +1,4 @@
-"""SIGTERM to all processes of a container, with real ones: what survives, what ends, and that nothing is left."""
+"""SIGTERM to all processes of a container, with real processes: which survive, which end, and none is left over."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Agent:
             self.said.append(message["op"])
             if message["op"] == "prepared":
                 connection.send({"op": "decide", "boundary": 1, "go": message["ok"], "leavers": []})
-                if not message["ok"]:  # it was past that step
+                if not message["ok"]:  # the worker had completed that step
                     self._margin *= 2
                     self._propose(message["step"])
             self._more.notify_all()

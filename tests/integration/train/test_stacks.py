@@ -1,4 +1,4 @@
-"""The stacks of real processes that stand still, taken as a node's agent takes them."""
+"""The stacks of real processes that hang, taken as a node's agent takes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROGRAM = Path(hangs.__file__)
 
 
 def can_spy() -> bool:
-    """Tell whether py-spy is there and this system lets it read other processes."""
+    """Return whether py-spy is installed and may read other processes on this system."""
     program = py_spy()
     if program is None:
         return False
@@ -41,7 +41,7 @@ PY_SPY = can_spy()
 
 
 class Standing:
-    """A process that is ready to be looked at."""
+    """A process whose stacks can be taken."""
 
     def __init__(self, way: str, folder: Path, rank: int = 0, argument: str = "") -> None:
         self.rank = rank
@@ -112,7 +112,7 @@ def test_the_main_thread_is_found_whatever_it_does(stand, tmp_path, way, line):
     standing = stand(way)
     standing.wait()
     until(lambda: line in take(tmp_path, standing)[0].text)
-    for _ in range(2):  # it can be asked again
+    for _ in range(2):  # the request can be repeated
         (found,) = take(tmp_path, standing)
         assert found.remarks == ()
         assert found.text.startswith("Main thread 0x")
@@ -187,7 +187,7 @@ def test_a_stopped_process_is_said_to_be_stopped(asleep):
     until(lambda: psutil.Process(standing.process.pid).status() == psutil.STATUS_STOPPED)
     began = time.monotonic()
     (found,) = take(folder, standing)
-    assert time.monotonic() - began < 30  # that it is stopped is said before the time is over
+    assert time.monotonic() - began < 30  # a stopped process is reported before the timeout
     assert "(T)" in found.state
     assert "it takes no signal while it is stopped" in found.remarks
     assert ("in forever" in found.text or "forever (" in found.text) == PY_SPY
@@ -342,9 +342,9 @@ def test_threads_are_ordered_in_both_formats():
 
 
 def descriptors() -> int:
-    """Return how many this process has of files of stacks."""
+    """Return the number of open stack files of this process."""
     found = 0
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, as the one that reads this folder
+        with contextlib.suppress(OSError):  # closed meanwhile, like the descriptor that reads this folder
             found += descriptor.readlink().suffix == ".stacks"
     return found

@@ -1,4 +1,4 @@
-"""Several real processes: exact gradients, checkpoints across world sizes, damage and failures that all ranks share."""
+"""Several processes: exact gradients, checkpoints across world sizes, damage, and failures that reach all ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gradients_are_those_of_one_process(world_size, length, global_batch_siz
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_a_checkpoint_is_restored_bitwise_at_any_world_size(sharded, tmp_path):
     saved = World(2, workers.save_stack, tmp_path, sharded).values()
-    if not sharded:  # rank 1 has seen other data; what counts of its buffers is rank 0's
+    if not sharded:  # rank 1 has seen other data; the buffers of rank 0 are saved
         assert saved[0]["tensors"]["model/0.weight"] == saved[1]["tensors"]["model/0.weight"]
         assert saved[0]["tensors"]["model/1.running_mean"] != saved[1]["tensors"]["model/1.running_mean"]
     worlds = [(size, World(size, workers.restore_stack, tmp_path, sharded)) for size in (3, 1)]
@@ -118,7 +118,7 @@ def test_a_history_of_kills_and_world_sizes_ends_where_an_undisturbed_run_ends(t
         assert value["steps"] == undisturbed["steps"] == 21
         assert value["lr"] == undisturbed["lr"]
         assert torch.allclose(torch.tensor(value["weights"]), torch.tensor(undisturbed["weights"]), rtol=1e-9)
-    # what counts of the audit: for each step the last round that trained it
+    # for each step, the last round that trained it counts
     lines = [
         json.loads(line) for path in (tmp_path / "run" / "samples").iterdir() for line in path.read_text().splitlines()
     ]

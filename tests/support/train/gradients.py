@@ -1,4 +1,4 @@
-"""What the processes of the tests of gradients and exact sums do."""
+"""Functions of the processes in the tests of gradients and exact sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def flat(model):
 
 
 def noise(folder, length, global_batch_size, policy, options):
-    """Return what AdaScale has learnt from the first step."""
+    """Return AdaScale's estimates after the first step."""
     run = train.start(workers.policy(folder), batch=policy)
     model = run.wrap(network())
     run.track(model=model)
@@ -124,7 +124,7 @@ class Noisy(Dataset):
 
 
 def train_exactly(folder, epochs, policy, stop_after=None, every_steps=4, processes=0):
-    """Train a network with all that is random; at a number of steps die as SIGKILL would have it."""
+    """Train a network with every kind of randomness; end at a number of steps as if killed by SIGKILL."""
     run = train.start(workers.policy(folder, every_steps), batch=policy)
     model = run.wrap(network(normalised=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

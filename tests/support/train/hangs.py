@@ -1,4 +1,4 @@
-"""Processes that stand still, each in a way of its own: :func:`stand`, or ``hangs.py WAY FOLDER RANK``."""
+"""Processes that hang, each in another way: :func:`stand`, or ``hangs.py WAY FOLDER RANK``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from azureml_elastic.train.agent_client.stack_dump import register_stack_dump
 
 
 class Printed:
-    """What tells the test in a process without a pipe."""
+    """Replacement of the pipe to the test in a process without one."""
 
     def send(self, word: str) -> None:
         print(word, flush=True)
@@ -27,7 +27,7 @@ ears = [Printed()]
 
 
 def stand(way: str, folder: Path, rank: int, argument: str = "", pipe=None) -> None:
-    """Register, unless the process is to be unknown, and then hang in the named way."""
+    """Register, unless the process is to stay unregistered, and then hang in the named way."""
     if pipe is not None:
         ears.append(pipe)
     if way != "stranger":
@@ -59,7 +59,7 @@ def looping(_: str) -> None:
 
 
 def matching(_: str) -> None:
-    """Hold the GIL in C for longer than anybody waits."""
+    """Hold the GIL in C for longer than the test waits."""
     ready()
     re.match(r"(a+)+$", "a" * 80 + "b")
 
@@ -88,7 +88,7 @@ def deep(_: str) -> None:
 
 
 def unregistered(_: str) -> None:
-    """Lose the descriptor, as a program that closes all that it did not open."""
+    """Lose the descriptor, like a program that closes descriptors that it did not open."""
     for descriptor in Path("/proc/self/fd").iterdir():
         if descriptor.is_symlink() and str(descriptor.readlink()).endswith(".stacks"):
             os.close(int(descriptor.name))
@@ -131,7 +131,7 @@ class Stuck:
 
 
 def reducing(argument: str) -> None:
-    """Rank 0 waits in a collective, for a peer that sleeps; a file lets that one go on."""
+    """Rank 0 waits in a collective, for a peer that sleeps until a file exists."""
     import torch
     import torch.distributed as dist
 

@@ -100,7 +100,7 @@ def main():
             attempt.mkdir()
             print(json.dumps(ends(context, attempt)), flush=True)
         return
-    # Not above: what is imported there, every spawned child imports too.
+    # Not at the top: every spawned child would import it too.
     import torch
     from torch import nn
 

@@ -34,7 +34,7 @@ for _ in run.epochs(1):
         run.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        # Where a node is to be lost, it shall be lost before the recording is over.
+        # A node that is to be lost is lost before the end of the recording.
         time.sleep(0.5 if run.world_size > 1 and run.steps >= 20 else 0.02)
         if run.steps + 1 == arguments.end_at and arguments.ending == "terminate":
             os.kill(os.getpid(), signal.SIGTERM)

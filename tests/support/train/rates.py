@@ -1,4 +1,4 @@
-"""What the processes of the tests of learning rates and schedules do."""
+"""Functions of the processes in the tests of learning rates and schedules."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def rescale_in_shards():
 
 
 def refused_in_shards(folder, batch):
-    """Return what is said where the model is sharded."""
+    """Return the error where the model is sharded."""
     run = train.start(workers.policy(folder), batch=batch)
     model, optimizer = _make("fsdp2", RATE)
     try:
@@ -132,7 +132,7 @@ def fit(folder, until, batch):
 
 
 def measure(folder, batch):
-    """Train four steps of uneven micro-batches; return the gain of each, and that of brute force."""
+    """Train four steps of uneven micro-batches; return the gain of each, measured and computed directly."""
     run = train.start(workers.policy(folder), batch=batch)
     model = run.wrap(workers.network())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
@@ -177,7 +177,7 @@ SCHEDULERS = {
 
 
 def curve(name, steps):
-    """Return the rate of each step of a run without any library, and the one after the last."""
+    """Return the rate of each step of a run in plain torch, and the one after the last."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=RATE, momentum=0.9)
     scheduler = SCHEDULERS[name](optimizer, steps)
     found = scheduler.get_last_lr()
@@ -220,7 +220,7 @@ def follow(folder, batch, length, global_batch_size, epochs, stop=None, **option
 
 
 def follow_accelerated(folder, batch):
-    """Train with what Accelerate makes of optimizer and scheduler; return the rate of each step."""
+    """Train with the optimizer and scheduler wrapped by Accelerate; return the rate of each step."""
     import accelerate
 
     run = train.start(workers.policy(folder), batch=batch)

@@ -111,14 +111,14 @@ def send_much(folder, at):
 def freeze_in_broadcast(thread, mark):
     """Freeze this process once one of its threads waits for a broadcast."""
     until(lambda: sys._current_frames()[thread].f_code.co_name == "_distributed_broadcast_coalesced")
-    until(at_rest)  # its last steps until there, and the message that it is ready to receive, cannot be seen
+    until(at_rest)  # its last instructions, and the message that it is ready to receive, cannot be observed
     mark.with_suffix(".new").write_text(str(os.getpid()))
     mark.with_suffix(".new").rename(mark)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def at_rest():
-    """Return whether for a while no other thread of this process runs or is about to."""
+    """Return whether no other thread of this process is runnable for a while."""
     own = str(threading.get_native_id())
     for _ in range(20):
         time.sleep(0.01)
@@ -138,7 +138,7 @@ def user_collective(folder, at):
             try:
                 dist.all_reduce(torch.zeros(3))
             except RuntimeError:
-                sys.excepthook(*sys.exc_info())  # as for a script; multiprocessing has a way of its own
+                sys.excepthook(*sys.exc_info())  # as for a script; multiprocessing does not call it
                 raise
 
 

@@ -1,4 +1,4 @@
-"""What the processes of the tests of loaders and evaluation do."""
+"""Functions of the processes in the tests of loaders and evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def forget_environment(monkeypatch):
 
 
 def train_on_shards(folder, lengths, stop_after):
-    """Train three epochs with a checkpoint every three steps; at a number of steps die as SIGKILL would have it."""
+    """Train three epochs with a checkpoint every three steps; end at a number of steps as if killed by SIGKILL."""
     shards = train.Shards(list(enumerate(lengths)), lambda shard: (float(shard[0]) + at for at in range(shard[1])))
     run = train.start(workers.policy(folder, 3))
     model = run.wrap(nn.Linear(1, 1))
@@ -53,7 +53,7 @@ def audit(run_dir):
 
 
 class Streaming:
-    """What ``datasets.IterableDataset`` looks like."""
+    """A dataset with the interface of ``datasets.IterableDataset``."""
 
     def __init__(self, shards):
         self.shards = shards

@@ -1,4 +1,4 @@
-"""What the processes of the tests do."""
+"""Functions of the processes in the tests."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def gradients(folder, length, global_batch_size, drop_last):
 
 
 def train_steps(folder, epochs, *, stop_after=None, every_steps=None, length=50, global_batch_size=8, workers=0):
-    """Train; at a number of steps die as SIGKILL would have it. Return the loss curve and the weights."""
+    """Train; end at a number of steps as if killed by SIGKILL. Return the loss curve and the weights."""
     run = train.start(policy(folder, every_steps))
     model = run.wrap(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -250,7 +250,7 @@ def restore_damaged(folder):
 
 
 class FullDisk:
-    """Has a state that cannot be collected on one rank."""
+    """A tracked object whose state cannot be collected on one rank."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -300,7 +300,7 @@ def connect_fork_and_die(address, fifo):
 
 
 def agent_session(folder, steps, every_steps, hold_at=None, go=None):
-    """Train under an agent for a number of steps, after one of them once a file is there; return how it ended."""
+    """Train under an agent for a number of steps, pausing after one of them for a file; return how it ended."""
     try:
         with train.start(policy(folder, every_steps)) as run:
             model = run.wrap(network())
@@ -323,7 +323,7 @@ def agent_session(folder, steps, every_steps, hold_at=None, go=None):
 
 
 def train_until(run, model, optimizer, until, scheduler=None):
-    """Train up to a number of steps, in whichever epoch that is."""
+    """Train up to a number of steps, over as many epochs as needed."""
     loader = run.loader(dataset(), global_batch_size=10)
     for _ in run.epochs(1_000):
         for x, y in loader:

@@ -1,4 +1,4 @@
-"""State trees and manifests: what is written is what is read, and anything else is noticed."""
+"""State trees and manifests: they are read as they were written, and damage is detected."""
 
 from __future__ import annotations
 

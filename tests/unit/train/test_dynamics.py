@@ -1,4 +1,4 @@
-"""What becomes of learning when the world size changes: the study's claims, on a third of its samples."""
+"""Training at a changing world size: the claims of the study, on a third of its samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_rise_without_a_ramp_throws_the_loss_up():
 
 
 def test_with_a_ramp_as_much_is_learnt_as_by_one_worker():
-    # It learns a little more from so few samples, and a little less from all of the study's.
+    # The loss is a little lower with a third of the samples, and a little higher with all of the study's.
     alone = cached(replace(SETTING, worlds=((0, 1),)), FIXED)
     found = difference(cached(SETTING, RAMP), alone, paired=False)
     assert found.mean <= 2 * found.error

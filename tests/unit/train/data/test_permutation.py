@@ -1,4 +1,4 @@
-"""The order of an epoch: every sample once, evenly random, and no part of it needs the rest."""
+"""The order of an epoch: every sample once, uniformly random, and each part computed independently."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ def test_a_billion_samples_need_no_list_of_them():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(set(part.tolist())) == 256
-    assert peak < 1 << 20  # a list of them takes gigabytes
+    assert peak < 1 << 20  # a list of all positions takes gigabytes

@@ -36,7 +36,7 @@ SPECS = st.builds(
         drop_last=st.booleans(),
     )
 )
-# A life of the run: at a world size, for some steps of which the last few are lost with the crash that ends it.
+# The rounds of a run: world size, number of steps, and number of those that the crash at its end loses.
 WHOLE = Batching(FixedGlobalBatch())
 LIVES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 25), st.integers(0, 5)), min_size=1, max_size=12)
 
@@ -70,8 +70,8 @@ def test_without_epochs_a_pass_that_leaves_less_than_a_window_is_over():
 
 @given(spec=SPECS, lives=LIVES)
 def test_any_history_trains_the_windows_of_an_undisturbed_run(spec, lives):
-    trained = []  # the windows that count, over all epochs
-    checkpoint = (0, Cursor())  # windows that it holds, and the cursor
+    trained = []  # the committed windows of all epochs
+    checkpoint = (0, Cursor())  # number of windows in it, and the cursor
     for world_size, steps, lost in lives:
         del trained[checkpoint[0] :]
         cursor = checkpoint[1]
@@ -106,7 +106,7 @@ BATCHINGS = st.builds(
 @given(spec=SPECS, batching=BATCHINGS, lives=LIVES)
 @settings(max_examples=200)
 def test_any_history_trains_each_sample_once_an_epoch(spec, batching, lives):
-    trained, history = [], [(0, Cursor())]  # the samples that count with their epochs, and how many at each step
+    trained, history = [], [(0, Cursor())]  # committed samples with their epochs, and their number at each step
     for world_size, steps, lost in lives:
         count, cursor = history[max(0, len(history) - 1 - lost)]
         del trained[count:]

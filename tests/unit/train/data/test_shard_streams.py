@@ -97,7 +97,7 @@ class Ranks:
 
 
 def trained(sizes, spec, policy, lives):
-    """Return the samples of each epoch that count in the end, in each a list of windows, and the last cursor."""
+    """Return the committed windows of each epoch, and the last cursor."""
     epochs, checkpoint = {0: []}, (Cursor(), {0: 0})
     for world_size, steps, lost in lives:
         cursor, counts = checkpoint

@@ -1,4 +1,4 @@
-"""The factor of the learning rate as pure functions: ramps, targets, and how noisy gradients are."""
+"""The factor of the learning rate as pure functions: ramps, targets, and the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def policies(scaling=("linear", "sqrt", "adascale", "none"), momentum=RAMPS, lim
     )
 
 
-# A life of the run: at a world size, for some steps.
+# The rounds of a run: world size and number of steps.
 LIVES = st.lists(st.tuples(SIZES, st.integers(0, 30)), min_size=1, max_size=8)
 
 
 def rising(policy, before, after, momentum):
-    """Return the factor before a change, and the state after it, which is to rise."""
+    """Return the factor before a change, and the state after it; only changes that raise the factor are kept."""
     scale = Scale(before)
     now, (entered, _) = scale.factor(policy), scale.enter(policy, after, momentum)
     assume(target(policy, after, entered.noise) > now)
@@ -203,7 +203,7 @@ def micro_batches(generator, sizes, mean, deviations):
 
 
 def squares(sizes, gradients):
-    """Return what :meth:`GradientNoiseScale.observe` asks for."""
+    """Return the arguments of :meth:`GradientNoiseScale.observe`."""
     shares = np.array(sizes) / sum(sizes)
     total = sum(share * gradient for share, gradient in zip(shares, gradients, strict=True))
     local = sum(share * gradient @ gradient for share, gradient in zip(shares, gradients, strict=True))
