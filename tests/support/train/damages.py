@@ -144,7 +144,7 @@ def save_until_killed(folder, number, step, parent, seed):
         buffer.put(0, content)
         copy = ShardCopy(buffer, len(content), 0, empty=False)
         saving = SaveTask(
-            *(manifest, "rank-00000.safetensors", copy, None, Alone(), agent),
+            *(manifest, copy, None, Alone(), agent),
             storage=storage,
             keep=3,
             stall_seconds=0.0,

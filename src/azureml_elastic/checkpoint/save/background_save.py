@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.format.manifest import Manifest
 from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
 from azureml_elastic.checkpoint.save.commit import commit, discard
 from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
@@ -63,14 +62,13 @@ class SaveTask(BackgroundTask):
         return {}
 
     def _finish(self, failed: list[str]) -> TaskOutcome:
-        manifest: Manifest = self.manifest
         if failed:
             reason = f"writing failed on {len(failed)} ranks: {'; '.join(failed)}"
-            return discard(self.storage, manifest.directory, reason)
+            return discard(self.storage, self.manifest.directory, reason)
         return commit(
             self.storage,
             self.agent,
-            manifest,
+            self.manifest,
             keep=self.keep,
             stall_seconds=self.stall_seconds,
             pauses=self.pauses,

@@ -47,15 +47,17 @@ class BackgroundTask(ABC):
 
     Args:
         manifest: manifest without the files.
-        file: name of this rank's file in a checkpoint.
         copy: copy of this rank's shard, ``None`` where it could not be made.
         error: reason for a missing copy.
         control: control group of this thread.
         agent: agent of the node.
+
+    Attributes:
+        file: name of this rank's file in a checkpoint.
+        abandoned: whether the round has ended.
     """
 
     manifest: Manifest
-    file: str
     copy: ShardCopy | None
     error: str | None
     control: ControlGroup
@@ -66,6 +68,7 @@ class BackgroundTask(ABC):
     _outcome: TaskOutcome | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.file = f"rank-{self.control.rank:05}.safetensors"
         self._thread = threading.Thread(target=self._run, name=type(self).__name__.lower(), daemon=True)
 
     def start(self) -> None:

@@ -29,6 +29,7 @@ from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent
@@ -102,9 +103,8 @@ class Checkpoints:
         plain, tensors = self._ready(state)
         before = None if self._committed is None else self._committed.step
         manifest = self._manifest(step, plain, data, for_good(step, before, self._policy.keep_every))
-        copy, error = self._copy(tensors)
         self._task = SaveTask(
-            *(manifest, self._file, copy, error, self._groups.background, self._agent),
+            *self._task_arguments(manifest, tensors),
             storage=self._storage,
             keep=self._policy.keep,
             stall_seconds=time.monotonic() - began,
@@ -116,12 +116,8 @@ class Checkpoints:
         """Start to take a snapshot, and return when the state may change again; see :meth:`begin`."""
         plain, tensors = self._ready(state)
         manifest, identity = self._manifest(step, plain, data), self._groups.identity
-        copy, error = self._copy(tensors, manifest.to_bytes if identity.rank == 0 else bytes)
-        self._task = ReplicationTask(
-            *(manifest, self._file, copy, error, self._groups.background, self._agent),
-            identity=identity,
-            buffers=self._peer_buffers,
-        )
+        arguments = self._task_arguments(manifest, tensors, manifest.to_bytes if identity.rank == 0 else bytes)
+        self._task = ReplicationTask(*arguments, identity=identity, buffers=self._peer_buffers)
         self._task.start()
 
     @property
@@ -191,14 +187,16 @@ class Checkpoints:
             assert task.copy is not None
             self._shard.hold(task.copy)
 
-    def _copy(
-        self, tensors: dict[str, torch.Tensor], tail: Callable[[], bytes] = bytes
-    ) -> tuple[ShardCopy | None, str | None]:
-        """Return a copy of this rank's shard, or the reason why it could not be made."""
+    def _task_arguments(
+        self, manifest: Manifest, tensors: dict[str, torch.Tensor], tail: Callable[[], bytes] = bytes
+    ) -> tuple[Manifest, ShardCopy | None, str | None, ControlGroup, Agent]:
+        """Copy this rank's shard and a tail, and return the arguments of a task for the copy."""
+        copy, error = None, None
         try:
-            return self._shard.copy(tensors, tail()), None
+            copy = self._shard.copy(tensors, tail())
         except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one
-            return None, f"{type(failure).__name__}: {failure}"
+            error = f"{type(failure).__name__}: {failure}"
+        return manifest, copy, error, self._groups.background, self._agent
 
     def _manifest(
         self, step: int, plain: Mapping[str, Any], data: Mapping[str, Any] | None, kept: bool = False
@@ -215,10 +213,6 @@ class Checkpoints:
             data=data,
             torch=str(torch.__version__),
         )
-
-    @property
-    def _file(self) -> str:
-        return f"rank-{self._groups.identity.rank:05}.safetensors"
 
     def committed(self) -> Reference | None:
         """Return the run's newest committed checkpoint, ``None`` without one.
