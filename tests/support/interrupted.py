@@ -1,4 +1,4 @@
-"""Runs a script as the program and kills it in the step after the given one, whose checkpoint is committed."""
+"""Run a script as the main program, and kill it in the step after a given one, once its checkpoint is committed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ numbers = count(1)
 
 
 def at_step(optimizer, *_):
-    """Count the optimizer's steps, not those by nothing that show what its state is made of."""
+    """Count the optimizer's steps, except for the empty steps with a learning rate of 0 that create its state."""
     if any(group["lr"] for group in optimizer.param_groups) and next(numbers) > steps:
         until(lambda: latest.exists() and json.loads(latest.read_text())["step"] == steps)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the ranks of the tests do."""
+"""Functions that the ranks of the tests of Nebula's interface run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import azureml_elastic.nebula as nm
 
 
 def save_together(folder, num_of_files):
-    """Save a part on each rank under two tags, the second of them not on rank 1; return what is complete."""
+    """Save a part on each rank under two tags, the second on rank 0 only; return tags, files and weights."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     nm.init(persistent_storage_path=str(folder))

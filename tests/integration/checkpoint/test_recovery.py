@@ -109,7 +109,7 @@ def test_after_a_shrink_the_expected_steps_are_reported_again(agent, tmp_path):
     assert [outcome.value for outcome in outcomes[:2]] == [4 + remaining] * 2
 
 
-def test_a_lost_peer_met_by_the_scripts_own_collective_costs_nothing_either(agent, tmp_path):
+def test_a_peer_lost_in_a_collective_of_the_script_costs_no_step(agent, tmp_path):
     world = World(2, recovering.user_collective, tmp_path / "c", 5, **environment(agent, 1, victim=1))
     agent.wait_for("gone")
     agent.interrupt(victim=1)
@@ -117,10 +117,10 @@ def test_a_lost_peer_met_by_the_scripts_own_collective_costs_nothing_either(agen
     assert agent.memory["step"] == 5
 
 
-def test_a_send_that_gloo_forgets_costs_nothing_either(agent, tmp_path):
+def test_a_send_that_gloo_does_not_fail_costs_no_step(agent, tmp_path):
     world = World(2, recovering.send_much, tmp_path / "c", 5, **environment(agent, 1, victim=1))
     agent.wait_for("step", 2 * 5)
-    recovering.until(lambda: queued(world.processes[0]) > 1 << 16)  # it has filled the connection, and waits
+    recovering.until(lambda: queued(world.processes[0]) > 1 << 16)  # the connection is full, and the send waits
     agent.interrupt(victim=1)
     agent.wait_for("gone")
     world.processes[1].kill()

@@ -1,4 +1,4 @@
-"""Saves go on beside training: what they wait for, and what comes of them when something fails."""
+"""Saves in the background: what they wait for, and their outcome after failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Agent(StandaloneAgent):
 
 
 class One:
-    """A rank by itself, its model and its checkpoints."""
+    """A single rank with its model and its checkpoints."""
 
     def __init__(self, folder):
         folder.mkdir()
@@ -93,7 +93,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(one):
     assert one.restored() == (1, [1.0, 1.0])
 
 
-def test_what_is_prepared_is_used(one):
+def test_a_prepared_plan_is_used(one):
     one.checkpoints.prepare(one.state)
     one.fill(3.0)
     one.save(1)
@@ -115,7 +115,7 @@ def test_a_state_of_another_form_is_planned_anew(one):
     assert one.model.more.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_one_failure_is_borne_and_two_are_too_many(one):
+def test_one_failure_is_tolerated_and_two_raise(one):
     one.save(1)
     one.checkpoints.settle()
     hidden = one.folder.with_name("hidden")
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_nothing_behind(one, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)  # the disk, not what is tested
+        patch.setattr(os, "write", full)  # simulates a full disk
         one.save(2)
         assert one.checkpoints.settle().kind == "failed"
     assert LocalStorage(one.folder).folders() == [before.directory]
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_nothing_behind(one, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "kind"), [(TableUnavailable("away"), "unavailable"), (Fenced("round 9 has taken over"), "fenced")]
 )
-def test_a_commit_that_is_refused(one, error, kind):
+def test_a_refused_commit_leaves_the_previous_checkpoint(one, error, kind):
     one.save(1)
     one.checkpoints.settle()
     one.agent.error = error
@@ -170,7 +170,7 @@ def test_a_commit_that_is_refused(one, error, kind):
         one.checkpoints.require(at_once=True)
 
 
-def test_a_save_whose_round_has_ended_commits_nothing_and_the_next_one_waits_for_it(one):
+def test_the_save_of_an_ended_round_commits_nothing_and_the_next_save_waits_for_it(one):
     one.save(1)
     one.checkpoints.settle()
     one.agent.may.clear()
@@ -197,7 +197,7 @@ def test_a_refusal_of_the_former_round_does_not_count_in_the_next_one(one):
     assert one.checkpoints.settle().kind == "committed"
 
 
-def test_the_chain_of_parents(one):
+def test_each_checkpoint_refers_to_its_parent(one):
     for step in (1, 2):
         one.save(step)
         one.checkpoints.settle()
@@ -208,7 +208,7 @@ def test_the_chain_of_parents(one):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex128, torch.int8])
-def test_staging_takes_tensors_as_they_are(dtype):
+def test_staging_copies_tensors_of_any_type_and_stride(dtype):
     buffer = StagingBuffer(torch.device("cpu"))
     buffer.reserve(1000)
     size = buffer.nbytes

@@ -1,4 +1,4 @@
-"""Nebula's interface: what is listed is complete, what is loaded is what was saved."""
+"""Nebula's interface: listed checkpoints are complete, and loaded values are verified."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def save(tag, **values):
     nm.wait()
 
 
-def test_what_was_saved_is_loaded(folder):
+def test_a_saved_value_is_loaded(folder):
     weights = {"w": torch.arange(6.0).reshape(2, 3), "steps": 7}
     checkpoint = nm.Checkpoint()
     checkpoint.save("model", weights)
-    weights["w"].zero_()  # training goes on: the copy was made
+    weights["w"].zero_()  # the copy was made before
     nm.wait()
     latest = nm.get_latest_checkpoint()
     assert latest.tag == checkpoint.tag
@@ -45,7 +45,7 @@ def test_what_was_saved_is_loaded(folder):
     assert torch.equal(torch.load(nm.get_latest_checkpoint_path("model"))["w"], loaded["w"])
 
 
-def test_nothing_is_found_where_nothing_is(folder):
+def test_an_empty_folder_has_no_checkpoints(folder):
     assert nm.list_checkpoints() == []
     assert nm.get_latest_checkpoint() is None
     assert nm.get_checkpoint("a") is None
@@ -60,7 +60,7 @@ def test_only_complete_checkpoints_are_listed(folder):
     assert nm.get_latest_checkpoint().files == ["model", "optimizer"]
 
 
-def test_the_newest_of_a_tag_counts_and_old_ones_go(folder):
+def test_the_newest_of_a_tag_is_used_and_old_ones_are_removed(folder):
     for value in range(4):
         save("a" if value % 2 else "b", model=value)
     assert [(each.tag, each.load("model")) for each in nm.list_checkpoints()] == [("b", 2), ("a", 3)]
@@ -68,7 +68,7 @@ def test_the_newest_of_a_tag_counts_and_old_ones_go(folder):
     assert len(list((folder / "nebula").iterdir())) == 2
 
 
-def test_a_script_that_starts_again_goes_on(folder):
+def test_a_restarted_script_continues_the_numbers(folder):
     save("a", model=1)
     nm.init(persistent_storage_path=str(folder))
     save("a", model=2)
@@ -76,7 +76,7 @@ def test_a_script_that_starts_again_goes_on(folder):
     assert len(nm.list_checkpoints()) == 2
 
 
-def test_a_flipped_bit_is_noticed(folder):
+def test_a_flipped_bit_is_detected(folder):
     save("a", model={"w": torch.zeros(100)})
     path = Path(nm.get_latest_checkpoint_path("model"))
     content = bytearray(path.read_bytes())
@@ -108,14 +108,14 @@ def test_a_checkpoint_of_which_a_file_is_missing_is_never_complete(folder):
     for _ in range(3):
         checkpoint = nm.Checkpoint("torn", -2)
         checkpoint.save("model", 1)
-        checkpoint.save("model", 2)  # which fails: it is there already
+        checkpoint.save("model", 2)  # fails: the file exists
         checkpoint.commit()
         with pytest.raises(CheckpointError, match="could not be written"):
             nm.wait()
     assert [each.tag for each in nm.list_checkpoints()] == ["whole"]
 
 
-def test_what_else_is_in_the_folder_stays(folder):
+def test_other_content_of_the_folder_is_not_removed(folder):
     other = folder / "step-000000000001.round-000001.00000000"
     other.mkdir()
     for value in range(4):
@@ -124,7 +124,7 @@ def test_what_else_is_in_the_folder_stays(folder):
 
 
 @pytest.mark.parametrize("name", ["", "../model", "a/b", "model.sum", "manifest.json", ".hidden"])
-def test_names_that_are_none_are_refused(folder, name):
+def test_invalid_names_are_refused(folder, name):
     with pytest.raises(UsageError, match="cannot be a file's name"):
         nm.Checkpoint("a").save(name, 1)
 

@@ -1,4 +1,4 @@
-"""A place for checkpoints of each kind: a folder, and blobs of the real emulator."""
+"""Storages of each kind: a local folder, and blobs in the emulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who writes what: everything once, by one who holds it, and everybody about as much."""
+"""The write plan: each element is written once, by a rank that holds it, and all ranks write about as much."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_cells_are_all_elements():
 
 
 @given(st.lists(st.tuples(SHAPES, st.sets(st.integers(0, 4), min_size=1)), max_size=8))
-def test_each_element_is_written_once_by_one_who_holds_it(tensors):
+def test_each_element_is_written_once_by_a_rank_that_holds_it(tensors):
     held = [[] for _ in range(5)]
     for number, (shape, ranks) in enumerate(tensors):
         for rank in ranks:
@@ -49,7 +49,7 @@ def test_each_element_is_written_once_by_one_who_holds_it(tensors):
     st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=20),
     st.lists(st.integers(0, 3000), max_size=9),
 )
-def test_ranks_write_about_as_much_each(ranks, shapes, alone):
+def test_all_ranks_write_about_as_many_bytes(ranks, shapes, alone):
     held = [[whole(number, shape) for number, shape in enumerate(shapes)] for _ in range(ranks)]
     for rank, rows in enumerate(alone[:ranks]):
         held[rank].append(whole(100 + rank, (rows, 100)))
@@ -57,18 +57,18 @@ def test_ranks_write_about_as_much_each(ranks, shapes, alone):
     fair = sum(loads) / ranks
     row = max(columns for _, columns in shapes) * 4
     own = max([rows * 400 for rows in alone[:ranks]], default=0)
-    # A rank has more than its share only by what it holds alone, by a row, or by a tensor that is too small to be cut.
+    # A rank exceeds its part by data that it alone holds, by a row, or by a tensor that is too small to be cut.
     assert max(loads) <= max(fair, own) + row + 2 * (1 << 16)
 
 
-def test_one_huge_tensor_is_shared_out():
+def test_one_large_tensor_is_cut_for_all_ranks():
     huge = whole(0, (50_000, 1000))
     written = assign([[huge], [huge], [huge], [huge]])
     assert [[chunk.sizes[0] for chunk in chunks] for chunks in written] == [[12_500]] * 4
     assert [chunks[0].offsets[0] for chunks in written] == [0, 12_500, 25_000, 37_500]
 
 
-def test_shards_stay_with_their_owners_and_even_out_what_is_shared():
+def test_owners_of_large_shards_write_less_of_the_shared_tensors():
     shards = [Chunk("sharded", (10 * rank, 0), (10, 100_000), (20, 100_000), "float32", 4) for rank in range(2)]
     shared = whole(1, (100, 10_000))
     first, second = assign([[shards[0], shared], [shards[1], shared]])

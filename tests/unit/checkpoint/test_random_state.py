@@ -1,4 +1,4 @@
-"""Random numbers go on where they were."""
+"""Random number generators continue their sequences after a restore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_before():
     random_state.restore(state, CPU)
 
 
-def test_all_generators_go_on():
+def test_all_generators_continue():
     draw()
     state = random_state.capture(CPU)
     expected = draw()
@@ -35,7 +35,7 @@ def test_all_generators_go_on():
     assert draw() == expected
 
 
-def test_the_form_is_always_the_same():
+def test_the_size_of_the_state_is_fixed():
     shapes = set()
     for seed in range(20):
         random_state.begin(seed)
@@ -44,16 +44,16 @@ def test_the_form_is_always_the_same():
     assert len(shapes) == 1
 
 
-def test_places_have_sequences_of_their_own():
+def test_each_key_has_its_own_sequence():
     drawn = []
-    for place in [("c", 1), ("c", 2), ("d", 1), ("c", 1)]:
-        random_state.begin(*place)
+    for key in [("c", 1), ("c", 2), ("d", 1), ("c", 1)]:
+        random_state.begin(*key)
         drawn.append(draw())
     assert drawn[0] == drawn[3]
     assert len({str(each) for each in drawn}) == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"python": [3, [1], null], "torch": ""}', b"\xff"])
-def test_anything_else_is_damage(content):
+def test_other_content_is_damage(content):
     with pytest.raises(CheckpointDamaged, match="random number generators"):
         random_state.restore(torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8), CPU)

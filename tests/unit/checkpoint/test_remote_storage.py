@@ -1,4 +1,4 @@
-"""A run whose checkpoints are in Azure's blobs, without a mount, on the real emulator."""
+"""A run with checkpoints in Azure blob storage, without a mount, in the emulator."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.checkpoint.storage.remote import RemoteStorage
 from azureml_elastic.config import CheckpointPolicy
 
-# Of aiohttp, about how adlfs hands it what it uploads.
+# aiohttp warns of the size of uploads by adlfs.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
 
-def test_a_run_keeps_its_checkpoints_there(url, monkeypatch):
+def test_a_run_saves_to_and_restores_from_blobs(url, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for start in (0, 5):

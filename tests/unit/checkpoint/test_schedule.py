@@ -1,4 +1,4 @@
-"""Checkpoints come at the wanted interval, with few decisions, at any pace."""
+"""Checkpoints are taken at the configured interval, with few decisions, at any pace."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from azureml_elastic.config import environment as names
 
 
 @given(pace=st.floats(0.001, 50), every=st.floats(1, 3600), slow_first=st.floats(1, 100))
-def test_checkpoints_come_at_the_wanted_interval(pace, every, slow_first):
-    now = saved = pace * slow_first  # the first step takes longer, as it does
+def test_checkpoints_are_taken_at_the_configured_interval(pace, every, slow_first):
+    now = saved = pace * slow_first  # the first step takes longer
     step, next_decision, decisions, gaps = 1, 1, 0, []
     while len(gaps) < 5:
         if step >= next_decision:
@@ -40,7 +40,7 @@ def test_a_checkpoint_is_due_once_the_interval_is_over(since, save):
     assert decision.steps_to_next >= 1
 
 
-def test_the_next_decision_is_at_most_as_far_away_as_training_has_come():
+def test_the_next_decision_is_at_most_as_many_steps_away_as_were_trained():
     assert decide(300.0, 0.0, 1, 0.0).steps_to_next == 1
     assert decide(300.0, 0.0, 4, 0.001).steps_to_next == 4
 
@@ -51,7 +51,7 @@ def overhead(interval, cost, between):
 
 
 @given(cost=st.floats(0.01, 300), between=st.floats(600, 1e6))
-def test_the_interval_costs_least(cost, between):
+def test_the_optimal_interval_minimizes_the_overhead(cost, between):
     best = optimal_interval(cost, between)
     assert best > 0
     if cost < between / 10:
@@ -103,6 +103,6 @@ def test_a_run_with_losses_saves_more_often(monkeypatch):
     assert interval("0 100000000", 100.0) == 3600.0
 
 
-def test_the_plan_carries_it():
+def test_the_plan_holds_an_automatic_interval():
     plan = Plan.model_validate({"resources": {"max_instance_count": 2}, "checkpoint": {"every": "auto"}})
     assert Plan.from_json(plan.to_json()).checkpoint.every == "auto"

@@ -1,4 +1,4 @@
-"""Files of tensors: laid out without gaps, readable as safetensors, and recognised when they are something else."""
+"""Files of tensors have no gaps and are safetensors files; other content is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def filler(content):
 
 
 @given(st.lists(chunks(), max_size=12))
-def test_what_is_laid_out_is_read(wanted):
+def test_a_layout_is_read_back(wanted):
     layout = Layout.of(wanted)
     assert len(layout.header) % 64 == 0
     assert read_header(filler(layout.header), "here") == (list(layout.entries), None)
@@ -73,6 +73,6 @@ def test_other_headers_are_damage(text):
 
 
 @pytest.mark.parametrize("first", [b"", b"\x01", bytes(8), b"\xff" * 8])
-def test_other_beginnings_are_damage(first):
+def test_other_lengths_are_damage(first):
     with pytest.raises(CheckpointDamaged, match="is no file of tensors"):
         read_header(filler(first), "here")

@@ -1,4 +1,4 @@
-"""Files written once and read with care, and which of them stay."""
+"""Storages write each file once and verify it; retention keeps the right checkpoints."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from azureml_elastic.checkpoint.format.retention import for_good, lineage, retir
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.checkpoint.storage.storage import FileSum
 
-# Of aiohttp, about how adlfs hands it what it uploads.
+# aiohttp warns of the size of uploads by adlfs.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
 
 def overwrite(storage, content):
-    """Change the file ``a`` of the folder ``f`` behind the storage's back; ``None`` removes it."""
+    """Change the file ``a`` of the folder ``f`` without the storage; ``None`` removes it."""
     if isinstance(storage, LocalStorage):
         path = storage.root / "f" / "a"
         path.unlink() if content is None else path.write_bytes(content)
@@ -27,7 +27,7 @@ def overwrite(storage, content):
         files.rm_file(f"{root}/f/a") if content is None else files.pipe_file(f"{root}/f/a", content)
 
 
-def test_what_is_written_is_read_and_has_its_checksum(storage):
+def test_written_content_is_read_and_verified(storage):
     storage.make("f")
     content = os.urandom(20_000_003)  # more than two blocks
     sums = storage.write("f", "a", [content[:7], memoryview(content)[7:]])
@@ -92,7 +92,7 @@ def test_a_file_beside_the_folders_is_replaced(storage):
     assert storage.folders() == []
 
 
-def test_what_is_not_there_is_nothing(storage):
+def test_missing_folders_and_files_are_empty(storage):
     assert storage.folders() == []
     assert storage.files("f") == {}
     assert storage.size("f", "a") is None
@@ -119,7 +119,7 @@ def committed(storage, step, parent, *, number=1, kept=False):
     return manifest
 
 
-def test_old_checkpoints_and_leftovers_go_and_what_others_may_be_writing_stays(storage):
+def test_retention_removes_old_checkpoints_and_attempts_but_nothing_of_newer_rounds(storage):
     line = []
     for step in (10, 20, 30, 40):
         line.append(committed(storage, step, line[-1] if line else None, kept=step == 10))

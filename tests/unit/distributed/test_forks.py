@@ -1,4 +1,4 @@
-"""Forked children and the garbage of their parent, in processes of their own."""
+"""Forked children do not collect the garbage of their parent; each test runs in its own process."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def run(script):
     return done.stdout
 
 
-def test_a_child_does_not_collect_what_it_inherits():
+def test_a_child_does_not_collect_inherited_objects():
     assert run("gc.disable(); Loud(); forked(gc.collect); os.write(1, b'-'); gc.collect()") == "-collected"
 
 
-def test_a_child_collects_what_it_makes():
+def test_a_child_collects_its_own_objects():
     script = """
     def use():
         Loud()
@@ -60,11 +60,11 @@ def test_a_child_collects_what_it_makes():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_rests_while_a_process_forks_and_goes_on_as_before(enabled):
+def test_the_collector_is_disabled_during_a_fork_only(enabled):
     script = f"""
     gc.{"enable" if enabled else "disable"}()
     def check():
-        assert seen == [False], seen  # the hook before ours
+        assert seen == [False], seen  # a hook that runs before the one under test
         assert gc.isenabled() is {enabled}
     forked(check)
     assert seen == [False], seen
