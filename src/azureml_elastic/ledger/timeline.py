@@ -23,7 +23,7 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 
-__all__ = ["RecoverySpan", "RoundSpan", "outcome", "recoveries", "rounds", "world_sizes"]
+__all__ = ["RecoverySpan", "RoundSpan", "outcome", "reason_and_losses", "recoveries", "rounds", "world_sizes"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,12 @@ def outcome(events: Iterable[Event]) -> tuple[Literal["succeeded", "failed", "un
         return "unfinished", ""
     last = max(ends, key=lambda event: event.round)
     return "succeeded" if last.succeeded else "failed", last.message
+
+
+def reason_and_losses(reason: str, lost: Iterable[str]) -> str:
+    """Return the reason of a round's end, with those lost nodes that it does not name."""
+    unnamed = [node for node in lost if node not in reason]
+    return f"{reason} (lost: {', '.join(unnamed)})" if unnamed else reason
 
 
 def _round(number: int, events: list[Event]) -> RoundSpan:

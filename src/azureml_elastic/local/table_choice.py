@@ -68,15 +68,13 @@ def open_table_choice(table: str, paths: Paths, schedule: Schedule | None = None
     """Yield the table of a run, with its emulator and proxy running as long as the context.
 
     Args:
-        table: ``sqlite``, ``azurite`` or the URL of a storage account.
+        table: ``sqlite``, ``azurite`` or the URL of a storage account, see :func:`check_table`.
         paths: files of the run.
         schedule: fault schedule; table faults put a proxy in front of the table.
 
     Raises:
-        UsageError: the table is not recognised, the faults cannot be injected into it, or the connection string in
-            the environment names no table.
+        UsageError: the connection string in the environment names no table.
     """
-    check_table(table, schedule)
     with contextlib.ExitStack() as stack:
         choice = stack.enter_context(_open(table, paths))
         if schedule is not None and schedule.disturbs_table:

@@ -26,6 +26,7 @@ from azureml_elastic.ledger.events import (
     Unreachable,
     WorkerFailed,
 )
+from azureml_elastic.ledger.timeline import reason_and_losses
 from azureml_elastic.local.board import Board
 
 __all__ = ["LiveView", "PlainView", "View", "choose_view", "describe", "sparkline"]
@@ -192,9 +193,7 @@ def describe(event: Event) -> str | None:
             "of all workers are in the nodes' logs"
         )
     if isinstance(event, RoundReopened):
-        unnamed = [node for node in event.lost if node not in event.reason]
-        lost = f" (lost: {', '.join(unnamed)})" if unnamed else ""
-        return f"round {event.round} ends: {event.reason}{lost}"
+        return f"round {event.round} ends: {reason_and_losses(event.reason, event.lost)}"
     if isinstance(event, NodeLeft):
         return f"{event.node} leaves: {event.reason}"
     if isinstance(event, RunEnded):

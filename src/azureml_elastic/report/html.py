@@ -15,11 +15,7 @@ _RANK0, _MEMBER, _LOSS = "#0b6aa2", "#7cb8dd", "#c0392b"
 
 
 def write_html(report: Report, path: Path) -> None:
-    """Write the page.
-
-    Args:
-        report: report of the run.
-        path: path of the file, which is overwritten.
+    """Write the page to a file, which is overwritten.
 
     Raises:
         MissingExtra: plotly is not installed.
@@ -54,7 +50,9 @@ def figure(report: Report) -> Any:
     picture = make_subplots(
         rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, subplot_titles=("World size", "Nodes")
     )
-    times, sizes = _steps(rounds, start)
+    # The world size is a step function, 0 between two rounds.
+    times = [time - start for round_ in rounds for time in (round_.started, max(round_.started, round_.ended))]
+    sizes = [size for round_ in rounds for size in (round_.world_size, 0)]
     picture.add_trace(
         graph_objects.Scatter(
             x=times, y=sizes, mode="lines", fill="tozeroy", line={"shape": "hv", "color": _RANK0}, name="workers"
@@ -73,25 +71,12 @@ def figure(report: Report) -> Any:
 
 
 def _title(report: Report) -> str:
-    parts = [
-        f"run {report.run_id}".strip(),
-        report.outcome,
-        f"{report.last_step} steps",
-        " → ".join(map(str, report.world_sizes)),
-    ]
+    sizes = " → ".join(map(str, report.world_sizes))
+    audit = ""
     if report.audit is not None:
-        parts.append("each sample exactly once" if report.audit.exactly_once else "samples missed or repeated")
+        audit = "each sample exactly once" if report.audit.exactly_once else "samples missed or repeated"
+    parts = (f"run {report.run_id}".strip(), report.outcome, f"{report.last_step} steps", sizes, audit)
     return " · ".join(part for part in parts if part)
-
-
-def _steps(rounds: list[RoundSpan], start: float) -> tuple[list[float], list[int]]:
-    """Return times and values of the world size as a step function, 0 between two rounds."""
-    times: list[float] = []
-    sizes: list[int] = []
-    for round_ in rounds:
-        times += [round_.started - start, max(round_.started, round_.ended) - start]
-        sizes += [round_.world_size, 0]
-    return times, sizes
 
 
 def _add_lives(graph_objects: Any, picture: Any, rounds: list[RoundSpan], start: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import RoundSpan
 
-__all__ = ["Lifeline", "lifelines", "size_chart", "time_axis", "time_span"]
+__all__ = ["Lifeline", "lifelines", "size_chart", "time_axis"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Lifeline:
     end: str
 
 
-def time_span(rounds: Sequence[RoundSpan]) -> tuple[float, float]:
-    """Return the start and the end of the rounds that trained."""
+def _time_span(rounds: Sequence[RoundSpan]) -> tuple[float, float]:
     return min(round_.started for round_ in rounds), max(round_.ended for round_ in rounds)
 
 
@@ -41,7 +40,7 @@ def size_chart(rounds: Sequence[RoundSpan], width: int) -> list[str]:
 
 def time_axis(rounds: Sequence[RoundSpan], width: int) -> list[str]:
     """Return the axis below the chart."""
-    start, end = time_span(rounds)
+    start, end = _time_span(rounds)
     label = f"{end - start:.1f} s"
     return ["     └" + "─" * width, "      0 s" + label.rjust(width - 3)]
 
@@ -71,7 +70,7 @@ def _end(ending: str, exit_code: int | None) -> str:
 
 def _columns(rounds: Sequence[RoundSpan], width: int) -> list[RoundSpan | None]:
     """Return the round in each of ``width`` units of time, the newer one where two overlap."""
-    start, end = time_span(rounds)
+    start, end = _time_span(rounds)
     length = max(end - start, 1e-9) / width
     columns: list[RoundSpan | None] = [None] * width
     for round_ in rounds:

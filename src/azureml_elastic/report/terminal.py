@@ -8,13 +8,18 @@ from rich.text import Text
 
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.ledger.timeline import RoundSpan
+from azureml_elastic.ledger.timeline import RoundSpan, reason_and_losses
 from azureml_elastic.report.picture import lifelines, size_chart, time_axis
 
 __all__ = ["audit_text", "summary", "timeline_picture"]
 
 _WIDTH = 50
-_STYLES = {"succeeded": "bold green", "failed": "bold red", "interrupted": "bold yellow", "unfinished": "bold yellow"}
+_OUTCOMES = {
+    "succeeded": ("succeeded", "bold green"),
+    "failed": ("failed", "bold red"),
+    "interrupted": ("was interrupted", "bold yellow"),
+    "unfinished": ("has no recorded end", "bold yellow"),
+}
 
 
 def summary(report: Report) -> RenderableType:
@@ -67,13 +72,9 @@ def audit_text(audit: SampleAudit) -> Text:
 
 
 def _rounds_table(report: Report) -> Table:
-    table = Table(title="rounds", title_justify="left")
-    for heading in ("round", "workers", "nodes", "steps", "ended because"):
-        table.add_column(heading, overflow="fold")
+    table = _table("rounds", "round", "workers", "nodes", "steps", "ended because")
     for round_ in report.rounds:
-        unnamed = [node for node in round_.lost if node not in round_.reason]
-        lost = f" (lost: {', '.join(unnamed)})" if unnamed else ""
-        reason = Text(round_.reason + lost)
+        reason = Text(reason_and_losses(round_.reason, round_.lost))
         table.add_row(str(round_.number), str(round_.world_size), ", ".join(round_.members), _steps(round_), reason)
     return table
 
@@ -88,9 +89,7 @@ def _steps(round_: RoundSpan) -> str:
 
 
 def _recoveries_table(report: Report) -> Table:
-    table = Table(title="recoveries", title_justify="left")
-    for heading in ("round", "lost", "back at step", "seconds", "measured from"):
-        table.add_column(heading)
+    table = _table("recoveries", "round", "lost", "back at step", "seconds", "measured from")
     measured = {"loss": "the loss", "notice": "a survivor's notice", "last step": "the last step"}
     for recovery in report.recoveries:
         table.add_row(
@@ -103,8 +102,16 @@ def _recoveries_table(report: Report) -> Table:
     return table
 
 
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
 def _outcome(report: Report) -> Text:
-    text = Text.assemble((f"the run {_verb(report.outcome)}", _STYLES[report.outcome]))
+    verb, style = _OUTCOMES[report.outcome]
+    text = Text.assemble((f"the run {verb}", style))
     if report.last_step:  # a script without a session reports no steps
         text.append(f" at step {report.last_step}")
     if report.message:
@@ -116,7 +123,3 @@ def _outcome(report: Report) -> Text:
         text.append(f"\n{report.skipped_events} lines of the event files could not be read", style="yellow")
     text.append(f"\nfiles: {report.paths.run_dir}", style="dim")
     return text
-
-
-def _verb(outcome: str) -> str:
-    return {"interrupted": "was interrupted", "unfinished": "has no recorded end"}.get(outcome, outcome)
