@@ -12,12 +12,7 @@ __all__ = ["Batching"]
 
 @dataclass(frozen=True)
 class Batching:
-    """Division of windows into micro-batches.
-
-    Args:
-        policy: batch policy of the run
-        micro_batch_size: limit on the samples of a micro-batch, ``None`` for no limit
-    """
+    """Division of windows into micro-batches of at most ``micro_batch_size`` samples, ``None`` for no limit."""
 
     policy: BatchPolicy
     micro_batch_size: int | None = None

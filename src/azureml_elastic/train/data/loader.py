@@ -27,12 +27,9 @@ _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last")
 
 @dataclass(frozen=True)
 class LoaderContext:
-    """What every kind of elastic loader needs beside its data.
+    """Settings of an elastic loader beside its data.
 
     Args:
-        position: position of the run
-        device: device that the tensors of a batch are moved to
-        batching: division of windows into micro-batches
         loader_class: ``torch.utils.data.DataLoader``, or a class of the same arguments, such as torchdata's
             ``StatefulDataLoader``
         options: further arguments of that class

@@ -27,9 +27,6 @@ class ShardLoader(ElasticLoader):
     """Iterable over this rank's batches of a dataset in shards. It has no length: the samples are not known ahead.
 
     Args:
-        dataset: dataset in shards
-        state: position of this loader
-        context: position of the run, device and batching
         exchange: collective that adds a vector over all ranks, in place
     """
 

@@ -33,13 +33,7 @@ def _averages_gradients(module: nn.Module) -> bool:
 
 
 def require_averaging(objects: Mapping[str, Any], exempt: Sequence[nn.Module], world_size: int) -> None:
-    """Raise ``UsageError`` if a module that is to be tracked does not average its gradients.
-
-    Args:
-        objects: tracked objects by name
-        exempt: modules that ``run.wrap(model, average_gradients=False)`` has returned
-        world_size: number of ranks
-    """
+    """Raise ``UsageError`` if a module among the objects does not average its gradients and is not exempt."""
     for name, value in objects.items():
         if not isinstance(value, nn.Module) or any(value is each for each in exempt) or _averages_gradients(value):
             continue

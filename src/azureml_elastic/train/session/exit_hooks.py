@@ -76,13 +76,7 @@ class ExitHooks:
 
 
 def all_arrive(key: str, world_size: int, timeout: float) -> bool:
-    """Return whether all ranks of the default process group call this with the same key within a time.
-
-    Args:
-        key: key in the store of the process group
-        world_size: number of ranks
-        timeout: time to wait in seconds
-    """
+    """Return whether all ranks of the default process group call this with the same key within a time in seconds."""
     if world_size == 1:
         return True
     until = time.monotonic() + timeout

@@ -100,13 +100,9 @@ class ProcessGroupLifecycle:
         self._undo = _capture(self._tracked, self.device) if self._hands_over else None
 
     def leave_round(self, *, save: bool) -> None:
-        """Leave the round at a step boundary, as all ranks do. A collective.
+        """Leave the round at a step boundary, after a checkpoint if ``save`` or if a rank cannot keep its state.
 
-        Args:
-            save: whether a checkpoint is required even if all ranks keep the state in memory
-
-        Raises:
-            SystemExit: another process continues.
+        A collective. The process continues in the next round, or exits.
         """
         state = self._state
         handed_over = not save and self.world.control.all_true(self._can_stay() or state.hand_over())

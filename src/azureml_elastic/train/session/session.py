@@ -129,7 +129,7 @@ class Session(Training):
             UsageError: nothing is tracked, there is no batch, or the session is over.
             CheckpointError: a checkpoint was due and a rank could not write it.
             Fenced: a newer round has taken over.
-            SystemExit: the agent has asked this process to exit; the state is saved.
+            SystemExit: another process continues; the state is saved.
         """
         self._require_tracked("commit")
         if self._position.loaders and not self._position.opened:
