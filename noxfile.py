@@ -17,7 +17,7 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_SDK = "1.28.1"
 DEEPSPEED = "0.19.8"
 OLDEST_DEEPSPEED = "0.16.9"
-PARALLEL = ("-n", "3", "--dist", "worksteal")
+PARALLEL = ("-n", "4", "--dist", "loadgroup", "--no-loadscope-reorder")
 SDK_TESTS = (
     "unit/submit",
     "unit/config",

@@ -22,3 +22,14 @@ def azurite():
     """The table service's real emulator on a free port."""
     with Azurite() as emulator:
         yield emulator
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Begin with whole runs, which take longest; keep tests that share a module's fixture in one process."""
+    order = ("runs", "integration")
+    items.sort(key=lambda item: next((at for at, name in enumerate(order) if f"/{name}/" in item.path.as_posix()), 2))
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(definitions[-1].scope == "module" for definitions in fixtures):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))

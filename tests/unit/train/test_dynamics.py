@@ -20,6 +20,9 @@ FIXED = POLICIES["fixed global batch"]
 SETTING = Setting(samples=120_000, seeds=10)
 
 
+pytestmark = pytest.mark.xdist_group("dynamics")  # outcomes are kept for the other tests
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     threads = torch.get_num_threads()
