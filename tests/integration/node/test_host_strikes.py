@@ -1,4 +1,4 @@
-"""Strikes: their time is the server's, one incident is one strike, and no table is ever waited for."""
+"""Strikes: server times, one strike per incident, and no waiting for the table."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_two_nodes_of_one_name_are_reported(tmp_path):
     contended.table.close()
 
 
-# --- who is to blame
+# --- fault attribution
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def sealed(count):
         (1, ["n0"], [], []),
     ],
 )
-def test_one_lost_node_is_to_blame_but_not_a_crowd(count, lost, leaving, hosts):
+def test_a_lost_minority_gets_strikes_but_not_a_majority(count, lost, leaving, hosts):
     assert [member.host_id for member in faulty_members(sealed(count), lost, leaving)] == hosts
     assert incident_id(sealed(count)) == "round.000007"
 

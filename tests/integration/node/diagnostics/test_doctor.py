@@ -1,4 +1,4 @@
-"""What the doctor finds and advises, against HTTPS servers on this machine that answer in Azure's place."""
+"""Findings and advice of the doctor, against HTTPS servers on this machine that simulate Azure."""
 
 from __future__ import annotations
 
@@ -185,14 +185,14 @@ def test_an_account_that_takes_no_keys(azure):
         (document({"properties": {}}), "names no storage account", "endpoint="),
     ],
 )
-def test_a_workspace_that_does_not_tell_its_account(azure, answer, said, advice):
+def test_a_workspace_whose_account_cannot_be_read(azure, answer, said, advice):
     azure.workspace = answer
     findings = found(azure)
     assert findings["workspace"].status == "fail"
     assert said in findings["workspace"].value
     assert advice in findings["workspace"].advice
     assert "table: open or make it" not in findings
-    assert "ports" in findings, "the machine is looked at all the same"
+    assert "ports" in findings, "the machine is checked nevertheless"
 
 
 def test_an_account_that_may_not_be_read_is_known_by_its_name(azure):
@@ -314,7 +314,7 @@ def no_proxy(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_certificate_that_nobody_vouches_for(azure, monkeypatch):
+def test_an_untrusted_certificate(azure, monkeypatch):
     monkeypatch.delenv("SSL_CERT_FILE")
     finding = check_host("resource manager", "https://management.azure.com", {})
     assert finding.status == "fail"
@@ -454,7 +454,7 @@ def test_as_the_program_of_a_job_it_runs_in_the_nodes_place(local, monkeypatch, 
 
 
 @pytest.mark.parametrize("text", ["", "x", "a.b", "a.!!.c", f"a.{base64.urlsafe_b64encode(b'[1]').decode()}.c"])
-def test_what_is_no_token_says_nothing(text):
+def test_a_text_that_is_no_token_has_no_claims(text):
     assert claims_of(text) == {}
 
 

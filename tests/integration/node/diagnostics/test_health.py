@@ -1,4 +1,4 @@
-"""The check before a node joins: real disks, sockets, tables and processes, broken in real ways."""
+"""Health checks of a joining node, against real disks, sockets, tables and processes."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_probe_that_hangs_is_left_behind_and_one_that_raises_is_a_warning():
     assert report.failed
 
 
-def test_an_answer_that_came_before_anybody_asked_counts_however_late():
+def test_a_finding_that_exists_when_it_is_read_is_never_late():
     done = threading.Event()
 
     def slow():
@@ -177,7 +177,7 @@ def test_an_answer_that_came_before_anybody_asked_counts_however_late():
     assert check.wait().status == "ok"
 
 
-def test_a_report_says_what_to_do():
+def test_a_report_contains_the_advice():
     report = DiagnosticReport((Finding("a", "ok", "1"), Finding("b", "warn", "2", "3", "Do it.")), 0.5)
     assert report.lines("warn", "fail") == ("b: 2 (wanted: 3). Do it.",)
     text = report.text()
@@ -371,7 +371,7 @@ def peers(table, node="me", interval=5.0):
     return check_peers(table, ServerClock(table, node), node, timedelta(seconds=interval))
 
 
-def test_without_a_running_round_there_is_nobody_to_reach(local_table):
+def test_without_a_running_round_no_peer_is_checked(local_table):
     assert peers(local_table).status == "ok"
     seal_round(local_table, refusing())
     assert peers(local_table, node="node-0").status == "ok", "its own former round"
@@ -387,7 +387,7 @@ def test_a_hub_that_accepts_or_refuses_can_be_reached(local_table, monkeypatch):
     assert "refuses" in finding.value
 
 
-def test_a_hub_that_is_silent_convicts_only_while_the_round_lives(table):
+def test_an_unreachable_hub_fails_only_while_the_round_is_alive(table):
     with silent() as port:
         seal_round(table, port)
         finding = peers(table)
@@ -401,7 +401,7 @@ def test_a_hub_that_is_silent_convicts_only_while_the_round_lives(table):
         assert peers(table, interval=0.001).status == "warn", "the sign is old"
 
 
-def test_other_members_that_answer_acquit_this_node(local_table, monkeypatch):
+def test_a_reachable_member_makes_an_unreachable_hub_a_warning(local_table, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.diagnostics.checks.network._CONNECT_SECONDS", 4.0)
     local_table.insert(TABLE_HEARTBEAT_KEY, {"round": 3, "beats": 1})
     with silent() as first, listening() as second:
@@ -429,7 +429,7 @@ def test_the_whole_check_of_a_healthy_node_waits_for_no_limit(table, tmp_path, m
     assert len(report.findings) == 9
 
 
-def test_a_table_that_is_away_keeps_nobody_from_joining(local_table, tmp_path):
+def test_an_unavailable_table_does_not_prevent_joining(local_table, tmp_path):
     from azureml_elastic.errors import TableUnavailable
 
     class Away:
@@ -525,7 +525,7 @@ def test_a_gpu_that_does_not_answer_fails_in_time(monkeypatch, tmp_path):
     assert (finding.status, finding.value) == ("fail", "no answer within 0.05 s")
 
 
-def test_the_process_ends_itself_when_nobody_else_does():
+def test_the_process_ends_itself_after_its_time_limit():
     command = [
         sys.executable,
         "-m",
@@ -722,7 +722,7 @@ def test_a_notice_ends_the_wait(node):
 # --- the command, the policy, the ledger
 
 
-def test_the_command_prints_a_table_and_says_whether_a_node_may_join(tmp_path):
+def test_the_command_prints_the_findings_and_its_exit_code_is_the_result(tmp_path):
     plan = Plan(
         resources=ElasticResources(max_instance_count=2),
         distribution=ElasticDistribution(

@@ -26,7 +26,7 @@ NAMES = sorted(path.stem for path in ENDINGS.glob("*.txt"))
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nValueError: no such file'
 
 EXCEPTIONS = {"peer_after_user": "user", "import_then_user": "user"}
-"""The kinds of those whose names begin with another one."""
+"""Expected kinds of outputs whose file names begin with another kind."""
 INCONCLUSIVE = {"crashed", "killed", "killed_survivor"}
 
 

@@ -1,4 +1,4 @@
-"""Which failures end a run: every run without progress ends, no run with progress ends for old sins."""
+"""The restart policy: runs without progress end, and expired failures do not end a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where other nodes reach a node: as the job says, as the environment says, or as the machine's own routes say."""
+"""The advertised address: from the job, the environment, or the machine's routes."""
 
 from __future__ import annotations
 

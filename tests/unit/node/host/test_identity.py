@@ -1,4 +1,4 @@
-"""What a node reads from its environment."""
+"""The identity of a node from its environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch over scheduled events, against a real server: what counts, and what a bad service can do (nothing)."""
+"""Scheduled events, against a real server: relevant events, and failures of the service."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_the_first_answer_may_take_its_time():
         assert service.most_at_once == 1
 
 
-def test_nobody_waits_for_the_first_answer():
+def test_the_first_answer_is_not_waited_for():
     with MetadataService(first_delay=60.0) as service:
         watched = Watched(service.address("vm"))
         began = time.monotonic()
@@ -214,7 +214,7 @@ def test_requests_to_a_service_that_hangs_never_pile_up(service):
     assert service.most_at_once <= 2  # the server learns that the client has hung up a moment later
 
 
-def test_without_a_service_nobody_is_bothered(caplog):
+def test_without_a_service_there_are_no_warnings(caplog):
     caplog.set_level(logging.INFO)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -255,7 +255,7 @@ def test_no_proxy_is_asked(service, watched, monkeypatch):
     assert watched.said == [{}]
 
 
-def test_the_service_wants_the_header_and_knows_its_events(service):
+def test_the_service_requires_the_header_and_returns_its_events(service):
     with socket.create_connection(("127.0.0.1", int(service.address("x").split(":")[2].split("/")[0])), 5) as sock:
         sock.sendall(b"GET /x/metadata/scheduledevents?api-version=2020-07-01 HTTP/1.0\r\n\r\n")
         assert b" 400 " in sock.makefile("rb").readline()

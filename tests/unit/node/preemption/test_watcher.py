@@ -69,7 +69,7 @@ def test_a_signal_is_a_notice(preemption, woken, signum, code):
     assert (preemption.exit_code, preemption.reason) == (code, signum.name)
 
 
-def test_a_storm_of_signals_while_the_wake_is_used_deadlocks_nobody(preemption, woken):
+def test_a_storm_of_signals_while_the_wake_is_used_does_not_deadlock(preemption, woken):
     stop = threading.Event()
 
     def storm() -> None:
@@ -165,7 +165,7 @@ def test_an_event_of_this_machine_alone_is_acknowledged_on_request(service, woke
     assert service.approved == ((event,) if acknowledge and len(machines) == 1 else ())
 
 
-def test_a_service_that_fails_keeps_nobody_from_leaving(service, woken):
+def test_a_failing_service_does_not_prevent_leaving(service, woken):
     asked = policy(scheduled_events=service.address("vm_1"), acknowledge=True)
     with opened(PreemptionWatcher(asked, woken.set)) as preemption:
         service.announce("Preempt", "vm_1")
@@ -189,7 +189,7 @@ def test_a_marker_is_a_notice_while_it_is_there(tmp_path, woken):
         until(lambda: not preemption.noticed)
 
 
-def test_a_marker_that_cannot_be_looked_at_says_nothing(tmp_path):
+def test_an_unreadable_marker_is_inconclusive(tmp_path):
     said = []
     loop = tmp_path / "loop"
     watch = MarkerFile(str(loop / "leave"), said.append)

@@ -1,4 +1,4 @@
-"""The calls to Azure ML, against a server that answers as it does."""
+"""Requests to Azure ML, against a server with the same responses."""
 
 import json
 import threading
@@ -114,7 +114,7 @@ def test_a_job_that_is_there_already_is_not_submitted_again(server, jobs, status
     assert jobs.submit("b", {"jobType": "Command"}) is False
 
 
-def test_a_job_that_azure_ml_refuses_says_why(server, jobs):
+def test_a_refused_job_has_the_reason(server, jobs):
     server.answers["PUT", f"{WORKSPACE}/jobs/b"] = 400, {"error": {"message": "no such compute\nmore"}}
     with pytest.raises(JobRefused, match=r"HTTP 400: no such compute\)"):
         jobs.submit("b", {"jobType": "Command"})

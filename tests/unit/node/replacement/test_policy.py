@@ -1,4 +1,4 @@
-"""Which nodes are asked for and which are let go."""
+"""Decisions which node jobs to submit and to cancel."""
 
 from dataclasses import replace
 from datetime import timedelta

@@ -325,7 +325,7 @@ def test_a_job_that_azure_ml_refuses_keeps_nothing_else_from_being_done(table):
 
 
 @pytest.mark.parametrize("over", ["ended", "cancelled", "budget"])
-def test_a_claim_that_nobody_followed_up_is_not_followed_up_when_it_is_not_wanted(table, over):
+def test_an_open_claim_is_not_completed_when_the_node_is_not_needed(table, over):
     pools = (NodePool("spot", max_instance_count=2, price_per_hour=1.0),)
     jobs = FakeJobs("run", pipeline(plan(pools=pools), spot_0=None, spot_1=None))
     jobs.set("run", "spot_1", "Running")
@@ -438,7 +438,7 @@ def test_a_node_that_reached_its_own_timeout_is_lost_not_unwanted(table):
     assert replacer_of(jobs, table).act().done == ("submitted run-spot-2: a node was lost",)
 
 
-def test_a_run_without_a_node_that_may_ask_for_none_says_so(table):
+def test_a_run_without_nodes_and_replacements_is_hopeless(table):
     jobs = FakeJobs("run", pipeline(plan(), spot_0=None, spot_1=None))
     lose(jobs, "run", "spot_0")
     lose(jobs, "run", "spot_1")
