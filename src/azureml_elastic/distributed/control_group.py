@@ -87,15 +87,11 @@ class ControlGroup:
         dist.all_reduce(numbers, group=self.group)
 
     def together(self, what: str, action: Callable[[], T], failure: Exception | None = None) -> list[T]:
-        """Run a function on every rank and return all results in rank order.
-
-        Args:
-            what: name of the action for the error message.
-            action: function without collectives.
-            failure: reason for which this rank has failed before.
+        """Run a function without collectives on every rank and return all results in rank order.
 
         Raises:
-            CheckpointError: a rank failed; raised on all ranks.
+            CheckpointError: a rank failed, before (``failure``) or in the function; raised on all ranks. The message
+                begins with the name of the action (``what``).
         """
         result: Any = None
         try:

@@ -100,14 +100,10 @@ def entries(storage: Storage, manifest: Manifest, name: str) -> list[Entry]:
 
 
 def export(storage: Storage, manifest: Manifest, prefix: str, target: Path) -> int:
-    """Write one safetensors file with the whole tensors of one tracked object, and return their number.
+    """Write a new safetensors file with the whole tensors of a tracked object, and return their number.
 
-    Args:
-        storage: storage of the checkpoints.
-        manifest: manifest of the checkpoint, verified by the caller.
-        prefix: name of the tracked object, or of a part of it such as ``engine/parameters``; removed from the names of
-            the tensors.
-        target: path of the file, which must not exist.
+    The prefix is the name of the object, or of a part of it such as ``engine/parameters``; it is removed from the names
+    of the tensors. The checkpoint was verified by the caller.
 
     Raises:
         UsageError: the checkpoint holds no such tensors.

@@ -139,13 +139,9 @@ class Manifest:
 
 @dataclass(frozen=True)
 class FolderName:
-    """Name of a checkpoint's folder. Names sort by step.
+    """Name of a checkpoint's folder, which sorts by step.
 
-    Args:
-        step: optimizer steps completed.
-        round: number of the round that writes it.
-        nonce: 8 hexadecimal digits, new for each attempt.
-        kept: whether the checkpoint is kept for good.
+    It has a nonce of 8 hexadecimal digits, new for each attempt, and is marked where the checkpoint is kept for good.
     """
 
     step: int

@@ -103,11 +103,7 @@ class Layout:
 
 
 def read_header(fill: Callable[[int, memoryview], None], where: str) -> tuple[list[Entry], str | None]:
-    """Return the entries of a file and its note.
-
-    Args:
-        fill: function that fills memory with the file's content from an offset on.
-        where: location of the file, for error messages.
+    """Return the entries of a file and its note, which ``fill`` reads to memory from an offset on.
 
     Raises:
         CheckpointDamaged: this library did not write the header.

@@ -55,11 +55,7 @@ class Decision:
 def decide(every_seconds: float, since_save_seconds: float, steps_seen: int, seconds_per_step: float) -> Decision:
     """Decide whether a checkpoint is due, and at which step to decide again.
 
-    Args:
-        every_seconds: interval between two checkpoints.
-        since_save_seconds: time since the last checkpoint, or since the start.
-        steps_seen: steps since the start of this process.
-        seconds_per_step: mean duration of those steps.
+    Steps are counted since the start of this process, and ``seconds_per_step`` is their mean duration.
     """
     remaining = every_seconds - since_save_seconds
     save = remaining <= _TOLERANCE * every_seconds

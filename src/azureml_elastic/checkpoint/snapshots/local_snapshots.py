@@ -46,12 +46,7 @@ Shard = tuple[int, Mapping[str, Any]]
 
 
 class LocalSnapshots:
-    """The snapshots of one agent on the local disk. Thread-safe; a thread of its own writes them.
-
-    Args:
-        folder: folder of the run on a local disk.
-        node: name of the agent's node.
-        lock_seconds: time limit for the lock of the agent's folder.
+    """The snapshots of one agent, in the run's folder on a local disk. Thread-safe; a background thread writes them.
 
     Raises:
         OSError: the folder cannot be created, or another process has locked it.

@@ -55,12 +55,8 @@ def choose(states: list[RecoverableState | None], committed: int | None) -> int 
     The furthest step wins: a rank that completed it has reduced the gradients of *all* ranks, also of one that died
     before it could report so. Of several, the state of the newest round and of the lowest rank is taken.
 
-    Args:
-        states: states by rank, ``None`` where a rank has none.
-        committed: step of the committed checkpoint, ``None`` without one.
-
     Returns:
-        The rank, or ``None`` where the checkpoint is further or no rank has a state.
+        The rank, or ``None`` where no rank has a state or the step of the committed checkpoint is higher.
     """
     ranked = [(state.step, state.round, -state.rank, -rank) for rank, state in enumerate(states) if state is not None]
     step, _, _, rank = max(ranked, default=(-1, 0, 0, 0))

@@ -49,13 +49,7 @@ def held(tensors: Mapping[str, torch.Tensor]) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk that this rank writes, and its location in the chunk that it holds.
-
-    Args:
-        chunk: chunk to write.
-        box: offsets of the held chunk that contains it.
-        row: first row in the held chunk.
-    """
+    """A chunk to write, the offsets of the held chunk (the box) that contains it, and its first row in that."""
 
     chunk: Chunk
     box: tuple[int, ...]

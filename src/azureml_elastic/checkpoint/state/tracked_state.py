@@ -30,11 +30,7 @@ __all__ = ["TrackedState"]
 
 
 class TrackedState:
-    """The state that checkpoints of the run hold.
-
-    Args:
-        objects: tracked objects by name.
-        on_step: callback after each step of a tracked optimizer.
+    """The state of the tracked objects by name; ``on_step`` is called after each step of a tracked optimizer.
 
     Raises:
         UsageError: an object has no state, or an optimizer has parameters of no tracked module.
