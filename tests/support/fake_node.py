@@ -117,7 +117,7 @@ class Node:
     def train(self, state, program):
         if program[0] == "fail" and state["step"] >= int(program[1]):
             self.record(events.WorkerFailed, rank=0, exit_code=int(program[2]), message="ValueError: as asked")
-            self.record(events.RunEnded, succeeded=False, message="the program failed as asked")
+            self.record(events.RunEnded, succeeded=False, message="the program failed on purpose")
             state["ended"] = int(program[2])
             return
         enough = program[0] in ("steps", "orphan", "grow", "meet") and state["step"] >= int(program[1])

@@ -29,7 +29,7 @@ time.sleep(300)
 """
 
 
-def test_it_serves_while_the_context_lasts():
+def test_the_emulator_serves_as_long_as_its_context():
     with Azurite() as emulator:
         process = psutil.Process(emulator.pid)
         assert os.getpgid(process.pid) == process.pid
@@ -50,7 +50,7 @@ def test_two_emulators_are_independent(azurite):
         open_table(TableRendezvous(endpoint=other.endpoint, table="apart"), "run", {}).close()
 
 
-def test_it_dies_with_a_parent_that_is_killed():
+def test_the_emulator_ends_with_a_killed_parent():
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         pid, endpoint = parent.stdout.readline().split()
         emulator = psutil.Process(int(pid))
@@ -92,7 +92,7 @@ server.serve_forever()
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
 
 
-def test_the_blobs_are_served_too():
+def test_the_blob_service():
     with (
         Azurite(service="blob") as emulator,
         ContainerClient.from_connection_string(emulator.connection_string, "mine") as container,
@@ -113,7 +113,7 @@ def package(path, script):
     return str(path)
 
 
-def test_it_is_installed_once_by_many_at_the_same_time(tmp_path):
+def test_concurrent_installations_install_once(tmp_path):
     archive = package(tmp_path / "azurite.tgz", "console.log('it is ' + 9)")
     cache = tmp_path / "cache"
     with ThreadPoolExecutor(3) as pool:

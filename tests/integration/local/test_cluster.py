@@ -34,7 +34,7 @@ def cluster(tmp_path, chaos="", nodes=(1, 3), **options):
 
 
 def survivors(run_dir):
-    """Processes, zombies excepted, that were started for this run."""
+    """Return the processes of this run except zombies."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -100,7 +100,7 @@ def test_a_frozen_node_comes_back(tmp_path):
     assert nodes_of(report)["node-1"] == ("exited", 0)
 
 
-def test_a_node_that_is_frozen_for_good_does_not_hold_up_the_end(tmp_path):
+def test_a_permanently_frozen_node_does_not_delay_the_end(tmp_path):
     # The fake node never waits for others, but a frozen one may hold the lock of the shared state and block all.
     report = cluster(tmp_path, "freeze=node-0@0s,kill=node-1@0.1s,kill=node-2@0.1s").run(["hang"])
     assert report.outcome == "failed"
@@ -125,7 +125,7 @@ def test_a_node_that_is_added_after_all_have_ended_continues_the_run(tmp_path):
 def test_a_program_that_fails_ends_the_run_with_its_exit_code(tmp_path):
     report = cluster(tmp_path).run(["fail", "5", "7"])
     assert (report.outcome, report.exit_code) == ("failed", 7)
-    assert report.message == "the program failed as asked"
+    assert report.message == "the program failed on purpose"
 
 
 def test_nodes_that_cannot_start_end_the_run_with_the_log_s_name(tmp_path):
@@ -156,7 +156,7 @@ def test_processes_that_outlive_their_agent_are_ended_and_counted(tmp_path):
 
 
 def test_ctrl_c_leaves_a_report_and_no_process(tmp_path):
-    """SIGINT comes while the nodes train: as soon as the first event is there."""
+    """SIGINT arrives while the nodes train."""
 
     def interrupt():
         deadline = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""Expectations of the demo; the demo itself is run elsewhere."""
+"""The expectations of the demo are checked against its report."""
 
 from pathlib import Path
 

@@ -18,7 +18,7 @@ OF_CALLS = [kind for kind in TROUBLES if kind not in ("outage", "any")]
 
 
 class Service:
-    """A fake of a table: remembers its calls, answers with a document."""
+    """A fake table that records its calls and responds with a document."""
 
     def __init__(self):
         service = self
@@ -85,7 +85,7 @@ def call(connection, method="GET", path="/account/t(PartitionKey='p',RowKey='it'
 
 
 def exchanges(proxy, count):
-    """Return the calls, which are written down when they have ended: a moment after the client has its answer."""
+    """Return the calls, which are recorded at their end: a moment after the client has its answer."""
     wait_for(lambda: len(proxy.exchanges) >= count)
     assert len(proxy.exchanges) == count
     return proxy.exchanges
@@ -98,7 +98,7 @@ def wait_for(condition, seconds=60.0):
     assert condition()
 
 
-def test_an_undisturbed_call_passes_unchanged_and_is_written_down(proxy, service, tmp_path):
+def test_a_call_without_a_fault_passes_unchanged_and_is_recorded(proxy, service, tmp_path):
     with client(proxy) as connection:
         status, data, headers = call(connection)
         assert (status, len(data), headers["x-ms-version"]) == (200, 212, "1")
@@ -128,7 +128,7 @@ def test_a_reset_call_arrives_or_not(proxy, service, arrives):
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_a_call_without_an_answer_hangs_until_the_client_gives_up(proxy, service, arrives):
+def test_a_call_without_a_response_lasts_until_the_client_closes(proxy, service, arrives):
     proxy.set(Disturbance("timeout", arrives=arrives))
     with client(proxy, timeout=0.3) as connection, pytest.raises(TimeoutError):
         call(connection)
@@ -137,7 +137,7 @@ def test_a_call_without_an_answer_hangs_until_the_client_gives_up(proxy, service
 
 
 @pytest.mark.parametrize("retry_after", [0, 3])
-def test_a_throttled_call_is_answered_as_azure_does_and_never_arrives(proxy, service, retry_after):
+def test_a_throttled_call_gets_the_response_of_azure_and_never_arrives(proxy, service, retry_after):
     proxy.set(Disturbance("throttle", retry_after_s=(retry_after,)))
     with client(proxy) as connection:
         for _ in range(2):  # the connection stays
@@ -147,7 +147,7 @@ def test_a_throttled_call_is_answered_as_azure_does_and_never_arrives(proxy, ser
     assert service.calls == []
 
 
-def test_a_slow_answer_comes_late_and_a_slow_call_arrives_late(proxy, service):
+def test_a_slow_response_or_call_is_late(proxy, service):
     proxy.set(Disturbance("slow", arrives=True, delay_s=(0.5, 0.5)))
     with client(proxy) as connection:
         began = time.monotonic()
@@ -162,7 +162,7 @@ def test_a_slow_answer_comes_late_and_a_slow_call_arrives_late(proxy, service):
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
-def test_half_an_answer_and_then_a_reset(proxy, service, method):
+def test_half_a_response_and_then_a_reset(proxy, service, method):
     proxy.set(Disturbance("half"))
     with client(proxy) as connection, pytest.raises((ConnectionError, HTTPException)) as caught:
         call(connection, method)
@@ -182,7 +182,7 @@ def test_garbage_is_a_page_of_html(proxy, service):
         assert len(service.calls) == 1
 
 
-def test_in_an_outage_connections_are_refused_and_the_port_stays_ours(proxy, service):
+def test_an_outage_refuses_connections_and_keeps_the_port(proxy, service):
     with client(proxy) as idle:
         assert call(idle)[0] == 200
         outage = proxy.add(Disturbance("outage"))
@@ -200,7 +200,7 @@ def test_in_an_outage_connections_are_refused_and_the_port_stays_ours(proxy, ser
     assert len(service.calls) == 2
 
 
-def test_an_outage_takes_the_answer_of_the_call_under_way(proxy, service):
+def test_an_outage_drops_the_response_of_a_call_in_progress(proxy, service):
     def begin():
         wait_for(lambda: service.calls)
         proxy.add(Disturbance("outage"))
@@ -227,7 +227,7 @@ def test_two_outages_may_overlap(proxy):
         assert call(connection)[0] == 200
 
 
-def test_only_the_calls_that_were_meant_are_hit(proxy):
+def test_only_the_selected_calls_are_affected(proxy):
     proxy.set(
         Disturbance("throttle", methods=("PUT",), times=1),
         Disturbance("garbage", about="it''s", statuses=(502,), methods=("GET",)),
@@ -252,7 +252,7 @@ def test_only_the_calls_that_were_meant_are_hit(proxy):
     assert sum(exchange.trouble is not None for exchange in calls) == 1
 
 
-def test_the_same_calls_meet_the_same_trouble(service):
+def test_the_same_calls_have_the_same_faults(service):
     def fates(seed):
         with TableProxy(service.url, seed=seed) as proxy:
             proxy.set(Disturbance("any", share=0.5, delay_s=(0.0, 0.01)))
@@ -296,7 +296,7 @@ def test_many_clients_at_once(proxy, service):
     assert sorted(exchange.number for exchange in exchanges(proxy, 320)) == list(range(1, 321))
 
 
-def test_it_ends_at_once_whatever_is_under_way(service):
+def test_the_proxy_closes_at_once_during_calls(service):
     before = set(threading.enumerate())
     with TableProxy(service.url) as proxy, contextlib.ExitStack() as stack:
         proxy.set(Disturbance("timeout"))
@@ -312,7 +312,7 @@ def test_it_ends_at_once_whatever_is_under_way(service):
         connection.connect()
 
 
-def test_a_table_that_is_gone_resets_its_clients(proxy, service):
+def test_clients_of_an_ended_table_are_reset(proxy, service):
     service.close()
     with client(proxy) as connection, pytest.raises(ConnectionError):
         call(connection)
@@ -321,7 +321,7 @@ def test_a_table_that_is_gone_resets_its_clients(proxy, service):
 
 
 @pytest.mark.parametrize("target", ["https://a.table.core.windows.net", "/tmp/table.sqlite", ""])
-def test_only_plain_http_can_be_disturbed(target):
+def test_only_plain_http_is_supported(target):
     with pytest.raises(UsageError, match="azurite"):
         TableProxy(target)
 

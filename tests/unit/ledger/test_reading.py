@@ -36,7 +36,7 @@ def test_files_that_appear_later_are_found_and_a_missing_folder_is_empty(tmp_pat
     assert [event.node for event in reader.read()] == ["node-0"]
 
 
-def test_what_is_no_event_is_skipped_and_counted(tmp_path):
+def test_invalid_lines_are_skipped_and_counted(tmp_path):
     future = json.dumps({"kind": "teleported", "time": 1.0, "node": "node-0"}).encode() + b"\n"
     (tmp_path / "node-0.jsonl").write_bytes(line(1) + future + b"\xff\xfe{\n" + b"\n" + line(2))
     reader = EventReader(tmp_path)
@@ -51,7 +51,7 @@ def test_fields_of_later_releases_are_ignored(tmp_path):
 
 
 @given(st.lists(st.binary(max_size=8).filter(lambda text: b"\n" not in text), max_size=8), st.data())
-def test_any_way_of_writing_gives_each_line_once(tmp_path_factory, lines, data):
+def test_each_line_is_returned_once_however_it_was_written(tmp_path_factory, lines, data):
     path = tmp_path_factory.mktemp("lines") / "file"
     content = b"".join(text + b"\n" for text in lines)
     reader, found, position = LineReader(path), [], 0

@@ -1,4 +1,4 @@
-"""The proof of "exactly once": it holds for every honest history and fails for every dishonest one."""
+"""The audit accepts correct histories and detects missed and repeated samples."""
 
 import random
 from dataclasses import replace
@@ -12,7 +12,7 @@ from azureml_elastic.ledger.samples import SampleAudit, SampleLine, audit_sample
 
 @st.composite
 def histories(draw):
-    """An elastic run: rounds of any world size, each restored from some step that had been completed before."""
+    """Generate an elastic run: rounds of any world size, each restored from an earlier completed step."""
     size = draw(st.integers(1, 30))
     batch = draw(st.integers(1, 8))
     epochs = draw(st.integers(1, 3))
@@ -43,7 +43,7 @@ def histories(draw):
 
 
 @given(histories())
-def test_an_honest_history_is_exactly_once(history):
+def test_a_correct_history_is_exactly_once(history):
     size, epochs, total, lines, restored, trained = history
     audit = audit_samples(lines, restored)
     assert audit.complete
@@ -112,20 +112,20 @@ def test_an_early_stop_is_distinguished_from_a_loss():
 
 
 def test_samples_of_a_dropped_batch_are_not_missing():
-    """Of five samples each epoch drops another one."""
+    """Each epoch drops another one of five samples."""
     lines = [SampleLine(1, 1, 0, (4, 1, 2, 0), of=4), SampleLine(1, 2, 1, (0, 3, 2, 1), of=4)]
     audit = audit_samples(lines, {1: 0})
     assert audit.complete
     assert (audit.dataset_size, audit.seen) == (4, 8)
 
 
-def test_a_sample_that_nobody_ever_saw_is_missing():
+def test_a_sample_without_any_line_is_missing():
     lines = [SampleLine(1, 1, 0, (0, 1), of=3), SampleLine(1, 2, 1, (1, 0), of=3)]
     audit = audit_samples(lines, {1: 0})
     assert (audit.missing, audit.unfinished) == (1, 1)
 
 
-def test_no_lines_are_no_proof():
+def test_an_audit_without_lines_is_not_complete():
     assert audit_samples([], {}) == SampleAudit()
     assert not SampleAudit().complete
 

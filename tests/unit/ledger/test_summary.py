@@ -16,7 +16,7 @@ def write_events(folder, events):
             file.write(event.model_dump_json() + "\n")
 
 
-def test_a_report_survives_its_file(tmp_path):
+def test_a_report_is_written_and_read_back(tmp_path):
     report = Report(
         paths=Paths.of(tmp_path),
         outcome="succeeded",
@@ -32,7 +32,7 @@ def test_a_report_survives_its_file(tmp_path):
     assert load_report(tmp_path) == report
 
 
-def test_a_report_is_made_from_the_events_where_the_launcher_was_killed(tmp_path):
+def test_a_report_is_recreated_from_the_events(tmp_path):
     write_events(tmp_path / "events", loss_and_newcomer())
     (tmp_path / "samples").mkdir()
     sample = {"round": 1, "step": 1, "epoch": 0, "ids": [0]}
@@ -49,7 +49,7 @@ def test_a_report_is_made_from_the_events_where_the_launcher_was_killed(tmp_path
     assert report.audit.seen == 1
 
 
-def test_without_audit_files_there_is_no_proof(tmp_path):
+def test_without_sample_files_there_is_no_audit(tmp_path):
     assert audit_folder(Paths.of(tmp_path), []) is None
 
 

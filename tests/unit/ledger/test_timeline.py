@@ -9,7 +9,7 @@ from azureml_elastic.ledger.timeline import outcome, recoveries, rounds, world_s
 from tests.support.histories import enter, loss_and_newcomer, steps
 
 
-def test_rounds_tell_who_trained_what_and_why_it_ended():
+def test_rounds_have_members_steps_and_reasons():
     first, second, third = rounds(loss_and_newcomer())
     assert (first.number, first.members, first.world_size) == (1, ("node-0", "node-1", "node-2"), 3)
     assert (first.restored_step, first.first_step, first.last_step) == (0, 1, 12)
@@ -19,7 +19,7 @@ def test_rounds_tell_who_trained_what_and_why_it_ended():
     assert third.reason == "the run succeeded"
 
 
-def test_both_times_of_a_round_come_from_the_node_that_saw_its_end():
+def test_both_times_of_a_round_come_from_the_node_that_recorded_its_end():
     skewed = [
         event.model_copy(update={"time": event.time + 1000}) if event.node == "node-2" else event
         for event in loss_and_newcomer()
@@ -28,7 +28,7 @@ def test_both_times_of_a_round_come_from_the_node_that_saw_its_end():
     assert (first.reporter, first.started, first.ended) == ("node-2", 1010.0, 1023.5)
 
 
-def test_a_round_that_nobody_saw_end_ends_with_its_reporter_s_last_event():
+def test_a_round_without_a_recorded_end_ends_with_its_reporter_s_last_event():
     events = [*enter(1, ["a", "b"], at=5.0), *steps(1, ["a"], 1, 3, at=6.0)]
     assert (rounds(events)[0].reporter, rounds(events)[0].ended) == ("a", 8.0)
 
@@ -69,7 +69,7 @@ def test_a_recovery_is_measured_from_the_loss_where_that_is_known():
     assert (recovery.since, recovery.seconds) == ("loss", pytest.approx(2.0))
 
 
-def test_a_recovery_is_measured_from_the_last_step_where_nobody_wrote_down_the_loss():
+def test_a_recovery_without_a_recorded_loss_is_measured_from_the_last_step():
     events = [event for event in loss_and_newcomer() if not isinstance(event, RoundReopened)]
     recovery = recoveries(events)[0]
     assert (recovery.lost, recovery.since) == (("node-0",), "last step")
@@ -84,7 +84,7 @@ def test_clocks_of_two_nodes_are_never_compared():
     assert recoveries(skewed)[0].seconds == pytest.approx(1.5)
 
 
-def test_a_failed_worker_is_a_loss_too_and_a_newcomer_is_none():
+def test_a_failed_worker_causes_a_recovery_and_a_new_node_does_not():
     events = [
         *enter(1, ["a"], at=1.0),
         *steps(1, ["a"], 1, 3, at=2.0),

@@ -55,7 +55,7 @@ def test_the_exit_code_is_the_first_failure_s():
     assert outcome_of([CRASHED], None, None).exit_code == 128 + 11
 
 
-def test_the_message_is_the_run_s_then_the_worker_s_then_names_the_log():
+def test_the_message_comes_from_the_run_or_the_worker_or_names_the_log():
     failure = WorkerFailed(time=0.0, node="node-4", rank=3, exit_code=1, message="ValueError: x")
     assert outcome_of([FAILED], BADLY, failure).message == "the restarts are spent"
     assert "Worker 3 on node-4 exited with 1: ValueError: x" in outcome_of([FAILED], None, failure).message

@@ -129,7 +129,7 @@ def test_rank0_waits_until_its_node_is_known_and_alive():
     assert due(schedule, ChaosState(step=1, living=ALL, rank0="node-2"))[0].victim == "node-2"
 
 
-def test_a_node_to_come_is_waited_for_and_one_that_has_gone_is_not():
+def test_a_fault_waits_for_a_future_node_but_not_for_an_ended_one():
     schedule = parse_schedule("kill=node-3@step:1")
     assert due(schedule, ChaosState(step=1, living=ALL)) == []
     assert due(schedule, ChaosState(step=1, living=ALL | {"node-3"}))[0].victim == "node-3"
@@ -137,7 +137,7 @@ def test_a_node_to_come_is_waited_for_and_one_that_has_gone_is_not():
     assert gone == [Due(0, schedule.faults[0], None)]
 
 
-def test_faults_of_one_moment_hit_different_nodes():
+def test_simultaneous_faults_have_different_targets():
     schedule = parse_schedule("kill=any@step:1,preempt=any@step:1,freeze=any@step:1,kill=any@step:1")
     decisions = due(schedule, ChaosState(step=1, living=ALL))
     assert {decision.victim for decision in decisions} == ALL
@@ -168,7 +168,7 @@ def test_added_nodes_need_no_victim():
         ("kill=any@10s", ChaosState(seconds=1.0), False),
     ],
 )
-def test_without_nodes_only_time_brings_new_ones(text, state, expected):
+def test_without_nodes_only_faults_at_a_time_add_new_ones(text, state, expected):
     assert may_add(parse_schedule(text), state) is expected
 
 
@@ -200,7 +200,7 @@ def test_table_faults_are_due_with_or_without_nodes():
 
 
 @given(st.integers(), st.integers(2, 5), st.integers(2, 12))
-def test_random_schedules_of_all_kinds_end_by_themselves(seed, nodes, faults):
+def test_temporary_faults_of_random_schedules_end(seed, nodes, faults):
     kinds = ("kill", "preempt", "add", "freeze", "table")
     schedule = random_schedule(seed, nodes=nodes, faults=faults, last_step=40, kinds=kinds)
     assert schedule == random_schedule(seed, nodes=nodes, faults=faults, last_step=40, kinds=kinds)
@@ -217,7 +217,7 @@ def test_random_schedules_of_all_kinds_end_by_themselves(seed, nodes, faults):
     assert not losses or losses[0].target == "rank0"
 
 
-def test_random_schedules_have_the_kinds_that_were_asked_for():
+def test_random_schedules_have_the_requested_kinds():
     def drawn(*kinds):
         return {type(fault) for seed in range(40) for fault in random_schedule(seed, kinds=kinds).faults}
 

@@ -1,4 +1,4 @@
-"""Plan, table and environment of the nodes of a local cluster."""
+"""The table of a local cluster."""
 
 import os
 
@@ -68,7 +68,7 @@ def test_faults_of_a_table_without_a_proxy_are_refused(tmp_path, table):
     check_table(table, parse_schedule("kill=any@step:3"))
 
 
-def test_an_emulator_over_tls_cannot_be_disturbed(monkeypatch):
+def test_table_faults_over_tls_are_refused(monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=acc;AccountKey=c2VjcmV0")
     with pytest.raises(UsageError, match="over TLS") as caught:
         check_table("azurite", parse_schedule("table=slow@5s"))
@@ -76,7 +76,7 @@ def test_an_emulator_over_tls_cannot_be_disturbed(monkeypatch):
 
 
 @pytest.mark.parametrize("development", [True, False])
-def test_nodes_reach_a_table_that_is_to_be_disturbed_through_a_proxy(tmp_path, azurite, monkeypatch, development):
+def test_table_faults_put_a_proxy_between_nodes_and_table(tmp_path, azurite, monkeypatch, development):
     connection = "UseDevelopmentStorage=true" if development else azurite.connection_string
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)
     with open_table_choice("azurite", Paths.of(tmp_path), parse_schedule("table=slow@5s", seed=3)) as choice:

@@ -40,7 +40,7 @@ def rendered(renderable, width=120):
     return console.file.getvalue()
 
 
-def test_the_summary_says_what_happened(tmp_path):
+def test_the_summary_has_rounds_recoveries_and_outcome(tmp_path):
     text = rendered(summary(report(tmp_path)))
     for part in (
         "world sizes: 3 → 2 → 3",
@@ -69,7 +69,7 @@ def test_the_picture_fits_a_narrow_terminal(tmp_path):
     assert "node-0 is lost" in rendered(summary(report(tmp_path)), width=80)
 
 
-def test_dishonest_audits_are_called_so():
+def test_failed_audits_are_reported():
     assert "NOT exactly once: 3 missed and 2 repeated" in audit_text(SampleAudit(missing=3, repeated=2, seen=9)).plain
     early = SampleAudit(dataset_size=10, epochs=2, seen=14, unfinished=6)
     assert "the last epoch ended after 4 of 10 samples" in audit_text(early).plain
@@ -82,7 +82,7 @@ def test_the_size_chart_shows_the_loss(tmp_path):
     assert time_axis(report(tmp_path).rounds, 37)[1].endswith("37.0 s")
 
 
-def test_lifelines_show_who_had_rank_0_and_how_each_ended(tmp_path):
+def test_lifelines_show_rank_0_and_each_node_s_end(tmp_path):
     lives = lifelines(report(tmp_path), 37)
     assert [(life.node, life.end) for life in lives] == [
         ("node-0", "killed"),
@@ -108,7 +108,7 @@ def test_any_history_has_a_picture_of_the_given_width(history, width):
     assert {len(line) for line in size_chart(rounds, width)} == {width + 6}
 
 
-def test_the_page_needs_nothing_else(tmp_path):
+def test_the_page_is_self_contained(tmp_path):
     pytest.importorskip("plotly")
     path = tmp_path / "page.html"
     write_html(report(tmp_path), path)
