@@ -62,12 +62,7 @@ class ReadSchedule:
         return now >= self._read_at
 
     def has_read(self, now: float, next_change: float) -> None:
-        """Record a read.
-
-        Args:
-            now: current monotonic time in seconds.
-            next_change: seconds until time alone may change the decision.
-        """
+        """Record a read; ``next_change`` is the number of seconds until time alone may change the decision."""
         self._read_last = now
         self._read_at = now + min(next_change, self._poll if self._active else self._check)
         if self._active:

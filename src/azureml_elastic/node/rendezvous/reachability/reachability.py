@@ -1,9 +1,8 @@
 """The nodes that this node cannot reach.
 
-The nodes of a run must reach each other by TCP. Where a firewall or a missing route prevents that, connections time out
-and the run would seem to hang. Each such :class:`UnreachablePair` is therefore logged once with both names, written to
-the ledger, and sent to the other nodes, in this node's row and over connections that work. The nodes that form a round
-leave out those that could not take part; see :mod:`~azureml_elastic.node.rendezvous.state.member_selection`.
+Where a firewall or a missing route blocks TCP between two nodes, connections time out and the run would seem to hang.
+Each such :class:`UnreachablePair` is therefore logged, written to the ledger and sent to the other nodes; the selection
+of members leaves such nodes out.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ _ANSWERS = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError
 
 @dataclass(frozen=True)
 class UnreachablePair:
-    """A node and another one that it cannot reach.
+    """A node and a peer that it cannot reach.
 
     Args:
         node: name of the node.
         host: address of the node.
-        peer: name of the node that it cannot reach.
-        peer_host: address of that node.
-        port: port of that node.
+        peer: name of the peer.
+        peer_host: address of the peer.
+        port: port of the peer.
         purpose: description of what the port is needed for.
-        error: description of what happened.
+        error: description of the error.
     """
 
     node: str
@@ -78,12 +77,7 @@ def is_unreachable(error: OSError) -> bool:
 
 
 def describe_error(error: OSError, seconds: float) -> str:
-    """Return a description of why a connection failed.
-
-    Args:
-        error: error of the connection.
-        seconds: timeout of the connection.
-    """
+    """Return a description of why a connection with a timeout of ``seconds`` failed."""
     if isinstance(error, TimeoutError):
         return f"connection timed out after {seconds:g} s"
     if isinstance(error, socket.gaierror):

@@ -39,7 +39,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Status:
-    """What a node knows about its round.
+    """Status of a node's round.
 
     Args:
         lost: names of members that are gone.

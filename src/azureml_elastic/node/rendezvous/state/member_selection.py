@@ -87,12 +87,7 @@ def select_members(ranked: Sequence[Member], survivors: Collection[str], limits:
 
 
 def describe_partitions(ranked: Sequence[Member], sealed: Collection[str]) -> list[str]:
-    """Return one text for each partitioned candidate, which says whether it became a member and whom it cannot reach.
-
-    Args:
-        ranked: candidates.
-        sealed: names of the members of the sealed round.
-    """
+    """Return a text for each partitioned candidate: whether it is among ``sealed``, and which nodes it cannot reach."""
     texts = []
     for node in partitioned_nodes(ranked):
         own = next(member for member in ranked if member.node == node)

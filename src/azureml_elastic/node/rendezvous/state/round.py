@@ -5,9 +5,8 @@ by compare-and-swap::
 
     (no row) = open 1 ──seal──> sealed 1 ──reopen──> open 2 ──seal──> sealed 2 ── ... ──close──> succeeded | failed
 
-While a round is open, each node that wants to take part writes its own member row once. The node that will be rank 0
-seals the round with one write, which carries all members and the address of rank 0's store, so that nothing else has to
-be exchanged. If it does not, the next candidate does. Clocks of different machines are never compared: each duration is
+The node that will be rank 0 seals an open round with one write, which carries all members and the address of rank 0's
+store; if it does not, the next candidate does. Clocks of different machines are never compared: each duration is
 measured on one node's monotonic clock.
 """
 

@@ -102,31 +102,21 @@ class SealTimer:
 def drop_unresponsive(round_: Round, members: Iterable[Member], me: str, limits: Limits) -> list[Member]:
     """Return the rows without the candidates before ``me`` in the order of ranks, which should have sealed but did not.
 
-    They are dead, hang or are slow, and would get the first ranks, on which all others depend. One that is only slow
-    becomes a spare, for which the round makes room. They are kept where the minimum is not reached without them.
-
-    Args:
-        round_: open round.
-        members: all rows.
-        me: name of the node that seals.
-        limits: node counts.
+    They are dead, hang or are slow, and would get the first ranks, on which all others depend. A candidate that is only
+    slow becomes a spare, for which the round makes room. All are kept where the minimum is not reached without them.
     """
     rows = list(members)
     names = [member.node for member in candidates(round_, rows)]
     passed = set(names[: names.index(me)] if me in names else names)
     others = [member for member in rows if member.node not in passed]
-    return (
-        others if len(select_members(candidates(round_, others), round_.previous, limits)) >= limits.minimum else rows
-    )
+    enough = len(select_members(candidates(round_, others), round_.previous, limits)) >= limits.minimum
+    return others if enough else rows
 
 
 def seal(round_: Round, members: Iterable[Member], limits: Limits) -> Round:
     """Return the round sealed with the members that are selected from these rows."""
-    return replace(
-        round_,
-        state="sealed",
-        members=tuple(select_members(candidates(round_, members), round_.previous, limits)),
-    )
+    selected = select_members(candidates(round_, members), round_.previous, limits)
+    return replace(round_, state="sealed", members=tuple(selected))
 
 
 def reopened(
