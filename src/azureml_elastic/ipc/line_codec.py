@@ -11,6 +11,8 @@ __all__ = ["MAX_LINE", "LineReader", "encode"]
 MAX_LINE = 1 << 20
 """The longest message in bytes, its newline included."""
 
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
 
 def encode(message: Mapping[str, Any]) -> bytes:
     """Return the message as one line.
@@ -18,7 +20,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
     Raises:
         ValueError: the message is no JSON or its line is longer than :data:`MAX_LINE`.
     """
-    line = json.dumps(dict(message), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    line = _to_json(dict(message)).encode() + b"\n"
     if len(line) > MAX_LINE:
         raise ValueError(f"A message of {len(line)} bytes exceeds the limit of {MAX_LINE}; send less at a time.")
     return line

@@ -120,7 +120,13 @@ class _Node:
         stack.callback(self._rendezvous.shutdown)
         self._recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
         self._watch = HangDetector(HangPolicy.of(distribution))
-        self._channel = Channel(self._recorder, self._rendezvous.wake.set, self._watch, _local_snapshots(identity))
+        self._channel = Channel(
+            self._recorder,
+            self._rendezvous.inbox,
+            self._rendezvous.wake.set,
+            self._watch,
+            _local_snapshots(identity),
+        )
         stack.callback(self._channel.close)
         os.environ[variables.RUN_DIR] = str(identity.folder)
         os.environ[variables.PLAN] = plan.to_json()

@@ -64,10 +64,11 @@ class Agent:
             if message["op"] == "step":
                 self.step = message["step"]
             elif "id" in message:
-                connection.send({"re": message["id"], "pointer": None, "memory": None, "ok": True})
+                replies = {"pointer": "pointer_reply", "memory": "memory_reply"}
+                connection.send({"re": message["id"], "op": replies.get(message["op"], "accepted")})
             self.said.append(message["op"])
             if message["op"] == "prepared":
-                connection.send({"op": "decide", "boundary": 1, "go": message["ok"], "leavers": []})
+                connection.send({"op": "decide", "boundary": 1, "go": message["ok"]})
                 if not message["ok"]:  # the worker had completed that step
                     self._margin *= 2
                     self._propose(message["step"])

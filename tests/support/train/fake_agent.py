@@ -32,23 +32,23 @@ class FakeAgent:
         if kind == "hello":
             connection.state.update(message)
         if kind == "pointer":
-            connection.send({"re": message["id"], "pointer": self.pointer})
+            connection.send({"re": message["id"], "op": "pointer_reply", "pointer": self.pointer})
         elif kind == "memory":
-            connection.send({"re": message["id"], "memory": self.memory})
-        elif kind == "handover":
+            connection.send({"re": message["id"], "op": "memory_reply", "memory": self.memory})
+        elif kind == "hand_over":
             descriptor = os.open(f"/proc/{message['pid']}/fd/{message['fd']}", os.O_RDONLY)
             self.kept.append(descriptor)
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
             state = connection.state
             self.memory = {"path": path, "step": message["step"], "round": state["round"], "rank": state["rank"]}
-            connection.send({"re": message["id"], "ok": True})
+            connection.send({"re": message["id"], "op": "accepted"})
         elif kind == "commit":
             if self.refusals:
-                connection.send({"re": message["id"], **self.refusals.pop(0)})
+                connection.send({"re": message["id"], "op": "refused", **self.refusals.pop(0)})
                 return
             self.pointer = {key: message[key] for key in ("directory", "step", "digest")}
             self.commits.append(message)
-            connection.send({"re": message["id"], "ok": True})
+            connection.send({"re": message["id"], "op": "accepted"})
         else:
             if kind == "step" and self.on_step is not None:
                 self.on_step(connection, message["step"])

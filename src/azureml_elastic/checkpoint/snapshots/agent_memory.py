@@ -5,10 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
+from azureml_elastic.ipc.agent_interface import HandedOverState
+from azureml_elastic.ipc.worker_messages import (
+    Accepted,
+    DiscardSnapshot,
+    HandOver,
+    HeldShards,
+    HoldShard,
+    Memory,
+    MemoryMessage,
+    MemoryReply,
+    Refused,
+    Reply,
+    RetainSnapshot,
+    ShardsReply,
+)
 
 __all__ = ["AgentMemory"]
 
@@ -24,61 +38,61 @@ class AgentMemory:
         local: snapshots on the node's disk, ``None`` without them.
     """
 
-    OPS: ClassVar = frozenset(
-        {"handover", "memory", "hold_shard", "retain_snapshot", "held_shards", "discard_snapshot"}
-    )
-
     def __init__(self, local: LocalSnapshots | None = None) -> None:
         self._local = local
         self._lock = threading.Lock()
-        self._state: tuple[int, dict[str, Any]] | None = None
+        self._state: tuple[int, HandedOverState] | None = None
         self._shards: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {}
         self._written = ""
 
-    def answer(self, message: Mapping[str, Any], number: int, rank: int) -> dict[str, Any] | None:
-        """Process a request of a worker.
+    def answer(self, message: MemoryMessage, number: int, rank: int) -> Reply | None:
+        """Process a message of a worker.
 
         Args:
-            message: request, with one of :attr:`OPS` as ``op``.
+            message: the message.
             number: number of the worker's round.
             rank: rank of the worker in it.
 
         Returns:
-            The reply, ``None`` where the request has none.
+            The reply, ``None`` where the message is no request.
         """
-        op = message["op"]
         with self._lock:
-            if op == "memory":
-                return {"memory": None if self._state is None else self._state[1]}
-            if op == "held_shards":
-                held = [description for _, description in self._shards.values()]
-                return {"held": held + (self._local.describe() if self._local is not None else [])}
-            if op == "retain_snapshot":
-                self._retain(message["folder"])
-                return None
-            if op == "discard_snapshot":
-                self._discard([key for key in self._shards if key[0] == message["folder"]])
-                return None
-            try:
-                opened = os.open(f"/proc/{int(message['pid'])}/fd/{int(message['fd'])}", os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                return {"error": "unavailable", "message": f"The memory cannot be opened: {error}"}
-            path = f"/proc/{os.getpid()}/fd/{opened}"
-            if op == "hold_shard":
-                description = {**message["description"], "path": path}
-                key = (description["folder"], description["file"])
-                self._discard([key])
-                self._shards[key] = opened, description
-            else:
-                self._drop_state()
-                self._state = opened, {"path": path, "step": message["step"], "round": number, "rank": rank}
-                _LOG.info("The state of step %d is held in memory for the next round.", message["step"])
-        return {"ok": True}
+            match message:
+                case Memory():
+                    return MemoryReply(None if self._state is None else self._state[1])
+                case HeldShards():
+                    held = [description for _, description in self._shards.values()]
+                    return ShardsReply(held + (self._local.describe() if self._local is not None else []))
+                case RetainSnapshot():
+                    self._retain(message.folder)
+                    return None
+                case DiscardSnapshot():
+                    self._discard([key for key in self._shards if key[0] == message.folder])
+                    return None
+                case HandOver() | HoldShard():
+                    return self._hold(message, number, rank)
+
+    def _hold(self, message: HandOver | HoldShard, number: int, rank: int) -> Reply:
+        try:
+            opened = os.open(f"/proc/{message.pid}/fd/{message.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            return Refused("unavailable", f"The memory cannot be opened: {error}")
+        path = f"/proc/{os.getpid()}/fd/{opened}"
+        if isinstance(message, HoldShard):
+            description = {**message.description, "path": path}
+            key = (description["folder"], description["file"])
+            self._discard([key])
+            self._shards[key] = opened, description
+        else:
+            self._drop_state()
+            self._state = opened, HandedOverState(path, message.step, number, rank)
+            _LOG.info("The state of step %d is held in memory for the next round.", message.step)
+        return Accepted()
 
     def completed(self, number: int) -> None:
         """Release a state of an earlier round than this one, which has completed a step and so has restored it."""
         with self._lock:
-            if self._state is not None and self._state[1]["round"] < number:
+            if self._state is not None and self._state[1].round < number:
                 self._drop_state()
 
     def close(self, *, forget: bool = True) -> None:

@@ -39,7 +39,7 @@ from azureml_elastic.node.hangs.stack_dump import Worker
 from azureml_elastic.node.hangs.stack_report import StackReporter
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
-from azureml_elastic.node.rendezvous.hub.messages import Done
+from azureml_elastic.node.rendezvous.hub.messages import Done, Report
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
 from azureml_elastic.node.rendezvous.torchrun import enter
@@ -127,7 +127,7 @@ class NodeAgent:
             recorder,
             identity.node,
             broadcast=rendezvous.hub.broadcast,
-            send=lambda message: rendezvous.membership.link.report(message),  # noqa: PLW0108 - another one in each round
+            send=lambda body: rendezvous.membership.link.send(Report(body)),
         )
         self._peers = PeerMessenger(rendezvous, channel, hangs, opens_session=opens_session)
         self._store: Any = None
@@ -202,7 +202,7 @@ class NodeAgent:
             status = self._rdzv.status()
             if status.broken:
                 return self._end_round(_why(status), lost=status.lost)
-            self._peers.talk()
+            self._peers.process_events()
             if (reason := self._peers.lead(status, done=self._done)) is not None:
                 return self._end_round(reason, lost=self._leavers)
             if self._preemption.noticed:

@@ -2,38 +2,83 @@
 
 Workers never access the table. They report their steps to the agent, request the committed checkpoint, request commits
 of new ones, and receive the step at which to save or to leave. A script without a session never connects, and is
-restarted at each change as under torchrun. The messages are listed in ``docs/explanation/step-boundary.md``.
+restarted at each change as under torchrun. The messages are in :mod:`azureml_elastic.ipc.worker_messages`.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
-from azureml_elastic.errors import ElasticError, Fenced
-from azureml_elastic.ipc import Connection, MessageServer, listen
-from azureml_elastic.ledger.events import CheckpointCommitted, CheckpointQuarantined, Progress, Restored
+from azureml_elastic.ipc import Connection, MessageServer, listen, worker_messages
+from azureml_elastic.ipc.worker_messages import FROM_AGENT, FROM_WORKER, AgentMessage, Assign, Decide, Prepare
+from azureml_elastic.ledger.events import CheckpointQuarantined, Progress, Restored
 from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.agent.pointer_service import PointerService
 from azureml_elastic.node.agent.step_boundary import BoundaryVote
 from azureml_elastic.node.hangs.detector import HangDetector
+from azureml_elastic.node.rendezvous.hub.inbox import Inbox, LocalVote
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["Channel"]
 
-_LOG = logging.getLogger(__name__)
-
 _PROGRESS_SECONDS = 0.05
 _LONGEST_FOLDER_BYTES = 70
+
+
+@dataclass
+class _Worker:
+    """A connected worker.
+
+    Args:
+        local_rank: rank on the node.
+        rank: rank in the round.
+        round: number of its round, 0 before its first assignment.
+        pointer: checkpoint pointer of that round, on rank 0's node only.
+    """
+
+    local_rank: int
+    rank: int
+    round: int
+    pointer: CheckpointPointer | None
+
+
+@dataclass
+class _RoundState:
+    """What the workers have reported in one round.
+
+    Args:
+        number: number of the round.
+        size: number of workers of this node.
+        pointer: checkpoint pointer, on rank 0's node only.
+        stopped: local ranks that have left at a step boundary.
+        finished: local ranks whose training loop has ended.
+        connected: whether the ranks of the round have connected to each other.
+        trained: whether a local worker has completed a step.
+        step: furthest step that one has completed.
+        began: monotonic seconds and step at which training began.
+        vote: answers to the proposal under way.
+    """
+
+    number: int = 0
+    size: int = 0
+    pointer: CheckpointPointer | None = None
+    stopped: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    connected: bool = False
+    trained: bool = False
+    step: int = 0
+    began: tuple[float, int] | None = None
+    vote: BoundaryVote | None = None
 
 
 class Channel:
@@ -41,93 +86,82 @@ class Channel:
 
     Args:
         recorder: writer of the ledger's events.
-        wake: called, from the channel's thread, when something has changed.
+        inbox: queue for the workers' votes on step boundaries.
+        wake: callback for changes, called from the channel's thread.
         watch: detector of hanging workers.
-        local: copies of the state on this node's disk, if there are any.
+        local: snapshots on this node's disk, ``None`` without them.
 
     Attributes:
-        ended_well: whether the run has, so that nothing on the disk is needed any more.
+        folder: folder on a local disk, in which workers may create files.
+        path: path of the socket.
+        ended_well: whether the run has succeeded, so that nothing on the disk is needed any more.
     """
 
     def __init__(
-        self, recorder: Recorder, wake: Callable[[], None], watch: HangDetector, local: LocalSnapshots | None = None
+        self,
+        recorder: Recorder,
+        inbox: Inbox,
+        wake: Callable[[], None],
+        watch: HangDetector,
+        local: LocalSnapshots | None = None,
     ) -> None:
         self._recorder = recorder
+        self._inbox = inbox
         self._watch = watch
         self._wake = wake
         self._lock = threading.Lock()
-        self._folder = tempfile.mkdtemp(prefix="elastic-", dir=_folder_for_sockets())
-        self.folder = Path(self._folder)
-        """On a local disk; the workers may put files there."""
+        self.folder = Path(tempfile.mkdtemp(prefix="elastic-", dir=_folder_for_sockets()))
         self.path = str(self.folder / "agent.sock")
-        self._round = 0
-        self._size = 0
-        self._pointer: CheckpointPointer | None = None
+        self.ended_well = False
+        self._round = _RoundState()
         self._workers: dict[int, Connection] = {}
         self._greeted: set[int] = set()
         self._parked: set[int] = set()
-        self._stopped: set[int] = set()
-        self._finished: set[int] = set()
-        self._connected = False
-        self._step = 0
         self._expected: int | None = None
-        self._began: tuple[float, int] | None = None
-        self._memories = AgentMemory(local)
-        self.ended_well = False
-        self.trained = False
-        """Whether a local worker has completed a step in this round."""
         self._recorded = 0.0
-        self._ballot: BoundaryVote | None = None
-        self._reports: list[dict[str, Any]] = []
-        self._table_calls = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-row")
+        self._memories = AgentMemory(local)
+        self._pointers = PointerService(recorder)
         self._server = MessageServer(listen(self.path), self._on_message, self._on_close)
 
     def begin(self, number: int, size: int, pointer: CheckpointPointer | None, *, keep: bool = False) -> None:
-        """Serve a new round's workers; what is left of older ones is cut off.
+        """Serve a new round's workers, and cut off those of the round before.
 
         Args:
             number: number of the round.
-            size: how many workers this node has.
+            size: number of workers of this node.
             pointer: the checkpoint's row in the table, on rank 0's node only.
-            keep: whether the workers that have parked stay, to be assigned to this round.
+            keep: whether the parked workers stay, to be assigned to this round.
         """
         if not keep:
             self.cut()
         with self._lock:
-            self._round, self._size, self._pointer = number, size, pointer
+            self._round = _RoundState(number, size, pointer)
             if not keep:
                 self._workers, self._greeted, self._parked = {}, set(), set()
-            self._stopped, self._finished = set(), set()
-            self._connected = False
-            self._step, self._began, self._ballot, self._reports = 0, None, None, []
-            self.trained = False
         if pointer is not None:
-            self._table_calls.submit(_quietly, pointer.take_over)
+            self._pointers.take_over(pointer)
 
-    def assign(self, places: Mapping[int, Mapping[str, Any]]) -> None:
-        """Send the parked workers their assignments in the round.
-
-        Args:
-            places: ``rank``, ``world_size`` and ``environment`` of each local rank.
-        """
+    def assign(self, assignments: Mapping[int, Assign]) -> None:
+        """Send the parked workers their assignments, by local rank."""
         with self._lock:
-            number, pointer = self._round, self._pointer
-            # One that has died meanwhile is found by its exit code.
-            targets = [(self._workers[rank], place) for rank, place in places.items() if rank in self._workers]
+            pointer = self._round.pointer
+            # A worker that has died meanwhile is found by its exit code.
+            targets = [(self._workers[rank], each) for rank, each in assignments.items() if rank in self._workers]
             self._parked.clear()
-        for connection, place in targets:
-            connection.state.update(round=number, pointer=pointer, rank=place["rank"])
-            connection.send({"op": "assign", "round": number, **place})
+        for connection, assignment in targets:
+            worker: _Worker = connection.state["worker"]
+            worker.round, worker.pointer, worker.rank = assignment.round, pointer, assignment.rank
+            _send([connection], assignment)
 
     def interrupt(self) -> None:
-        """Notify the workers that their round is over: they hand their state over, or park."""
+        """Send the workers that the round is over: they hand their state over and park."""
         with self._lock:
-            targets = [link for rank, link in self._workers.items() if rank not in self._stopped | self._parked]
-        for connection in targets:
-            connection.send({"op": "interrupt"})
+            gone = self._round.stopped | self._parked
+            targets = [connection for rank, connection in self._workers.items() if rank not in gone]
+        _send(targets, worker_messages.Interrupt())
 
     def cut(self) -> None:
-        """Cut off the workers: a session whose agent is gone ends its process at once."""
+        """Close all connections, at which the workers' sessions end their processes at once."""
         with self._lock:
             workers = list(self._workers.values())
         for connection in workers:
@@ -137,239 +171,214 @@ class Channel:
     def step(self) -> int:
         """The furthest step that a local worker has completed in this round."""
         with self._lock:
-            return self._step
+            return self._round.step
 
     @property
     def stopped(self) -> frozenset[int]:
         """The local ranks that have saved and left at an agreed boundary."""
         with self._lock:
-            return frozenset(self._stopped)
+            return frozenset(self._round.stopped)
 
     @property
     def parked(self) -> frozenset[int]:
-        """The local ranks that wait for a place in a round."""
+        """The local ranks that wait for an assignment."""
         with self._lock:
             return frozenset(self._parked)
 
     @property
     def seconds_left(self) -> float | None:
-        """For how long training will go on at its pace, ``None`` where that is not known."""
+        """Seconds that training will take at its pace so far, ``None`` where that is unknown."""
         with self._lock:
-            if self._expected is None or self._began is None:
+            if self._expected is None or self._round.began is None:
                 return None
-            began, first = self._began
-            steps = self._step - first
-            pace = (time.monotonic() - began) / steps if steps else 0.0
-            return max(0, self._expected - self._step) * pace if steps else None
+            began, first = self._round.began
+            step = self._round.step
+            return max(0, self._expected - step) * (time.monotonic() - began) / (step - first) if step > first else None
+
+    @property
+    def trained(self) -> bool:
+        """Whether a local worker has completed a step in this round."""
+        with self._lock:
+            return self._round.trained
 
     @property
     def finished(self) -> frozenset[int]:
         """The local ranks whose training has ended."""
         with self._lock:
-            return frozenset(self._finished)
+            return frozenset(self._round.finished)
 
     @property
     def in_session(self) -> bool:
         """Whether every local worker has a session."""
         with self._lock:
-            return len(self._greeted) == self._size
+            return len(self._greeted) == self._round.size
 
     @property
     def placed(self) -> bool:
-        """Whether every local worker has a session that knows its place in this round."""
+        """Whether every local worker has a session and an assignment in this round."""
         with self._lock:
-            links = self._workers.values()
-            return len(links) == self._size and all(link.state["round"] == self._round for link in links)
+            workers = [connection.state["worker"] for connection in self._workers.values()]
+            return len(workers) == self._round.size and all(each.round == self._round.number for each in workers)
 
     @property
     def connected(self) -> bool:
-        """Whether the ranks of this round have found each other, as far as local workers have reported."""
+        """Whether a local worker has reported that the ranks of this round have connected to each other."""
         with self._lock:
-            return self._connected
+            return self._round.connected
 
     @property
     def leaving(self) -> bool:
-        """Whether a worker is connected that ends by itself once it is interrupted; those that wait do not."""
+        """Whether a worker is connected that is not parked, and so ends by itself once it is interrupted."""
         with self._lock:
             return bool(self._workers.keys() - self._parked)
 
-    def prepare(self, message: Mapping[str, Any]) -> None:
-        """Pass a proposal on to the workers; the node's report follows in :meth:`take_reports`."""
+    def prepare(self, proposal: Prepare) -> None:
+        """Send a proposal to the workers; their common vote is put into the inbox."""
         with self._lock:
-            voters = frozenset(self._workers) if len(self._workers) == self._size else frozenset()
-            self._ballot = BoundaryVote(message["boundary"], voters)
-            targets = list(self._workers.values()) if voters else []
-            if not voters:
-                self._reports.append(self._ballot.report(finished=bool(self._finished)))
-                self._ballot = None
-        for connection in targets:
-            connection.send(message)
+            state = self._round
+            targets = list(self._workers.values()) if len(self._workers) == state.size else []
+            state.vote = BoundaryVote(proposal.boundary, frozenset(self._workers) if targets else frozenset())
+            if not targets:
+                self._put_vote(state)
+        _send(targets, proposal)
         self._wake()
 
-    def decide(self, message: Mapping[str, Any]) -> None:
-        """Pass a decision on to the workers.
-
-        Args:
-            message: the decision; ``stay`` says whether this node will be in the next round.
-        """
+    def decide(self, decision: Decide) -> None:
+        """Send a decision to the workers."""
         with self._lock:
             targets = list(self._workers.values())
-        for connection in targets:
-            connection.send(message)
-
-    def take_reports(self) -> list[dict[str, Any]]:
-        """Return and forget the node's answers to proposals."""
-        with self._lock:
-            reports, self._reports = self._reports, []
-            return reports
+        _send(targets, decision)
 
     def close(self) -> None:
         """Stop serving; workers that still run will exit."""
         self._server.close()
-        self._table_calls.shutdown(wait=False, cancel_futures=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._pointers.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
         self._memories.close(forget=self.ended_well)
 
-    def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
-        op = message["op"]
-        if op == "hello":
-            self._hello(connection, message)
+    def _on_message(self, connection: Connection, fields: dict[str, Any]) -> None:
+        message = FROM_WORKER.receive(connection, fields)
+        if message is None:
             return
-        local_rank = connection.state.get("local_rank")
-        if local_rank is None or self._workers.get(local_rank) is not connection:
-            connection.close("it did not say hello first, or its round is over")
+        if isinstance(message, worker_messages.Hello):
+            self._on_hello(connection, message)
             return
-        if op == "parked":
-            with self._lock:
-                self._parked.add(local_rank)
-            self._wake()
-        elif op in AgentMemory.OPS:
-            reply = self._memories.answer(message, connection.state["round"], connection.state["rank"])
-            if reply is not None:
-                connection.send({"re": message["id"], **reply})
-        elif op == "expects":
-            self._expected = message["steps"]
-        elif connection.state["round"] != self._round:
+        worker: _Worker | None = connection.state.get("worker")
+        number = fields.get("id")
+        if worker is None or self._workers.get(worker.local_rank) is not connection:
+            connection.close("it did not send hello first, or its round is over")
+        elif isinstance(message, get_args(worker_messages.Request)) and not isinstance(number, int):
+            connection.close(f"its request {fields['op']!r} has no id")
+        elif worker.round != self._round.number and not isinstance(message, _IN_ANY_ROUND):
             connection.close("its round is over")
-        elif op == "connected":
-            with self._lock:
-                self._connected = True
-        elif op == "step":
-            self._completed(local_rank, message["step"])
-        elif op == "pointer":
-            self._table_calls.submit(self._answer_pointer, connection, message)
-        elif op == "commit":
-            self._table_calls.submit(self._answer_commit, connection, message)
-        elif op == "prepared":
-            self._voted(local_rank, message)
-        elif op == "busy":
-            self._watch.busy(local_rank, bounded=message["bounded"])
-        elif op == "free":
-            self._watch.free(local_rank)
-        elif op == "damaged":
-            self._recorder.record(
-                CheckpointQuarantined, self._round, directory=message["directory"], problems=message["problems"]
-            )
-        elif op == "restored":
-            self._watch.opened()
-            with self._lock:
-                self._step = max(self._step, message["step"])
-                self._began = time.monotonic(), message["step"]
-            self._recorder.record(Restored, self._round, step=message["step"], directory=message["directory"])
-        elif op in ("stopped", "finished"):
-            with self._lock:
-                (self._stopped if op == "stopped" else self._finished).add(local_rank)
-                self._step = max(self._step, message["step"])
-            self._watch.finished()
-            self._recorder.record(Progress, self._round, step=message["step"])
-            self._wake()
         else:
-            _LOG.warning("A worker sent %r, which this agent does not know.", op)
+            self._dispatch(connection, worker, message, number)
 
-    def _hello(self, connection: Connection, message: Mapping[str, Any]) -> None:
+    def _dispatch(
+        self, connection: Connection, worker: _Worker, message: worker_messages.WorkerMessage, number: int | None
+    ) -> None:
+        def reply(answer: worker_messages.Reply) -> None:
+            connection.send({"re": number, **FROM_AGENT.encode(answer)})
+
+        state, local_rank = self._round, worker.local_rank
+        match message:
+            case worker_messages.Step():
+                self._completed(state, local_rank, message.step)
+            case worker_messages.Busy():
+                self._watch.busy(local_rank, bounded=message.bounded)
+            case worker_messages.Free():
+                self._watch.free(local_rank)
+            case worker_messages.Expects():
+                self._expected = message.steps
+            case worker_messages.Prepared():
+                self._prepared(state, local_rank, message)
+            case worker_messages.Pointer() | worker_messages.Commit():
+                self._pointers.submit(message, worker.round, worker.pointer, reply)
+            case worker_messages.Connected():
+                with self._lock:
+                    state.connected = True
+            case worker_messages.Parked():
+                with self._lock:
+                    self._parked.add(local_rank)
+                self._wake()
+            case worker_messages.Damaged(directory, problems):
+                self._recorder.record(CheckpointQuarantined, state.number, directory=directory, problems=problems)
+            case worker_messages.Restored(step, directory):
+                self._watch.opened()
+                with self._lock:
+                    state.step = max(state.step, step)
+                    state.began = time.monotonic(), step
+                self._recorder.record(Restored, state.number, step=step, directory=directory)
+            case worker_messages.Stopped(step) | worker_messages.Finished(step):
+                with self._lock:
+                    ended = state.stopped if isinstance(message, worker_messages.Stopped) else state.finished
+                    ended.add(local_rank)
+                    state.step = max(state.step, step)
+                self._watch.finished()
+                self._recorder.record(Progress, state.number, step=step)
+                self._wake()
+            case _ if isinstance(message, get_args(worker_messages.MemoryMessage)):
+                answer = self._memories.answer(message, worker.round, worker.rank)
+                if answer is not None:
+                    reply(answer)
+
+    def _on_hello(self, connection: Connection, hello: worker_messages.Hello) -> None:
         with self._lock:
-            # A worker of round 0 receives its assignment later.
-            current = message["round"] in (self._round, 0)
+            current = hello.round in (self._round.number, 0)  # a worker of round 0 receives its assignment later
             if current:
-                connection.state.update(
-                    local_rank=message["local_rank"],
-                    rank=message["rank"],
-                    round=message["round"],
-                    pointer=self._pointer,
-                )
-                self._workers[message["local_rank"]] = connection
-                self._greeted.add(message["local_rank"])
+                worker = _Worker(hello.local_rank, hello.rank, hello.round, self._round.pointer)
+                connection.state["worker"] = worker
+                self._workers[hello.local_rank] = connection
+                self._greeted.add(hello.local_rank)
         if not current:
-            connection.close(f"round {message['round']} is over")
-        elif message["round"]:
+            connection.close(f"round {hello.round} is over")
+        elif hello.round:
             self._watch.opened()
 
-    def _completed(self, local_rank: int, step: int) -> None:
+    def _completed(self, state: _RoundState, local_rank: int, step: int) -> None:
         self._watch.completed(step, local_rank)
-        self._memories.completed(self._round)
+        self._memories.completed(state.number)
+        now = time.monotonic()
         with self._lock:
-            self.trained = True
-            if self._began is None:
-                self._began = time.monotonic(), step
-            self._step = max(self._step, step)
-            now = time.monotonic()
-            due = now - self._recorded >= _PROGRESS_SECONDS
-            if due:
-                self._recorded = now
-        if due:
-            self._recorder.record(Progress, self._round, step=step)
+            state.trained = True
+            if state.began is None:
+                state.began = now, step
+            state.step = max(state.step, step)
+        if now - self._recorded >= _PROGRESS_SECONDS:
+            self._recorded = now
+            self._recorder.record(Progress, state.number, step=step)
 
-    def _voted(self, local_rank: int, message: Mapping[str, Any]) -> None:
+    def _prepared(self, state: _RoundState, local_rank: int, answer: worker_messages.Prepared) -> None:
         with self._lock:
-            vote = self._ballot
-            if vote is None or vote.boundary != message["boundary"]:
+            vote = state.vote
+            if vote is None or vote.boundary != answer.boundary:
                 return
-            if vote.vote(local_rank, ok=message["ok"], step=message["step"]):
-                self._reports.append(vote.report(finished=bool(self._finished)))
-                self._ballot = None
+            if vote.vote(local_rank, ok=answer.ok, step=answer.step):
+                self._put_vote(state)
         self._wake()
+
+    def _put_vote(self, state: _RoundState) -> None:
+        assert state.vote is not None
+        self._inbox.put(LocalVote(state.number, state.vote.report(finished=bool(state.finished))))
+        state.vote = None
 
     def _on_close(self, connection: Connection) -> None:
-        local_rank = connection.state.get("local_rank")
+        worker: _Worker | None = connection.state.get("worker")
         with self._lock:
-            if local_rank is not None and self._workers.get(local_rank) is connection:
-                del self._workers[local_rank]
-                self._parked.discard(local_rank)
+            if worker is not None and self._workers.get(worker.local_rank) is connection:
+                del self._workers[worker.local_rank]
+                self._parked.discard(worker.local_rank)
         self._wake()
 
-    def _answer_pointer(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        reply: dict[str, Any] = {"re": message["id"]}
-        try:
-            reply["pointer"] = _pointer_of(connection).take_over()
-        except Exception as error:  # noqa: BLE001 - the worker waits for an answer, whatever has happened
-            reply.update(_refusal(error))
-        connection.send(reply)
 
-    def _answer_commit(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        reply: dict[str, Any] = {"re": message["id"]}
-        pointer = {name: message[name] for name in ("directory", "step", "digest")}
-        try:
-            _pointer_of(connection).commit(pointer)
-            reply["ok"] = True
-        except Exception as error:  # noqa: BLE001 - the worker waits for an answer, whatever has happened
-            reply.update(_refusal(error))
-        connection.send(reply)
-        if "ok" in reply:
-            self._recorder.record(
-                CheckpointCommitted,
-                self._round,
-                step=message["step"],
-                directory=message["directory"],
-                seconds=message["seconds"],
-            )
+_IN_ANY_ROUND = (worker_messages.Parked, worker_messages.Expects, *get_args(worker_messages.MemoryMessage))
+"""Messages of a worker that may belong to an earlier round than the agent's."""
 
 
-def _pointer_of(connection: Connection) -> CheckpointPointer:
-    """Return the pointer of the round that the worker belongs to, however many rounds have passed since."""
-    pointer: CheckpointPointer | None = connection.state["pointer"]
-    if pointer is None:
-        raise Fenced("This node is not rank 0 of its round; only rank 0's workers commit checkpoints.")
-    return pointer
+def _send(connections: list[Connection], message: AgentMessage) -> None:
+    fields = FROM_AGENT.encode(message)
+    for connection in connections:
+        connection.send(fields)
 
 
 def _folder_for_sockets() -> str | None:
@@ -377,16 +386,3 @@ def _folder_for_sockets() -> str | None:
     if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER_BYTES:
         return None
     return "/tmp"  # noqa: S108 - mkdtemp makes a private folder in it
-
-
-def _refusal(error: Exception) -> dict[str, Any]:
-    if not isinstance(error, ElasticError):
-        _LOG.error("A request of a worker failed.", exc_info=error)
-    return {"error": "fenced" if isinstance(error, Fenced) else "unavailable", "message": str(error)}
-
-
-def _quietly(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except ElasticError as error:
-        _LOG.info("%s", error)

@@ -6,11 +6,26 @@ import logging
 import time
 from collections.abc import Iterable
 
+from azureml_elastic.ipc.agent_messages import (
+    AllPlaced,
+    Decision,
+    Dumped,
+    DumpStacks,
+    HangLesson,
+    Leaving,
+    Placed,
+    Prepare,
+    ReportBody,
+    Vote,
+)
+from azureml_elastic.ipc.worker_messages import Decide
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.peer_discovery import PeerDiscovery
 from azureml_elastic.node.agent.step_boundary import BoundaryCoordinator
 from azureml_elastic.node.hangs.policy import Hang
 from azureml_elastic.node.hangs.response import HangResponse
+from azureml_elastic.node.rendezvous.hub.inbox import FromLeader, FromMember, LocalVote
+from azureml_elastic.node.rendezvous.hub.messages import Report
 from azureml_elastic.node.rendezvous.reachability.reachability import UnreachablePair
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
@@ -46,6 +61,7 @@ class PeerMessenger:
         self._hangs = hangs
         self._opens_session = opens_session
         self._coordinator: BoundaryCoordinator | None = None
+        self._number = 0
         self._started = 0.0
         self._leaving = False
         self._discovery = PeerDiscovery(rendezvous.hub.broadcast)
@@ -54,6 +70,7 @@ class PeerMessenger:
     def begin(self, round_: Round, *, leads: bool) -> None:
         """A round begins."""
         names = tuple(member.node for member in round_.members)
+        self._number = round_.number
         self._coordinator = BoundaryCoordinator(names, self._rdzv.hub.broadcast) if leads else None
         self._started = time.monotonic()
         self._leaving = False
@@ -65,27 +82,41 @@ class PeerMessenger:
         """Tell rank 0's agent, once, that this node has to go."""
         if not self._leaving:
             self._leaving = True
-            self._rdzv.membership.link.report({"what": "leaving"})
+            self.report(Leaving())
 
-    def talk(self) -> None:
-        """Carry proposals and decisions between rank 0's agent and the local workers."""
-        link = self._rdzv.membership.link
-        for message in link.take_broadcasts():
-            if message["op"] == "prepare":
-                self._channel.prepare(message)
-            elif message["op"] == "placed":
-                self._discovery.all_placed()
-            elif message["op"] in ("dump", "lesson"):
-                self._hangs.take(message)
-            elif message["op"] == "decide":
-                self.leavers.update(message["leavers"])
-                if message["go"] and self.leavers:
-                    _LOG.info("All workers stop after the same step; not in the next round: %s.", _list(self.leavers))
-                self._channel.decide({**message, "stay": self._rdzv.node not in self.leavers})
-        for report in self._channel.take_reports():
-            link.report(report)
-        if (placed := self._discovery.news(placed=self._channel.placed)) is not None:
-            link.report(placed)
+    def report(self, body: ReportBody) -> None:
+        """Send a report to rank 0's agent."""
+        self._rdzv.membership.link.send(Report(body))
+
+    def process_events(self) -> None:
+        """Process what agents and local workers have sent since the last call."""
+        for event in self._rdzv.inbox.take(self._number):
+            match event:
+                case LocalVote(vote=vote):
+                    self.report(vote)
+                case FromLeader(body=Prepare() as proposal):
+                    self._channel.prepare(proposal)
+                case FromLeader(body=Decision() as decision):
+                    self.leavers.update(decision.leavers)
+                    if decision.go and self.leavers:
+                        left = _list(self.leavers)
+                        _LOG.info("All workers stop after the same step; not in the next round: %s.", left)
+                    stay = self._rdzv.node not in self.leavers
+                    self._channel.decide(Decide(decision.boundary, decision.go, stay))
+                case FromLeader(body=AllPlaced()):
+                    self._discovery.all_placed()
+                case FromLeader(body=DumpStacks() | HangLesson() as body):
+                    self._hangs.take(body)
+                case FromMember(node=node, body=Leaving()):
+                    self.leavers.add(node)
+                case FromMember(node=node, body=Placed()):
+                    self._discovery.reported(node)
+                case FromMember(node=node, body=Dumped()):
+                    self._hangs.answered(node)
+                case FromMember(node=node, body=Vote() as vote) if self._coordinator is not None:
+                    self._coordinator.take(node, vote, sorted(self.leavers))
+        if self._discovery.must_report(placed=self._channel.placed):
+            self.report(Placed())
 
     def gap(self) -> UnreachablePair | None:
         """Return the gap for which this agent has to end the round now, because workers will never connect over it."""
@@ -108,15 +139,6 @@ class PeerMessenger:
         coordinator = self._coordinator
         if coordinator is None:
             return None
-        for node, report in self._rdzv.hub.take_reports():
-            if report.get("what") == "leaving":
-                self.leavers.add(node)
-            elif report.get("what") == "placed":
-                self._discovery.reported(node)
-            elif report.get("what") == "dumped":
-                self._hangs.answered(node)
-            else:
-                coordinator.take({**report, "node": node}, sorted(self.leavers))
         ending = coordinator.finished or self._channel.finished or done
         if coordinator.busy or coordinator.leaving or ending or not (self.leavers or status.waiting):
             return None

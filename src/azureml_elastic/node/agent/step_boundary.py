@@ -10,9 +10,11 @@ round).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from azureml_elastic.ipc.agent_interface import Action
+from azureml_elastic.ipc.agent_messages import Decision, Prepare, Vote
 
 __all__ = ["BoundaryCoordinator", "BoundaryVote"]
 
@@ -39,20 +41,19 @@ class BoundaryVote:
         self.votes[local_rank] = (ok, step)
         return self.voters <= self.votes.keys()
 
-    def report(self, *, finished: bool) -> dict[str, Any]:
-        """Return the node's answer.
+    def report(self, *, finished: bool) -> Vote:
+        """Return the node's vote.
 
         Args:
             finished: whether a local worker's training loop has ended.
         """
-        return {
-            "op": "report",
-            "boundary": self.boundary,
-            "ok": bool(self.votes) and all(ok for ok, _ in self.votes.values()) and not finished,
-            "step": max((step for _, step in self.votes.values()), default=0),
-            "capable": bool(self.voters),
-            "finished": finished,
-        }
+        return Vote(
+            self.boundary,
+            ok=bool(self.votes) and all(ok for ok, _ in self.votes.values()) and not finished,
+            step=max((step for _, step in self.votes.values()), default=0),
+            capable=bool(self.voters),
+            finished=finished,
+        )
 
 
 class BoundaryCoordinator:
@@ -67,7 +68,7 @@ class BoundaryCoordinator:
     def __init__(
         self,
         members: Iterable[str],
-        broadcast: Callable[[Mapping[str, Any]], None],
+        broadcast: Callable[[Prepare | Decision], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._members = frozenset(members)
@@ -77,7 +78,7 @@ class BoundaryCoordinator:
         self._margin = _FIRST_MARGIN
         self._pending = False
         self._not_before = 0.0
-        self._answers: dict[str, Mapping[str, Any]] = {}
+        self._answers: dict[str, Vote] = {}
         self._step = 0
         self._seen = 0
         self.incapable = False
@@ -92,7 +93,7 @@ class BoundaryCoordinator:
         """Whether a proposal is under way, or the next one has to wait."""
         return self._pending or self._clock() < self._not_before
 
-    def propose(self, step: int, action: str = "leave") -> None:
+    def propose(self, step: int, action: Action = "leave") -> None:
         """Propose that all workers do something soon after ``step``, the last one that a local worker has completed.
 
         Args:
@@ -103,27 +104,28 @@ class BoundaryCoordinator:
         self._pending = True
         self._answers = {}
         self._step = max(step, self._seen) + self._margin
-        self._broadcast({"op": "prepare", "boundary": self._number, "step": self._step, "action": action})
+        self._broadcast(Prepare(self._number, self._step, action))
 
-    def take(self, answer: Mapping[str, Any], leavers: Sequence[str] = ()) -> None:
-        """Take one node's report, and decide when it was the last.
+    def take(self, node: str, vote: Vote, leavers: Sequence[str] = ()) -> None:
+        """Record a node's vote, and broadcast the decision after the last one.
 
         Args:
-            answer: the report, with the node's name.
-            leavers: nodes that will not be in the next round, for everyone to know.
+            node: name of the node.
+            vote: its vote.
+            leavers: nodes that will not be in the next round, for the decision.
         """
-        if not self._pending or answer["boundary"] != self._number:
+        if not self._pending or vote.boundary != self._number:
             return
-        self.finished = self.finished or answer["finished"]
-        self._answers[answer["node"]] = answer
+        self.finished = self.finished or vote.finished
+        self._answers[node] = vote
         if not self._members <= self._answers.keys():
             return
         self._pending = False
         replies = self._answers.values()
-        self.incapable = not all(reply["capable"] for reply in replies)
-        self._seen = max(self._seen, *(reply["step"] for reply in replies))
-        self.leaving = all(reply["ok"] for reply in replies)
-        self._broadcast({"op": "decide", "boundary": self._number, "go": self.leaving, "leavers": list(leavers)})
+        self.incapable = not all(reply.capable for reply in replies)
+        self._seen = max(self._seen, *(reply.step for reply in replies))
+        self.leaving = all(reply.ok for reply in replies)
+        self._broadcast(Decision(self._number, self.leaving, tuple(leavers)))
         if not self.leaving:
             self._not_before = self._clock() + _RETRY_SECONDS
             if self._seen >= self._step:

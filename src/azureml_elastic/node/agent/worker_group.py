@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import RunFailed
+from azureml_elastic.ipc.worker_messages import Assign
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.worker_environment import worker_environments
 from azureml_elastic.node.agent.worker_processes import Workers
@@ -110,11 +111,12 @@ class WorkerGroup:
         self._channel.begin(round_.number, len(ranks), pointer, keep=self.stays)
         environments = worker_environments(assignment, run_id, max_restarts)
         if self.stays:
-            places = {
-                local_rank: {"rank": rank, "world_size": round_.world_size, "environment": environments[local_rank]}
-                for local_rank, rank in enumerate(ranks)
-            }
-            self._channel.assign(places)
+            self._channel.assign(
+                {
+                    local_rank: Assign(round_.number, rank, round_.world_size, environments[local_rank])
+                    for local_rank, rank in enumerate(ranks)
+                }
+            )
         else:
             self._start(environments)
 

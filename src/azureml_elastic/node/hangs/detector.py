@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+from azureml_elastic.ipc.agent_messages import HangLesson
 from azureml_elastic.node.hangs.policy import Hang, HangPolicy, Phase, pause_limit, step_limit
 
 __all__ = ["HangDetector"]
@@ -164,21 +164,21 @@ class HangDetector:
         with self._lock:
             return dict(self._steps)
 
-    def lesson(self) -> dict[str, Any] | None:
-        """Return what rank 0's agent shall broadcast, if there is news: newcomers have not seen the long gaps."""
+    def lesson(self) -> HangLesson | None:
+        """Return the learned durations if rank 0's agent must broadcast them: new nodes have not seen the long gaps."""
         with self._lock:
             sent, learned = self._broadcast, (self._longest, self._longest_pause)
             # In the first step all have taken part, so that all receive it.
             if self._phase != "step" or not any(new > _NEWS * old for new, old in zip(learned, sent, strict=True)):
                 return None
             self._broadcast = learned
-            return {"op": "lesson", "longest": self._longest, "longest_pause": self._longest_pause}
+            return HangLesson(self._longest, self._longest_pause)
 
-    def learn(self, lesson: Mapping[str, Any]) -> None:
-        """Take in another agent's lesson."""
+    def learn(self, lesson: HangLesson) -> None:
+        """Adopt longer durations that another agent has learned."""
         with self._lock:
-            self._longest = max(self._longest, float(lesson["longest"]))
-            self._longest_pause = max(self._longest_pause, float(lesson["longest_pause"]))
+            self._longest = max(self._longest, lesson.longest)
+            self._longest_pause = max(self._longest_pause, lesson.longest_pause)
 
     def _learn(self, seconds: float) -> None:
         """Learn from a stretch that has ended well."""

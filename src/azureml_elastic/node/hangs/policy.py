@@ -20,9 +20,9 @@ distinguished, because a program that trains well has all three:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
 
 from azureml_elastic.config import ElasticDistribution
 
@@ -80,15 +80,6 @@ class Hang:
         what = f"no step after step {self.step}" if self.phase != "start" else "no first step of the round"
         pause = ", which a worker had announced to be busy," if self.phase == "pause" else ""
         return f"hang: {what}{pause} for {self.waited:.1f} s (limit {self.limit:.1f} s)"
-
-    def to_message(self) -> dict[str, Any]:
-        """Return what rank 0's agent broadcasts: every agent shall write down its workers' stacks."""
-        return {"op": "dump", **asdict(self)}
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Hang:
-        """Read such a message; fields of later releases are ignored."""
-        return cls(**{name: message[name] for name in cls.__dataclass_fields__})
 
 
 def step_limit(policy: HangPolicy, steps: Collection[float], longest: float = 0.0) -> float:

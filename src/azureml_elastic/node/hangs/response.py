@@ -8,9 +8,9 @@ comes, much later, although rank 0's has not, does so alone: what hangs may be t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
+from azureml_elastic.ipc.agent_messages import Dumped, DumpStacks, HangLesson
 from azureml_elastic.ledger.events import HangDetected
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.hangs.detector import HangDetector
@@ -43,8 +43,8 @@ class HangResponse:
         recorder: Recorder,
         node: str,
         *,
-        broadcast: Callable[[Mapping[str, Any]], None],
-        send: Callable[[Mapping[str, Any]], None],
+        broadcast: Callable[[DumpStacks | HangLesson], None],
+        send: Callable[[Dumped], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watch = watch
@@ -77,17 +77,17 @@ class HangResponse:
         """Whether this round was found to hang, here or elsewhere: its workers are to be killed, not asked."""
         return self._hang is not None
 
-    def take(self, message: Mapping[str, Any]) -> None:
-        """Take what rank 0's agent has broadcast: ``dump`` or ``lesson``."""
-        if message["op"] == "lesson":
+    def take(self, message: DumpStacks | HangLesson) -> None:
+        """Process a broadcast of rank 0's agent."""
+        if isinstance(message, HangLesson):
             self._watch.learn(message)
-        elif message["op"] == "dump" and message["round"] == self._number and self._hang is None:
-            hang = Hang.from_message(message)
+        elif message.round == self._number and self._hang is None:
+            hang = Hang(message.step, message.waited, message.limit, message.phase)
             self._watch.fired(hang)
             self._dump(hang)
 
     def answered(self, node: str) -> None:
-        """Another agent has reported ``dumped`` to this one, which leads."""
+        """Record that a node has written its stacks; for rank 0's agent."""
         self._missing.discard(node)
 
     def look(self) -> Hang | None:
@@ -107,7 +107,7 @@ class HangResponse:
             self._reported = True
             self._missing.discard(self._node)
             if not self._mine:
-                self._send({"op": "report", "what": "dumped"})
+                self._send(Dumped())
         over = not self._missing or self._clock() >= self._until
         return self._hang if self._mine and over else None
 
@@ -120,7 +120,7 @@ class HangResponse:
         )
         self._dump(hang)
         if leads:
-            self._broadcast({**hang.to_message(), "round": self._number})
+            self._broadcast(DumpStacks(self._number, hang.step, hang.waited, hang.limit, hang.phase))
 
     def _dump(self, hang: Hang) -> None:
         self._hang = hang

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.rendezvous.hub.inbox import Inbox
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
@@ -21,6 +22,7 @@ class Context:
     Attributes:
         clock: clock in monotonic seconds.
         wake: event for the agent's thread; other threads set it when a hub has sent something or the state has changed.
+        inbox: messages of agents and local workers for the agent's thread.
         latest: newest version of the round that this node has read, written or received.
         heartbeat_timeout: silence in seconds after which a peer counts as lost.
         tick: seconds between two heartbeats of a connection.
@@ -32,6 +34,7 @@ class Context:
         self.runtime = runtime
         self.clock = runtime.clock
         self.wake = runtime.event()
+        self.inbox = Inbox()
         self.latest = LatestRound()
         self.heartbeat_timeout = timings.heartbeat_timeout.total_seconds()
         self.tick = timings.heartbeat_interval.total_seconds() / 2

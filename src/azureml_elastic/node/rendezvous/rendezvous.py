@@ -61,7 +61,8 @@ class Rendezvous:
     Attributes:
         node: name of this node.
         incarnation: random identifier of this process.
-        wake: event that is set when the agent should look at :meth:`status`.
+        wake: event that is set when the agent should look at :meth:`status` and at the inbox.
+        inbox: messages of agents and local workers for the agent's thread.
         hub: this node's hub.
         membership: the round joined last, and the connection to its rank 0.
         round_end: reopens the round, or closes the run.
@@ -93,6 +94,7 @@ class Rendezvous:
         self._interface = listening_address(host)
         self._context = context = Context(limits, timings, runtime or Runtime(Ports(ports)))
         self.wake = context.wake
+        self.inbox = context.inbox
         hub_listener = context.runtime.listen(self._interface, 4096)
         self._data_port = DataPort(context.runtime, self._interface) if ports is not None else None
         me = Member(

@@ -21,17 +21,20 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeVar
 
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.errors import ElasticError, Fenced, RoundBroken, TableUnavailable
 from azureml_elastic.ipc import Connection, MessageClient
+from azureml_elastic.ipc import worker_messages as messages
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HandedOverState, WorkerIdentity
+from azureml_elastic.ipc.message import MalformedMessage
 from azureml_elastic.train.agent_client.signals import end_group, leave_sigterm_to_the_agent
 
 __all__ = ["ChannelAgent"]
 
 _LOG = logging.getLogger(__name__)
+_R = TypeVar("_R", bound=messages.Reply)
 _FLUSH_SECONDS = 5.0
 _LONGEST_TEXT = 2000
 _STRONGEST_FIRST: tuple[Action, ...] = ("leave", "rejoin", "save")
@@ -81,65 +84,57 @@ class ChannelAgent:
         self._boundaries: dict[int, _Boundary] = {}
         self._interrupted = False
         self._interrupt: Callable[[], None] = lambda: None
-        self._assignment: dict[str, Any] | None = None
+        self._assignment: messages.Assign | None = None
         self._completed: int | None = None  # until the start is known no step can be promised
         self._ended = False
         self._client = MessageClient(path, self._on_message, self._on_close)
         leave_sigterm_to_the_agent()
-        self._client.send(
-            {
-                "op": "hello",
-                "rank": identity.rank,
-                "local_rank": identity.local_rank,
-                "pid": os.getpid(),
-                "round": identity.round,
-            }
-        )
+        self._send(messages.Hello(identity.local_rank, identity.rank, identity.round))
 
     def connected(self) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._client.send({"op": "connected"})
+        self._send(messages.Connected())
 
     def pointer(self) -> Reference | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        pointer = self._ask({"op": "pointer"}).get("pointer")
-        return None if pointer is None else Reference.from_json(pointer)
+        return self._request(messages.Pointer(), messages.PointerReply).pointer
 
     def commit(self, reference: Reference, stall_seconds: float) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._ask({"op": "commit", **reference.to_json(), "seconds": stall_seconds})
+        commit = messages.Commit(reference.directory, reference.step, reference.digest, stall_seconds)
+        self._request(commit, messages.Accepted)
 
     def damaged(self, directory: str, problems: str) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._client.send({"op": "damaged", "directory": directory, "problems": problems[:_LONGEST_TEXT]})
+        self._send(messages.Damaged(directory, problems[:_LONGEST_TEXT]))
 
     def restored(self, step: int, directory: str | None) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         with self._changed:
             self._completed = step
         if self._identity.rank == 0:
-            self._client.send({"op": "restored", "step": step, "directory": directory})
+            self._send(messages.Restored(step, directory))
 
     def completed(self, step: int) -> Action | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         with self._changed:
             self._completed = step
             due = [boundary for boundary in self._boundaries.values() if boundary.step == step]
-        self._client.send({"op": "step", "step": step})
+        self._send(messages.Step(step))
         actions = {boundary.action for boundary in due if self._decision(boundary)}
         return next((action for action in _STRONGEST_FIRST if action in actions), None)
 
     def busy(self, *, bounded: bool = True) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._client.send({"op": "busy", "bounded": bounded})
+        self._send(messages.Busy(bounded))
 
     def free(self) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._client.send({"op": "free"})
+        self._send(messages.Free())
 
     def expects(self, steps: int) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._client.send({"op": "expects", "steps": steps})
+        self._send(messages.Expects(steps))
 
     def when_interrupted(self, callback: Callable[[], None]) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -156,29 +151,27 @@ class ChannelAgent:
 
     def hand_over(self, step: int, descriptor: int) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._ask({"op": "handover", "pid": os.getpid(), "fd": descriptor, "step": step})
+        self._request(messages.HandOver(os.getpid(), descriptor, step), messages.Accepted)
 
     def handed_over(self) -> HandedOverState | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        kept = self._ask({"op": "memory"}).get("memory")
-        return None if kept is None else HandedOverState(kept["path"], kept["step"], kept["round"], kept["rank"])
+        return self._request(messages.Memory(), messages.MemoryReply).memory
 
     def hold_shard(self, descriptor: int, description: Mapping[str, Any]) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._ask({"op": "hold_shard", "pid": os.getpid(), "fd": descriptor, "description": dict(description)})
+        self._request(messages.HoldShard(os.getpid(), descriptor, dict(description)), messages.Accepted)
 
     def retain_snapshot(self, folder: str) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._client.send({"op": "retain_snapshot", "folder": folder})
+        self._send(messages.RetainSnapshot(folder))
 
     def discard_snapshot(self, folder: str) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._client.send({"op": "discard_snapshot", "folder": folder})
+        self._send(messages.DiscardSnapshot(folder))
 
     def held_shards(self) -> list[dict[str, Any]]:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        held: list[dict[str, Any]] = self._ask({"op": "held_shards"})["held"]
-        return held
+        return self._request(messages.HeldShards(), messages.ShardsReply).held
 
     def park(self) -> WorkerIdentity:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -186,53 +179,53 @@ class ChannelAgent:
             self._completed = None
             self._boundaries.clear()
             self._assignment = None
-        self._client.send({"op": "parked"})
+        self._send(messages.Parked())
         with self._changed:
             self._changed.wait_for(lambda: self._assignment is not None)
-        assignment: dict[str, Any] | None = self._assignment
+        assignment: messages.Assign | None = self._assignment
         assert assignment is not None
-        os.environ.update(assignment["environment"])
+        os.environ.update(assignment.environment)
         self._identity = WorkerIdentity(
-            rank=assignment["rank"],
-            local_rank=self._identity.local_rank,
-            world_size=assignment["world_size"],
-            round=assignment["round"],
+            assignment.rank, self._identity.local_rank, assignment.world_size, assignment.round
         )
         return self._identity
 
     def stopped(self, step: int) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._end({"op": "stopped", "step": step}, for_good=not self.stays)
+        self._end(messages.Stopped(step), for_good=not self.stays)
 
     def finished(self, step: int) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._end({"op": "finished", "step": step})
+        self._end(messages.Finished(step))
 
     def close(self) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         self._client.close()
 
-    def _end(self, message: dict[str, Any], *, for_good: bool = True) -> None:
+    def _end(self, message: messages.Stopped | messages.Finished, *, for_good: bool = True) -> None:
         with self._changed:
             self._ended = for_good
-        self._client.send(message)
+        self._send(message)
         if not self._client.flush(_FLUSH_SECONDS):
-            _LOG.warning("The agent has not taken the message %r within %g s.", message["op"], _FLUSH_SECONDS)
+            _LOG.warning("The agent has not taken %r within %g s.", message, _FLUSH_SECONDS)
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _send(self, message: messages.WorkerMessage) -> None:
+        self._client.send(messages.FROM_WORKER.encode(message))
+
+    def _request(self, request: messages.Request, expected: type[_R]) -> _R:
+        fields = messages.FROM_WORKER.encode(request)
         try:
-            reply = self._client.request(message, self._request_timeout)
+            reply = messages.FROM_AGENT.decode(self._client.request(fields, self._request_timeout))
         except (TimeoutError, ConnectionError) as error:
-            raise TableUnavailable(f"The node's agent did not answer {message['op']!r}: {error}") from error
-        failure = reply.get("error")
-        if failure is None:
-            return reply
-        text = str(reply.get("message") or f"The node's agent answered {message['op']!r} with {failure!r}.")
-        if failure == "fenced":
-            raise Fenced(text)
-        if failure == "unavailable":
-            raise TableUnavailable(text)
-        raise ElasticError(text)
+            raise TableUnavailable(f"The node's agent did not answer {fields['op']!r}: {error}") from error
+        except MalformedMessage as error:
+            raise ElasticError(f"The node's agent sent a malformed reply to {fields['op']!r}: {error}") from error
+        if isinstance(reply, messages.Refused):
+            errors = {"fenced": Fenced, "unavailable": TableUnavailable}
+            raise errors.get(reply.error, ElasticError)(reply.message)
+        if not isinstance(reply, expected):
+            raise ElasticError(f"The node's agent answered {fields['op']!r} with {reply!r}.")
+        return reply
 
     def _decision(self, boundary: _Boundary) -> bool:
         with self._changed:
@@ -256,40 +249,32 @@ class ChannelAgent:
             self._changed.notify_all()
         callback()
 
-    def _on_assign(self, message: dict[str, Any]) -> None:
-        with self._changed:
-            self._interrupted = False
-            self._assignment = message
-            self._changed.notify_all()
-
-    def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
-        kind = message.get("op")
-        number = int(message.get("boundary", -1))
-        if kind == "prepare":
-            action: Action = message["action"]
-            if action not in get_args(Action):
-                raise ValueError(f"unknown action {action!r}")
-            with self._changed:
-                step = self._completed or 0
-                agreed = not self._ended and self._completed is not None and step < int(message["step"])
-                if agreed:
-                    self._boundaries[number] = _Boundary(number, int(message["step"]), action)
-            connection.send({"op": "prepared", "boundary": number, "ok": agreed, "step": step})
-        elif kind == "decide":
-            with self._changed:
-                boundary = self._boundaries.get(number)
-                if boundary is not None:
-                    boundary.go = bool(message["go"])
-                    self.stays = self.stays and bool(message.get("stay", True))
-                    if not boundary.go:
-                        del self._boundaries[number]
+    def _on_message(self, connection: Connection, fields: dict[str, Any]) -> None:
+        message = messages.FROM_AGENT.receive(connection, fields)
+        match message:
+            case messages.Prepare():
+                with self._changed:
+                    step = self._completed or 0
+                    agreed = not self._ended and self._completed is not None and step < message.step
+                    if agreed:
+                        self._boundaries[message.boundary] = _Boundary(message.boundary, message.step, message.action)
+                self._send(messages.Prepared(message.boundary, agreed, step))
+            case messages.Decide():
+                with self._changed:
+                    boundary = self._boundaries.get(message.boundary)
+                    if boundary is not None:
+                        boundary.go = message.go
+                        self.stays = self.stays and message.stay
+                        if not boundary.go:
+                            del self._boundaries[message.boundary]
+                        self._changed.notify_all()
+            case messages.Interrupt():
+                self._on_interrupt()
+            case messages.Assign():
+                with self._changed:
+                    self._interrupted = False
+                    self._assignment = message
                     self._changed.notify_all()
-        elif kind == "interrupt":
-            self._on_interrupt()
-        elif kind == "assign":
-            self._on_assign(message)
-        else:
-            _LOG.warning("The agent sent %r, which this release does not know; ignored.", kind)
 
     def _on_close(self, connection: Connection) -> None:
         print(

@@ -8,6 +8,15 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
+from azureml_elastic.ipc.worker_messages import (
+    Accepted,
+    HandOver,
+    HeldShards,
+    HoldShard,
+    Memory,
+    MemoryReply,
+    RetainSnapshot,
+)
 
 
 @pytest.fixture
@@ -25,18 +34,13 @@ def memory_of(content):
 
 def hold_shard(memory, folder, file, content):
     descriptor = memory_of(content)
-    message = {
-        "op": "hold_shard",
-        "pid": os.getpid(),
-        "fd": descriptor,
-        "description": {"folder": folder, "file": file},
-    }
-    assert memory.answer(message, 1, 0) == {"ok": True}
+    message = HoldShard(os.getpid(), descriptor, {"folder": folder, "file": file})
+    assert memory.answer(message, 1, 0) == Accepted()
     os.close(descriptor)  # as at the end of the worker
 
 
 def contents(memory):
-    held = memory.answer({"op": "held_shards"}, 1, 0)["held"]
+    held = memory.answer(HeldShards(), 1, 0).held
     found = {}
     for each in held:
         found[each["folder"], each["file"]] = Path(each["path"]).read_bytes()
@@ -48,8 +52,8 @@ def test_shards_outlive_their_worker_and_are_released_by_snapshot(memory):
     hold_shard(memory, "a", "rank-1", b"a1")
     hold_shard(memory, "b", "rank-0", b"b0")
     assert contents(memory) == {("a", "rank-0"): b"a0", ("a", "rank-1"): b"a1", ("b", "rank-0"): b"b0"}
-    paths = [each["path"] for each in memory.answer({"op": "held_shards"}, 1, 0)["held"] if each["folder"] == "a"]
-    assert memory.answer({"op": "retain_snapshot", "folder": "b"}, 1, 0) is None
+    paths = [each["path"] for each in memory.answer(HeldShards(), 1, 0).held if each["folder"] == "a"]
+    assert memory.answer(RetainSnapshot("b"), 1, 0) is None
     assert contents(memory) == {("b", "rank-0"): b"b0"}
     assert not any(Path(path).exists() for path in paths)
 
@@ -61,22 +65,22 @@ def test_a_shard_replaces_an_earlier_one_of_the_same_name(memory):
 
 
 def test_released_memory_is_refused(memory):
-    message = {"op": "hold_shard", "pid": os.getpid(), "fd": 987654, "description": {"folder": "a", "file": "b"}}
+    message = HoldShard(os.getpid(), 987654, {"folder": "a", "file": "b"})
     reply = memory.answer(message, 1, 0)
-    assert reply["error"] == "unavailable"
-    assert "cannot be opened" in reply["message"]
+    assert reply.error == "unavailable"
+    assert "cannot be opened" in reply.message
     assert contents(memory) == {}
 
 
 def test_a_handed_over_state_is_released_at_the_first_step_of_a_later_round(memory):
     descriptor = memory_of(b"state")
-    message = {"op": "handover", "pid": os.getpid(), "fd": descriptor, "step": 5}
-    assert memory.answer(message, 3, 1) == {"ok": True}
+    message = HandOver(os.getpid(), descriptor, 5)
+    assert memory.answer(message, 3, 1) == Accepted()
     os.close(descriptor)
     hold_shard(memory, "a", "rank-0", b"a0")
     memory.completed(3)
-    kept = memory.answer({"op": "memory"}, 4, 0)["memory"]
-    assert (kept["step"], kept["round"], kept["rank"]) == (5, 3, 1)
+    kept = memory.answer(Memory(), 4, 0).memory
+    assert (kept.step, kept.round, kept.rank) == (5, 3, 1)
     memory.completed(4)
-    assert memory.answer({"op": "memory"}, 4, 0) == {"memory": None}
+    assert memory.answer(Memory(), 4, 0) == MemoryReply()
     assert contents(memory) == {("a", "rank-0"): b"a0"}

@@ -12,6 +12,7 @@ import xxhash
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
+from azureml_elastic.ipc.worker_messages import HeldShards, HoldShard, RetainSnapshot
 
 
 def described(folder, content, tail=b"", rank=0):
@@ -127,11 +128,11 @@ def test_a_torn_snapshot_is_not_offered(disk):
 def test_the_successful_end_of_a_run_removes_all_snapshots(disk):
     memory = AgentMemory(disk.agent("a"))
     descriptor = memory_of(b"1")
-    message = {"op": "hold_shard", "pid": os.getpid(), "fd": descriptor, "description": described("one", b"1")}
+    message = HoldShard(os.getpid(), descriptor, described("one", b"1"))
     memory.answer(message, 1, 0)
-    memory.answer({"op": "retain_snapshot", "folder": "one"}, 1, 0)
+    memory.answer(RetainSnapshot("one"), 1, 0)
     os.close(descriptor)
-    assert len(memory.answer({"op": "held_shards"}, 1, 0)["held"]) >= 1
+    assert len(memory.answer(HeldShards(), 1, 0).held) >= 1
     memory.close(forget=True)
     assert not disk.folder.exists()
 
@@ -139,10 +140,8 @@ def test_the_successful_end_of_a_run_removes_all_snapshots(disk):
 def test_a_failed_run_leaves_its_snapshots(disk):
     memory = AgentMemory(disk.agent("a"))
     descriptor = memory_of(b"1")
-    memory.answer(
-        {"op": "hold_shard", "pid": os.getpid(), "fd": descriptor, "description": described("one", b"1")}, 1, 0
-    )
-    memory.answer({"op": "retain_snapshot", "folder": "one"}, 1, 0)
+    memory.answer(HoldShard(os.getpid(), descriptor, described("one", b"1")), 1, 0)
+    memory.answer(RetainSnapshot("one"), 1, 0)
     disk.agents[0]._pool.submit(int).result()
     os.close(descriptor)
     memory.close(forget=False)

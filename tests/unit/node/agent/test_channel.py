@@ -10,12 +10,15 @@ import pytest
 
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.ipc import MessageClient
+from azureml_elastic.ipc.agent_messages import Vote
+from azureml_elastic.ipc.worker_messages import Assign, Decide, Prepare
 from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restored
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.hangs.policy import HangPolicy
+from azureml_elastic.node.rendezvous.hub.inbox import Inbox
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
 from tests.support.waiting import until
@@ -34,7 +37,7 @@ class Worker:
             on_message=lambda _, message: self.received.append(message),
             on_close=lambda _: self.closed.set(),
         )
-        self.client.send({"op": "hello", "rank": local_rank, "local_rank": local_rank, "pid": 1, "round": number})
+        self.client.send({"op": "hello", "rank": local_rank, "local_rank": local_rank, "round": number})
 
 
 @pytest.fixture
@@ -53,7 +56,9 @@ def recorder(tmp_path, table):
 
 @pytest.fixture
 def channel(recorder, table):
-    made = Channel(recorder, lambda: None, HangDetector(HangPolicy()))
+    inbox = Inbox()
+    made = Channel(recorder, inbox, lambda: None, HangDetector(HangPolicy()))
+    made.votes = lambda number=1: [event.vote for event in inbox.take(number)]
     made.begin(1, 2, CheckpointPointer(table, 1, "x"))
     workers: list[Worker] = []
     made.connect = lambda *arguments: workers.append(Worker(made, *arguments)) or workers[-1]
@@ -75,7 +80,7 @@ def test_whether_workers_know_their_places_and_have_found_the_other_ranks(channe
     channel.begin(2, 2, None, keep=True)
     assert not channel.placed, "that was in the round before"
     assert not channel.connected
-    channel.assign({rank: {"rank": rank, "world_size": 4, "environment": {}} for rank in (0, 1)})
+    channel.assign({rank: Assign(2, rank, 4, {}) for rank in (0, 1)})
     assert channel.placed
     assert not channel.connected
 
@@ -90,10 +95,10 @@ def test_a_worker_that_waits_for_its_place_is_not_there_yet(channel):
 def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, tmp_path, monkeypatch):
     monkeypatch.setattr("azureml_elastic.node.table.checkpoint_pointer._FIRST_WAIT_SECONDS", 30.0)
     worker = channel.connect(0)
-    assert worker.client.request({"op": "pointer"}, 10)["pointer"] is None
+    assert worker.client.request({"op": "pointer"}, 10) == {"re": 1, "op": "pointer_reply"}
     worker.client.send({"op": "restored", "step": 0, "directory": None})
     worker.client.send({"op": "step", "step": 4})
-    assert worker.client.request({"op": "commit", **POINTER, "seconds": 0.5}, 30)["ok"]
+    assert worker.client.request({"op": "commit", **POINTER, "seconds": 0.5}, 30)["op"] == "accepted"
     assert worker.client.request({"op": "pointer"}, 10)["pointer"] == POINTER
     assert table.get(CHECKPOINT_KEY).value["pointer"] == POINTER
     assert channel.step == 4
@@ -107,16 +112,15 @@ def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, t
 def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
     workers = [channel.connect(rank) for rank in range(2)]
     until(lambda: channel.in_session)
-    channel.prepare({"op": "prepare", "boundary": 1, "step": 9, "action": "leave"})
+    channel.prepare(Prepare(1, 9, "leave"))
     until(lambda: all(worker.received for worker in workers))
     workers[0].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 7})
-    assert channel.take_reports() == []
+    assert channel.votes() == []
     workers[1].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 8})
-    reports: list[dict] = []
-    until(lambda: reports.extend(channel.take_reports()) or reports)
-    assert reports[0]["ok"]
-    assert reports[0]["step"] == 8
-    channel.decide({"op": "decide", "boundary": 1, "go": True})
+    votes: list[Vote] = []
+    until(lambda: votes.extend(channel.votes()) or votes)
+    assert votes == [Vote(1, ok=True, step=8, capable=True, finished=False)]
+    channel.decide(Decide(1, go=True))
     until(lambda: all(worker.received[-1]["op"] == "decide" for worker in workers))
     assert not channel.stopped
     for worker in workers:
@@ -126,15 +130,15 @@ def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
 
 def test_workers_without_sessions_cannot_promise_anything(channel):
     channel.connect(0)
-    channel.prepare({"op": "prepare", "boundary": 1, "step": 9, "action": "leave"})
-    (report,) = channel.take_reports()
-    assert not report["capable"]
-    assert not report["ok"]
+    channel.prepare(Prepare(1, 9, "leave"))
+    (vote,) = channel.votes()
+    assert not vote.capable
+    assert not vote.ok
 
 
 def test_a_worker_of_an_older_round_is_cut_off_and_cannot_commit_under_the_new_fence(channel, table):
     worker = channel.connect(0)
-    assert worker.client.request({"op": "pointer"}, 10)["pointer"] is None
+    assert worker.client.request({"op": "pointer"}, 10) == {"re": 1, "op": "pointer_reply"}
     channel.begin(2, 2, CheckpointPointer(table, 2, "x"))
     assert worker.closed.wait(20)
     late = channel.connect(1, 1)
@@ -153,8 +157,8 @@ def test_a_state_is_kept_until_the_next_round_has_it(channel, table):
     worker = channel.connect(0)
     descriptor = os.memfd_create("state")
     os.write(descriptor, b"weights")
-    answer = worker.client.request({"op": "handover", "pid": os.getpid(), "fd": descriptor, "step": 7}, 10)
-    assert answer["ok"]
+    answer = worker.client.request({"op": "hand_over", "pid": os.getpid(), "fd": descriptor, "step": 7}, 10)
+    assert answer["op"] == "accepted"
     os.close(descriptor)
     channel.begin(2, 1, CheckpointPointer(table, 2, "x"))
     heir = channel.connect(0, 2)
@@ -164,12 +168,12 @@ def test_a_state_is_kept_until_the_next_round_has_it(channel, table):
     heir.client.send({"op": "restored", "step": 7, "directory": "memory"})
     assert heir.client.request({"op": "memory"}, 10)["memory"] == kept
     heir.client.send({"op": "step", "step": 8})
-    assert heir.client.request({"op": "memory"}, 10)["memory"] is None
+    assert "memory" not in heir.client.request({"op": "memory"}, 10)
 
 
 def test_a_descriptor_that_is_gone_is_refused(channel):
     worker = channel.connect(0)
-    answer = worker.client.request({"op": "handover", "pid": os.getpid(), "fd": 1_000_000, "step": 7}, 10)
+    answer = worker.client.request({"op": "hand_over", "pid": os.getpid(), "fd": 1_000_000, "step": 7}, 10)
     assert answer["error"] == "unavailable"
 
 
@@ -184,7 +188,7 @@ def test_parked_workers_receive_their_assignments_and_others_are_interrupted(cha
     until(lambda: channel.parked == {0, 1})
     assert not channel.leaving
     channel.begin(5, 2, CheckpointPointer(table, 5, "x"), keep=True)
-    channel.assign({rank: {"rank": rank + 4, "world_size": 6, "environment": {}} for rank in range(2)})
+    channel.assign({rank: Assign(5, rank + 4, 6, {}) for rank in range(2)})
     until(lambda: parked.received and len(other.received) == 2)
     assert [message["op"] for message in other.received] == ["interrupt", "assign"]
     (place,) = parked.received
@@ -202,7 +206,7 @@ def test_a_worker_that_has_died_while_it_waited_gets_no_place(channel, table):
     dying.client.close()
     until(lambda: channel.parked == {0})
     channel.begin(5, 2, None, keep=True)
-    channel.assign({rank: {"rank": rank, "world_size": 2, "environment": {}} for rank in range(2)})
+    channel.assign({rank: Assign(5, rank, 2, {}) for rank in range(2)})
     until(lambda: alive.received)
     assert alive.received[0]["op"] == "assign"
 
@@ -220,3 +224,37 @@ def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):
     worker.client.send({"op": "step", "step": 20})
     until(lambda: channel.step == 20)
     assert channel.seconds_left == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"op": 5},
+        {"op": "unknown"},
+        {"op": "step"},
+        {"op": "step", "step": "many"},
+        {"op": "step", "step": [7]},
+        {"op": "busy", "bounded": {}},
+        {"op": "prepared", "boundary": 1, "ok": True},
+        {"op": "restored", "step": 7, "directory": 3},
+        {"op": "hand_over", "pid": 1, "fd": "none", "step": 7},
+        {"op": "hold_shard", "pid": 1, "fd": 1, "description": {"folder": "a"}},
+        {"op": "pointer"},
+        {"op": "hello", "local_rank": None, "rank": 0, "round": 1},
+    ],
+    ids=str,
+)
+def test_a_malformed_message_closes_the_connection_of_its_worker_alone(channel, caplog, fields):
+    good, bad = channel.connect(0), channel.connect(1)
+    until(lambda: channel.in_session)
+    channel.prepare(Prepare(1, 9, "leave"))
+    bad.client.send(fields)
+    assert bad.closed.wait(20)
+    good.client.send({"op": "step", "step": 4})
+    until(lambda: channel.step == 4)
+    assert not good.closed.is_set()
+    assert channel.votes() == []
+    if fields != {"op": "pointer"}:  # well-formed, but without the request's id
+        assert "sent a malformed message" in caplog.text
+    assert "Traceback" not in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from azureml_elastic.ipc.agent_messages import AllPlaced
 from azureml_elastic.node.agent.peer_discovery import PeerDiscovery
 
 NODES = ("node-0", "node-1", "node-2")
@@ -22,13 +23,12 @@ class Agents:
             agent.begin(NODES)
 
     def broadcast(self, message) -> None:
-        assert message == {"op": "placed"}
+        assert message == AllPlaced()
         for agent in self.all.values():
             agent.all_placed()
 
     def place(self, node: str) -> None:
-        message = self.all[node].news(placed=True)
-        assert message == {"op": "report", "what": "placed"}
+        assert self.all[node].must_report(placed=True)
         self.all[NODES[0]].reported(node)
 
     def late(self, *connected: str) -> set[str]:
@@ -55,9 +55,9 @@ def test_time_counts_from_when_the_workers_of_all_nodes_are_there(agents):
 
 def test_it_is_reported_once_and_only_when_it_is_so(agents):
     agent = agents.all["node-1"]
-    assert agent.news(placed=False) is None
+    assert not agent.must_report(placed=False)
     agents.place("node-1")
-    assert agent.news(placed=True) is None
+    assert not agent.must_report(placed=True)
     agents.all["node-0"].reported("node-1")
     agents.all["node-0"].reported("a node of another round")
     agents.place("node-0")

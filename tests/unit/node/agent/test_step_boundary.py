@@ -7,6 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from azureml_elastic.ipc.agent_messages import Decision, Prepare, Vote
 from azureml_elastic.node.agent.step_boundary import BoundaryCoordinator, BoundaryVote
 
 
@@ -25,11 +26,12 @@ class Worker:
         self.promised: int | None = None
         self.left_at: int | None = None
 
-    def prepare(self, step: int) -> dict:
+    def prepare(self, proposal: Prepare) -> Vote:
+        step = proposal.step
         ok = self.step < step
         if ok:
             self.promised = step
-        return {"ok": ok, "step": self.step, "capable": True, "finished": False}
+        return Vote(proposal.boundary, ok=ok, step=self.step, capable=True, finished=False)
 
     def decide(self, *, go: bool) -> None:
         if go:
@@ -46,7 +48,7 @@ class Worker:
     speeds=st.lists(st.integers(0, 6), min_size=1, max_size=60),
 )
 def test_all_leave_at_one_step_that_all_have_completed(starts, speeds):
-    sent: list[dict] = []
+    sent: list[Prepare | Decision] = []
     clock = Clock()
     workers = {f"node-{k}": Worker(100 + start) for k, start in enumerate(starts)}
     coordinator = BoundaryCoordinator(workers, sent.append, clock)
@@ -61,12 +63,12 @@ def test_all_leave_at_one_step_that_all_have_completed(starts, speeds):
         steps = next(pace)
         for name, worker in workers.items():
             worker.advance(steps)
-            coordinator.take({"node": name, "boundary": proposal["boundary"], **worker.prepare(proposal["step"])})
+            coordinator.take(name, worker.prepare(proposal))
         decision = sent[-1]
-        assert decision["op"] == "decide"
+        assert isinstance(decision, Decision)
         steps = next(pace)
         for worker in workers.values():
-            worker.decide(go=decision["go"])
+            worker.decide(go=decision.go)
             worker.advance(steps)
     assert coordinator.leaving
     for worker in workers.values():
@@ -75,68 +77,61 @@ def test_all_leave_at_one_step_that_all_have_completed(starts, speeds):
     assert {worker.step for worker in workers.values()} == {worker.left_at for worker in workers.values()}
 
 
-def answer(node: str, boundary: int = 1, **fields) -> dict:
-    return {"node": node, "boundary": boundary, "ok": True, "step": 5, "capable": True, "finished": False, **fields}
+def vote(boundary: int = 1, **fields) -> Vote:
+    return Vote(boundary, **{"ok": True, "step": 5, "capable": True, "finished": False, **fields})
 
 
 def test_a_node_without_sessions_ends_the_attempt():
-    sent: list[dict] = []
+    sent: list[Prepare | Decision] = []
     coordinator = BoundaryCoordinator(["a", "b"], sent.append, Clock())
     coordinator.propose(5)
-    coordinator.take(answer("a"))
-    coordinator.take(answer("b", ok=False, capable=False))
+    coordinator.take("a", vote())
+    coordinator.take("b", vote(ok=False, capable=False))
     assert coordinator.incapable
-    assert sent[-1] == {"op": "decide", "boundary": 1, "go": False, "leavers": []}
+    assert sent[-1] == Decision(1, go=False)
 
 
 def test_a_finished_worker_means_that_the_run_is_about_to_end():
     coordinator = BoundaryCoordinator(["a"], lambda _: None, Clock())
     coordinator.propose(5)
-    coordinator.take(answer("a", ok=False, finished=True))
+    coordinator.take("a", vote(ok=False, finished=True))
     assert coordinator.finished
     assert not coordinator.leaving
 
 
 def test_workers_that_are_still_loading_do_not_push_the_step_away():
-    sent: list[dict] = []
+    sent: list[Prepare | Decision] = []
     clock = Clock()
     coordinator = BoundaryCoordinator(["a"], sent.append, clock)
     for number in range(1, 20):
         coordinator.propose(0)
-        coordinator.take(answer("a", number, ok=False, step=0))
+        coordinator.take("a", vote(number, ok=False, step=0))
         assert coordinator.busy
         clock.now += 1
         assert not coordinator.busy
-    assert [message["step"] for message in sent if message["op"] == "prepare"] == [1] * 19
+    assert [message.step for message in sent if isinstance(message, Prepare)] == [1] * 19
 
 
 def test_late_answers_to_an_older_proposal_do_not_count():
     coordinator = BoundaryCoordinator(["a"], lambda _: None, Clock())
     coordinator.propose(5)
-    coordinator.take(answer("a", 0))
+    coordinator.take("a", vote(0))
     assert not coordinator.leaving
 
 
 def test_the_leaving_nodes_are_sent_to_everyone():
-    sent: list[dict] = []
+    sent: list[Prepare | Decision] = []
     coordinator = BoundaryCoordinator(["a"], sent.append, Clock())
     coordinator.propose(5)
-    coordinator.take(answer("a"), ["b"])
-    assert sent[-1]["leavers"] == ["b"]
+    coordinator.take("a", vote(), ["b"])
+    assert sent[-1].leavers == ("b",)
 
 
 def test_a_ballot_waits_for_every_worker():
     ballot = BoundaryVote(3, frozenset({0, 1}))
     assert not ballot.vote(0, ok=True, step=7)
     assert ballot.vote(1, ok=True, step=8)
-    assert ballot.report(finished=False) == {
-        "op": "report",
-        "boundary": 3,
-        "ok": True,
-        "step": 8,
-        "capable": True,
-        "finished": False,
-    }
+    assert ballot.report(finished=False) == vote(3, step=8)
     ballot.vote(0, ok=False, step=9)
-    assert not ballot.report(finished=False)["ok"]
-    assert not BoundaryVote(1, frozenset()).report(finished=False)["capable"]
+    assert not ballot.report(finished=False).ok
+    assert not BoundaryVote(1, frozenset()).report(finished=False).capable

@@ -10,6 +10,7 @@ import pytest
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.ipc import MessageClient, MessageServer, listen
+from azureml_elastic.ipc.agent_messages import AllPlaced
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import CODEC, Hello
 from azureml_elastic.node.rendezvous.runtime import Runtime
@@ -57,11 +58,12 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
     here = ("127.0.0.1", hub.port)
     greetings = {name: Hello(name, 1) for name in ("beating", "silent")}
     received = threading.Event()
-    beating = Link(make_context(timings), here, greetings["beating"])
+    context = make_context(timings)
+    beating = Link(context, here, greetings["beating"])
     silent = MessageClient(here, lambda *_: received.set())
     try:
         silent.send(CODEC.encode(greetings["silent"]))
-        until(lambda: hub.broadcast({"any": "thing"}) or (received.is_set() and beating.take_broadcasts()))
+        until(lambda: hub.broadcast(AllPlaced()) or (received.is_set() and context.inbox.take(1)))
         runtime.offset = 60.0  # longer than either is waited for, and than a member has to come
         until(lambda: hub.view().lost)
         assert hub.view().lost == {"silent"}
@@ -77,6 +79,8 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
         {"op": "hello"},
         {"op": "hello", "node": 1, "round": 1},
         {"op": "round_changed", "round": "not packed"},
+        {"op": "report", "body": 5},
+        {"op": "report", "body": {"op": "vote", "boundary": "first"}},
         {"op": "x"},
     ],
 )

@@ -15,8 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from azureml_elastic.ipc import Connection
+from azureml_elastic.ipc.agent_messages import BroadcastBody
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import messages
+from azureml_elastic.node.rendezvous.hub.inbox import FromMember
 from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
 from azureml_elastic.node.rendezvous.hub.state import HubState, HubView
 from azureml_elastic.node.rendezvous.hub.watchers import Watcher
@@ -34,7 +36,7 @@ class Hub:
     """The server of one node.
 
     Args:
-        context: settings; ``wake`` is set when the view or the reports have changed.
+        context: settings; ``wake`` is set when the view has changed, and reports are put into ``inbox``.
         listener: listening socket, which the hub owns from now on.
         incarnation: incarnation of this node; greetings for another one are refused.
         reached_leader: function that returns whether this node has reached rank 0's hub of a round, ``None`` while
@@ -63,7 +65,6 @@ class Hub:
         self._lost: set[str] = set()
         self._absent: set[str] = set()
         self._done: set[str] = set()
-        self._reports: list[tuple[int, str, Mapping[str, Any]]] = []
         self._pauses = PauseDetector(context.clock, context.tick)
         self.port: int = listener.getsockname()[1]
         with self._lock:  # the first tick may come before this constructor has returned
@@ -121,7 +122,7 @@ class Hub:
         """Have all connected nodes read the round's row."""
         self._broadcast_change(None)
 
-    def broadcast(self, body: Mapping[str, Any]) -> None:
+    def broadcast(self, body: BroadcastBody) -> None:
         """Send a message of this node's agent to the agents of all members."""
         self._send_members(messages.Broadcast(body))
 
@@ -132,14 +133,6 @@ class Hub:
             members = self._members.keys() | self._member_names()
             waiting_since = self._state.watchers.waiting(members, self._context.limits.quarantine)
             return HubView(frozenset(self._lost), frozenset(self._absent), waiting_since)
-
-    def take_reports(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return and forget the reports of this round's members, oldest first, each as the node's name and the body."""
-        with self._lock:
-            current = self._round.number if self._round else 0
-            reports = [(node, body) for number, node, body in self._reports if number == current]
-            self._reports = [report for report in self._reports if report[0] > current]
-            return reports
 
     def close(self) -> None:
         """Stop listening and end all connections."""
@@ -170,8 +163,7 @@ class Hub:
                 with self._lock:
                     self._state.watchers.reached(message.incarnation, member)
             case messages.Report() if member is not None:
-                with self._lock:
-                    self._reports.append((number, member, message.body))
+                self._context.inbox.put(FromMember(number, member, message.body))
             case messages.Done() if member is not None:
                 self._on_done(member, number)
         self._context.wake.set()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 from azureml_elastic.ipc import Connection, MessageClient
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import messages
+from azureml_elastic.node.rendezvous.hub.inbox import FromLeader
 from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
 from azureml_elastic.node.rendezvous.state.round import Round
 
@@ -19,7 +19,7 @@ class Link:
     """A connection to a hub, with heartbeats in both directions.
 
     Args:
-        context: settings; ``wake`` is set when something has changed.
+        context: settings; ``wake`` is set when something has changed, and broadcasts are put into ``inbox``.
         address: host and port of the hub.
         greeting: first message, ``Hello`` or ``Watch``.
         timeout: seconds to connect in; ``None`` for the heartbeat timeout.
@@ -43,13 +43,16 @@ class Link:
     """
 
     def __init__(
-        self, context: Context, address: tuple[str, int], greeting: messages.Message, timeout: float | None = None
+        self,
+        context: Context,
+        address: tuple[str, int],
+        greeting: messages.Hello | messages.Watch,
+        timeout: float | None = None,
     ) -> None:
         self._context = context
-        self._lock = threading.Lock()
         self._pauses = PauseDetector(context.clock, context.tick)
         self._last_received = context.clock()
-        self._broadcasts: list[Mapping[str, Any]] = []
+        self._round = greeting.round
         self.answered = False
         self.broken = False
         self.was_paused = False
@@ -72,16 +75,6 @@ class Link:
         """Send to the hub; does nothing when the connection is broken."""
         if self._client is not None:
             self._client.send(messages.CODEC.encode(message))
-
-    def report(self, body: Mapping[str, Any]) -> None:
-        """Send a message to the agent of the hub's node."""
-        self.send(messages.Report(body))
-
-    def take_broadcasts(self) -> list[Mapping[str, Any]]:
-        """Return and forget the messages that rank 0's agent has broadcast, oldest first."""
-        with self._lock:
-            broadcasts, self._broadcasts = self._broadcasts, []
-            return broadcasts
 
     def take_read_request(self) -> bool:
         """Return, once, whether the hub has sent that the row has changed, but not to what."""
@@ -116,8 +109,7 @@ class Link:
             case messages.AllDone():
                 self.all_done = True
             case messages.Broadcast():
-                with self._lock:
-                    self._broadcasts.append(message.body)
+                self._context.inbox.put(FromLeader(self._round, message.body))
         self._context.wake.set()
 
     def _on_close(self, _: Connection) -> None:

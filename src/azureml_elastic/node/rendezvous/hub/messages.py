@@ -13,12 +13,12 @@ A hub sends :class:`Beat` and :class:`RoundChanged` to all, :class:`SealPosition
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator
 
+from azureml_elastic.ipc.agent_messages import BROADCASTS, REPORTS, BroadcastBody, ReportBody
 from azureml_elastic.ipc.message import MessageCodec
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import pack, unpack
@@ -84,9 +84,9 @@ class Done(Message):
 
 @dataclass(frozen=True)
 class Report(Message):
-    """JSON object for rank 0's agent."""
+    """Message of a member's agent to rank 0's agent."""
 
-    body: Mapping[str, Any]
+    body: Annotated[ReportBody, PlainValidator(REPORTS.decode), PlainSerializer(REPORTS.encode)]
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ class AllDone(Message):
 
 @dataclass(frozen=True)
 class Broadcast(Message):
-    """JSON object of rank 0's agent for the agents of all members."""
+    """Message of rank 0's agent to the agents of all members."""
 
-    body: Mapping[str, Any]
+    body: Annotated[BroadcastBody, PlainValidator(BROADCASTS.decode), PlainSerializer(BROADCASTS.encode)]
 
 
 Greeting = Hello | Watch | LeaderQuery

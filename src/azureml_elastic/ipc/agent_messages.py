@@ -1,0 +1,99 @@
+"""What the agents of a round report to rank 0's agent, and what that agent broadcasts to all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from azureml_elastic.ipc.message import MessageCodec
+from azureml_elastic.ipc.worker_messages import Prepare
+
+__all__ = [
+    "BROADCASTS",
+    "REPORTS",
+    "AllPlaced",
+    "BroadcastBody",
+    "Decision",
+    "DumpStacks",
+    "Dumped",
+    "HangLesson",
+    "Leaving",
+    "Placed",
+    "Prepare",
+    "ReportBody",
+    "Vote",
+]
+
+
+@dataclass(frozen=True)
+class Vote:
+    """A node's answer to a proposed step boundary.
+
+    Args:
+        boundary: number of the proposal.
+        ok: whether the step is still ahead of all workers of the node.
+        step: furthest step that one of them has completed.
+        capable: whether every worker has a session.
+        finished: whether the training loop of a worker has ended.
+    """
+
+    boundary: int
+    ok: bool
+    step: int
+    capable: bool
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The node is being preempted and will not be in the next round."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """All workers of the node have a session and an assignment, and connect to the other ranks."""
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """The node has written the stacks of its workers."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decision on a proposed step boundary; ``leavers`` are the nodes that will not be in the next round."""
+
+    boundary: int
+    go: bool
+    leavers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AllPlaced:
+    """The workers of all nodes connect to each other from now on."""
+
+
+@dataclass(frozen=True)
+class DumpStacks:
+    """The round hangs: every agent writes the stacks of its workers. The fields are those of a ``Hang``."""
+
+    round: int
+    step: int
+    waited: float
+    limit: float
+    phase: Literal["start", "step", "pause", "free"]
+
+
+@dataclass(frozen=True)
+class HangLesson:
+    """Longest step and longest pause so far in seconds, for nodes that have not seen them."""
+
+    longest: float
+    longest_pause: float
+
+
+ReportBody = Vote | Leaving | Placed | Dumped
+BroadcastBody = Prepare | Decision | AllPlaced | DumpStacks | HangLesson
+
+REPORTS: MessageCodec[ReportBody] = MessageCodec(*get_args(ReportBody))
+BROADCASTS: MessageCodec[BroadcastBody] = MessageCodec(*get_args(BroadcastBody))

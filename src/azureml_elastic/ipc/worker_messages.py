@@ -1,0 +1,280 @@
+"""The messages between an agent and its workers, and the codec of each direction.
+
+A worker opens its connection with :class:`Hello`. A message of :data:`Request` has an ``"id"``, and the agent answers
+it with one of :data:`Reply`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+from pydantic import AfterValidator
+
+from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.ipc.agent_interface import Action, HandedOverState
+from azureml_elastic.ipc.message import MessageCodec
+
+__all__ = [
+    "FROM_AGENT",
+    "FROM_WORKER",
+    "Accepted",
+    "AgentMessage",
+    "Assign",
+    "Busy",
+    "Commit",
+    "Connected",
+    "Damaged",
+    "Decide",
+    "DiscardSnapshot",
+    "Expects",
+    "Finished",
+    "Free",
+    "HandOver",
+    "HeldShards",
+    "Hello",
+    "HoldShard",
+    "Interrupt",
+    "Memory",
+    "MemoryMessage",
+    "MemoryReply",
+    "Parked",
+    "Pointer",
+    "PointerReply",
+    "Prepare",
+    "Prepared",
+    "Refused",
+    "Reply",
+    "Request",
+    "Restored",
+    "RetainSnapshot",
+    "ShardsReply",
+    "Step",
+    "Stopped",
+    "WorkerMessage",
+]
+
+
+def _named(description: dict[str, Any]) -> dict[str, Any]:
+    if not all(isinstance(description.get(name), str) for name in ("folder", "file")):
+        raise ValueError('"folder" and "file" must be strings')
+    return description
+
+
+@dataclass(frozen=True)
+class Hello:
+    """First message of a worker; ``round`` is 0 where the worker waits for an assignment."""
+
+    local_rank: int
+    rank: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Connected:
+    """All ranks of the round have connected to each other."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The worker has completed a step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Busy:
+    """The next step takes longer than usual; unless ``bounded``, for an unlimited time."""
+
+    bounded: bool = True
+
+
+@dataclass(frozen=True)
+class Free:
+    """What :class:`Busy` announced is over."""
+
+
+@dataclass(frozen=True)
+class Expects:
+    """Number of steps of the whole run."""
+
+    steps: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Answer to :class:`Prepare`: whether the step is still ahead, and the last completed step."""
+
+    boundary: int
+    ok: bool
+    step: int
+
+
+@dataclass(frozen=True)
+class Parked:
+    """The worker waits for its assignment in the next round."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Rank 0 starts training after this step, from this checkpoint directory."""
+
+    step: int
+    directory: str | None = None
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint cannot be restored."""
+
+    directory: str
+    problems: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The worker has saved or handed over its state at a step boundary, and ends or parks."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The worker's training loop has ended."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Request for the committed checkpoint."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Request to commit a checkpoint; ``seconds`` is the time for which it blocked the training loop."""
+
+    directory: str
+    step: int
+    digest: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Request to hold the memory behind a file descriptor of the process, which contains the state after a step."""
+
+    pid: int
+    fd: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Request for the state that a worker of the previous round has handed over."""
+
+
+@dataclass(frozen=True)
+class HoldShard:
+    """Request to hold a snapshot shard; the description has the strings ``folder`` and ``file`` and further fields."""
+
+    pid: int
+    fd: int
+    description: Annotated[dict[str, Any], AfterValidator(_named)]
+
+
+@dataclass(frozen=True)
+class HeldShards:
+    """Request for the descriptions of all snapshot shards that the agent holds."""
+
+
+@dataclass(frozen=True)
+class RetainSnapshot:
+    """The snapshot is complete; all others can be released."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class DiscardSnapshot:
+    """The snapshot is incomplete and can be released."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Proposal of a step boundary: all workers take the action after the step."""
+
+    boundary: int
+    step: int
+    action: Action
+
+
+@dataclass(frozen=True)
+class Decide:
+    """Decision on a proposal; ``stay`` is false where this node is not in the next round."""
+
+    boundary: int
+    go: bool
+    stay: bool = True
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """The round is over: the worker hands its state over, and ends or parks."""
+
+
+@dataclass(frozen=True)
+class Assign:
+    """A parked worker's assignment in a round."""
+
+    round: int
+    rank: int
+    world_size: int
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Reply: the request was carried out."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Reply: the request failed; ``error`` is ``fenced`` or ``unavailable``."""
+
+    error: str
+    message: str
+
+
+@dataclass(frozen=True)
+class PointerReply:
+    """Reply to :class:`Pointer`."""
+
+    pointer: Reference | None = None
+
+
+@dataclass(frozen=True)
+class MemoryReply:
+    """Reply to :class:`Memory`."""
+
+    memory: HandedOverState | None = None
+
+
+@dataclass(frozen=True)
+class ShardsReply:
+    """Reply to :class:`HeldShards`: descriptions with the ``path`` of the memory."""
+
+    held: list[dict[str, Any]]
+
+
+MemoryMessage = HandOver | Memory | HoldShard | HeldShards | RetainSnapshot | DiscardSnapshot
+Request = Pointer | Commit | HandOver | Memory | HoldShard | HeldShards
+Report = Hello | Connected | Step | Busy | Free | Expects | Prepared | Parked | Restored | Damaged | Stopped | Finished
+WorkerMessage = Report | Request | RetainSnapshot | DiscardSnapshot
+Reply = Accepted | Refused | PointerReply | MemoryReply | ShardsReply
+AgentMessage = Prepare | Decide | Interrupt | Assign | Reply
+
+FROM_WORKER: MessageCodec[WorkerMessage] = MessageCodec(*get_args(WorkerMessage))
+FROM_AGENT: MessageCodec[AgentMessage] = MessageCodec(*get_args(AgentMessage))
