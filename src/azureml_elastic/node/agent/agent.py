@@ -217,7 +217,7 @@ class NodeAgent:
                 if status.all_done:
                     return self._close_run()
                 continue
-            if self._group.all(self._channel.stopped):
+            if self._group.all(self._channel.workers.stopped):
                 # All have saved; exit codes after that are irrelevant.
                 return self._end_round("rescale at a step boundary", lost=self._leavers)
             codes = self._workers.exit_codes
@@ -225,7 +225,7 @@ class NodeAgent:
                 return self._some_failed()
             if len(codes) == self._slots:
                 self._group.wait_for_final_messages()
-                if self._group.all(self._channel.stopped):
+                if self._group.all(self._channel.workers.stopped):
                     continue
                 self._done = True
                 self._rdzv.membership.link.send(Done())
@@ -269,7 +269,7 @@ class NodeAgent:
         if leaving or not self._group.stays:
             self._workers.begin_stopping()
         else:
-            self._channel.interrupt()
+            self._channel.workers.interrupt()
         if leaving:
             self._rdzv.membership.disconnect()  # the hub notices this before the table is updated
         round_ = self._rdzv.membership.assignment.round
@@ -317,7 +317,7 @@ class NodeAgent:
         self._workers.begin_stopping()
         self.failure = apply_restart_policy(
             failure,
-            step=self._channel.step if self._opens_session or self._channel.in_session else None,
+            step=self._channel.workers.step if self._opens_session or self._channel.workers.in_session else None,
             reason=reason,
             lost=lost,
             rendezvous=self._rdzv,
@@ -333,10 +333,10 @@ class NodeAgent:
         """
         aborted = [failure for failure in result.failures.values() if failure.exitcode != -signal.SIGTERM]
         return (
-            self._channel.trained
+            self._channel.workers.trained
             and bool(aborted)
             and all(failure.exitcode == -signal.SIGABRT for failure in aborted)
-            and {failure.local_rank for failure in aborted} <= self._channel.finished
+            and {failure.local_rank for failure in aborted} <= self._channel.workers.finished
         )
 
     def _close_run(self) -> ExitReason | None:

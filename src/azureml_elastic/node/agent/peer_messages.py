@@ -95,14 +95,14 @@ class PeerMessenger:
                 case LocalVote(vote=vote):
                     self.report(vote)
                 case FromLeader(body=Prepare() as proposal):
-                    self._channel.prepare(proposal)
+                    self._channel.workers.prepare(proposal)
                 case FromLeader(body=Decision() as decision):
                     self.leavers.update(decision.leavers)
                     if decision.go and self.leavers:
                         left = _list(self.leavers)
                         _LOG.info("All workers stop after the same step; not in the next round: %s.", left)
                     stay = self._rdzv.node not in self.leavers
-                    self._channel.decide(Decide(decision.boundary, decision.go, stay))
+                    self._channel.workers.decide(Decide(decision.boundary, decision.go, stay))
                 case FromLeader(body=AllPlaced()):
                     self._discovery.all_placed()
                 case FromLeader(body=DumpStacks() | HangLesson() as body):
@@ -115,14 +115,14 @@ class PeerMessenger:
                     self._hangs.answered(node)
                 case FromMember(node=node, body=Vote() as vote) if self._coordinator is not None:
                     self._coordinator.take(node, vote, sorted(self.leavers))
-        if self._discovery.must_report(placed=self._channel.placed):
+        if self._discovery.must_report(placed=self._channel.workers.placed):
             self.report(Placed())
 
     def gap(self) -> UnreachablePair | None:
         """Return the gap for which this agent has to end the round now, because workers will never connect over it."""
         return (
             self._rdzv.take_unreachable_pair()
-            if self._discovery.takes_long(connected=self._channel.connected)
+            if self._discovery.takes_long(connected=self._channel.workers.connected)
             else None
         )
 
@@ -139,14 +139,14 @@ class PeerMessenger:
         coordinator = self._coordinator
         if coordinator is None:
             return None
-        ending = coordinator.finished or self._channel.finished or done
+        ending = coordinator.finished or self._channel.workers.finished or done
         if coordinator.busy or coordinator.leaving or ending or not (self.leavers or status.waiting):
             return None
-        left = self._channel.seconds_left
+        left = self._channel.workers.seconds_left
         if left is not None and left < _REMAINING_SECONDS and not self.leavers:
             return None
-        if not coordinator.incapable and self._channel.in_session:
-            coordinator.propose(self._channel.step, "leave" if self.leavers else "rejoin")
+        if not coordinator.incapable and self._channel.workers.in_session:
+            coordinator.propose(self._channel.workers.step, "leave" if self.leavers else "rejoin")
         elif self._opens_session and time.monotonic() - self._started < _IMPORT_SECONDS and not self.leavers:
             coordinator.incapable = False  # workers may only be importing still: ask again
         else:

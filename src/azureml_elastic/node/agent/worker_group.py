@@ -82,16 +82,16 @@ class WorkerGroup:
             RunFailed: a new worker has ended before it came so far.
         """
         until = time.monotonic() + self._handover
-        while self._workers.alive and not self.all(self._channel.parked) and time.monotonic() < until:
+        while self._workers.alive and not self.all(self._channel.workers.parked) and time.monotonic() < until:
             self._wait()
-        if not given_up() and self._workers.alive and self.all(self._channel.parked):
+        if not given_up() and self._workers.alive and self.all(self._channel.workers.parked):
             return
         self._workers.begin_stopping()
         self._workers.finish_stopping()
         self._channel.begin(0, self._slots, None)
         known = {variables.ROUND: "0", "LOCAL_WORLD_SIZE": str(self._slots)}
         self._start({local_rank: {**known, "LOCAL_RANK": str(local_rank)} for local_rank in range(self._slots)})
-        while not self.all(self._channel.parked):
+        while not self.all(self._channel.workers.parked):
             self._wait()
             if self._workers.exit_codes:
                 raise self._early_end()
@@ -111,7 +111,7 @@ class WorkerGroup:
         self._channel.begin(round_.number, len(ranks), pointer, keep=self.stays)
         environments = worker_environments(assignment, run_id, max_restarts)
         if self.stays:
-            self._channel.assign(
+            self._channel.workers.assign(
                 {
                     local_rank: Assign(round_.number, rank, round_.world_size, environments[local_rank])
                     for local_rank, rank in enumerate(ranks)
@@ -123,7 +123,7 @@ class WorkerGroup:
     def wait_for_final_messages(self) -> None:
         """Wait until the connections of sessions that end have ended: all their messages arrive before that."""
         until = time.monotonic() + _FINAL_MESSAGE_SECONDS
-        while self._channel.leaving and time.monotonic() < until:
+        while self._channel.workers.leaving and time.monotonic() < until:
             time.sleep(0.01)
 
     def _start(self, environments: Mapping[int, Mapping[str, str]]) -> None:

@@ -122,15 +122,15 @@ class Workers:
 
     def wait_for_siblings(self) -> None:
         """Let the workers beside one that has failed hand their state over, and end by themselves."""
-        self._channel.interrupt()
+        self._channel.workers.interrupt()
         until = time.monotonic() + self._handover
-        while self._channel.leaving and time.monotonic() < until:
+        while self._channel.workers.leaving and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
 
     def begin_stopping(self) -> None:
         """Stop them on a thread: this node can ask for its next place meanwhile."""
         self.finish_stopping()
-        self._channel.interrupt()
+        self._channel.workers.interrupt()
         context, self._context = self._context, None
         if context is not None:
             self._stopping = threading.Thread(target=self._end, args=(context,), name="stop-workers")
@@ -145,9 +145,9 @@ class Workers:
     def _end(self, context: SubprocessContext) -> None:
         """Let sessions hand over what they have, then end whatever is left."""
         until = time.monotonic() + self._handover
-        while self._channel.leaving and _running(context) and time.monotonic() < until:
+        while self._channel.workers.leaving and _running(context) and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-        self._channel.cut()
+        self._channel.workers.cut()
         context.close(signal.SIGTERM, timeout=round(self._stop))
 
     def _handlers(self) -> Mapping[int, Any]:

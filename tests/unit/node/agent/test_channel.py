@@ -70,26 +70,26 @@ def channel(recorder, table):
 
 def test_whether_workers_know_their_places_and_have_found_the_other_ranks(channel):
     first = channel.connect(0)
-    until(lambda: channel.leaving)
-    assert not channel.placed, "the other worker still starts"
+    until(lambda: channel.workers.leaving)
+    assert not channel.workers.placed, "the other worker still starts"
     channel.connect(1)
-    until(lambda: channel.placed)
-    assert not channel.connected
+    until(lambda: channel.workers.placed)
+    assert not channel.workers.connected
     first.client.send({"op": "connected"})
-    until(lambda: channel.connected)
+    until(lambda: channel.workers.connected)
     channel.begin(2, 2, None, keep=True)
-    assert not channel.placed, "that was in the round before"
-    assert not channel.connected
-    channel.assign({rank: Assign(2, rank, 4, {}) for rank in (0, 1)})
-    assert channel.placed
-    assert not channel.connected
+    assert not channel.workers.placed, "that was in the round before"
+    assert not channel.workers.connected
+    channel.workers.assign({rank: Assign(2, rank, 4, {}) for rank in (0, 1)})
+    assert channel.workers.placed
+    assert not channel.workers.connected
 
 
 def test_a_worker_that_waits_for_its_place_is_not_there_yet(channel):
     channel.connect(0)
     channel.connect(1, 0)
-    until(lambda: channel.in_session)
-    assert not channel.placed
+    until(lambda: channel.workers.in_session)
+    assert not channel.workers.placed
 
 
 def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, t
     assert worker.client.request({"op": "commit", **POINTER, "seconds": 0.5}, 30)["op"] == "accepted"
     assert worker.client.request({"op": "pointer"}, 10)["pointer"] == POINTER
     assert table.get(CHECKPOINT_KEY).value["pointer"] == POINTER
-    assert channel.step == 4
+    assert channel.workers.step == 4
     recorder.close()
     events = read_events(tmp_path / "events")
     kinds = [type(event) for event in events]
@@ -111,8 +111,8 @@ def test_steps_commits_and_restores_reach_the_ledger(channel, recorder, table, t
 
 def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
     workers = [channel.connect(rank) for rank in range(2)]
-    until(lambda: channel.in_session)
-    channel.prepare(Prepare(1, 9, "leave"))
+    until(lambda: channel.workers.in_session)
+    channel.workers.prepare(Prepare(1, 9, "leave"))
     until(lambda: all(worker.received for worker in workers))
     workers[0].client.send({"op": "prepared", "boundary": 1, "ok": True, "step": 7})
     assert channel.votes() == []
@@ -120,17 +120,17 @@ def test_a_boundary_is_agreed_when_all_local_workers_promise(channel):
     votes: list[Vote] = []
     until(lambda: votes.extend(channel.votes()) or votes)
     assert votes == [Vote(1, ok=True, step=8, capable=True, finished=False)]
-    channel.decide(Decide(1, go=True))
+    channel.workers.decide(Decide(1, go=True))
     until(lambda: all(worker.received[-1]["op"] == "decide" for worker in workers))
-    assert not channel.stopped
+    assert not channel.workers.stopped
     for worker in workers:
         worker.client.send({"op": "stopped", "step": 9})
-    until(lambda: channel.stopped == {0, 1})
+    until(lambda: channel.workers.stopped == {0, 1})
 
 
 def test_workers_without_sessions_cannot_promise_anything(channel):
     channel.connect(0)
-    channel.prepare(Prepare(1, 9, "leave"))
+    channel.workers.prepare(Prepare(1, 9, "leave"))
     (vote,) = channel.votes()
     assert not vote.capable
     assert not vote.ok
@@ -180,50 +180,50 @@ def test_a_descriptor_that_is_gone_is_refused(channel):
 def test_parked_workers_receive_their_assignments_and_others_are_interrupted(channel, table):
     parked, other = channel.connect(0, 0), channel.connect(1, 0)
     parked.client.send({"op": "parked"})
-    until(lambda: channel.parked == {0})
-    assert channel.leaving
-    channel.interrupt()
+    until(lambda: channel.workers.parked == {0})
+    assert channel.workers.leaving
+    channel.workers.interrupt()
     until(lambda: other.received)
     other.client.send({"op": "parked"})
-    until(lambda: channel.parked == {0, 1})
-    assert not channel.leaving
+    until(lambda: channel.workers.parked == {0, 1})
+    assert not channel.workers.leaving
     channel.begin(5, 2, CheckpointPointer(table, 5, "x"), keep=True)
-    channel.assign({rank: Assign(5, rank + 4, 6, {}) for rank in range(2)})
+    channel.workers.assign({rank: Assign(5, rank + 4, 6, {}) for rank in range(2)})
     until(lambda: parked.received and len(other.received) == 2)
     assert [message["op"] for message in other.received] == ["interrupt", "assign"]
     (place,) = parked.received
     assert (place["round"], place["rank"], place["world_size"]) == (5, 4, 6)
-    assert not channel.parked
+    assert not channel.workers.parked
     parked.client.send({"op": "step", "step": 3})
-    until(lambda: channel.step == 3)
+    until(lambda: channel.workers.step == 3)
 
 
 def test_a_worker_that_has_died_while_it_waited_gets_no_place(channel, table):
     alive, dying = channel.connect(0, 0), channel.connect(1, 0)
     for worker in (alive, dying):
         worker.client.send({"op": "parked"})
-    until(lambda: channel.parked == {0, 1})
+    until(lambda: channel.workers.parked == {0, 1})
     dying.client.close()
-    until(lambda: channel.parked == {0})
+    until(lambda: channel.workers.parked == {0})
     channel.begin(5, 2, None, keep=True)
-    channel.assign({rank: Assign(5, rank, 2, {}) for rank in range(2)})
+    channel.workers.assign({rank: Assign(5, rank, 2, {}) for rank in range(2)})
     until(lambda: alive.received)
     assert alive.received[0]["op"] == "assign"
 
 
 def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):
     worker = channel.connect(0)
-    assert channel.seconds_left is None
+    assert channel.workers.seconds_left is None
     worker.client.send({"op": "restored", "step": 10, "directory": None})
     worker.client.send({"op": "expects", "steps": 20})
     worker.client.send({"op": "step", "step": 15})
-    until(lambda: channel.step == 15)
-    left = channel.seconds_left
+    until(lambda: channel.workers.step == 15)
+    left = channel.workers.seconds_left
     assert left is not None
     assert 0 < left < 60
     worker.client.send({"op": "step", "step": 20})
-    until(lambda: channel.step == 20)
-    assert channel.seconds_left == 0
+    until(lambda: channel.workers.step == 20)
+    assert channel.workers.seconds_left == 0
 
 
 @pytest.mark.parametrize(
@@ -247,12 +247,12 @@ def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):
 )
 def test_a_malformed_message_closes_the_connection_of_its_worker_alone(channel, caplog, fields):
     good, bad = channel.connect(0), channel.connect(1)
-    until(lambda: channel.in_session)
-    channel.prepare(Prepare(1, 9, "leave"))
+    until(lambda: channel.workers.in_session)
+    channel.workers.prepare(Prepare(1, 9, "leave"))
     bad.client.send(fields)
     assert bad.closed.wait(20)
     good.client.send({"op": "step", "step": 4})
-    until(lambda: channel.step == 4)
+    until(lambda: channel.workers.step == 4)
     assert not good.closed.is_set()
     assert channel.votes() == []
     if fields != {"op": "pointer"}:  # well-formed, but without the request's id

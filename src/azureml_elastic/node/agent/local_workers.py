@@ -1,0 +1,285 @@
+"""The workers of this node that are connected to the agent, and what they have reported in the present round."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from azureml_elastic.ipc import Connection
+from azureml_elastic.ipc.worker_messages import (
+    FROM_AGENT,
+    AgentMessage,
+    Assign,
+    Decide,
+    Hello,
+    Interrupt,
+    Prepare,
+    Prepared,
+)
+from azureml_elastic.node.agent.step_boundary import BoundaryVote
+from azureml_elastic.node.rendezvous.hub.inbox import Inbox, LocalVote
+from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
+
+__all__ = ["LocalWorkers", "RoundState", "WorkerState"]
+
+
+@dataclass
+class WorkerState:
+    """A connected worker.
+
+    Args:
+        local_rank: rank on the node.
+        rank: rank in the round.
+        round: number of its round, 0 before its first assignment.
+        pointer: checkpoint pointer of that round, on rank 0's node only.
+    """
+
+    local_rank: int
+    rank: int
+    round: int
+    pointer: CheckpointPointer | None
+
+
+@dataclass
+class RoundState:
+    """What the workers have reported in one round.
+
+    Args:
+        number: number of the round.
+        size: number of workers of this node.
+        pointer: checkpoint pointer, on rank 0's node only.
+        stopped: local ranks that have left at a step boundary.
+        finished: local ranks whose training loop has ended.
+        connected: whether the ranks of the round have connected to each other.
+        trained: whether a local worker has completed a step.
+        step: furthest step that one has completed.
+        began: monotonic seconds and step at which training began.
+        vote: answers to the proposal under way.
+    """
+
+    number: int = 0
+    size: int = 0
+    pointer: CheckpointPointer | None = None
+    stopped: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    connected: bool = False
+    trained: bool = False
+    step: int = 0
+    began: tuple[float, int] | None = None
+    vote: BoundaryVote | None = None
+
+
+class LocalWorkers:
+    """Connections and reports of the local workers. Thread-safe.
+
+    Args:
+        inbox: queue for the workers' votes on step boundaries.
+        wake: callback for changes.
+
+    Attributes:
+        expected: number of steps of the whole run, ``None`` while it is unknown.
+    """
+
+    def __init__(self, inbox: Inbox, wake: Callable[[], None]) -> None:
+        self._inbox = inbox
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._round = RoundState()
+        self._workers: dict[int, Connection] = {}
+        self._greeted: set[int] = set()
+        self._parked: set[int] = set()
+        self.expected: int | None = None
+
+    @property
+    def round(self) -> RoundState:
+        """The state of the present round."""
+        with self._lock:
+            return self._round
+
+    def begin(self, state: RoundState, *, keep: bool) -> None:
+        """Replace the round's state, and forget the workers unless they stay."""
+        with self._lock:
+            self._round = state
+            if not keep:
+                self._workers, self._greeted, self._parked = {}, set(), set()
+
+    def find(self, connection: Connection) -> WorkerState | None:
+        """Return the worker of a connection, ``None`` where another connection has replaced it or none was greeted."""
+        worker: WorkerState | None = connection.state.get("worker")
+        with self._lock:
+            return worker if worker is not None and self._workers.get(worker.local_rank) is connection else None
+
+    def greet(self, connection: Connection, hello: Hello) -> bool:
+        """Add a worker, unless its round is over."""
+        with self._lock:
+            if hello.round not in (self._round.number, 0):  # a worker of round 0 receives its assignment later
+                return False
+            worker = WorkerState(hello.local_rank, hello.rank, hello.round, self._round.pointer)
+            connection.state["worker"] = worker
+            self._workers[hello.local_rank] = connection
+            self._greeted.add(hello.local_rank)
+            return True
+
+    def remove(self, connection: Connection) -> None:
+        """Remove the worker of a connection that has ended."""
+        worker = self.find(connection)
+        with self._lock:
+            if worker is not None:
+                del self._workers[worker.local_rank]
+                self._parked.discard(worker.local_rank)
+
+    def park(self, local_rank: int) -> None:
+        """Record that a worker waits for its assignment."""
+        with self._lock:
+            self._parked.add(local_rank)
+
+    def advance(self, state: RoundState, step: int, *, completed: bool) -> None:
+        """Record the step that a worker has reached.
+
+        Args:
+            state: state of the worker's round.
+            step: the step.
+            completed: whether the worker has trained it, rather than restored it.
+        """
+        with self._lock:
+            if not completed or state.began is None:
+                state.began = time.monotonic(), step
+            state.trained = state.trained or completed
+            state.step = max(state.step, step)
+
+    def end(self, state: RoundState, local_rank: int, step: int, *, finished: bool) -> None:
+        """Record that a worker's training has ended, or that it has left at a step boundary."""
+        with self._lock:
+            (state.finished if finished else state.stopped).add(local_rank)
+            state.step = max(state.step, step)
+
+    def answer(self, state: RoundState, local_rank: int, answer: Prepared) -> None:
+        """Record a worker's answer to a proposal."""
+        with self._lock:
+            vote = state.vote
+            if vote is None or vote.boundary != answer.boundary:
+                return
+            if vote.vote(local_rank, ok=answer.ok, step=answer.step):
+                self._put_vote(state)
+        self._wake()
+
+    def assign(self, assignments: Mapping[int, Assign]) -> None:
+        """Send the parked workers their assignments, by local rank."""
+        with self._lock:
+            pointer = self._round.pointer
+            # A worker that has died meanwhile is found by its exit code.
+            targets = [(self._workers[rank], each) for rank, each in assignments.items() if rank in self._workers]
+            self._parked.clear()
+        for connection, assignment in targets:
+            worker: WorkerState = connection.state["worker"]
+            worker.round, worker.pointer, worker.rank = assignment.round, pointer, assignment.rank
+            _send([connection], assignment)
+
+    def interrupt(self) -> None:
+        """Send the workers that the round is over: they hand their state over and park."""
+        with self._lock:
+            gone = self._round.stopped | self._parked
+            targets = [connection for rank, connection in self._workers.items() if rank not in gone]
+        _send(targets, Interrupt())
+
+    def cut(self) -> None:
+        """Close all connections, at which the workers' sessions end their processes at once."""
+        with self._lock:
+            workers = list(self._workers.values())
+        for connection in workers:
+            connection.close("its round is over")
+
+    @property
+    def step(self) -> int:
+        """The furthest step that a local worker has completed in this round."""
+        with self._lock:
+            return self._round.step
+
+    @property
+    def stopped(self) -> frozenset[int]:
+        """The local ranks that have saved and left at an agreed boundary."""
+        with self._lock:
+            return frozenset(self._round.stopped)
+
+    @property
+    def parked(self) -> frozenset[int]:
+        """The local ranks that wait for an assignment."""
+        with self._lock:
+            return frozenset(self._parked)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that training will take at its pace so far, ``None`` where that is unknown."""
+        with self._lock:
+            if self.expected is None or self._round.began is None:
+                return None
+            began, first = self._round.began
+            step = self._round.step
+            return max(0, self.expected - step) * (time.monotonic() - began) / (step - first) if step > first else None
+
+    @property
+    def trained(self) -> bool:
+        """Whether a local worker has completed a step in this round."""
+        with self._lock:
+            return self._round.trained
+
+    @property
+    def finished(self) -> frozenset[int]:
+        """The local ranks whose training has ended."""
+        with self._lock:
+            return frozenset(self._round.finished)
+
+    @property
+    def in_session(self) -> bool:
+        """Whether every local worker has a session."""
+        with self._lock:
+            return len(self._greeted) == self._round.size
+
+    @property
+    def placed(self) -> bool:
+        """Whether every local worker has a session and an assignment in this round."""
+        with self._lock:
+            workers = [connection.state["worker"] for connection in self._workers.values()]
+            return len(workers) == self._round.size and all(each.round == self._round.number for each in workers)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a local worker has reported that the ranks of this round have connected to each other."""
+        with self._lock:
+            return self._round.connected
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a worker is connected that is not parked, and so ends by itself once it is interrupted."""
+        with self._lock:
+            return bool(self._workers.keys() - self._parked)
+
+    def prepare(self, proposal: Prepare) -> None:
+        """Send a proposal to the workers; their common vote is put into the inbox."""
+        with self._lock:
+            state = self._round
+            targets = list(self._workers.values()) if len(self._workers) == state.size else []
+            state.vote = BoundaryVote(proposal.boundary, frozenset(self._workers) if targets else frozenset())
+            if not targets:
+                self._put_vote(state)
+        _send(targets, proposal)
+        self._wake()
+
+    def decide(self, decision: Decide) -> None:
+        """Send a decision to the workers."""
+        with self._lock:
+            targets = list(self._workers.values())
+        _send(targets, decision)
+
+    def _put_vote(self, state: RoundState) -> None:
+        assert state.vote is not None
+        self._inbox.put(LocalVote(state.number, state.vote.report(finished=bool(state.finished))))
+        state.vote = None
+
+
+def _send(connections: list[Connection], message: AgentMessage) -> None:
+    fields = FROM_AGENT.encode(message)
+    for connection in connections:
+        connection.send(fields)
