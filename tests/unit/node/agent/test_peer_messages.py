@@ -1,0 +1,130 @@
+"""The messages of two agents of a round: what each sends reaches the parts of the other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from azureml_elastic.ipc.agent_messages import Dumped, DumpStacks, HangLesson, Leaving, Vote
+from azureml_elastic.ipc.worker_messages import Decide, Prepare
+from azureml_elastic.node.agent.peer_messages import PeerMessenger
+from azureml_elastic.node.rendezvous.hub.inbox import FromLeader, FromMember, Inbox, LocalVote
+from azureml_elastic.node.rendezvous.state.round import Member, Round
+
+NODES = ("node-0", "node-1")
+
+
+class Workers:
+    """Workers of one node that agree to every proposal."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.inbox = inbox
+        self.decisions: list[Decide] = []
+        self.placed = True
+        self.connected = True
+        self.in_session = True
+        self.step = 4
+        self.finished: frozenset[int] = frozenset()
+        self.seconds_left = None
+
+    def prepare(self, proposal: Prepare) -> None:
+        self.inbox.put(LocalVote(1, Vote(proposal.boundary, ok=True, step=4, capable=True, finished=False)))
+
+    def decide(self, decision: Decide) -> None:
+        self.decisions.append(decision)
+
+
+class Hangs:
+    def __init__(self) -> None:
+        self.broadcasts: list[object] = []
+        self.dumped: list[str] = []
+        self.take = self.broadcasts.append
+        self.answered = self.dumped.append
+
+    def begin(self, number: int, members: tuple[str, ...]) -> None:
+        pass
+
+
+class Agents:
+    """The messengers of a round; rank 0's hub delivers at once."""
+
+    def __init__(self) -> None:
+        self.inboxes = {node: Inbox() for node in NODES}
+        self.workers = {node: Workers(inbox) for node, inbox in self.inboxes.items()}
+        self.hangs = {node: Hangs() for node in NODES}
+        self.messengers = {node: self.messenger(node) for node in NODES}
+        for node, messenger in self.messengers.items():
+            members = tuple(Member(name, name) for name in NODES)
+            messenger.begin(Round(1, "sealed", members=members), leads=node == NODES[0])
+
+    def messenger(self, node: str) -> PeerMessenger:
+        link = SimpleNamespace(
+            send=lambda report: self.inboxes[NODES[0]].put(FromMember(1, node, report.body)),
+        )
+        rendezvous = SimpleNamespace(
+            node=node,
+            inbox=self.inboxes[node],
+            hub=SimpleNamespace(broadcast=self.broadcast),
+            membership=SimpleNamespace(link=link),
+        )
+        return PeerMessenger(
+            rendezvous, SimpleNamespace(workers=self.workers[node]), self.hangs[node], opens_session=True
+        )
+
+    def broadcast(self, body) -> None:
+        for inbox in self.inboxes.values():
+            inbox.put(FromLeader(1, body))
+
+    def settle(self) -> None:
+        for _ in range(6):
+            for messenger in self.messengers.values():
+                messenger.process_events()
+
+
+@pytest.fixture
+def agents():
+    return Agents()
+
+
+def lead(agents: Agents, *waiting: str) -> str | None:
+    return agents.messengers[NODES[0]].lead(SimpleNamespace(waiting=frozenset(waiting)), done=False)
+
+
+def test_a_waiting_node_leads_to_a_boundary_that_all_nodes_agree_on(agents):
+    assert lead(agents, "node-2") is None
+    agents.settle()
+    assert [agents.workers[node].decisions for node in NODES] == [[Decide(1, go=True)]] * 2
+
+
+def test_a_node_that_leaves_does_not_stay(agents):
+    agents.messengers["node-1"].announce_leaving()
+    agents.messengers["node-1"].announce_leaving()
+    assert agents.inboxes["node-0"].take(1) == [FromMember(1, "node-1", Leaving())]
+    agents.inboxes["node-0"].put(FromMember(1, "node-1", Leaving()))
+    agents.settle()
+    assert lead(agents) is None
+    agents.settle()
+    assert agents.workers["node-0"].decisions == [Decide(1, go=True)]
+    assert agents.workers["node-1"].decisions == [Decide(1, go=True, stay=False)]
+    assert all(messenger.leavers == {"node-1"} for messenger in agents.messengers.values())
+
+
+def test_messages_about_hangs_reach_their_response(agents):
+    lesson, dump = HangLesson(3.0, 4.0), DumpStacks(1, 5, 9.0, 8.0, "step")
+    agents.broadcast(lesson)
+    agents.broadcast(dump)
+    agents.inboxes["node-0"].put(FromMember(1, "node-1", Dumped()))
+    agents.settle()
+    assert [agents.hangs[node].broadcasts for node in NODES] == [[lesson, dump]] * 2
+    assert agents.hangs["node-0"].dumped == ["node-1"]
+
+
+def test_an_inbox_drops_events_of_earlier_rounds_and_keeps_those_of_later_ones():
+    inbox = Inbox()
+    events = [FromMember(number, "node-0", Leaving()) for number in (1, 3, 2, 2)]
+    for event in events:
+        inbox.put(event)
+    assert inbox.take(2) == events[2:]
+    assert inbox.take(2) == []
+    assert inbox.take(3) == [events[1]]
