@@ -66,13 +66,6 @@ def find_workspace(
     As in ``MLClient.from_config()``, the file is searched in ``.azureml``, ``aml_config`` and the folder itself, then
     in the parent folders.
 
-    Args:
-        subscription: id of the subscription from the options, if given.
-        group: name of the resource group from the options, if given.
-        workspace: name of the workspace from the options, if given.
-        start: folder in which the search starts; ``None`` for the current one.
-        environ: environment variables.
-
     Raises:
         UsageError: a part of the identification is missing, or the file cannot be read.
     """

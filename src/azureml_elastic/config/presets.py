@@ -89,12 +89,7 @@ class Presets(ConfigModel):
     profile: Profile | None = None
 
     def environment_variables(self, sizes: Collection[str | None], *, together: bool) -> dict[str, str]:
-        """Return the environment variables of the presets.
-
-        Args:
-            sizes: VM sizes of the nodes, ``None`` for an unknown one.
-            together: whether all nodes are in one cluster or one job.
-        """
+        """Return the environment variables of the presets."""
         return {**_NETWORKS[connection(self.network, sizes, together=together)], **_MOUNTS[self.mount]}
 
 
@@ -128,10 +123,5 @@ def connection(
 
 
 def mode_of_input(data: str | None, kind: str) -> str | None:
-    """Return the mode of an input without one; ``None`` for Azure ML's default.
-
-    Args:
-        data: data preset.
-        kind: type of the input; models and literals have no preset mode.
-    """
+    """Return the mode of inputs of a type by the data preset; ``None`` for models, literals and Azure ML's default."""
     return _MODES[data] if data is not None and kind in _TYPES_WITH_MODES else None

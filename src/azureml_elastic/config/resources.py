@@ -132,12 +132,7 @@ class NodePool(ConfigModel):
 
 
 def first_nodes(pools: Sequence[NodePool], most: int) -> tuple[int, ...]:
-    """Return the number of nodes to request from each pool when a run starts.
-
-    Args:
-        pools: node pools in the order of preference.
-        most: maximum number of nodes of the run, at least the sum of the pools' minimums.
-    """
+    """Return the number of nodes to request from each pool when a run of at most ``most`` nodes starts."""
     counts = [pool.min_instance_count for pool in pools]
     for number, pool in enumerate(pools):
         counts[number] += max(0, min(pool.max_instance_count - counts[number], most - sum(counts)))

@@ -13,16 +13,11 @@ from azureml_elastic.errors import MissingExtra, SubmitError
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
-__all__ = ["connect", "readable_errors", "silence_sdk_logs"]
+__all__ = ["connect", "first_line", "readable_errors", "silence_sdk_logs"]
 
 
 def connect(subscription: str, group: str, workspace: str) -> MLClient:
     """Return a client of a workspace, without sending a request.
-
-    Args:
-        subscription: id of the subscription.
-        group: name of the resource group.
-        workspace: name of the workspace.
 
     Raises:
         MissingExtra: azure-ai-ml is not installed.
@@ -62,12 +57,13 @@ def readable_errors(action: str) -> Iterator[None]:
     except ClientAuthenticationError as error:
         raise SubmitError(
             f"Azure could not {action}: no credential was accepted. Run 'az login', or set the environment variables "
-            f"of a service principal. {_first_line(error)}"
+            f"of a service principal. {first_line(error)}"
         ) from error
     except (AzureError, MlException) as error:
-        raise SubmitError(f"Azure could not {action}: {_first_line(error)}") from error
+        raise SubmitError(f"Azure could not {action}: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

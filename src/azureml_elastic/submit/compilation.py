@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from azureml_elastic.config.presets import Presets, mode_of_input
@@ -18,7 +18,7 @@ from azureml_elastic.errors import MissingExtra, SubmitError
 from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.runtime.staging import stage_runtime
-from azureml_elastic.submit.services import kind_of_service, services_of_node
+from azureml_elastic.submit.services import compile_services
 from azureml_elastic.submit.validation import check
 
 try:
@@ -27,13 +27,9 @@ try:
         Command,
         Environment,
         JobResourceConfiguration,
-        JupyterLabJobService,
         PipelineJob,
         PipelineJobSettings,
         QueueSettings,
-        SshJobService,
-        TensorBoardJobService,
-        VsCodeJobService,
     )
 except ModuleNotFoundError as error:
     raise MissingExtra("azure-ai-ml", "submit") from error
@@ -41,21 +37,12 @@ except ModuleNotFoundError as error:
 __all__ = ["compile_job"]
 
 _LITERALS = {bool: "boolean", int: "integer", float: "number", str: "string"}
-_SERVICES = {
-    "jupyter_lab": JupyterLabJobService,
-    "ssh": SshJobService,
-    "tensor_board": TensorBoardJobService,
-    "vs_code": VsCodeJobService,
-}
 _LABELLED = re.compile(r"azureml:[\w.-]+@[\w.-]+", re.ASCII)
 _LITERAL_TYPES = frozenset(_LITERALS.values())
 
 
 def compile_job(job: JobFields) -> Command | PipelineJob:
     """Return the job as a new entity of azure-ai-ml.
-
-    Args:
-        job: fields of the job.
 
     Raises:
         SubmitError: fields of the job contradict each other.
@@ -80,7 +67,7 @@ def _fan_out(job: JobFields, text: str) -> PipelineJob:
         child = node(**{name: f"${{{{parent.inputs.{name}}}}}" for name in inputs})
         child.display_name = name
         child.resources = _resources(job, pool, instance_count=1)
-        child.services = _services(services_of_node(job.services, len(children)))
+        child.services = compile_services(job.services, len(children))
         if pool is not None:
             child.compute = pool.compute
             if pool.job_tier is not None:
@@ -116,7 +103,7 @@ def _single(job: JobFields, text: str) -> Command:
         compute=job.compute,
         # Azure ML starts the command on every node only if there is a distribution.
         distribution=PyTorchDistribution(process_count_per_instance=1) if most > 1 else None,
-        services=_services(job.services),
+        services=compile_services(job.services),
         parent_job_name=job.parent_job_name,
         **_identification(job),
     )
@@ -154,26 +141,6 @@ def _environment(environment: Any) -> str | Environment:
     return copy.deepcopy(environment)
 
 
-def _services(services: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return new service objects; dictionaries are converted because azure-ai-ml drops their type."""
-    if not services:
-        return None
-    made: dict[str, Any] = {}
-    for name, service in services.items():
-        kind = kind_of_service(service)
-        if type(service) is not dict:
-            made[name] = copy.deepcopy(service)
-        elif kind in _SERVICES:
-            fields = {key: value for key, value in service.items() if key not in {"type", "job_service_type"}}
-            made[name] = _SERVICES[kind](**fields)
-        else:
-            raise SubmitError(
-                f"The service {name!r} has type={kind!r}. Give one of {sorted(_SERVICES)}, or an object of "
-                "azure.ai.ml.entities."
-            )
-    return made
-
-
 def _identification(job: JobFields) -> dict[str, Any]:
     return {
         "name": job.name,
@@ -192,21 +159,21 @@ def _resources(job: JobFields, pool: NodePool | None, **counts: int) -> JobResou
         **counts,
         instance_type=resources.instance_type if pool is None else pool.instance_type,
         locations=None if resources.locations is None else list(resources.locations),
-        docker_args=docker_args if docker_args is None or isinstance(docker_args, str) else list(docker_args),
+        docker_args=list(docker_args) if isinstance(docker_args, tuple) else docker_args,
         shm_size=resources.shm_size,
         properties=None if resources.properties is None else copy.deepcopy(dict(resources.properties)),
     )
 
 
 def _inputs(job: JobFields) -> dict[str, Any]:
-    inputs = {name: _with_mode(_value(name, value), job.presets) for name, value in job.inputs.items()}
+    inputs = {name: _input(name, value, job.presets) for name, value in job.inputs.items()}
     if job.delivery == "ship":
         inputs[node_launch.RUNTIME] = Input(type="uri_folder", path=str(stage_runtime()), mode="download")
     return inputs
 
 
-def _value(name: str, value: Any) -> Any:
-    """Return an input of the job: a literal, or a new ``Input`` with a path."""
+def _input(name: str, value: Any, presets: Presets) -> Any:
+    """Return an input of the job: a literal, or a new ``Input`` with a path and a mode."""
     if type(value) in _LITERALS:
         return value
     if type(value) is dict:
@@ -222,14 +189,12 @@ def _value(name: str, value: Any) -> Any:
             f"The input {name!r} of type {value.type!r} has no value. Give Input(type=..., path=...), or the bare "
             "value for a number or a text."
         )
-    return given if value.type in _LITERAL_TYPES else copy.deepcopy(value)
-
-
-def _with_mode(value: Any, presets: Presets) -> Any:
-    """Set the presets' mode on an ``Input`` that has none, and return the value."""
-    if isinstance(value, Input) and value.mode is None:
-        value.mode = mode_of_input(presets.data, str(value.type))
-    return value
+    if value.type in _LITERAL_TYPES:
+        return given
+    made = copy.deepcopy(value)
+    if made.mode is None:
+        made.mode = mode_of_input(presets.data, str(made.type))
+    return made
 
 
 def _declaration(value: Any) -> Input:

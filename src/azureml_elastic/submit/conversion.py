@@ -89,10 +89,6 @@ def fields_of(
 def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:
     """Check that a job sets no parameter that a newer azure-ai-ml has added.
 
-    Args:
-        held: attributes of the job.
-        names: parameters of ``command()`` in the installed azure-ai-ml.
-
     Raises:
         SubmitError: the job sets an unknown parameter.
     """

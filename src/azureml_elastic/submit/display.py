@@ -14,15 +14,11 @@ from azureml_elastic.config.resources import SERVERLESS, NodePool
 from azureml_elastic.errors import CommandError
 from azureml_elastic.submit.fields import JobFields
 
-__all__ = ["as_html", "as_line", "as_text", "rows"]
+__all__ = ["as_html", "as_line", "as_text"]
 
 
-def rows(job: JobFields) -> list[tuple[str, str]]:
-    """Return the labels and values that describe a job; unset fields are omitted.
-
-    Args:
-        job: fields of the job, which may fail to compile.
-    """
+def _rows(job: JobFields) -> list[tuple[str, str]]:
+    """Return the labels and values that describe a job, which may fail to compile; unset fields are omitted."""
     resources = job.resources
     nodes = _range(resources.min_instance_count, resources.max_instance_count)
     compute = "; ".join(_pool(pool) for pool in job.pools) or ", ".join(
@@ -54,13 +50,13 @@ def rows(job: JobFields) -> list[tuple[str, str]]:
 
 def as_line(job: JobFields) -> str:
     """Return the job as one line, for ``repr``."""
-    shown = ", ".join(f"{name.replace(' ', '_')}={text!r}" for name, text in rows(job))
+    shown = ", ".join(f"{name.replace(' ', '_')}={text!r}" for name, text in _rows(job))
     return f"ElasticCommandJob({shown})"
 
 
 def as_text(job: JobFields) -> str:
     """Return the job as an aligned list for a terminal."""
-    shown = rows(job)
+    shown = _rows(job)
     width = max(len(name) for name, _ in shown)
     return "\n".join(["ElasticCommandJob", *(f"  {name:<{width}}  {text}" for name, text in shown)])
 
@@ -69,7 +65,7 @@ def as_html(job: JobFields) -> str:
     """Return the job as an HTML table for a notebook."""
     cells = "".join(
         f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:left">{escape(text)}</td></tr>'
-        for name, text in rows(job)
+        for name, text in _rows(job)
     )
     return f"<table><caption>ElasticCommandJob</caption>{cells}</table>"
 

@@ -17,7 +17,7 @@ from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
 
-__all__ = ["JobFields"]
+__all__ = ["JobFields", "field_of"]
 
 _MOVED = {
     "docker_args": "give resources=ElasticResources(docker_args=...)",
@@ -149,3 +149,8 @@ class JobFields(ConfigModel):
             computes, sizes = {str(self.compute or SERVERLESS)}, (self.resources.instance_type,)
         one_job = self.resources.effective_placement != "fan_out" or self.resources.max_instance_count == 1
         return sizes, one_job or (len(computes) == 1 and SERVERLESS not in computes)
+
+
+def field_of(value: Any, name: str) -> Any:
+    """Return a field of an object of azure-ai-ml, or of a dictionary of its fields; ``None`` if it is not set."""
+    return value.get(name) if type(value) is dict else getattr(value, name, None)

@@ -9,6 +9,8 @@ from typing_extensions import Self
 
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.resources import ElasticResources
+from azureml_elastic.submit.conversion import fields_of
+from azureml_elastic.submit.display import as_html, as_line, as_text
 from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.sdk_hooks import Submittable
 
@@ -86,23 +88,15 @@ class ElasticCommandJob(JobFields, Submittable):
             CommandError: the command's launcher has options that cannot be translated.
             MissingExtra: azure-ai-ml is not installed.
         """
-        from azureml_elastic.submit.conversion import fields_of
-
         return cls(**fields_of(command_job, resources, distribution, changes))
 
     def __repr__(self) -> str:
-        from azureml_elastic.submit.display import as_line
-
         return as_line(self)
 
     def __str__(self) -> str:
-        from azureml_elastic.submit.display import as_text
-
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        from azureml_elastic.submit.display import as_html
-
         return as_html(self)
 
     def compile(self) -> Command | PipelineJob:

@@ -68,9 +68,6 @@ class Launched:
 def read_launcher(command: str) -> Launched | None:
     """Return the equivalent of a command whose program is started by a launcher; ``None`` if it has no launcher.
 
-    Args:
-        command: shell command, of which only the launcher is changed.
-
     Raises:
         CommandError: the command cannot be parsed.
     """

@@ -38,12 +38,7 @@ def checkpoint_output(job: JobFields) -> str | None:
 
 
 def command_text(job: JobFields, found: FoundProgram) -> str:
-    """Return the job's command with the node's entry point inserted before the program.
-
-    Args:
-        job: fields of the job.
-        found: position of the program in the job's command.
-    """
+    """Return the job's command with the node's entry point inserted before the program."""
     interpreter = _quoted(parse_program([found.program]).interpreter or "python")
     script = f"${{{{inputs.{RUNTIME}}}}}/start.py" if job.delivery == "ship" else "-m azureml_elastic.node"
     if checkpoint_output(job) is not None:

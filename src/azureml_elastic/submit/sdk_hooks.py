@@ -35,9 +35,6 @@ class Submittable(ABC):
 def register(model: type[Submittable]) -> None:
     """Register a class with ``BaseNode``, so that ``MLClient`` accepts its instances; idempotent.
 
-    Args:
-        model: class of the jobs.
-
     Raises:
         MissingExtra: azure-ai-ml is not installed.
     """
@@ -52,9 +49,6 @@ def plain_command_job(job: Any) -> CommandJob:
     """Return a command job of azure-ai-ml with plain values, without modifying the given one.
 
     ``command()`` returns a ``Command``, a pipeline node with bound inputs; a ``CommandJob`` has plain values.
-
-    Args:
-        job: a ``Command`` or a ``CommandJob``.
 
     Raises:
         SubmitError: the argument is something else, a submitted job, or a call of a registered component, whose

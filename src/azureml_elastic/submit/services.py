@@ -1,4 +1,4 @@
-"""Selection of the interactive services of each node.
+"""Selection and conversion of the interactive services of a job.
 
 With the placements ``service`` and ``gang`` Azure ML starts the services of the one job, on its first node or on all.
 With ``fan_out`` each node is a separate job, so the selection is made here: shells and notebooks are useful on any
@@ -11,44 +11,55 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["kind_of_service", "services_of_node"]
+from azureml_elastic.errors import MissingExtra, SubmitError
+from azureml_elastic.submit.fields import field_of
 
+try:
+    from azure.ai.ml.entities import JupyterLabJobService, SshJobService, TensorBoardJobService, VsCodeJobService
+except ModuleNotFoundError as error:
+    raise MissingExtra("azure-ai-ml", "submit") from error
+
+__all__ = ["compile_services"]
+
+_SERVICES = {
+    "jupyter_lab": JupyterLabJobService,
+    "ssh": SshJobService,
+    "tensor_board": TensorBoardJobService,
+    "vs_code": VsCodeJobService,
+}
 _ONCE = frozenset({"tensor_board"})
 """Services that show the run rather than the node; they run on the first node unless ``nodes="all"``."""
 
 
-def services_of_node(services: Mapping[str, Any] | None, node: int) -> dict[str, Any] | None:
-    """Return copies of the services of one single-node job of ``fan_out``; ``None`` if there are none.
+def compile_services(services: Mapping[str, Any] | None, node: int | None = None) -> dict[str, Any] | None:
+    """Return new service objects for a job; dictionaries are converted because azure-ai-ml drops their type.
 
-    JupyterLab, VS Code, SSH and services of unknown kinds run on every node, regardless of ``nodes``, because it is not
-    known in advance which nodes get a machine. TensorBoard runs on node 0, and with ``nodes="all"`` on every node.
+    In a single-node job of ``fan_out``, JupyterLab, VS Code, SSH and services of unknown kinds run on every node,
+    regardless of ``nodes``, because it is not known in advance which nodes get a machine. TensorBoard runs on node 0,
+    and with ``nodes="all"`` on every node.
 
     Args:
         services: services of the elastic job by name: objects of azure-ai-ml or dictionaries of their fields.
-        node: index of the node, from 0.
+        node: index of the node of a single-node job; ``None`` for the one job of all nodes.
+
+    Raises:
+        SubmitError: a dictionary has an unknown type.
     """
-    chosen = {
-        name: _for_single_node(service)
-        for name, service in (services or {}).items()
-        if node == 0 or _field(service, "nodes") == "all" or kind_of_service(service) not in _ONCE
-    }
-    return chosen or None
-
-
-def kind_of_service(service: Any) -> str:
-    """Return the service's type as azure-ai-ml names it (``"tensor_board"``); empty if unknown."""
-    return str(_field(service, "type") or _field(service, "job_service_type") or "")
-
-
-def _for_single_node(service: Any) -> Any:
-    """Return a copy without ``nodes``, which a single-node job must not have."""
-    if isinstance(service, dict):
-        return {name: copy.deepcopy(value) for name, value in service.items() if name != "nodes"}
-    single = copy.deepcopy(service)
-    if _field(single, "nodes") is not None:
-        single.nodes = None
-    return single
-
-
-def _field(service: Any, name: str) -> Any:
-    return service.get(name) if type(service) is dict else getattr(service, name, None)
+    compiled: dict[str, Any] = {}
+    for name, service in (services or {}).items():
+        kind = str(field_of(service, "type") or field_of(service, "job_service_type") or "")
+        if node and kind in _ONCE and field_of(service, "nodes") != "all":
+            continue
+        if type(service) is not dict:
+            compiled[name] = copy.deepcopy(service)
+        elif kind in _SERVICES:
+            fields = {key: value for key, value in service.items() if key not in {"type", "job_service_type"}}
+            compiled[name] = _SERVICES[kind](**copy.deepcopy(fields))
+        else:
+            raise SubmitError(
+                f"The service {name!r} has type={kind!r}. Give one of {sorted(_SERVICES)}, or an object of "
+                "azure.ai.ml.entities."
+            )
+        if node is not None and field_of(compiled[name], "nodes") is not None:
+            compiled[name].nodes = None  # a single-node job must not have it
+    return compiled or None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.replacement import CANCELLED_TAG
 from azureml_elastic.config.resources import first_nodes, replacement_name, step_names
 from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.client import first_line
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -71,14 +73,14 @@ class SubmittedRun:
     @property
     def jobs(self) -> list[str]:
         """The names of the first job and of the jobs of replacement nodes."""
-        return [self.name, *(name for name, _ in self._later())]
+        return [self.name, *(name for name, _ in self._replacements())]
 
     def nodes(self) -> list[NodeOfRun]:
         """Return the jobs of all nodes in the order of submission."""
-        found: list[NodeOfRun] = []
         if not self._is_pipeline:
-            found.append(NodeOfRun("job", self.name, self.status))
-            return found + [NodeOfRun("job", name, _status(job)) for name, job in self._later()]
+            jobs = [(self.name, self.job), *self._replacements()]
+            return [NodeOfRun("job", name, _status(job)) for name, job in jobs]
+        found: list[NodeOfRun] = []
         for name in self.jobs:
             for child in self._client.jobs.list(parent_job_name=name):
                 node = str(child.display_name or child.name)
@@ -99,66 +101,51 @@ class SubmittedRun:
         if name is not None:
             chosen = [node for node in nodes if name in (node.node, node.job)]
         else:
-            running, good, bad = (
+            running, completed, failed = (
                 [node for node in nodes if node.status in states]
                 for states in (("Running", "Finalizing"), ("Completed",), ("Failed",))
             )
-            chosen = running or good[-1:] or bad[-1:] or nodes
+            chosen = running or completed[-1:] or failed[-1:] or nodes
         if not chosen:
             there = ", ".join(node.node for node in nodes) or "none yet"
             raise SubmitError(f"The run {self.name!r} has no node {name!r}. There are: {there}.")
         return chosen[0]
 
-    def cancel(self, asked: Callable[[str], object] = lambda _: None) -> None:
+    def cancel(self, cancelling: Callable[[str], object] = lambda _: None) -> None:
         """Cancel all jobs of the run.
 
         A first job that has ended cannot be cancelled any more; it is tagged, so that its nodes are not replaced.
 
         Args:
-            asked: callback with the name of each job that is being cancelled.
+            cancelling: callback with the name of each job that is being cancelled.
 
         Raises:
             SubmitError: a job could not be cancelled, or the first one not be tagged; all others were.
         """
-        problems = [self._tag()] if self.status in ("Failed", "Canceled") else []
-        problems += [self._cancel(name, asked) for name in self.jobs]
+        problems: list[str] = []
+        if self.status in ("Failed", "Canceled"):
+            self._tag(problems)
+        for name in self.jobs:
+            with _collected(problems, name):
+                if _status(self._client.jobs.get(name)) not in TERMINAL:
+                    self._client.jobs.begin_cancel(name)
+                    cancelling(name)
         # It may have failed before it could be cancelled.
         if self.status == "Running" and _status(self._client.jobs.get(self.name)) == "Failed":
-            problems.append(self._tag())
-        found = [problem for problem in problems if problem is not None]
-        if found:
+            self._tag(problems)
+        if problems:
             raise SubmitError(
-                f"Not all jobs of {self.name} could be cancelled ({'; '.join(found)}). Try again, and "
+                f"Not all jobs of {self.name} could be cancelled ({'; '.join(problems)}). Try again, and "
                 "stop every 'azureml-elastic replace-nodes' of the run, which might submit nodes again."
             )
 
-    def _cancel(self, name: str, asked: Callable[[str], object]) -> str | None:
-        """Cancel a job unless it has ended; return the error, if any."""
-        from azure.ai.ml.exceptions import MlException
-        from azure.core.exceptions import AzureError
-
-        try:
-            if _status(self._client.jobs.get(name)) in TERMINAL:
-                return None
-            self._client.jobs.begin_cancel(name)
-        except (AzureError, MlException) as error:
-            return f"{name}: {_first_line(error)}"
-        asked(name)
-        return None
-
-    def _tag(self) -> str | None:
-        """Tag the first job as cancelled; return the error, if any. azure-ai-ml before 1.35 uploads the whole job."""
-        from azure.ai.ml.exceptions import MlException
-        from azure.core.exceptions import AzureError
-
+    def _tag(self, problems: list[str]) -> None:
+        """Tag the first job as cancelled. azure-ai-ml before 1.35 uploads the whole job."""
         self.job.tags = {**(self.job.tags or {}), CANCELLED_TAG: "true"}
-        try:
+        with _collected(problems, f"{self.name} could not be tagged as cancelled"):
             self._client.jobs.create_or_update(self.job)
-        except (AzureError, MlException) as error:
-            return f"{self.name} could not be tagged as cancelled: {_first_line(error)}"
-        return None
 
-    def _later(self) -> Iterator[tuple[str, Any]]:
+    def _replacements(self) -> Iterator[tuple[str, Any]]:
         """Yield the jobs of replacement nodes, whose names are predictable and have few gaps."""
         from azure.core.exceptions import ResourceNotFoundError
 
@@ -187,8 +174,16 @@ class SubmittedRun:
         return self._plan.pools[stems.index(stem)].compute if self._plan.pools and stem in stems else None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+@contextlib.contextmanager
+def _collected(problems: list[str], action: str) -> Iterator[None]:
+    """Append errors of Azure's packages to a list instead of raising them."""
+    from azure.ai.ml.exceptions import MlException
+    from azure.core.exceptions import AzureError
+
+    try:
+        yield
+    except (AzureError, MlException) as error:
+        problems.append(f"{action}: {first_line(error)}")
 
 
 def _status(job: Any) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program
 from azureml_elastic.errors import CommandError, SubmitError
-from azureml_elastic.submit.fields import JobFields
+from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.launchers import refuse_launcher
 
 __all__ = ["RESERVED_PREFIX", "check"]
@@ -24,9 +23,6 @@ _CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
 
 def check(job: JobFields) -> FoundProgram:
     """Check the fields of a job against each other, and return the position of the program in its command.
-
-    Args:
-        job: fields of the job, each valid by itself.
 
     Raises:
         SubmitError: fields of the job contradict each other.
@@ -68,7 +64,7 @@ def _check_names(job: JobFields) -> None:
 def _check_path_on_compute(job: JobFields) -> None:
     for kind, values in (("input", job.inputs), ("output", job.outputs)):
         for name, value in values.items():
-            path = _field(value, "path_on_compute")
+            path = field_of(value, "path_on_compute")
             if path is not None:
                 effect = "ignores it silently" if kind == "output" else "cannot submit a job with it"
                 raise SubmitError(
@@ -80,8 +76,8 @@ def _check_path_on_compute(job: JobFields) -> None:
 def _check_literals(job: JobFields) -> None:
     """Check literals against the limits of their ``Input``, of which azure-ai-ml submits the value alone."""
     for name, value in job.inputs.items():
-        given, choices = _field(value, "default"), _field(value, "enum")
-        least, most = _field(value, "min"), _field(value, "max")
+        given, choices = field_of(value, "default"), field_of(value, "enum")
+        least, most = field_of(value, "min"), field_of(value, "max")
         if given is None:
             continue
         if choices and given not in choices:
@@ -89,11 +85,6 @@ def _check_literals(job: JobFields) -> None:
         if (least is not None and given < least) or (most is not None and given > most):
             limits = " and ".join(f"{word} {one}" for word, one in (("min", least), ("max", most)) if one is not None)
             raise SubmitError(f"The value of the input {name!r}, {given}, is beyond its {limits}. Correct one of them.")
-
-
-def _field(value: Any, name: str) -> Any:
-    """Return a field of an ``Input`` or ``Output``, or of a dictionary of their fields."""
-    return value.get(name) if type(value) is dict else getattr(value, name, None)
 
 
 def _check_compute(job: JobFields) -> None:
@@ -184,7 +175,7 @@ def _check_fan_out(job: JobFields) -> None:
             "the pipeline as their parent. Leave it out, or take the placement 'gang' or 'service'."
         )
     for name, output in job.outputs.items():
-        version = _field(output, "version")
+        version = field_of(output, "version")
         if version is not None and job.resources.max_instance_count > 1:
             raise SubmitError(
                 f"The output {name!r} registers version={version!r}, but with the placement 'fan_out' each of "

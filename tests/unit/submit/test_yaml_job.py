@@ -6,7 +6,6 @@ from datetime import timedelta
 import pytest
 import yaml
 from azure.ai.ml import load_job
-from pydantic import Field
 
 from azureml_elastic.config import (
     CheckpointPolicy,
@@ -15,11 +14,10 @@ from azureml_elastic.config import (
     FixedPerWorkerBatch,
     NodePool,
 )
-from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.submit import ElasticCommandJob, load_elastic_job
 from azureml_elastic.submit.sdk_hooks import fields_of_command
-from azureml_elastic.submit.yaml.elastic_block import block_model, read_block
+from azureml_elastic.submit.yaml.elastic_block import block_model
 
 SHORTEST = "elastic:\n  max_instance_count: 4"
 STANDARD = """
@@ -403,29 +401,3 @@ def test_the_block_has_what_a_command_job_cannot_say():
     fields = ElasticCommandJob.model_fields.keys() - fields_of_command() - {"type", "resources"}
     counts = {"min_instance_count", "max_instance_count", "placement"}
     assert block_model().model_fields.keys() == fields | counts | {"pools", "distribution"}
-
-
-class Colour(ConfigModel):
-    """A colour.
-
-    Args:
-        name: name of the colour.
-    """
-
-    name: str = "red"
-
-
-class Painted(ElasticCommandJob):
-    """A job of a later release.
-
-    Args:
-        colour: colour of the job.
-    """
-
-    colour: Colour = Field(default=Colour())
-
-
-def test_a_field_that_the_job_gets_later_is_one_of_the_block():
-    assert read_block({"colour": {"name": "blue"}}, Painted).colour == Colour(name="blue")
-    with pytest.raises(SubmitError, match=r"elastic\.colour\.nam is no field; did you mean name\?"):
-        read_block({"colour": {"nam": "blue"}}, Painted)

@@ -5,12 +5,10 @@ import json
 import jsonschema
 import pytest
 import yaml
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from azureml_elastic.config import FixedPerWorkerBatch
-from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.submit import load_elastic_job
-from azureml_elastic.submit.job import ElasticCommandJob
 from azureml_elastic.submit.yaml.block_schema import described, job_schema, schema_text
 from azureml_elastic.submit.yaml.elastic_block import block_model, models_in
 from tests.support.paths import ROOT
@@ -106,30 +104,3 @@ def test_what_the_loader_takes_is_not(faults, block):
 @pytest.mark.parametrize("missing", ["command", "environment", "elastic"])
 def test_what_every_job_has_must_be_there(faults, missing):
     assert faults({name: value for name, value in SHORTEST.items() if name != missing}) == [""]
-
-
-class Colour(ConfigModel):
-    """A colour.
-
-    Args:
-        name: name of the colour.
-    """
-
-    name: str = "red"
-
-
-class Painted(ElasticCommandJob):
-    """A job of a later release.
-
-    Args:
-        colour: colour of the job.
-    """
-
-    colour: Colour = Field(default=Colour())
-
-
-def test_a_field_that_the_job_gets_later_is_in_the_schema():
-    schema = job_schema(Painted)
-    field = schema["properties"]["elastic"]["properties"]["colour"]
-    assert (field["description"], field["$ref"]) == ("colour of the job.", "#/definitions/Colour")
-    assert schema["definitions"]["Colour"]["properties"]["name"]["description"] == "name of the colour."

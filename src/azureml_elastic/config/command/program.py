@@ -101,9 +101,6 @@ def find_program(shell_command: str) -> FoundProgram:
     Commands before it may prepare the node, including ``python -m pip`` and ``python -c``; a pipe, redirection or
     clean-up may follow. Expressions of Azure ML (``${{...}}``) are treated as words.
 
-    Args:
-        shell_command: one or more lines for ``bash``.
-
     Raises:
         CommandError: the command starts no Python program, more than one, or one in a loop.
     """

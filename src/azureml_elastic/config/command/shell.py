@@ -39,9 +39,6 @@ class Word(NamedTuple):
 def simple_commands(text: str) -> Iterator[list[Word]]:
     """Yield the words of each command between the shell's operators, without redirections.
 
-    Args:
-        text: one or more lines of shell.
-
     Raises:
         CommandError: a quotation or expression is not closed, or the text has a here-document.
     """

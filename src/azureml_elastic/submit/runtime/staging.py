@@ -78,9 +78,6 @@ def stage_runtime(cache: Path | None = None) -> Path:
 def copy_runtime(folder: Path) -> tuple[Path, bool]:
     """Return a copy of the staged folder below ``folder``, and whether it had to be written.
 
-    Args:
-        folder: parent folder, created if missing.
-
     Raises:
         SubmitError: another file or folder has the copy's name, or the copy cannot be written.
     """
@@ -96,13 +93,7 @@ def copy_runtime(folder: Path) -> tuple[Path, bool]:
 
 
 def _replace(folder: Path, content: Mapping[str, bytes], near: Path) -> bool:
-    """Atomically replace a folder by the given files; return ``False`` if it has them already.
-
-    Args:
-        folder: folder to replace.
-        content: files by path.
-        near: folder on the same disk, for the temporary copy.
-    """
+    """Atomically replace a folder by files, through one below ``near``; return ``False`` if it has them already."""
     if _matches(folder, content):
         return False
     try:

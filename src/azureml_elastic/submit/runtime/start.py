@@ -54,11 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def unmet(needed: Mapping[str, str]) -> dict[str, str]:
-    """Return the requirements that the environment does not satisfy.
-
-    Args:
-        needed: pip's requirements by module name.
-    """
+    """Return the requirements that the environment does not satisfy."""
     return {module: requirement for module, requirement in needed.items() if not _is_met(module, requirement)}
 
 

@@ -33,17 +33,14 @@ _DESCRIPTION = "A standard command job of Azure ML, and one block that makes it 
 _DURATION = "seconds, or text such as PT5M or 00:05:00"
 
 
-def job_schema(job: type[BaseModel] = ElasticCommandJob) -> dict[str, Any]:
+def job_schema() -> dict[str, Any]:
     """Return the schema of a job file: the elastic block in detail; the fields of the command job are unrestricted.
 
     Azure ML's own schema of command jobs forbids additional fields and therefore cannot be included.
-
-    Args:
-        job: model of the job.
     """
-    block = block_model(job).model_json_schema(schema_generator=_Schema, ref_template="#/definitions/{model}")
+    block = block_model().model_json_schema(schema_generator=_Schema, ref_template="#/definitions/{model}")
     definitions = block.pop("$defs", {})
-    known = described(job) | described(ElasticResources) | _OWN
+    known = described(ElasticCommandJob) | described(ElasticResources) | _OWN
     for name, field in block["properties"].items():
         if name in known:
             field["description"] = known[name]
@@ -78,10 +75,6 @@ def described(model: type[BaseModel]) -> dict[str, str]:
     return {match["name"]: _plain(match["text"]) for match in _ENTRY.finditer(section)}
 
 
-def _summary(model: type[BaseModel]) -> str:
-    return _plain((inspect.getdoc(model) or "").partition("\n\n")[0])
-
-
 def _plain(text: str) -> str:
     """Return a docstring's text without markup and line breaks, and with ``null`` for ``None``."""
     bare = _ROLE.sub(lambda match: match[1] or match[2] or match[3], " ".join(text.split()))
@@ -106,7 +99,7 @@ class _Schema(GenerateJsonSchema):
         """Return a model's schema with the descriptions of its docstring."""
         made = super().model_schema(schema)
         model = schema["cls"]
-        made["description"] = _summary(model)
+        made["description"] = _plain((inspect.getdoc(model) or "").partition("\n\n")[0])
         made.pop("title", None)
         descriptions = described(model)
         for name, field in made.get("properties", {}).items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -18,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from azureml_elastic.config.base import ConfigModel
-from azureml_elastic.config.resources import ElasticResources
+from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.conversion import FIELDS_OF_COMMAND, FIELDS_OF_RESOURCES
 from azureml_elastic.submit.job import ElasticCommandJob
@@ -45,41 +44,30 @@ _MESSAGES = {
 
 
 @functools.cache
-def block_model(job: type[BaseModel] = ElasticCommandJob) -> type[ConfigModel]:
-    """Return the model of the block, all of whose fields are optional.
-
-    Args:
-        job: model of the job, from which the fields are taken.
-    """
+def block_model() -> type[ConfigModel]:
+    """Return the model of the block, all of whose fields are optional."""
     fields: dict[str, Any] = {
         name: (ElasticResources.model_fields[name].annotation | None, None)  # type: ignore[operator]
         for name in COUNTS
     }
-    pools = [kind for kind in get_args(job.model_fields["compute"].annotation) if kind not in {str, type(None)}]
-    if pools:
-        fields["pools"] = (functools.reduce(operator.or_, pools) | None, Field(default=None))
-    for name, info in job.model_fields.items():
+    fields["pools"] = (tuple[NodePool, ...] | None, Field(default=None))
+    for name, info in ElasticCommandJob.model_fields.items():
         if name not in _OUTSIDE:
             fields[name] = (info.annotation, info)
     return create_model("ElasticBlock", __base__=ConfigModel, **fields)
 
 
-def read_block(block: Any, job: type[BaseModel] = ElasticCommandJob) -> ConfigModel:
+def read_block(block: Any) -> ConfigModel:
     """Validate a block, and return it as a model.
-
-    Args:
-        block: value of ``elastic:`` in the file.
-        job: model of the job.
 
     Raises:
         SubmitError: a field is unknown or invalid; the message has its dotted path but not the name of the file.
     """
     given = {} if block is None else block
+    model = block_model()
     if not isinstance(given, dict):
-        raise SubmitError(
-            f"{BLOCK} is a {_kind(given)}, not a block of fields. {_fields_text(BLOCK, block_model(job))}"
-        )
-    model = block_model(job)
+        kind = "text" if isinstance(given, str) else type(given).__name__
+        raise SubmitError(f"{BLOCK} is a {kind}, not a block of fields. {_fields_text(BLOCK, model)}")
     try:
         return model.model_validate(given)
     except ValidationError as error:
@@ -87,27 +75,18 @@ def read_block(block: Any, job: type[BaseModel] = ElasticCommandJob) -> ConfigMo
 
 
 def wrong_fields(error: ValidationError, given: Mapping[str, Any], model: type[BaseModel], root: str) -> list[str]:
-    """Return one sentence per invalid field, with its dotted path and, for an unknown field, a suggestion.
-
-    Args:
-        error: error of the validation.
-        given: value that was validated.
-        model: model by which it was validated.
-        root: prefix of the paths; may be empty.
-    """
+    """Return a sentence per invalid field, with its dotted path below ``root`` and, if it is unknown, a suggestion."""
     found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_place(detail["loc"], given, missing=detail["type"] == "missing"), []).append(detail)
-    deepest = {place: details for place, details in found.items() if not any(_below(other, place) for other in found)}
-    return [_sentence(place, details, given, model, root) for place, details in list(deepest.items())[:_MOST]]
+    deepest = [
+        place for place in found if not any(len(other) > len(place) and other[: len(place)] == place for other in found)
+    ]
+    return [_sentence(place, found[place], given, model, root) for place in deepest[:_MOST]]
 
 
 def wanted(details: Sequence[ErrorDetails]) -> str:
-    """Return the expected value of a field; for a union, that of its members combined.
-
-    Args:
-        details: pydantic's errors at one path.
-    """
+    """Return the expected value of a field; for a union, that of its members combined."""
     ours = [detail["msg"].removeprefix("Value error, ") for detail in details if detail["type"] == "value_error"]
     if ours:
         return ours[0]
@@ -122,10 +101,6 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for part in get_args(annotation):
         yield from models_in(part)
-
-
-def _below(place: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool:
-    return len(place) > len(other) and place[: len(other)] == other
 
 
 def _place(location: Sequence[str | int], given: Any, *, missing: bool) -> tuple[str | int, ...]:
@@ -149,12 +124,11 @@ def _sentence(
     model: type[BaseModel],
     root: str,
 ) -> str:
-    dotted = _dotted(root, place)
+    dotted, block = (".".join(str(part) for part in (root, *keys) if part != "") for keys in (place, place[:-1]))
     first = details[0]
-    holder = _model_at(model, given, place[:-1])
-    if first["type"] == "extra_forbidden" and holder is not None:
-        meant = _meant(str(place[-1]), _dotted(root, place[:-1]), holder)
-        return f"{dotted} is no field{meant} {_fields_text(_dotted(root, place[:-1]), holder)}"
+    holders = _models_at(model, given, place[:-1])
+    if first["type"] == "extra_forbidden" and holders:
+        return f"{dotted} is no field{_meant(str(place[-1]), block, holders[0])} {_fields_text(block, holders[0])}"
     if first["type"] == "missing":
         return f"{dotted} is missing."
     if first["type"] in {"union_tag_not_found", "union_tag_invalid"}:
@@ -164,19 +138,11 @@ def _sentence(
     return f"{dotted}{_shown(first['input'])}: {wanted(details)}."
 
 
-def _dotted(root: str, place: Sequence[str | int]) -> str:
-    return ".".join(str(part) for part in (*([root] if root else []), *place))
-
-
 def _shown(value: Any) -> str:
     """Return a value for a message; empty if it is long or could be a key or a signature."""
     if value is None or isinstance(value, bool | int | float):
         return f"={json.dumps(value)}"
     return f"={value!r}" if isinstance(value, str) and _SHOWN.fullmatch(value) else ""
-
-
-def _kind(value: Any) -> str:
-    return {"str": "text", "list": "list"}.get(type(value).__name__, type(value).__name__)
 
 
 def _models_at(model: type[BaseModel], given: Any, place: Sequence[str | int]) -> list[type[BaseModel]]:
@@ -192,10 +158,6 @@ def _models_at(model: type[BaseModel], given: Any, place: Sequence[str | int]) -
         for tag in tags & (here.keys() if isinstance(here, dict) else set()):
             models = [one for one in models if one.model_fields[tag].default == here[tag]] or models
     return models
-
-
-def _model_at(model: type[BaseModel], given: Any, place: Sequence[str | int]) -> type[BaseModel] | None:
-    return next(iter(_models_at(model, given, place)), None)
 
 
 def _meant(name: str, place: str, model: type[BaseModel]) -> str:

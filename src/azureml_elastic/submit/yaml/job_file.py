@@ -63,10 +63,6 @@ def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()
 def read_document(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Return the content of a job file with overrides applied, without validating its fields.
 
-    Args:
-        path: path of the file.
-        overrides: values to set, each as ``a.b=c``.
-
     Raises:
         SubmitError: the file or an override cannot be read.
     """

@@ -24,10 +24,6 @@ def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> di
 
     Missing blocks are created; field names are not validated.
 
-    Args:
-        document: content of a job file.
-        overrides: overrides as ``path=value``, see :func:`parse_override`.
-
     Raises:
         SubmitError: an override cannot be parsed, or its path leads through a value that is not a block.
     """

@@ -26,12 +26,7 @@ _SHORTEST_SECRET = 4
 
 
 def readable(error: Exception, document: Mapping[str, Any]) -> str:
-    """Return an error as sentences, without the values of the job's environment variables.
-
-    Args:
-        error: exception of azure-ai-ml.
-        document: document that was loaded.
-    """
+    """Return an error as sentences, without the values of the job's environment variables."""
     faults = [_sentence(place, message) for place, message in _faults(str(error), "")]
     text = " ".join(one if one.endswith((".", "?")) else f"{one}." for one in dict.fromkeys(faults))
     for secret in sorted(_texts(document.get("environment_variables")), key=len, reverse=True):

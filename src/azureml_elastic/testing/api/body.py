@@ -79,11 +79,7 @@ class PipelineBody:
 def read_job(
     properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]
 ) -> CommandBody | PipelineBody:
-    """Parse the properties of a job document.
-
-    Args:
-        properties: properties of the document.
-        component: function that returns the specification of a component by its id.
+    """Parse the properties of a job document; ``component`` returns the specification of a component by its id.
 
     Raises:
         UsageError: the local workspace does not support the job's type.

@@ -13,15 +13,7 @@ __all__ = ["Answer", "Request", "document", "refusal"]
 
 @dataclass(frozen=True)
 class Request:
-    """An HTTP request.
-
-    Args:
-        method: HTTP method.
-        host: host name without a port.
-        target: path with its query, as sent.
-        headers: headers by lower-case name.
-        body: complete body.
-    """
+    """An HTTP request, with the path and query as sent, and headers by lower-case name."""
 
     method: str
     host: str

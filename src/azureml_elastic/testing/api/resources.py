@@ -28,21 +28,15 @@ _CONTAINER = re.compile(r"[a-z0-9](?:[a-z0-9]|-(?=[a-z0-9])){2,62}")
 
 @dataclass
 class Resources:
-    """Handler of requests to the resource manager; stores the entities that were put.
-
-    Args:
-        root: resource id of the workspace.
-        storage: storage account of the workspace.
-        runs: runs of the workspace.
-        pools: pools by compute name.
-        submit: function that starts a job, given its name and properties; raises ``UsageError`` for unsupported jobs.
-    """
+    """Handler of requests to the resource manager; stores the entities that were put."""
 
     root: str
+    """Resource id of the workspace."""
     storage: StorageAccount
     runs: Runs
     pools: Mapping[str, Pool]
     submit: Callable[[str, dict[str, Any]], None]
+    """Function that starts a job, given its name and properties; raises ``UsageError`` for unsupported jobs."""
     _entities: dict[str, dict[str, Any]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

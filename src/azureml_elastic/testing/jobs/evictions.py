@@ -81,10 +81,6 @@ def due(evictions: Sequence[Eviction], targets: Mapping[str, Target]) -> list[tu
     """Return the evictions that are due, each with the name of the job that it applies to.
 
     An eviction whose node does not run yet waits for it. Two evictions never apply to the same node.
-
-    Args:
-        evictions: evictions that have not happened.
-        targets: running jobs by name, in the order of submission.
     """
     found: list[tuple[Eviction, str]] = []
     taken: set[tuple[str, int]] = set()
@@ -104,9 +100,6 @@ def due(evictions: Sequence[Eviction], targets: Mapping[str, Target]) -> list[tu
 def parse_eviction(text: str) -> Eviction:
     """Parse an eviction of the command line: ``1@20s`` or ``1@step:30``, optionally with the notice as ``/5s``.
 
-    Args:
-        text: node number, time and notice.
-
     Raises:
         UsageError: the text has another form.
     """
@@ -123,9 +116,6 @@ def parse_eviction(text: str) -> Eviction:
 
 def read_trace(path: Path) -> tuple[Eviction, ...]:
     """Read a trace of evictions: lines of ``seconds,node`` or ``seconds,node,notice``; ``#`` starts a comment.
-
-    Args:
-        path: path of the file.
 
     Raises:
         UsageError: a line has another form.

@@ -26,12 +26,7 @@ _GRACE_S = 10.0
 
 
 class Execution(threading.Thread):
-    """Thread that executes a command job.
-
-    Args:
-        job: job to execute.
-        setting: shared objects of the workspace.
-    """
+    """Thread that executes a command job."""
 
     def __init__(self, job: CommandJob, setting: Setting) -> None:
         super().__init__(name=f"job {job.run.name}")

@@ -18,12 +18,8 @@ _PARENT = re.compile(r"parent\.(inputs|outputs)\.([\w.]+)")
 def expand(text: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> str:
     """Return the text with each expression replaced by its value.
 
-    An optional part ``$[[...]]`` is kept if all its inputs have values, and removed otherwise.
-
-    Args:
-        text: command.
-        inputs: paths and literals by name, without inputs that have no value.
-        outputs: paths by name.
+    An optional part ``$[[...]]`` is kept if all its inputs have values, and removed otherwise. Inputs without a value
+    are not in ``inputs``.
 
     Raises:
         UsageError: an expression refers to an unknown value, or has another form.

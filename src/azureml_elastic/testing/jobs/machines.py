@@ -90,13 +90,7 @@ class Machines:
         self._change = threading.Condition()
 
     def take(self, pool: str, count: int, cancelled: Callable[[], bool]) -> tuple[Machine, ...] | None:
-        """Wait until ``count`` machines are free at once and return them, or ``None`` once cancelled.
-
-        Args:
-            pool: name of the pool.
-            count: number of machines.
-            cancelled: function that returns whether to stop waiting.
-        """
+        """Wait until ``count`` machines are free at once and return them, or ``None`` once cancelled."""
         with self._change:
             while not cancelled():
                 machines = self._take(pool, count)
@@ -112,12 +106,7 @@ class Machines:
         return machines[0] if machines else None
 
     def give_back(self, machine: Machine, *, evicted: bool = False) -> None:
-        """Return a machine that is no longer used.
-
-        Args:
-            machine: machine to return.
-            evicted: whether it was evicted, so that the pool has one machine less until it is refilled.
-        """
+        """Return a machine; an evicted one is missing from its pool until it is refilled."""
         with self._change:
             self._used[machine.pool] -= 1
             if evicted:

@@ -32,15 +32,8 @@ def node_variables(
 ) -> dict[str, str]:
     """Return the environment of a node's processes: that of this process without the variables of other jobs or nodes.
 
-    The job's own variables take precedence over all others but the machine's address.
-
-    Args:
-        shared: variables of all nodes of the workspace.
-        run: record of the job, with its name, experiment and number of attempts.
-        body: command of the job.
-        machine: machine of the node.
-        inputs: paths and literals by input name.
-        outputs: paths by output name.
+    The job's own variables take precedence over all others but the machine's address. ``shared`` has the variables of
+    all nodes; ``inputs`` and ``outputs`` have paths, and literals, by name.
     """
     kept = {
         name: value
@@ -73,14 +66,7 @@ def node_variables(
 
 
 def distribution_variables(body: CommandBody, number: int, local: int, master: tuple[str, int]) -> dict[str, str]:
-    """Return the variables of torch.distributed for a process; empty for a job without a distribution.
-
-    Args:
-        body: command of the job.
-        number: number of the node.
-        local: local rank of the process.
-        master: address and port of node 0.
-    """
+    """Return the variables of torch.distributed for a process, if the job has a distribution."""
     if not body.distributed:
         return {}
     return {

@@ -107,14 +107,7 @@ class Node:
 
 
 def start_node(job: CommandJob, setting: Setting, number: int, machine: Machine, master: tuple[str, int]) -> Node:
-    """Copy code and data to a machine and start the node's processes.
-
-    Args:
-        job: job of the node.
-        setting: shared objects of the workspace.
-        number: number of the node within the job, from 0.
-        machine: machine of the node.
-        master: address and free port of node 0, for torch.distributed.
+    """Copy code and data to a machine and start the node's processes; ``master`` is address and port of node 0.
 
     Raises:
         UsageError: an expression in the command refers to an unknown input or output.

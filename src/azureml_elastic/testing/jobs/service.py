@@ -23,14 +23,7 @@ _POLL_S = 0.05
 
 
 class Service(threading.Thread):
-    """Thread that evicts machines and stops failed pipelines; runs submitted jobs until it is closed.
-
-    Args:
-        setting: shared objects of the workspace.
-        runs: records of the runs.
-        properties: function that returns the properties of a resource by its id.
-        evictions: planned evictions.
-    """
+    """Thread that evicts machines and stops failed pipelines; runs submitted jobs until it is closed."""
 
     def __init__(
         self,
@@ -73,11 +66,7 @@ class Service(threading.Thread):
             self._pending.append(eviction)
 
     def submit(self, name: str, properties: dict[str, Any]) -> None:
-        """Start a job.
-
-        Args:
-            name: job name.
-            properties: properties of the job document.
+        """Start a job, given the properties of its document.
 
         Raises:
             UsageError: the local workspace does not support the job's type or bindings.

@@ -29,12 +29,7 @@ class NodeState:
 
 
 def verdict(nodes: Sequence[NodeState], *, replaces: bool) -> Verdict:
-    """Return the state of a command job.
-
-    Args:
-        nodes: states of the nodes that were not replaced.
-        replaces: whether the service replaces lost nodes, so that a loss does not end the job.
-    """
+    """Return the state of a command job by its nodes; ``replaces`` if the service itself replaces lost nodes."""
     if any(node.exit_code and not node.evicted for node in nodes):
         return "failed"
     if any(node.exit_code and node.evicted for node in nodes) and not replaces:
@@ -45,13 +40,7 @@ def verdict(nodes: Sequence[NodeState], *, replaces: bool) -> Verdict:
 
 
 def pipeline_status(steps: Sequence[Status], *, cancelled: bool, lenient: bool) -> Status:
-    """Return the state of a pipeline.
-
-    Args:
-        steps: states of the pipeline's steps.
-        cancelled: whether cancellation was requested.
-        lenient: whether the pipeline completes if at least one step did.
-    """
+    """Return the state of a pipeline; ``lenient`` if one completed step suffices for its completion."""
     if not all(step in TERMINAL for step in steps):
         if cancelled:
             return "CancelRequested"

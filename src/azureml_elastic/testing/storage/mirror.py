@@ -77,12 +77,7 @@ class Mirror:
             target.mkdir(parents=True, exist_ok=True)
 
     def store(self, location: Location, source: Path | None = None) -> None:
-        """Upload the changed files of a location, and delete the blobs of deleted files.
-
-        Args:
-            location: location of the blobs.
-            source: file or folder of a node to upload; ``None`` for the mirror's own.
-        """
+        """Upload the mirror's changed files and delete the blobs of its deleted ones; or upload a node's files."""
         root = self.path(location) if source is None else source
         files = {location: root} if root.is_file() else _below(root, location)
         with self._lock, self._storage.container(location.container) as client:
