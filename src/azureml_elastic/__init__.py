@@ -54,35 +54,21 @@ __all__ = [
     "train",
 ]
 
-_HOMES = {
-    "CheckpointPolicy": "config",
+_MODULES = frozenset({"errors", "train"})
+_OUTSIDE_CONFIG = {
     "ElasticCommandJob": "submit",
-    "ElasticDistribution": "config",
     "ElasticError": "errors",
-    "ElasticResources": "config",
-    "FixedGlobalBatch": "config",
-    "FixedPerWorkerBatch": "config",
-    "HealthPolicy": "config",
-    "NodePool": "config",
-    "Plan": "config",
-    "PreemptionPolicy": "config",
-    "Presets": "config",
-    "Profile": "config",
-    "Ramp": "config",
-    "RendezvousTimings": "config",
     "SubmittedRun": "submit",
-    "ReplacementPolicy": "config",
-    "TableRendezvous": "config",
     "load_elastic_job": "submit",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"azureml_elastic.{_HOMES[name]}"), name)
-    if name in __all__:
+    if name not in __all__:
+        raise AttributeError(f"module 'azureml_elastic' has no attribute {name!r}")
+    if name in _MODULES:
         return importlib.import_module(f"azureml_elastic.{name}")
-    raise AttributeError(f"module 'azureml_elastic' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"azureml_elastic.{_OUTSIDE_CONFIG.get(name, 'config')}"), name)
 
 
 def __dir__() -> list[str]:

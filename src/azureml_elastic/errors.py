@@ -31,6 +31,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from azureml_elastic.masking import masked
 
 __all__ = [
@@ -59,6 +62,7 @@ __all__ = [
     "ValueTooLarge",
     "WorkspaceForbidden",
     "WorkspaceUnavailable",
+    "needs_extra",
 ]
 
 
@@ -184,3 +188,17 @@ class CheckpointError(ElasticError):
 
 class CheckpointDamaged(CheckpointError):
     """A file of the checkpoint is missing, truncated, or differs from the checksum in the manifest."""
+
+
+@contextlib.contextmanager
+def needs_extra(package: str, extra: str) -> Iterator[None]:
+    """Convert the failed import of an optional package to :class:`MissingExtra`.
+
+    Args:
+        package: distribution that the body imports.
+        extra: extra of azureml-elastic that installs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtra(package, extra) from error

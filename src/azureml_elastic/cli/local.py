@@ -154,11 +154,7 @@ def report(
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Parse ``MIN:MAX``, or one number for both.
-
-    Raises:
-        UsageError: the text has another form, or the numbers are out of range.
-    """
+    """Parse ``MIN:MAX``, or one number for both."""
     try:
         minimum, *others = (int(part) for part in text.split(":"))
         (maximum,) = others or [minimum]

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from azureml_elastic.errors import MissingExtra, SubmitError
+from azureml_elastic.errors import SubmitError, needs_extra
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -17,18 +17,11 @@ __all__ = ["connect", "first_line", "readable_errors", "silence_sdk_logs"]
 
 
 def connect(subscription: str, group: str, workspace: str) -> MLClient:
-    """Return a client of a workspace, without sending a request.
-
-    Raises:
-        MissingExtra: azure-ai-ml is not installed.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # importing azure-ai-ml uses deprecated features of marshmallow
-            from azure.ai.ml import MLClient
-            from azure.identity import DefaultAzureCredential
-    except ModuleNotFoundError as error:
-        raise MissingExtra("azure-ai-ml", "submit") from error
+    """Return a client of a workspace, without sending a request."""
+    with needs_extra("azure-ai-ml", "submit"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing azure-ai-ml uses deprecated features of marshmallow
+        from azure.ai.ml import MLClient
+        from azure.identity import DefaultAzureCredential
     silence_sdk_logs()
     return MLClient(DefaultAzureCredential(), subscription, group, workspace, enable_telemetry=False)
 

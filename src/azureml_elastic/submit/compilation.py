@@ -14,14 +14,14 @@ from typing import Any
 
 from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.config.resources import SERVERLESS, NodePool, first_nodes, step_names
-from azureml_elastic.errors import MissingExtra, SubmitError
+from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.runtime.staging import stage_runtime
 from azureml_elastic.submit.services import compile_services
 from azureml_elastic.submit.validation import check
 
-try:
+with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Input, Output, PyTorchDistribution, command
     from azure.ai.ml.entities import (
         Command,
@@ -31,8 +31,6 @@ try:
         PipelineJobSettings,
         QueueSettings,
     )
-except ModuleNotFoundError as error:
-    raise MissingExtra("azure-ai-ml", "submit") from error
 
 __all__ = ["compile_job"]
 
@@ -42,12 +40,7 @@ _LITERAL_TYPES = frozenset(_LITERALS.values())
 
 
 def compile_job(job: JobFields) -> Command | PipelineJob:
-    """Return the job as a new entity of azure-ai-ml.
-
-    Raises:
-        SubmitError: fields of the job contradict each other.
-        CommandError: the command starts no Python program, or one that is not in ``code``.
-    """
+    """Return the job as a new entity of azure-ai-ml."""
     text = node_launch.command_text(job, check(job))
     if job.resources.effective_placement == "fan_out":
         return _fan_out(job, text)

@@ -87,11 +87,7 @@ def fields_of(
 
 
 def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:
-    """Check that a job sets no parameter that a newer azure-ai-ml has added.
-
-    Raises:
-        SubmitError: the job sets an unknown parameter.
-    """
+    """Check that a job sets no parameter that a newer azure-ai-ml has added."""
     for name in sorted(set(names) - FIELDS_OF_COMMAND):
         value = held.get(name, held.get(f"_{name}"))
         if value is not None:

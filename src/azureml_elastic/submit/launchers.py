@@ -66,11 +66,7 @@ class Launched:
 
 
 def read_launcher(command: str) -> Launched | None:
-    """Return the equivalent of a command whose program is started by a launcher; ``None`` if it has no launcher.
-
-    Raises:
-        CommandError: the command cannot be parsed.
-    """
+    """Return the equivalent of a command whose program is started by a launcher; ``None`` if it has no launcher."""
     for words in simple_commands(command):
         for position in range(len(words)):
             found = _launcher_at(command, words, position)

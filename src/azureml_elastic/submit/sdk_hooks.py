@@ -12,7 +12,7 @@ import inspect
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from azureml_elastic.errors import MissingExtra, SubmitError
+from azureml_elastic.errors import SubmitError, needs_extra
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command, CommandJob, PipelineJob
@@ -33,15 +33,9 @@ class Submittable(ABC):
 
 
 def register(model: type[Submittable]) -> None:
-    """Register a class with ``BaseNode``, so that ``MLClient`` accepts its instances; idempotent.
-
-    Raises:
-        MissingExtra: azure-ai-ml is not installed.
-    """
-    try:
+    """Register a class with ``BaseNode``, so that ``MLClient`` accepts its instances; idempotent."""
+    with needs_extra("azure-ai-ml", "submit"):
         from azure.ai.ml.entities._builders import BaseNode
-    except ModuleNotFoundError as error:
-        raise MissingExtra("azure-ai-ml", "submit") from error
     BaseNode.register(model)
 
 
@@ -55,10 +49,8 @@ def plain_command_job(job: Any) -> CommandJob:
             command is not available.
         MissingExtra: azure-ai-ml is not installed.
     """
-    try:
+    with needs_extra("azure-ai-ml", "submit"):
         from azure.ai.ml.entities import Command, CommandComponent, CommandJob
-    except ModuleNotFoundError as error:
-        raise MissingExtra("azure-ai-ml", "submit") from error
     if not isinstance(job, (Command, CommandJob)):
         raise SubmitError(
             f"from_command() got a {type(job).__name__}. Give a command job: what command(...) returns, or "
@@ -80,14 +72,8 @@ def plain_command_job(job: Any) -> CommandJob:
 
 
 def fields_of_command() -> frozenset[str]:
-    """Return the names of the parameters of ``command()`` in the installed azure-ai-ml.
-
-    Raises:
-        MissingExtra: azure-ai-ml is not installed.
-    """
-    try:
+    """Return the names of the parameters of ``command()`` in the installed azure-ai-ml."""
+    with needs_extra("azure-ai-ml", "submit"):
         from azure.ai.ml import command
-    except ModuleNotFoundError as error:
-        raise MissingExtra("azure-ai-ml", "submit") from error
     fields = inspect.signature(command).parameters.values()
     return frozenset(field.name for field in fields if field.kind is field.KEYWORD_ONLY)

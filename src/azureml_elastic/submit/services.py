@@ -11,13 +11,11 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from azureml_elastic.errors import MissingExtra, SubmitError
+from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit.fields import field_of
 
-try:
+with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml.entities import JupyterLabJobService, SshJobService, TensorBoardJobService, VsCodeJobService
-except ModuleNotFoundError as error:
-    raise MissingExtra("azure-ai-ml", "submit") from error
 
 __all__ = ["compile_services"]
 
@@ -41,9 +39,6 @@ def compile_services(services: Mapping[str, Any] | None, node: int | None = None
     Args:
         services: services of the elastic job by name: objects of azure-ai-ml or dictionaries of their fields.
         node: index of the node of a single-node job; ``None`` for the one job of all nodes.
-
-    Raises:
-        SubmitError: a dictionary has an unknown type.
     """
     compiled: dict[str, Any] = {}
     for name, service in (services or {}).items():

@@ -22,12 +22,7 @@ _CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
 
 
 def check(job: JobFields) -> FoundProgram:
-    """Check the fields of a job against each other, and return the position of the program in its command.
-
-    Raises:
-        SubmitError: fields of the job contradict each other.
-        CommandError: the command starts no Python program, or one that is not in ``code``.
-    """
+    """Check the fields of a job against each other, and return the position of the program in its command."""
     _check_names(job)
     _check_path_on_compute(job)
     _check_literals(job)

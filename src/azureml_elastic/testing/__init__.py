@@ -16,21 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Evicted", "Eviction", "LocalWorkspace", "Pool", "read_trace"]
 
-_HOMES = {
-    "Evicted": "jobs.evictions",
-    "Eviction": "jobs.evictions",
-    "LocalWorkspace": "workspace",
-    "Pool": "jobs.machines",
-    "read_trace": "jobs.evictions",
-}
+_HOMES = {"LocalWorkspace": "workspace", "Pool": "jobs.machines"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'jobs.evictions')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from azureml_elastic.errors import MissingExtra, UsageError
+from azureml_elastic.errors import UsageError, needs_extra
 from azureml_elastic.local.faults.metadata_service import MetadataService
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.testing.api.gateway import Gateway
@@ -225,12 +225,9 @@ class LocalWorkspace:
 
 
 def _client() -> MLClient:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # importing azure-ai-ml uses deprecated parts of marshmallow
-            from azure.ai.ml import MLClient
-    except ModuleNotFoundError as error:
-        raise MissingExtra("azure-ai-ml", "submit") from error
+    with needs_extra("azure-ai-ml", "submit"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing azure-ai-ml uses deprecated parts of marshmallow
+        from azure.ai.ml import MLClient
     return MLClient(StaticCredential(), _SUBSCRIPTION, _GROUP, _NAME, enable_telemetry=False)
 
 

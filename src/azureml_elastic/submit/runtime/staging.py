@@ -76,11 +76,7 @@ def stage_runtime(cache: Path | None = None) -> Path:
 
 
 def copy_runtime(folder: Path) -> tuple[Path, bool]:
-    """Return a copy of the staged folder below ``folder``, and whether it had to be written.
-
-    Raises:
-        SubmitError: another file or folder has the copy's name, or the copy cannot be written.
-    """
+    """Return a copy of the staged folder below ``folder``, and whether it had to be written."""
     copy = folder / _NAME
     if copy.exists() and not (copy / "start.py").exists():
         raise SubmitError(f"{copy} exists and is no copy of the runtime. Move it, or write the job elsewhere.")

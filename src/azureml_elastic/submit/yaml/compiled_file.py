@@ -106,15 +106,10 @@ def _write(target: Path, text: str) -> None:
     """Replace the file atomically."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as stream:
-                stream.write(text)
-            Path(name).chmod(0o644)
-            Path(name).replace(target)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+            written = Path(scratch, target.name)
+            written.write_text(text, encoding="utf-8", newline="\n")
+            written.replace(target)
     except OSError as error:
         raise SubmitError(
             f"{target} cannot be written ({error.strerror}). Give a file in a writable folder."

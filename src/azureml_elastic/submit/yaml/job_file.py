@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from azureml_elastic.config.distribution import ElasticDistribution
-from azureml_elastic.errors import CommandError, MissingExtra, SubmitError
+from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 from azureml_elastic.submit.yaml.elastic_block import BLOCK, COUNTS, block_model, read_block, wanted
 from azureml_elastic.submit.yaml.overrides import apply_overrides
 from azureml_elastic.submit.yaml.sdk_errors import readable
 
-try:
+with needs_extra("PyYAML", "submit"):
     import yaml
-except ModuleNotFoundError as error:
-    raise MissingExtra("PyYAML", "submit") from error
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
@@ -61,11 +59,7 @@ def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()
 
 
 def read_document(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the content of a job file with overrides applied, without validating its fields.
-
-    Raises:
-        SubmitError: the file or an override cannot be read.
-    """
+    """Return the content of a job file with overrides applied, without validating its fields."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
@@ -141,12 +135,10 @@ def _job(document: Mapping[str, Any], file: Path) -> ElasticCommandJob:
 
 def _load(document: Mapping[str, Any], file: Path) -> Any:
     """Load the job without its block by azure-ai-ml."""
-    try:
+    with needs_extra("azure-ai-ml", "submit"):
         from azure.ai.ml import load_job
         from azure.ai.ml.exceptions import ValidationException
         from marshmallow.exceptions import ValidationError as SchemaError
-    except ModuleNotFoundError as error:
-        raise MissingExtra("azure-ai-ml", "submit") from error
     try:
         return load_job(io.StringIO(yaml.safe_dump(dict(document))), relative_origin=str(file.absolute()))
     except (ValidationException, SchemaError) as error:

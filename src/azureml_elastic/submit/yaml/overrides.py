@@ -7,12 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from azureml_elastic.errors import MissingExtra, SubmitError
+from azureml_elastic.errors import SubmitError, needs_extra
 
-try:
+with needs_extra("PyYAML", "submit"):
     import yaml
-except ModuleNotFoundError as error:
-    raise MissingExtra("PyYAML", "submit") from error
 
 __all__ = ["apply_overrides", "parse_override"]
 
@@ -23,9 +21,6 @@ def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> di
     """Return a copy of a document with values set by overrides, later ones taking precedence.
 
     Missing blocks are created; field names are not validated.
-
-    Raises:
-        SubmitError: an override cannot be parsed, or its path leads through a value that is not a block.
     """
     changed: dict[str, Any] = copy.deepcopy(dict(document))
     for override in overrides:
@@ -74,24 +69,20 @@ def _split(override: str) -> tuple[tuple[str, ...], str, str]:
 
 def _set(document: dict[str, Any], path: Sequence[str], value: Any) -> None:
     here: Any = document
-    for number, key in enumerate(path):
-        last = number == len(path) - 1
+    for number, name in enumerate(path):
+        key: str | int = name
         if isinstance(here, list):
-            index = _index(here, path[: number + 1])
-            if last:
-                here[index] = value
-            here = here[index]
-        elif isinstance(here, dict):
-            if last:
-                here[key] = value
-            elif here.get(key) is None:
-                here[key] = {}
-            here = here[key]
-        else:
+            key = _index(here, path[: number + 1])
+        elif not isinstance(here, dict):
             raise SubmitError(
                 f"--set {'.'.join(path)}: {'.'.join(path[:number])} is a {type(here).__name__}, which has no {key!r}. "
                 f"Set {'.'.join(path[:number])} as a whole, or correct the path."
             )
+        if number == len(path) - 1:
+            here[key] = value
+        elif isinstance(here, dict) and here.get(key) is None:
+            here[key] = {}
+        here = here[key]
 
 
 def _index(entries: list[Any], path: Sequence[str]) -> int:

@@ -14,15 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from azureml_elastic.errors import MissingExtra, SubmitError
+from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.yaml.entity_document import PathFormat, document_of, real_path
 from azureml_elastic.submit.yaml.sdk_errors import readable
 
-try:
+with needs_extra("PyYAML", "submit"):
     import yaml
-except ModuleNotFoundError as error:
-    raise MissingExtra("PyYAML", "submit") from error
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.job import ElasticCommandJob
@@ -46,11 +44,6 @@ def standard_yaml(
         folder: folder of the file, which local paths become relative to. ``None`` makes them absolute.
         absolute: paths that stay absolute regardless.
         runtime: copy of the library for the nodes, replacing the one in the cache; see ``delivery="ship"``.
-
-    Raises:
-        SubmitError: the job cannot be compiled, or has a setting that YAML has no field for.
-        CommandError: its command starts no Python program, or one that is not in ``code``.
-        MissingExtra: azure-ai-ml is not installed.
     """
     kept = frozenset(real_path(path, named=named) for path in absolute for named in (True, False))
     paths = PathFormat(None if folder is None else Path(folder), kept)

@@ -79,11 +79,7 @@ class PipelineBody:
 def read_job(
     properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]
 ) -> CommandBody | PipelineBody:
-    """Parse the properties of a job document; ``component`` returns the specification of a component by its id.
-
-    Raises:
-        UsageError: the local workspace does not support the job's type.
-    """
+    """Parse the properties of a job document; ``component`` returns the specification of a component by its id."""
     kind = properties.get("jobType")
     if kind == "Command":
         return _command(properties, inputs=_inputs(properties), outputs=_outputs(properties), default_compute=None)

@@ -21,13 +21,11 @@ from typing import Any
 
 from typing_extensions import Self
 
-from azureml_elastic.errors import MissingExtra
+from azureml_elastic.errors import needs_extra
 from azureml_elastic.testing.api.messages import Answer, Request, refusal
 
-try:
+with needs_extra("trustme", "testing"):
     import trustme
-except ImportError as missing:
-    raise MissingExtra("trustme", "testing") from missing
 
 __all__ = ["Gateway"]
 

@@ -98,11 +98,7 @@ def due(evictions: Sequence[Eviction], targets: Mapping[str, Target]) -> list[tu
 
 
 def parse_eviction(text: str) -> Eviction:
-    """Parse an eviction of the command line: ``1@20s`` or ``1@step:30``, optionally with the notice as ``/5s``.
-
-    Raises:
-        UsageError: the text has another form.
-    """
+    """Parse an eviction of the command line: ``1@20s`` or ``1@step:30``, optionally with the notice as ``/5s``."""
     match = _EVICTION.fullmatch(text.strip())
     if match is None:
         raise UsageError(
@@ -136,11 +132,7 @@ def read_trace(path: Path) -> tuple[Eviction, ...]:
 
 
 def _read(text: str) -> Eviction:
-    """Parse one line.
-
-    Raises:
-        ValueError: the line has another form.
-    """
+    """Parse one line."""
     words = text.split(",")
     if not _FEWEST_COLUMNS <= len(words) <= _MOST_COLUMNS:
         raise ValueError(f"{len(words)} columns")

@@ -20,9 +20,6 @@ def expand(text: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> 
 
     An optional part ``$[[...]]`` is kept if all its inputs have values, and removed otherwise. Inputs without a value
     are not in ``inputs``.
-
-    Raises:
-        UsageError: an expression refers to an unknown value, or has another form.
     """
     known = {"inputs": inputs, "outputs": outputs}
 

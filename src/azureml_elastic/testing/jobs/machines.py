@@ -51,9 +51,6 @@ def parse_pool(text: str) -> tuple[str, Pool]:
 
     Args:
         text: pool such as ``spot=6``, ``sure=2:dedicated`` or ``sure=2:dedicated:5s``.
-
-    Raises:
-        UsageError: the text has another form.
     """
     match = _POOL.fullmatch(text.strip())
     if match is None:

@@ -107,11 +107,7 @@ class Node:
 
 
 def start_node(job: CommandJob, setting: Setting, number: int, machine: Machine, master: tuple[str, int]) -> Node:
-    """Copy code and data to a machine and start the node's processes; ``master`` is address and port of node 0.
-
-    Raises:
-        UsageError: an expression in the command refers to an unknown input or output.
-    """
+    """Copy code and data to a machine and start the node's processes; ``master`` is address and port of node 0."""
     body, mirror, home = job.body, setting.mirror, setting.root / machine.name
     folder = home / "work"
     folder.mkdir(parents=True)

@@ -66,11 +66,7 @@ class Service(threading.Thread):
             self._pending.append(eviction)
 
     def submit(self, name: str, properties: dict[str, Any]) -> None:
-        """Start a job, given the properties of its document.
-
-        Raises:
-            UsageError: the local workspace does not support the job's type or bindings.
-        """
+        """Start a job, given the properties of its document."""
         body = read_job(properties, self._component)
         first = Run(
             name,
@@ -96,11 +92,7 @@ class Service(threading.Thread):
             execution.start()
 
     def _execution(self, run: Run, body: CommandBody) -> Execution:
-        """Resolve a command's pool and data.
-
-        Raises:
-            UsageError: the pool or the data does not exist, or the pool is too small.
-        """
+        """Resolve a command's pool and data."""
         pool = self._setting.machines.pools.get(body.compute)
         if pool is None:
             raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one with pools=.")

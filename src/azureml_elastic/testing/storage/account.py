@@ -16,22 +16,18 @@ from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
-from azureml_elastic.errors import MissingExtra
+from azureml_elastic.errors import needs_extra
 from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
 from azureml_elastic.testing.api.messages import Answer, Request
 
-try:
+with needs_extra("azure-data-tables", "node"):
     from azure.core.credentials import AzureNamedKeyCredential
     from azure.data.tables import ResourceTypes as TableResources
     from azure.data.tables import generate_account_sas as table_account_sas
-except ImportError as missing:
-    raise MissingExtra("azure-data-tables", "node") from missing
-try:
+with needs_extra("azure-ai-ml", "submit"):
     from azure.storage.blob import ContainerClient, generate_account_sas
     from azure.storage.blob import ResourceTypes as BlobResources
-except ImportError as missing:
-    raise MissingExtra("azure-ai-ml", "submit") from missing
 
 __all__ = ["ARTIFACTS", "BLOBS", "StorageAccount"]
 
