@@ -62,7 +62,7 @@ def _paragraph(error: ValidationError) -> str:
     """Return the invalid fields of a model in one line."""
     faults = []
     for detail in error.errors(include_url=False):
-        place = ".".join(str(part) for part in detail["loc"])
+        path = ".".join(str(part) for part in detail["loc"])
         text = detail["msg"].removeprefix("Value error, ")
-        faults.append(f"{place}={detail['input']!r}: {text}" if place else text)
+        faults.append(f"{path}={detail['input']!r}: {text}" if path else text)
     return "; ".join(faults) + "."

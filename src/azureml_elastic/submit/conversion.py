@@ -55,7 +55,7 @@ def fields_of(
         refuse_unknown(vars(holder), fields_of_command())
     base = Path(getattr(command_job, "base_path", None) or ".")
     fields: dict[str, Any] = {name: getattr(job, name) for name in _SAME if getattr(job, name, None) is not None}
-    for name in ("tags", "properties"):
+    for name in ("tags", "properties", "environment_variables"):
         fields[name] = {key: str(value) for key, value in (getattr(job, name) or {}).items()}
     for name in ("environment", "identity", "services"):
         if getattr(job, name) is not None:
@@ -63,10 +63,6 @@ def fields_of(
     if job.limits is not None and job.limits.timeout is not None:
         fields["timeout"] = job.limits.timeout
     fields |= _queue(job.queue_settings)
-    fields["environment_variables"] = {
-        name: value if isinstance(value, str) else str(value)
-        for name, value in (job.environment_variables or {}).items()
-    }
     fields["inputs"] = {name: _located_input(value, base) for name, value in job.inputs.items() if value is not None}
     fields["outputs"] = {name: copy.deepcopy(value) or {} for name, value in (job.outputs or {}).items()}
     if job.code is not None:
@@ -132,13 +128,12 @@ def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) ->
             f"The command job has instance_count={count}, which does not determine a maximum for an elastic job. Give "
             "from_command(..., resources=ElasticResources(max_instance_count=...))."
         )
-    kept: dict[str, Any] = {
-        name: getattr(held, name, None) for name in FIELDS_OF_RESOURCES if getattr(counts, name) is None
+    kept = {
+        name: copy.deepcopy(value)
+        for name in FIELDS_OF_RESOURCES
+        if getattr(counts, name) is None and (value := getattr(held, name, None))
     }
-    if kept.get("properties"):
-        kept["properties"] = copy.deepcopy(dict(kept["properties"]))
-    update = {name: value for name, value in kept.items() if value}
-    return ElasticResources.model_validate({**dict(counts), **update})
+    return ElasticResources.model_validate({**dict(counts), **kept})
 
 
 def _distribution(held: Any, launcher: Mapping[str, Any]) -> ElasticDistribution:
@@ -171,13 +166,9 @@ def _located_input(value: Any, base: Path) -> Any:
 
 
 def located(path: str, base: Path) -> str:
-    """Return a path that does not depend on the current folder: absolute, or with its scheme.
+    """Return a path or address that does not depend on the current folder: absolute, or with its scheme.
 
     azure-ai-ml removes ``azureml:`` from the names of assets when it reads YAML, leaving ``name:version``.
-
-    Args:
-        path: path or address of the code or of an input.
-        base: folder that a local path is relative to.
     """
     if _RESOURCE.match(path):
         return f"azureml:{path}"

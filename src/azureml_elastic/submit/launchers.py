@@ -52,17 +52,12 @@ _SHORT = {"-m": "module", "-r": "redirects", "-t": "tee"}
 
 @dataclass(frozen=True)
 class Launched:
-    """The equivalent of a command with a launcher.
-
-    Args:
-        command: command without the launcher.
-        fields: fields of ``ElasticDistribution`` that correspond to the launcher's options.
-        refused: reasons why the command is not fully equivalent; empty if it is.
-    """
+    """The equivalent of a command with a launcher: the command without it, and fields of ``ElasticDistribution``."""
 
     command: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     refused: str = ""
+    """Reasons why the command is not fully equivalent; empty if it is."""
 
 
 def read_launcher(command: str) -> Launched | None:

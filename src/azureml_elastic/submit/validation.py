@@ -30,8 +30,7 @@ def check(job: JobFields) -> FoundProgram:
     _check_docker_args(job)
     _check_budget(job)
     if job.pools:
-        _check_pool_kinds(job)
-        _check_pool_counts(job)
+        _check_pools(job)
     if job.resources.effective_placement == "fan_out":
         _check_fan_out(job)
     refuse_launcher(job.command)
@@ -129,7 +128,7 @@ def _check_budget(job: JobFields) -> None:
         )
 
 
-def _check_pool_kinds(job: JobFields) -> None:
+def _check_pools(job: JobFields) -> None:
     if job.resources.placement not in (None, "fan_out"):
         raise SubmitError(
             f"Node pools need the placement 'fan_out', whose nodes are separate jobs; placement="
@@ -145,9 +144,6 @@ def _check_pool_kinds(job: JobFields) -> None:
                 f"{field}={value!r} cannot be combined with node pools, each of which has its own. Give it to a "
                 f"pool: NodePool('serverless', {field.rpartition('.')[2]}={value!r}, ...)."
             )
-
-
-def _check_pool_counts(job: JobFields) -> None:
     most = job.resources.max_instance_count
     least_of_pools = sum(pool.min_instance_count for pool in job.pools)
     most_of_pools = sum(pool.max_instance_count for pool in job.pools)

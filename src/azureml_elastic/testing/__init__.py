@@ -1,7 +1,6 @@
 """A workspace of Azure ML on one machine, to which the unmodified ``MLClient`` submits and which runs what it gets.
 
-What tests take from here is imported when it is first asked for: pytest loads this package at every start, for its
-fixture.
+Names are imported on first access, because pytest loads this package at every start, for its fixture.
 """
 
 from __future__ import annotations

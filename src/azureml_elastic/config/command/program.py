@@ -35,20 +35,14 @@ _NEXT_STEP = "Give the script itself, as in 'python train.py --epochs 10' or 'py
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program with its interpreter and arguments.
-
-    Args:
-        interpreter: interpreter as given (``"python3.11"``, ``"/opt/bin/python"``); ``None`` for a bare script.
-        interpreter_options: options of the interpreter (``("-u", "-W", "error")``).
-        kind: whether ``target`` is a script or a module.
-        target: path of the script, or dotted name of the module.
-        arguments: arguments of the program.
-    """
+    """A Python program with its interpreter and arguments."""
 
     interpreter: str | None
+    """Interpreter as given, such as ``"/opt/bin/python"``; ``None`` for a bare script."""
     interpreter_options: tuple[str, ...]
     kind: Literal["script", "module"]
     target: str
+    """Path of the script, or dotted name of the module."""
     arguments: tuple[str, ...]
 
 
@@ -192,22 +186,20 @@ def _prepares(words: list[str]) -> bool:
 
 
 def _prefix_length(words: list[str]) -> int:
-    for position, word in enumerate(words):
-        if word not in _PREFIXES and not _ASSIGNMENT.match(word):
-            return position
-    return len(words)
+    positions = (at for at, word in enumerate(words) if word not in _PREFIXES and not _ASSIGNMENT.match(word))
+    return next(positions, len(words))
 
 
 def _no_python(words: Sequence[str]) -> str:
     if not words:
         return f"The command starts no Python program. {_NEXT_STEP}."
-    said = f"The command {shlex.join(words)!r} starts no Python program"
+    text = f"The command {shlex.join(words)!r} starts no Python program"
     if words[0].rsplit("/", 1)[-1] in _LAUNCHERS:
         return (
-            f"{said} but the launcher {words[0]!r}; the elastic agent takes the launcher's place and starts "
+            f"{text} but the launcher {words[0]!r}; the elastic agent takes the launcher's place and starts "
             f"the workers. {_NEXT_STEP}."
         )
-    return f"{said}; the elastic agent has to start, watch and restart the workers itself. {_NEXT_STEP}."
+    return f"{text}; the elastic agent has to start, watch and restart the workers itself. {_NEXT_STEP}."
 
 
 def _split(text: str) -> list[str]:

@@ -23,15 +23,10 @@ _ESCAPED = re.compile(r'\\([\\"$`])')
 
 
 class Word(NamedTuple):
-    """A word of a command.
-
-    Args:
-        text: text without quotes, as a program would receive it before expansion.
-        start: index of the first character in the command.
-        end: index after the last character.
-    """
+    """A word of a command, and the range of its characters in the command."""
 
     text: str
+    """Text without quotes, as a program would receive it before expansion."""
     start: int
     end: int
 
@@ -72,29 +67,29 @@ def simple_commands(text: str) -> Iterator[list[Word]]:
 
 
 def _word(text: str, start: int) -> Word:
-    said = ""
+    content = ""
     position = start
     while position < len(text):
         if match := _PLAIN.match(text, position):
             expansion = match.group() == "$" and text.startswith(("${", "$("), position)
             end = _end_of_expansion(text, position) if expansion else match.end()
-            said += text[position:end]
+            content += text[position:end]
         elif text[position] == "\\":
             end = min(position + 2, len(text))
-            said += text[position + 1 : end].replace("\n", "")
+            content += text[position + 1 : end].replace("\n", "")
         elif text[position] == "'":
             end = _end_at(text, position, "'", 1)
-            said += text[position + 1 : end - 1]
+            content += text[position + 1 : end - 1]
         elif text[position] == '"':
             end = _end_of_double_quotes(text, position)
-            said += _ESCAPED.sub(r"\1", text[position + 1 : end - 1].replace("\\\n", ""))
+            content += _ESCAPED.sub(r"\1", text[position + 1 : end - 1].replace("\\\n", ""))
         elif text[position] == "`":
             end = _end_at(text, position, "`", 1)
-            said += text[position:end]
+            content += text[position:end]
         else:
             break
         position = end
-    return Word(said, start, position)
+    return Word(content, start, position)
 
 
 def _end_of_expansion(text: str, start: int) -> int:

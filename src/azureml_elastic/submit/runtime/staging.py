@@ -157,9 +157,8 @@ def _requirements() -> dict[str, str]:
 
 def _digest(content: Mapping[str, bytes]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(content):
-        digest.update(f"{path}\0{len(content[path])}\0".encode())
-        digest.update(content[path])
+    for path, data in sorted(content.items()):
+        digest.update(f"{path}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()[:32]
 
 

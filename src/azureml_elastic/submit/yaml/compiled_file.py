@@ -60,15 +60,15 @@ def compile_file(
     job = load_elastic_job(origin, wanted)
     if target is None:
         return Compiled(_text(job, origin))
-    place = Path(target)
-    _check_target(place, origin)
-    folder = place.absolute().parent
+    path = Path(target)
+    _check_target(path, origin)
+    folder = path.absolute().parent
     beside = folder / "azureml_elastic_runtime"
     absolute = frozenset(_absolute_paths(read_document(origin, wanted)))
     text = _text(job, origin, folder=folder, absolute=absolute, runtime=beside)
     text = f"{_MARK} from {origin.name}: change that file, and compile it again.\n{text}"
     runtime, changed = copy_runtime(folder) if job.delivery == "ship" else (None, False)
-    _write(place, text)
+    _write(path, text)
     return Compiled(text, runtime, changed)
 
 
@@ -92,11 +92,8 @@ def _check_target(target: Path, source: Path) -> None:
 
 def _absolute_paths(value: Any) -> Iterator[str]:
     """Yield the absolute paths in a document."""
-    if isinstance(value, Mapping):
-        for one in value.values():
-            yield from _absolute_paths(one)
-    elif isinstance(value, list):
-        for one in value:
+    if isinstance(value, Mapping | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
             yield from _absolute_paths(one)
     elif isinstance(value, str) and Path(value).is_absolute():
         yield value

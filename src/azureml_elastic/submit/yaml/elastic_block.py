@@ -78,11 +78,11 @@ def wrong_fields(error: ValidationError, given: Mapping[str, Any], model: type[B
     """Return a sentence per invalid field, with its dotted path below ``root`` and, if it is unknown, a suggestion."""
     found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        found.setdefault(_place(detail["loc"], given, missing=detail["type"] == "missing"), []).append(detail)
+        found.setdefault(_path(detail["loc"], given, missing=detail["type"] == "missing"), []).append(detail)
     deepest = [
-        place for place in found if not any(len(other) > len(place) and other[: len(place)] == place for other in found)
+        path for path in found if not any(len(other) > len(path) and other[: len(path)] == path for other in found)
     ]
-    return [_sentence(place, found[place], given, model, root) for place in deepest[:_MOST]]
+    return [_sentence(path, found[path], given, model, root) for path in deepest[:_MOST]]
 
 
 def wanted(details: Sequence[ErrorDetails]) -> str:
@@ -103,37 +103,37 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from models_in(part)
 
 
-def _place(location: Sequence[str | int], given: Any, *, missing: bool) -> tuple[str | int, ...]:
+def _path(location: Sequence[str | int], given: Any, *, missing: bool) -> tuple[str | int, ...]:
     """Return the document's keys within an error location, which also has the names of union members."""
-    place: list[str | int] = []
+    path: list[str | int] = []
     here = given
     for number, part in enumerate(location):
         inside = isinstance(here, dict) and part in here
         if inside or (isinstance(here, list) and isinstance(part, int)):
             here = here[part]
-            place.append(part)
+            path.append(part)
         elif missing and number == len(location) - 1:
-            place.append(part)
-    return tuple(place)
+            path.append(part)
+    return tuple(path)
 
 
 def _sentence(
-    place: tuple[str | int, ...],
+    path: tuple[str | int, ...],
     details: Sequence[ErrorDetails],
     given: Mapping[str, Any],
     model: type[BaseModel],
     root: str,
 ) -> str:
-    dotted, block = (".".join(str(part) for part in (root, *keys) if part != "") for keys in (place, place[:-1]))
+    dotted, block = (".".join(str(part) for part in (root, *keys) if part != "") for keys in (path, path[:-1]))
     first = details[0]
-    holders = _models_at(model, given, place[:-1])
+    holders = _models_at(model, given, path[:-1])
     if first["type"] == "extra_forbidden" and holders:
-        return f"{dotted} is no field{_meant(str(place[-1]), block, holders[0])} {_fields_text(block, holders[0])}"
+        return f"{dotted} is no field{_meant(str(path[-1]), block, holders[0])} {_fields_text(block, holders[0])}"
     if first["type"] == "missing":
         return f"{dotted} is missing."
     if first["type"] in {"union_tag_not_found", "union_tag_invalid"}:
         key = str(first.get("ctx", {}).get("discriminator", "")).strip("'")
-        tags = " or ".join(str(one.model_fields[key].default) for one in _models_at(model, given, place))
+        tags = " or ".join(str(one.model_fields[key].default) for one in _models_at(model, given, path))
         return f"{dotted}.{key} selects the policy: give {tags}."
     return f"{dotted}{_shown(first['input'])}: {wanted(details)}."
 
@@ -145,10 +145,10 @@ def _shown(value: Any) -> str:
     return f"={value!r}" if isinstance(value, str) and _SHOWN.fullmatch(value) else ""
 
 
-def _models_at(model: type[BaseModel], given: Any, place: Sequence[str | int]) -> list[type[BaseModel]]:
+def _models_at(model: type[BaseModel], given: Any, path: Sequence[str | int]) -> list[type[BaseModel]]:
     """Return the models that are possible at a path."""
     models, here = [model], given
-    for part in place:
+    for part in path:
         here = here[part]
         if isinstance(part, int):
             continue
@@ -160,26 +160,26 @@ def _models_at(model: type[BaseModel], given: Any, place: Sequence[str | int]) -
     return models
 
 
-def _meant(name: str, place: str, model: type[BaseModel]) -> str:
+def _meant(name: str, block: str, model: type[BaseModel]) -> str:
     """Return a suggestion for an unknown field name, as the end of a sentence."""
     near = difflib.get_close_matches(name, model.model_fields, 1)
     if near:
         return f"; did you mean {near[0]}?"
-    if place == BLOCK and (name in FIELDS_OF_RESOURCES or name == "instance_count"):
+    if block == BLOCK and (name in FIELDS_OF_RESOURCES or name == "instance_count"):
         return f"; it belongs outside the block, as resources.{name}."
-    if place == BLOCK and name in _OUTSIDE:
+    if block == BLOCK and name in _OUTSIDE:
         return "; it belongs outside the block, as in any command job."
-    deeper = [path for path in _paths(model, place) if path.rpartition(".")[2] == name]
+    deeper = [path for path in _paths(model, block) if path.rpartition(".")[2] == name]
     return f"; it belongs to {deeper[0].rpartition('.')[0]}." if deeper else "."
 
 
-def _paths(model: type[BaseModel], place: str) -> Iterator[str]:
+def _paths(model: type[BaseModel], block: str) -> Iterator[str]:
     """Yield the dotted paths of all fields of a model and of its nested models."""
     for name, info in model.model_fields.items():
-        yield f"{place}.{name}"
+        yield f"{block}.{name}"
         for deeper in models_in(info.annotation):
-            yield from _paths(deeper, f"{place}.{name}")
+            yield from _paths(deeper, f"{block}.{name}")
 
 
-def _fields_text(place: str, model: type[BaseModel]) -> str:
-    return f"The fields of {place} are {', '.join(sorted(model.model_fields.keys() - {'type'}))}."
+def _fields_text(block: str, model: type[BaseModel]) -> str:
+    return f"The fields of {block} are {', '.join(sorted(model.model_fields.keys() - {'type'}))}."

@@ -54,19 +54,16 @@ _IMPLIED = {"limits": "type"}
 
 @dataclass(frozen=True)
 class PathFormat:
-    """Format of local paths in a document.
-
-    Args:
-        folder: folder of the file to write; ``None`` makes all paths absolute.
-        absolute: paths that stay absolute.
-        base: folder that the entity's paths are relative to.
-        resolved: whether symbolic links are resolved, as azure-ai-ml does when it reads YAML.
-    """
+    """Format of local paths in a document."""
 
     folder: Path | None = None
+    """Folder of the file to write; ``None`` makes all paths absolute."""
     absolute: frozenset[str] = frozenset()
+    """Paths that stay absolute."""
     base: Path = Path()
+    """Folder that the entity's paths are relative to."""
     resolved: bool = False
+    """Whether symbolic links are resolved, as azure-ai-ml does when it reads YAML."""
 
     def format(self, path: str) -> str:
         """Return a path relative to the folder, absolute, or with its scheme."""
@@ -84,23 +81,13 @@ class PathFormat:
 
 
 def real_path(path: str | os.PathLike[str], *, named: bool = True) -> str:
-    """Return a path with symbolic links resolved.
-
-    Args:
-        path: path of a file or folder.
-        named: whether the last component is kept if it is a link.
-    """
+    """Return a path with symbolic links resolved; ``named`` keeps the last component even if it is a link."""
     parent, name = os.path.split(Path(path).absolute())
     return str(Path(os.path.realpath(parent), name)) if named and name != ".." else os.path.realpath(path)
 
 
 def document_of(entity: Any, paths: PathFormat, absent: Collection[str] = ()) -> dict[str, Any]:
-    """Return the document of a compiled job: a command job, or a pipeline of command nodes.
-
-    Args:
-        entity: result of ``ElasticCommandJob.compile()`` or ``load_job``.
-        paths: format of local paths.
-        absent: outputs that are omitted from the nodes of a pipeline.
+    """Return the document of a command job, or of a pipeline of command nodes without their ``absent`` outputs.
 
     Raises:
         SubmitError: the entity has a setting that YAML has no field for.
@@ -111,6 +98,10 @@ def document_of(entity: Any, paths: PathFormat, absent: Collection[str] = ()) ->
 
 
 def _command(job: Any, paths: PathFormat) -> dict[str, Any]:
+    outputs = {
+        name: None if value is None else _fields("output", f"The output {name!r}", value)
+        for name, value in (job.outputs or {}).items()
+    }
     return {
         "$schema": _SCHEMA.format("command"),
         "type": "command",
@@ -119,7 +110,7 @@ def _command(job: Any, paths: PathFormat) -> dict[str, Any]:
         **_program(job, paths),
         **_unless_empty("environment_variables", dict(job.environment_variables or {})),
         **_unless_empty("inputs", {name: _input(name, value, paths) for name, value in (job.inputs or {}).items()}),
-        **_unless_empty("outputs", {name: _output(name, value) for name, value in (job.outputs or {}).items()}),
+        **_unless_empty("outputs", outputs),
         **_node(job),
         **_unless_empty("parent_job_name", getattr(job, "parent_job_name", None)),
     }
@@ -227,10 +218,6 @@ def _input(name: str, value: Any, paths: PathFormat) -> Any:
         return value
     fields = _fields("input", f"The input {name!r}", value)
     return fields | _unless_empty("path", None if fields.get("path") is None else paths.format(str(fields["path"])))
-
-
-def _output(name: str, value: Any) -> dict[str, Any] | None:
-    return None if value is None else _fields("output", f"The output {name!r}", value)
 
 
 def _environment(environment: Any, paths: PathFormat) -> Any:

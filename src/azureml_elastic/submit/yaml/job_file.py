@@ -158,8 +158,8 @@ def _resources(standard: Any, given: dict[str, Any], pools: Any) -> dict[str, An
         except ValidationError as error:
             raise SubmitError(_wrong(error)) from None
         return {**of_pools.model_dump(exclude_unset=True), **counts}
-    said = standard if isinstance(standard, dict) else {}
-    most = said.get("max_instance_count") or said.get("instance_count") or 1
+    fields = standard if isinstance(standard, dict) else {}
+    most = fields.get("max_instance_count") or fields.get("instance_count") or 1
     if not isinstance(most, int) or most <= 1:
         raise SubmitError(f"nothing says how many nodes may train at once. Give max_instance_count:{_SHORTEST}")
     return {**counts, "max_instance_count": most} if counts else None
@@ -171,8 +171,8 @@ def _distribution(
     """Return the block's distribution, completed from the standard distribution and a launcher in the command."""
     from azureml_elastic.submit import ElasticCommandJob
 
-    said = document.get("distribution")
-    kind = str(said.get("type", "")).lower() if isinstance(said, dict) else ""
+    standard = document.get("distribution")
+    kind = str(standard.get("type", "")).lower() if isinstance(standard, dict) else ""
     if "process_count_per_instance" in block.model_fields_set or kind not in {"", "pytorch"}:
         return block
     outside = ElasticCommandJob.from_command(loaded, resources=resources).distribution
@@ -206,6 +206,6 @@ def _wrong(error: ValidationError) -> str:
     for detail in error.errors(include_url=False, include_input=False):
         name = str(detail["loc"][0]) if detail["loc"] else ""
         ours = error.title != "ElasticCommandJob" or not name
-        place = f"{BLOCK}.{name}".rstrip(".") if ours else _ELSEWHERE.get(name, name)
-        faults.append(f"{place}: {wanted([detail])}.")
+        path = f"{BLOCK}.{name}".rstrip(".") if ours else _ELSEWHERE.get(name, name)
+        faults.append(f"{path}: {wanted([detail])}.")
     return " ".join(dict.fromkeys(faults))

@@ -27,22 +27,22 @@ _SHORTEST_SECRET = 4
 
 def readable(error: Exception, document: Mapping[str, Any]) -> str:
     """Return an error as sentences, without the values of the job's environment variables."""
-    faults = [_sentence(place, message) for place, message in _faults(str(error), "")]
+    faults = [_sentence(path, message) for path, message in _faults(str(error), "")]
     text = " ".join(one if one.endswith((".", "?")) else f"{one}." for one in dict.fromkeys(faults))
     for secret in sorted(_texts(document.get("environment_variables")), key=len, reverse=True):
         text = text.replace(secret, _MASK)
     return text
 
 
-def _sentence(place: str, message: str) -> str:
+def _sentence(path: str, message: str) -> str:
     if message == "Unknown field.":
-        near = difflib.get_close_matches(place.rpartition(".")[2], _NAMES, 1)
-        return f"{place} is no field of a command job{f'; did you mean {near[0]}?' if near else ''}"
+        near = difflib.get_close_matches(path.rpartition(".")[2], _NAMES, 1)
+        return f"{path} is no field of a command job{f'; did you mean {near[0]}?' if near else ''}"
     message = _CHOICE.sub(lambda match: f"{match['value']} is none of {match['names']}", message)
-    return f"{place}: {message}" if place else message
+    return f"{path}: {message}" if path else message
 
 
-def _faults(message: str, place: str) -> Iterator[tuple[str, str]]:
+def _faults(message: str, path: str) -> Iterator[tuple[str, str]]:
     """Yield the dotted path and the text of each fault in a message."""
     start = message.find("{")
     try:
@@ -50,26 +50,26 @@ def _faults(message: str, place: str) -> Iterator[tuple[str, str]]:
     except ValueError:
         found = None
     if start < 0 or not isinstance(found, dict):
-        yield from _leaves(message.strip().split("\n\n")[0], place)
+        yield from _leaves(message.strip().split("\n\n")[0], path)
     elif isinstance(found.get("errors"), list):
         for one in found["errors"]:
-            yield from _faults(str(one.get("message", "")), place if one.get("path") in {"*", None} else one["path"])
+            yield from _faults(str(one.get("message", "")), path if one.get("path") in {"*", None} else one["path"])
     else:
-        yield from _leaves(found, place)
+        yield from _leaves(found, path)
 
 
-def _leaves(found: Any, place: str) -> Iterator[tuple[str, str]]:
+def _leaves(found: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(found, dict):
         for key, value in found.items():
             part = "" if key in {"_schema", "value"} else str(key)
-            yield from _leaves(value, ".".join(text for text in (place, part) if text))
+            yield from _leaves(value, ".".join(text for text in (path, part) if text))
     elif isinstance(found, list) and found:
-        kinds = [list(_leaves(one, place)) for one in found if _BINDING not in str(one)]
-        yield from _one_of(kinds or [list(_leaves(found[0], place))])
+        kinds = [list(_leaves(one, path)) for one in found if _BINDING not in str(one)]
+        yield from _one_of(kinds or [list(_leaves(found[0], path))])
     elif isinstance(found, str) and found.startswith("{'"):
-        yield from _leaves(_python(found), place)
+        yield from _leaves(_python(found), path)
     else:
-        yield place, " ".join(str(found).split())
+        yield path, " ".join(str(found).split())
 
 
 def _one_of(kinds: list[list[tuple[str, str]]]) -> Iterator[tuple[str, str]]:

@@ -94,20 +94,20 @@ def _check(text: str, entity: Any, paths: PathFormat, absent: Collection[str]) -
     read = document_of(loaded, replace(paths, resolved=True, base=folder), absent)
     for one in (meant, read):
         one.get("inputs", {}).get(node_launch.RUNTIME, {}).pop("path", None)  # differs for a copy
-    place = _difference(meant, read, "")
-    if place is not None:
+    path = _difference(meant, read, "")
+    if path is not None:
         raise SubmitError(
-            f"The YAML of a job cannot express this job's {place}: azure-ai-ml's load_job reads it differently. Leave "
+            f"The YAML of a job cannot express this job's {path}: azure-ai-ml's load_job reads it differently. Leave "
             "it out, or submit the job from Python."
         )
 
 
-def _difference(one: Any, other: Any, place: str) -> str | None:
+def _difference(one: Any, other: Any, path: str) -> str | None:
     """Return the dotted path of the first difference between two documents; ``None`` if they are equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in {**one, **other}:
-            found = _difference(one.get(name), other.get(name), f"{place}.{name}".lstrip("."))
+            found = _difference(one.get(name), other.get(name), f"{path}.{name}".lstrip("."))
             if found is not None:
                 return found
         return None
-    return None if one == other and type(one) is type(other) else place
+    return None if one == other and type(one) is type(other) else path

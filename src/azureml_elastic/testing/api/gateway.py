@@ -16,7 +16,6 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
@@ -58,9 +57,7 @@ class Gateway:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._thread.join()
         self._server.hang_up()
@@ -72,11 +69,10 @@ class Gateway:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def write_bundle(self, target: Path, trusted: Path | None = None) -> Path:
-        """Write a bundle of trusted certificates that includes the gateway's authority, and return its path.
+        """Write a bundle of the trusted certificates, by default certifi's, and the gateway's authority.
 
-        Args:
-            target: path of the new bundle.
-            trusted: existing bundle to extend; ``None`` for that of certifi.
+        Returns:
+            Path of the bundle, which is ``target``.
         """
         if trusted is None:
             import certifi

@@ -37,11 +37,11 @@ def answer_node(request: Request) -> Answer:
     """Respond as the token service of a node."""
     if request.path != "/token":
         return refusal(404, "NotFound", f"A node of the local workspace serves tokens only, not {request.path}.")
-    asked = {**request.query, **parse_qs(request.body.decode())}
-    if "resource" not in asked:
-        return refusal(400, "BadRequest", "Name the resource that the token is for.")
+    parameters = {**request.query, **parse_qs(request.body.decode())}
+    if "resource" not in parameters:
+        return refusal(400, "BadRequest", "Give the resource that the token is for.")
     expires = int(time.time()) + _TOKEN_S
-    resource = asked["resource"][0]
+    resource = parameters["resource"][0]
     return document(
         {
             "access_token": _mint(resource, expires),

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from http.client import HTTPConnection
-from types import TracebackType
 from urllib.parse import urlsplit
 
 from typing_extensions import Self
@@ -68,21 +67,15 @@ class StorageAccount:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             with ThreadPoolExecutor(2) as pool:
-                services = (self._blob, self._table)
-                started = [(service, pool.submit(service.__enter__)) for service in services]
-            for service, future in started:
-                if future.exception() is None:
-                    stack.push(service)
-            for _, future in started:
+                started = [pool.submit(stack.enter_context, service) for service in (self._blob, self._table)]
+            for future in started:
                 future.result()
             for name in (BLOBS, ARTIFACTS):
                 self.make_container(name)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @property
