@@ -27,8 +27,8 @@ class CheckpointPolicy(ConfigModel):
             checkpoints, and the run continues from them when no worker with the full state is left, as with sharded
             state. They take four times the memory of a rank's shard. ``None`` for no snapshots by time.
         snapshot_every_steps: optimizer steps between two snapshots; ``None`` for no snapshots by steps.
-        snapshot_path: folder on each node's own disk for copies of the snapshots, which an agent that is started again
-            on the same machine finds. Read from the job's policy, not from ``train.start()``. ``None`` for none.
+        snapshot_path: folder on each node's own disk for copies of the snapshots, from which an agent that is restarted
+            on the same machine recovers. Read from the job's policy, not from ``train.start()``. ``None`` for none.
         keep: number of committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
         keep_every: optimizer steps between two checkpoints that are kept for good; ``None`` for none.
     """

@@ -21,8 +21,8 @@ _PORTS = (1024, 65535)
 Credential = Literal["auto", "managed_identity", "on_behalf_of", "connection_string", "developer"]
 """Identity with which the table is opened.
 
-``auto`` takes the first that the node has: its managed identity, the identity of the user who submitted the job
-(on-behalf-of), a connection string in the environment, the developer's login.
+``auto`` selects the first available one: the managed identity of the node, the identity of the user who submitted the
+job (on-behalf-of), a connection string in the environment, the developer's login.
 """
 
 
@@ -33,14 +33,15 @@ class RendezvousTimings(ConfigModel):
         heartbeat_interval: time between two heartbeats on the connection to rank 0's node.
         heartbeat_timeout: silence on that connection after which the other side counts as lost.
         join_timeout: time for the members of a sealed round to connect to rank 0's node.
-        settle_timeout: time for which the first round, once it has its minimum, waits for nodes that have announced
-            themselves and still import.
-        rejoin_timeout: time for which a reopened round, once it has its minimum, waits for the survivors.
-        takeover_delay: time after which the next candidate seals a round that the one before it does not seal.
-        rescale_debounce: time without another newcomer after which the running round makes room for those that have
-            come; four times that at most.
-        table_heartbeat_interval: time between two heartbeats of rank 0's node in the table; a round whose rank 0 cannot
-            be reached and that has not written one for twice as long is given up.
+        settle_timeout: maximum time for which the first round, once it has its minimum, waits for announced nodes that
+            are still importing modules.
+        rejoin_timeout: maximum time for which a reopened round, once it has its minimum, waits for the remaining
+            members of the previous round.
+        takeover_delay: time after which the next candidate seals a round that the current candidate has not sealed.
+        rescale_debounce: time without a further newcomer after which the running round is reopened for the waiting
+            nodes; at most four times this value after the first one.
+        table_heartbeat_interval: time between two heartbeats of rank 0's node in the table; a round is given up if its
+            rank 0 is unreachable and has written no heartbeat for twice this interval.
         max_failed_rounds: number of consecutive rounds that may end because their nodes cannot connect to each other,
             before the run fails.
     """

@@ -1,4 +1,4 @@
-"""Learns to tell the arms of a spiral apart: a small network on points that are made up here.
+"""Trains a small network to classify the points of a spiral by their arms; the points are generated here.
 
 Alone:          python src/train.py
 On local nodes: azureml-elastic local --nodes 1:2 src/train.py
@@ -26,7 +26,7 @@ def spiral(count: int, seed: int) -> TensorDataset:
 
     Args:
         count: number of points.
-        seed: the same points for the same number.
+        seed: seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     arm = torch.arange(count) % ARMS
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--output", type=Path, default=Path("outputs"), help="folder for the model")
-    parser.add_argument("--step-delay", type=float, default=0.0, help="seconds to wait in each step, to watch it")
+    parser.add_argument("--step-delay", type=float, default=0.0, help="seconds to wait in each step")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def main() -> None:
     network = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, ARMS))
     model = run.wrap(network)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    run.track(model=model, optimizer=optimizer)  # whatever must survive the loss of a node
+    run.track(model=model, optimizer=optimizer)  # state that survives the loss of a node
     loader = run.loader(spiral(3000, seed=1), global_batch_size=100)
     loss_of = nn.CrossEntropyLoss()
 
@@ -60,7 +60,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(options.step_delay)
-            run.commit()  # here nodes may come and go
+            run.commit()  # nodes may join or leave here
             if run.is_main and run.steps % 10 == 0:
                 print(f"epoch {epoch} step {run.steps}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
 
