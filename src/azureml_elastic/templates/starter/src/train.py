@@ -26,7 +26,7 @@ def spiral(count: int, seed: int) -> TensorDataset:
 
     Args:
         count: number of points.
-        seed: seed of the random numbers.
+        seed: number from which the points are generated; equal seeds give equal points.
     """
     generator = torch.Generator().manual_seed(seed)
     arm = torch.arange(count) % ARMS
