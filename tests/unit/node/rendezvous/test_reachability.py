@@ -95,7 +95,9 @@ def test_a_range_gives_one_port_after_the_other_and_an_error_when_all_are_taken(
             listener = stack.enter_context(each.listen(HERE, 5))
             taken.append(listener.getsockname()[1])
         assert taken == [low, low + 1, low + 2, low + 3]
-        with pytest.raises(UsageError, match=rf"All 4 ports of port_range={low}-{high} are taken.*Each node on a machine needs 3"):
+        with pytest.raises(
+            UsageError, match=rf"All 4 ports of port_range={low}-{high} are taken.*Each node on a machine needs 3"
+        ):
             ports.listen(HERE, 5)
     with ports.listen(HERE, 5) as listener:
         assert listener.getsockname()[1] == low + 2, "the port after the last one, not an earlier one"
