@@ -60,7 +60,7 @@ def test_every_field_of_the_block_is_described():
 
 def test_descriptions_are_plain_sentences():
     text = described(FixedPerWorkerBatch)["momentum"]
-    assert text.startswith('what is done where the factor rises: a Ramp; "rescale" divides')
+    assert text.startswith('compensation of momentum where the factor rises: a Ramp; "rescale" divides')
     assert not {"`", "\n", "None"} & {part for part in ("`", "\n", "None") if part in schema_text().replace("\n", "")}
 
 
