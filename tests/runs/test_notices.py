@@ -1,7 +1,7 @@
 """Preempted nodes: what they have trained is committed, whether they live to write it or die in the middle of it.
 
 A few seeds run with the other tests; ``python -m nox -s chaos`` runs fifty. A seed is replayed by
-``NOTICE_SEEDS=17:18 python -m pytest tests/test_notices.py``.
+``NOTICE_SEEDS=17:18 python -m pytest tests/runs/test_notices.py``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +17,13 @@ from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import Program, require_script
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
-from azureml_elastic.ledger.events import HealthChecked, HostQuarantined, NodeLeft, NodeStarted, Unreachable
+from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.diagnostics.admission import Admission
-from azureml_elastic.node.diagnostics.checks.accelerator import count_devices
-from azureml_elastic.node.diagnostics.findings import Check, CheckRunner
+from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
+from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
 from azureml_elastic.node.diagnostics.node_checks import check_folders, node_checks
 from azureml_elastic.node.failures.host_strikes import HostStrikes
 from azureml_elastic.node.hangs.detector import HangDetector
@@ -30,7 +31,6 @@ from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.client import PreloadServer
-from azureml_elastic.node.rendezvous.reachability.reachability import UnreachablePair
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.replacement.on_node import start_replacement_thread
@@ -40,7 +40,7 @@ from azureml_elastic.node.table.server_time import ServerClock
 if TYPE_CHECKING:
     from azureml_elastic.node.agent.agent import NodeAgent
 
-__all__ = ["run_node", "worker_command"]
+__all__ = ["run_node"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,17 +83,26 @@ class _Node:
         stack: contextlib.ExitStack,
         start_preload: Callable[..., PreloadServer],
     ) -> None:
+        # Each object gets only objects that were made before it.
         self._identity = identity
         self._program = program
         self._plan = plan = identity.plan
         distribution = plan.distribution
+        timings = distribution.rendezvous.timings
         self._slots = _slots(distribution.process_count_per_instance)
         self._table = table = open_table(distribution.rendezvous, identity.run_id, os.environ)
         stack.callback(table.close)
         clock = ServerClock(table, identity.node)
         self._strikes = strikes = HostStrikes(table, identity.host_id, identity.node, distribution.health, clock)
         stack.callback(strikes.close)
-        self._rendezvous = Rendezvous(
+        wake = threading.Event()
+        self._preemption = PreemptionWatcher(distribution.preemption, wake.set, identity.node)
+        stack.callback(self._preemption.close)
+        self._preemption.listen()
+        self._preemption.watch()
+        self._recorder = recorder = Recorder(identity.folder, identity.node, identity.incarnation, table)
+        stack.callback(recorder.close)
+        self._rendezvous = rendezvous = Rendezvous(
             table=table,
             node=identity.node,
             host=identity.host,
@@ -103,64 +112,48 @@ class _Node:
                 plan.resources.max_instance_count,
                 distribution.health.quarantine_strikes,
             ),
-            timings=distribution.rendezvous.timings,
-            cancelled=lambda: self._preemption.commit_to_leave(),  # noqa: PLW0108 - it is made below
+            timings=timings,
+            cancelled=self._preemption.commit_to_leave,
             host_id=identity.host_id,
-            strikes=self._live_strikes,
+            strikes=lambda fresh: strikes.mine(fresh=fresh),
             ports=distribution.rendezvous.port_range,
-            unreachable=self._cannot_reach,
+            incarnation=identity.incarnation,
+            wake=wake,
+            record=recorder.record,
         )
-        self._preemption = PreemptionWatcher(distribution.preemption, self._rendezvous.wake.set, identity.node)
-        stack.callback(self._preemption.close)
-        self._preemption.listen()
-        self._preemption.watch()
-        self._rendezvous.announce()
-        self._recorder = Recorder(identity.folder, identity.node, self._rendezvous.incarnation, table)
-        stack.callback(self._recorder.close)
-        stack.callback(self._rendezvous.shutdown)
-        self._recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
+        stack.callback(rendezvous.shutdown)
+        rendezvous.announce()
+        recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
         self._watch = HangDetector(HangPolicy.of(distribution))
-        self._channel = Channel(
-            self._recorder,
-            self._rendezvous.inbox,
-            self._rendezvous.wake.set,
-            self._watch,
-            _local_snapshots(identity),
-        )
+        self._channel = Channel(recorder, rendezvous.inbox, wake.set, self._watch, _local_snapshots(identity))
         stack.callback(self._channel.close)
-        os.environ[variables.RUN_DIR] = str(identity.folder)
-        os.environ[variables.PLAN] = plan.to_json()
-        os.environ[variables.CHANNEL] = self._channel.path
-        # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
-        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
-        if (
-            identity.interface is not None
-        ):  # what workers send to each other goes the same way, unless the job says else
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", identity.interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", identity.interface)
-        interpreter, options = _interpreter(program)
-        self._preload_server = (
-            start_preload(interpreter, options, program, os.environ) if distribution.preload_workers else None
-        )
+        _set_environment(identity, self._channel.path)
+        self._preload_server = start_preload(program, os.environ) if distribution.preload_workers else None
         if self._preload_server is not None:
             stack.callback(self._preload_server.close)
         self._replacement = start_replacement_thread(identity, table, self._leads, os.environ)
         if self._replacement is not None:
             stack.callback(self._replacement.close)
+        checks = node_checks(
+            distribution.health,
+            node=identity.node,
+            owner=identity.owner,
+            folders=check_folders(identity.folder, plan.checkpoint.path),
+            gpus=count_visible_devices(),
+            table=table,
+            clock=clock,
+            table_heartbeat_interval=timings.table_heartbeat_interval,
+            hub=(identity.host, rendezvous.hub.port),
+            strikes=strikes,
+        )
         self._admission = Admission(
             distribution.health,
-            lambda: CheckRunner(self._probes(clock)),
+            lambda: CheckRunner(checks),
             table=table,
             strikes=strikes,
-            incarnation=self._rendezvous.incarnation,
-            record=lambda report: self._recorder.record(
-                HealthChecked,
-                0,
-                status=report.status,
-                seconds=report.seconds,
-                problems=report.lines("warn", "fail"),
-            ),
-            away=self._rendezvous.leave,
+            incarnation=identity.incarnation,
+            record=self._record_health,
+            away=rendezvous.leave,
             pause=self._pause,
             stay=plan.resources.effective_placement == "gang" and plan.resources.max_instance_count > 1,
         )
@@ -220,7 +213,7 @@ class _Node:
         logs = self._identity.folder / "workers" / self._identity.node
         logs.mkdir(parents=True, exist_ok=True)
         workers = Workers(
-            worker_command(self._program),
+            self._program.command,
             DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL, tee=Std.ALL),
             self._channel,
             self._preload_server,
@@ -241,39 +234,9 @@ class _Node:
             opens_session=opens_session(self._program),
         )
 
-    def _probes(self, clock: ServerClock) -> list[Check]:
-        return node_checks(
-            self._plan.distribution.health,
-            node=self._identity.node,
-            owner=self._identity.owner,
-            folders=check_folders(self._identity.folder, self._plan.checkpoint.path),
-            gpus=_gpus(),
-            table=self._table,
-            clock=clock,
-            table_heartbeat_interval=self._plan.distribution.rendezvous.timings.table_heartbeat_interval,
-            hub=(self._identity.host, self._rendezvous.hub.port),
-            strikes=self._strikes,
-        )
-
-    def _live_strikes(self, fresh: bool) -> int:
-        live = self._strikes.mine(fresh=fresh)
-        limit = self._plan.distribution.health.quarantine_strikes
-        if limit is not None and live >= limit:
-            self._recorder.record(
-                HostQuarantined, self._rendezvous.membership.last_round, host=self._identity.host_id, strikes=live
-            )
-        return live
-
-    def _cannot_reach(self, gap: UnreachablePair) -> None:
-        self._recorder.record(
-            Unreachable,
-            self._rendezvous.membership.last_round,
-            host=gap.host,
-            peer=gap.peer,
-            address=gap.address,
-            purpose=gap.purpose,
-            error=gap.error,
-        )
+    def _record_health(self, report: DiagnosticReport) -> None:
+        problems = report.lines("warn", "fail")
+        self._recorder.record(HealthChecked, 0, status=report.status, seconds=report.seconds, problems=problems)
 
     def _pause(self, seconds: float) -> None:
         """Wait before another health check.
@@ -293,18 +256,16 @@ def _tell(failure: str) -> None:
     print(f"error:{separator}{failure}", file=sys.stderr)
 
 
-def worker_command(program: Program) -> tuple[str, ...]:
-    """Return what starts a worker."""
-    interpreter, options = _interpreter(program)
-    target = ("-m", program.target) if program.kind == "module" else (program.target,)
-    return interpreter, *options, *target, *program.arguments
-
-
-def _interpreter(program: Program) -> tuple[str, tuple[str, ...]]:
-    """Return the executable and its options: this interpreter, unless the user named another by path."""
-    interpreter = program.interpreter if program.interpreter and os.sep in program.interpreter else sys.executable
-    options = program.interpreter_options
-    return interpreter, (*(() if "-u" in options else ("-u",)), *options)
+def _set_environment(identity: NodeIdentity, channel: str) -> None:
+    """Set the variables that the workers inherit from the agent."""
+    os.environ[variables.RUN_DIR] = str(identity.folder)
+    os.environ[variables.PLAN] = identity.plan.to_json()
+    os.environ[variables.CHANNEL] = channel
+    # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
+    if identity.interface is not None:  # the workers' data goes the same way, unless the job configures another
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", identity.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", identity.interface)
 
 
 def _slots(count: int | str) -> int:
@@ -315,15 +276,7 @@ def _slots(count: int | str) -> int:
 
     if find_spec("torch") is None:
         raise MissingExtra("torch", "node")
-    return _gpus() or 1
-
-
-def _gpus() -> int:
-    """Count GPUs without importing torch, whose import may take seconds, where the driver's own list can be read."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return count_devices()
+    return count_visible_devices() or 1
 
 
 def _local_snapshots(identity: NodeIdentity) -> LocalSnapshots | None:

@@ -243,7 +243,8 @@ def test_nodes_come_and_go_while_they_are_profiled(tmp_path, recovery):
         timeout_s=150,
         distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING),
     )
-    report = cluster.run([str(PROGRAM), "--first", "10", "--steps", "40", "--each-round", "--end-at", "120"])
+    arguments = ["--first", "10", "--steps", "40", "--each-round", "--end-at", "120", "--gather", "2"]
+    report = cluster.run([str(PROGRAM), *arguments])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert report.audit.complete, report.audit
     assert all(node.leftovers == 0 for node in report.nodes)

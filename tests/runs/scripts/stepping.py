@@ -19,7 +19,7 @@ go = Path(sys.argv[3]) if len(sys.argv) > 3 else None
 if steps < 0:
     sys.exit("this script fails as requested")
 dist.init_process_group("gloo")
-print("world", dist.get_world_size(), flush=True)
+print(f"world {dist.get_world_size()}", flush=True)  # in one write: the log may hold others' lines between two
 step = torch.tensor([int(progress.read_text()) if progress.exists() else 0])
 dist.broadcast(step, 0)
 

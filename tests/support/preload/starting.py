@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,8 +23,8 @@ class Result(NamedTuple):
 
 
 def preload_server(target, *arguments, kind="script", options=("-u",), environ: Mapping[str, str] | None = None):
-    program = Program(None, (), kind, str(target), arguments)
-    return PreloadServer(sys.executable, options, program, ENVIRON if environ is None else environ)
+    program = Program(None, options, kind, str(target), arguments)
+    return PreloadServer(program, ENVIRON if environ is None else environ)
 
 
 def run_forked(server: PreloadServer, environ: Mapping[str, str], folder: Path, name: str) -> Result:

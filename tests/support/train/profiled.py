@@ -20,7 +20,16 @@ parser.add_argument("--steps", type=int, default=3)
 parser.add_argument("--each-round", action="store_true")
 parser.add_argument("--end-at", type=int, required=True)
 parser.add_argument("--ending", default="finish")
+parser.add_argument("--gather", type=int, default=1, help="train slowly before the first recording with fewer workers")
 arguments = parser.parse_args()
+
+
+def pause() -> float:
+    """Return the seconds after a step: a late node still finds the run, and a lost one is lost while it is recorded."""
+    if run.world_size < arguments.gather and run.steps < arguments.first - 1:
+        return 3.0
+    return 0.5 if run.world_size > 1 and run.steps >= 20 else 0.02
+
 
 torch.set_num_threads(1)
 profile = Profile(first=arguments.first, steps=arguments.steps, warmup=1, each_round=arguments.each_round, ranks="all")
@@ -34,8 +43,7 @@ for _ in run.epochs(1):
         run.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        # A node that is to be lost is lost before the end of the recording.
-        time.sleep(0.5 if run.world_size > 1 and run.steps >= 20 else 0.02)
+        time.sleep(pause())
         if run.steps + 1 == arguments.end_at and arguments.ending == "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
         run.commit()

@@ -7,8 +7,10 @@ node, :func:`parse_program` parses the words into which the shell has split the 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,19 @@ class Program:
     target: str
     """Path of the script, or dotted name of the module."""
     arguments: tuple[str, ...]
+
+    @property
+    def interpreter_command(self) -> tuple[str, ...]:
+        """The interpreter with its options, unbuffered: this one, unless a path names another."""
+        interpreter = self.interpreter if self.interpreter and os.sep in self.interpreter else sys.executable
+        unbuffered = () if "-u" in self.interpreter_options else ("-u",)
+        return interpreter, *unbuffered, *self.interpreter_options
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Command that starts the program on a node."""
+        module = ("-m",) if self.kind == "module" else ()
+        return *self.interpreter_command, *module, self.target, *self.arguments
 
 
 class FoundProgram(NamedTuple):

@@ -6,7 +6,7 @@ import hashlib
 import socket
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -17,10 +17,16 @@ from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import PlanError, UsageError
 from azureml_elastic.node.host.addresses import advertised_address, is_loopback
 
-__all__ = ["NodeIdentity", "host_id", "read_identity"]
+__all__ = ["NodeIdentity", "host_id", "new_incarnation", "read_identity"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ID_CHARACTERS = 8
+_INCARNATION_CHARACTERS = 12
+
+
+def new_incarnation() -> str:
+    """Return a random identifier for a process of a node."""
+    return uuid.uuid4().hex[:_INCARNATION_CHARACTERS]
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class NodeIdentity:
         folder: folder for events and logs.
         host_id: name of the machine, see :func:`host_id`.
         interface: network interface of ``host``, if configured.
+        incarnation: random identifier of this process of the node.
     """
 
     plan: Plan
@@ -44,6 +51,7 @@ class NodeIdentity:
     folder: Path
     host_id: str = ""
     interface: str | None = None
+    incarnation: str = field(default_factory=new_incarnation)
 
     @property
     def owner(self) -> str:

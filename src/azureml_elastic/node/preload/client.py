@@ -44,8 +44,6 @@ class PreloadServer:
     Thread-safe.
 
     Args:
-        interpreter: path of the Python interpreter.
-        options: command line options of the interpreter.
         program: program of the workers.
         environ: environment of the workers; variables of single workers (``RANK``) are ignored.
         popen: function that starts the process, with the arguments of ``subprocess.Popen``.
@@ -53,15 +51,12 @@ class PreloadServer:
 
     def __init__(
         self,
-        interpreter: str,
-        options: Sequence[str],
         program: Program,
         environ: Mapping[str, str],
         *,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
-        target = ("-m", program.target) if program.kind == "module" else (program.target,)
-        self.command = (interpreter, *options, *target, *program.arguments)
+        self.command = program.command
         """Command for a plain start of the same worker."""
         self._environ = lasting(environ)
         self._changes = threading.Condition(threading.RLock())
@@ -76,7 +71,7 @@ class PreloadServer:
             return
         self._link, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = _anonymous_file()
-        words = [interpreter, *options, "-c", OUTERMOST, str(server_end.fileno()), "{}"]
+        words = [*program.interpreter_command, "-c", OUTERMOST, str(server_end.fileno()), "{}"]
         words += [program.kind, program.target, *program.arguments]
         with server_end, _anonymous_file() as output:
             try:
@@ -89,7 +84,7 @@ class PreloadServer:
                     start_new_session=True,
                 )
             except OSError as error:
-                self._refuse(f"{interpreter!r} cannot be started: {error.strerror}")
+                self._refuse(f"{words[0]!r} cannot be started: {error.strerror}")
                 self._link.close()
                 self._errors.close()
                 return

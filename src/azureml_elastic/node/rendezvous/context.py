@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.rendezvous.hub.inbox import Inbox
 from azureml_elastic.node.rendezvous.runtime import Runtime
@@ -18,6 +20,7 @@ class Context:
         limits: node counts of a round.
         timings: heartbeat interval and timeouts.
         runtime: clock, threads and sockets.
+        wake: event for the agent's thread; ``None`` for a new one.
 
     Attributes:
         clock: clock in monotonic seconds.
@@ -28,12 +31,14 @@ class Context:
         tick: seconds between two heartbeats of a connection.
     """
 
-    def __init__(self, limits: Limits, timings: RendezvousTimings, runtime: Runtime) -> None:
+    def __init__(
+        self, limits: Limits, timings: RendezvousTimings, runtime: Runtime, wake: threading.Event | None = None
+    ) -> None:
         self.limits = limits
         self.timings = timings
         self.runtime = runtime
         self.clock = runtime.clock
-        self.wake = runtime.event()
+        self.wake = wake or runtime.event()
         self.inbox = Inbox()
         self.latest = LatestRound()
         self.heartbeat_timeout = timings.heartbeat_timeout.total_seconds()

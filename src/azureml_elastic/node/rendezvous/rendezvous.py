@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import uuid
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
+from azureml_elastic.ledger import events
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
+from azureml_elastic.node.host.identity import new_incarnation
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.hub.messages import Unreachable
@@ -56,7 +58,9 @@ class Rendezvous:
             other nodes may have written new ones.
         runtime: clock, threads and sockets; by default those of this machine.
         ports: first and last port to listen on; ``None`` for any.
-        unreachable: callback with each node that this one cannot reach.
+        incarnation: random identifier of this process; ``None`` for a new one.
+        wake: event to set when there is something to do; ``None`` for a new one.
+        record: callback for events, with the class, the round's number and the fields.
 
     Attributes:
         node: name of this node.
@@ -84,15 +88,17 @@ class Rendezvous:
         strikes: Callable[[bool], int] = lambda _: 0,
         runtime: Runtime | None = None,
         ports: tuple[int, int] | None = None,
-        unreachable: Callable[[UnreachablePair], None] = lambda _: None,
+        incarnation: str | None = None,
+        wake: threading.Event | None = None,
+        record: Callable[..., None] = lambda *_, **__: None,
     ) -> None:
         # Each object gets only objects that were made before it.
         self.node = node
-        self.incarnation = uuid.uuid4().hex[:12]
+        self.incarnation = incarnation or new_incarnation()
         self._strikes = strikes
-        self._unreachable = unreachable
+        self._record = record
         self._interface = listening_address(host)
-        self._context = context = Context(limits, timings, runtime or Runtime(Ports(ports)))
+        self._context = context = Context(limits, timings, runtime or Runtime(Ports(ports)), wake)
         self.wake = context.wake
         self.inbox = context.inbox
         hub_listener = context.runtime.listen(self._interface, 4096)
@@ -195,6 +201,10 @@ class Rendezvous:
         # A former member that is not a survivor was lost to the others, which may have written strikes against it.
         was_member = self.membership.last_round > 0
         strikes = self._strikes(was_member and self.node not in round_.previous)
+        quarantine = self._context.limits.quarantine
+        if quarantine is not None and strikes >= quarantine:
+            host_id = self.membership.me.host_id
+            self._record(events.HostQuarantined, self.membership.last_round, host=host_id, strikes=strikes)
         self.membership.me = me = replace(self.membership.me, strikes=strikes)
         failures_before = self.membership.assignment.round.failures if was_member else ()
         self._reachability.suspect_workers = round_.failed_rounds > 0 or len(round_.failures) > len(failures_before)
@@ -292,8 +302,9 @@ class Rendezvous:
         return current.number != round_.number or current.state != "sealed"
 
     def _report_unreachable(self, pair: UnreachablePair) -> None:
-        """Report a pair to the agent and to rank 0's node. Thread-safe."""
-        self._unreachable(pair)
+        """Record a pair and report it to rank 0's node. Thread-safe."""
+        fields = {"host": pair.host, "peer": pair.peer, "address": pair.address, "purpose": pair.purpose}
+        self._record(events.Unreachable, self.membership.last_round, **fields, error=pair.error)
         if not self.membership.leads:
             self.membership.send_to_leader(Unreachable(str(pair)))
 

@@ -209,7 +209,7 @@ def test_open_devices_are_found():
 
 
 def test_a_missing_interpreter(tmp_path):
-    process = PreloadServer(str(tmp_path / "python"), (), Program(None, (), "script", PROBE, ()), ENVIRON)
+    process = PreloadServer(Program(str(tmp_path / "python"), (), "script", PROBE, ()), ENVIRON)
     assert not process.wait_ready(5)
     assert "cannot be started: No such file or directory" in process.refusal
     process.close()

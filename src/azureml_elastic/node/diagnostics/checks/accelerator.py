@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from typing import Any
 
 from azureml_elastic.node.diagnostics.findings import Finding
 
-__all__ = ["check_ecc", "check_gpus", "count_devices", "examine", "read_ecc"]
+__all__ = ["check_ecc", "check_gpus", "count_devices", "count_visible_devices", "examine", "read_ecc"]
 
 _MODULE = "azureml_elastic.node.diagnostics.checks.accelerator"
 _SIZE = 512
@@ -34,6 +35,14 @@ _GPU_ADVICE = "Reset or replace the GPU; see `nvidia-smi` and the kernel's log (
 def count_devices() -> int:
     """Return the number of GPUs that the driver lists."""
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def count_visible_devices() -> int:
+    """Return the number of GPUs that the workers see, without an import of torch, which may take seconds."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return count_devices()
 
 
 def check_gpus(expected: int, timeout: float, free: float | None, *, device: str = "cuda") -> list[Finding]:

@@ -2,7 +2,7 @@
 
 Run it again after a change of torch or Python, and look at what has changed::
 
-    python tests/node/endings/produce.py
+    python tests/unit/node/failures/worker_output/produce.py
 
 Each script below really runs. Paths of the machine are replaced, so that the texts look like those of a job.
 """
