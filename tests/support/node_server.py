@@ -1,9 +1,12 @@
-"""Fork server for the nodes of local clusters: torch is imported once for all of them instead of twice per node.
+"""Fork server for nodes of local clusters and for scripts: torch is imported once for all of them.
 
 ``start_node`` takes the place of ``subprocess.Popen`` in :class:`~azureml_elastic.local.processes.NodeProcesses`. A
 node is forked twice, so that it becomes a child of the test process, the subreaper, and has a session, environment,
 working directory and output of its own. Its preload server is forked before the agent has threads and waits for the
 agent's request. What depends on variables that are read at the interpreter's start is started by its command.
+
+:class:`Script` and :func:`run_script` are such processes that run ``python script.py`` or ``python -m module``, as a
+worker does that is forked from the product's preload server.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from azureml_elastic.local.cluster import NODE_COMMAND
-from azureml_elastic.local.processes import MARKER
+from azureml_elastic.local.processes import MARKER, _set_subreaper
 from azureml_elastic.node.preload import import_loader, script_runner
 from azureml_elastic.node.preload import server as preload_server
 
-__all__ = ["serve", "start_node"]
+__all__ = ["Script", "run_script", "serve", "start_node"]
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _CODE = f"import sys\nsys.path.insert(1, {_ROOT!r})\n" + script_runner.OUTERMOST.replace(
@@ -42,6 +46,9 @@ _PYTHON = (sys.executable, "-u", "-c")
 
 _EARLY = ("KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH")
 """Beginnings of variables that are read when the interpreter starts or a library is imported."""
+
+_LATE = ("TORCHELASTIC_", "TORCH_NCCL_")
+"""Beginnings of variables among them that are read when process groups are created."""
 
 _MOST_BYTES = 1 << 18
 _MARKER_BYTES = 128
@@ -88,23 +95,89 @@ def start_node(argv: Sequence[str], *, env: Mapping[str, str], stdout: Any, **op
     """Start a node's agent, forked from the server where its command and environment allow that."""
     if tuple(argv[: len(NODE_COMMAND)]) != NODE_COMMAND or sys.platform != "linux":
         return subprocess.Popen(argv, env=env, stdout=stdout, **options)
-    server = _server(tuple(sorted(_early(env).items())))
     request = {"argv": argv[len(NODE_COMMAND) :], "env": dict(env), "folder": str(Path.cwd())}
-    _send(server, request, [stdout.fileno()])
-    return _ForkedChild(json.loads(server.recv(_MOST_BYTES))["pid"], argv)
+    return _ForkedChild(_fork("training", request, [stdout.fileno()]), argv)
+
+
+class Script(_ForkedChild):
+    """A process like that of ``python script.py`` or ``python -m module``, forked from a server.
+
+    Args:
+        argv: ``sys.executable``, no options but ``-m``, the script or module, and its arguments.
+        imports: ``"training"`` or ``"submission"``: what the server has imported.
+        env: environment, to which the variables of a local cluster's nodes are added; this process's by default.
+        cwd: working directory; this process's by default.
+        stdin: file or descriptor for standard input; by default it is empty.
+        stdout: file or descriptor for standard output.
+        stderr: the same for standard error.
+        session: whether the process leads a session of its own.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[Any],
+        imports: str = "training",
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: Any = None,
+        stdout: Any,
+        stderr: Any,
+        session: bool = False,
+    ) -> None:
+        words = [os.fspath(word) for word in argv]
+        assert words[0] == sys.executable, words
+        request = {
+            "script": words,
+            "env": {"OMP_NUM_THREADS": "1", **(os.environ if env is None else env), "PYTHONUNBUFFERED": "1"},
+            "folder": str(cwd or Path.cwd()),
+            "session": session,
+        }
+        before = _set_subreaper(True)
+        try:
+            with Path(os.devnull).open("rb") as empty:
+                pid = _fork(imports, request, [_descriptor(file) for file in (stdin or empty, stdout, stderr)])
+        finally:
+            _set_subreaper(before)
+        super().__init__(pid, words)
+
+
+def run_script(argv: Sequence[Any], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a :class:`Script` and capture its output, as ``subprocess.run`` does."""
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = Script(argv, stdout=stdout, stderr=stderr, **options)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(argv, code, stdout.read(), stderr.read())
+
+
+def _descriptor(file: Any) -> int:
+    return file if isinstance(file, int) else file.fileno()
+
+
+def _fork(imports: str, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+    """Let the server with these imports fork, and return the id of the process, a child of this one."""
+    server = _server(imports, tuple(sorted(_early(request["env"]).items())))
+    _send(server, request, descriptors)
+    return json.loads(server.recv(_MOST_BYTES))["pid"]
 
 
 def _early(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(_EARLY)}
+    names = [name for name in env if name.startswith(_EARLY) and not name.startswith(_LATE)]
+    return {name: env[name] for name in names}
 
 
 @functools.cache
-def _server(early: tuple[tuple[str, str], ...]) -> socket.socket:
-    """Start a server with these variables and return the connection to it."""
+def _server(imports: str, early: tuple[tuple[str, str], ...]) -> socket.socket:
+    """Start a server with these imports and variables and return the connection to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    others = {name: value for name, value in os.environ.items() if not name.startswith(_EARLY)}
+    others = {name: value for name, value in os.environ.items() if name not in _early(os.environ)}
     process = subprocess.Popen(
-        [*_PYTHON, _CODE, str(theirs.fileno())],
+        [*_PYTHON, _CODE, str(theirs.fileno()), imports],
         env={MARKER: "-" * _MARKER_BYTES, **others, **dict(early)},
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
@@ -137,17 +210,19 @@ def _receive(link: socket.socket, descriptors: int) -> tuple[Any, list[int]] | N
 
 
 def serve() -> Callable[[], Any]:
-    """Fork nodes. Returns only in their processes: the call that runs the agent, or a worker's script."""
+    """Fork nodes and scripts. Returns only in their processes: the call that runs the agent, or a script."""
     link = socket.socket(fileno=int(sys.argv[1]))
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     marker = getenv(MARKER.encode())
-    _import()
+    _IMPORTS[sys.argv[2]]()
+    gc.collect()
+    gc.freeze()
     while True:
-        received = _receive(link, 1)
+        received = _receive(link, 3)
         if received is None:
             os._exit(0)
-        request, (output,) = received
+        request, descriptors = received
         reading, writing = os.pipe()
         middle = os.fork()
         if middle == 0:
@@ -158,16 +233,16 @@ def serve() -> Callable[[], Any]:
             os.close(reading)
             os.close(writing)
             link.close()
-            return _node(request, output, marker)
-        os.close(writing)
-        os.close(output)
+            return _script(request, *descriptors) if "script" in request else _node(request, *descriptors, marker)
+        for descriptor in (writing, *descriptors):
+            os.close(descriptor)
         os.waitpid(middle, 0)
         pid = int(os.read(reading, 64))
         os.close(reading)
         link.send(json.dumps({"pid": pid}).encode())
 
 
-def _import() -> None:
+def _import_training() -> None:
     """Import what agents and workers import."""
     from azureml_elastic import node, train
 
@@ -177,8 +252,35 @@ def _import() -> None:
                 importlib.import_module(module.name)
     for name in ("azureml_elastic.node.__main__", "torch.distributed.elastic.multiprocessing", *import_loader.LATER):
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
+
+
+def _import_submission() -> None:
+    """Import what the commands that submit and compile jobs import."""
+    for name in ("azure.ai.ml", "azureml_elastic.cli", "azureml_elastic.submit.client", "azureml_elastic.submit.job"):
+        importlib.import_module(name)
+    for name in ("compiled_file", "job_file"):
+        importlib.import_module(f"azureml_elastic.submit.yaml.{name}")
+
+
+_IMPORTS = {"training": _import_training, "submission": _import_submission}
+
+
+def _script(request: dict[str, Any], stdin: int, stdout: int, stderr: int) -> Callable[[], Any]:
+    """Become a script, and return the call that runs it."""
+    if request["session"]:
+        os.setsid()
+    os.chdir(request["folder"])
+    script_runner.adopt_environment(request["env"])
+    os.dup2(stdin, 0)
+    os.close(stdin)
+    script_runner.adopt_descriptors(stdout, stderr)
+    if "torch" in sys.modules:
+        script_runner.reset_process_state()
+    interpreter, *words = request["script"]
+    kind = "module" if words[0] == "-m" else "script"
+    target, *arguments = words[1:] if kind == "module" else words
+    import_loader.prepare(kind, target, arguments)
+    return script_runner.become(kind, target, [interpreter, *words])
 
 
 def _node(request: dict[str, Any], output: int, marker: int) -> Callable[[], Any]:

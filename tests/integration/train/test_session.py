@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -20,8 +18,10 @@ from azureml_elastic.config import environment as names
 from azureml_elastic.distributed.process import WorkerEnvironment
 from azureml_elastic.errors import CheckpointDamaged, PlanError, UsageError
 from azureml_elastic.train.optim.gradient_averaging import require_averaging
+from tests.support.node_server import Script, run_script
 from tests.support.paths import SAMPLES
 from tests.support.train import workers
+from tests.support.waiting import until
 from tests.support.worlds import store_on_a_free_port
 
 
@@ -421,9 +421,11 @@ for _ in run.epochs(1):
             sys.exit(0)
 """
 
+    script = tmp_path / "script.py"
+    script.write_text(code)
+
     def resumed(stop: int, how: str) -> str:
-        command = [sys.executable, "-c", code, str(tmp_path), str(stop), how]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        result = run_script([sys.executable, script, str(tmp_path / "c"), str(stop), how], timeout=60)
         assert result.returncode == 0, (result.returncode, result.stderr)
         first, last = result.stdout.splitlines()
         assert last.split() == ["left:"]  # a thread of gloo's that outlives the interpreter ends the process with -6
@@ -461,19 +463,26 @@ for _ in run.epochs(2):
 """
     store = store_on_a_free_port()
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    first, second = (
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path / "c")],
-            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    waits, ends = os.pipe()
+    with (tmp_path / "log").open("w") as log, (tmp_path / "other").open("w") as other:
+        first, second = (
+            Script(
+                [sys.executable, script, tmp_path / "c"],
+                env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+                stdin=waits,
+                stdout=other,
+                stderr=(log, other)[rank],
+            )
+            for rank in range(2)
         )
-        for rank in range(2)
-    )
-    _, log = first.communicate(timeout=60)
-    second.communicate(timeout=60)
-    assert (first.returncode, second.returncode) == (0, 0), log
+    os.close(waits)
+    first.wait(60)
+    os.close(ends)
+    second.wait(60)
+    log = (tmp_path / "log").read_text()
+    assert (first.returncode, second.returncode) == (0, 0), log + (tmp_path / "other").read_text()
     assert "The script ends after step 2, before its last epoch" in log
     assert "its last steps are not saved. Call run.finish() on all ranks" in log
     assert not (tmp_path / "c" / "latest.json").exists()
@@ -539,35 +548,27 @@ def test_the_environment_is_read_and_checked(tmp_path):
         WorkerEnvironment.read({names.CHANNEL: "/s"})
 
 
-def digits(tmp_path, *arguments):
-    command = [sys.executable, str(SAMPLES / "digits.py"), "--epochs", "2", *arguments]
-    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def test_the_sample_survives_sigterm_and_learns(tmp_path):
-    process = digits(tmp_path, "--step-delay", "0.2")
+    command = [sys.executable, SAMPLES / "digits.py", "--epochs", "2"]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = Script([*command, "--step-delay", "0.2"], cwd=tmp_path, stdout=output, stderr=output)
     try:
-        for line in process.stdout:
-            if " step 1 " in line:
-                os.kill(process.pid, signal.SIGTERM)
-                break
-        process.communicate(timeout=60)
+        until(lambda: " step 1 " in log.read_text())
+        process.terminate()
+        process.wait(60)
     finally:
         process.kill()
-        process.wait()
-    assert process.returncode == train.EXIT_TERMINATED
+    assert process.returncode == train.EXIT_TERMINATED, log.read_text()
     step = json.loads((tmp_path / "checkpoints" / "latest.json").read_text())["step"]
     assert 1 <= step < 46
-    second = digits(tmp_path)
-    output, errors = second.communicate(timeout=60)
-    assert second.returncode == 0, errors
-    assert f"continuing after step {step}" in output
-    assert "after 46 steps" in output
-    third = digits(tmp_path)
-    again, errors = third.communicate(timeout=60)
-    assert third.returncode == 0, errors
-    assert "continuing after step 46" in again
-    assert again.splitlines()[-1] == output.splitlines()[-1]
+    second, third = (run_script(command, cwd=tmp_path, timeout=60) for _ in range(2))
+    assert second.returncode == 0, second.stderr
+    assert f"continuing after step {step}" in second.stdout
+    assert "after 46 steps" in second.stdout
+    assert third.returncode == 0, third.stderr
+    assert "continuing after step 46" in third.stdout
+    assert third.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
 
 
 FAILING = """
@@ -594,9 +595,7 @@ atexit.register(print, "said at exit")
 def test_a_script_that_fails_commits_nothing_at_its_end(tmp_path, session):
     script = tmp_path / "script.py"
     script.write_text(FAILING + session)
-    failed = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    failed = run_script([sys.executable, script], cwd=tmp_path, timeout=60)
     assert failed.returncode == 1, failed.stderr
     assert "RuntimeError: it failed" in failed.stderr
     assert failed.stdout == "said at exit\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from azureml_elastic.cli.init import starter_files
 from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan
 from azureml_elastic.config import environment as names
+from tests.support.node_server import run_script
 from tests.support.paths import ROOT, SUPPORT
 
 INTERRUPTED = SUPPORT / "interrupted.py"
@@ -35,7 +35,8 @@ def source(shown):
     if shown.endswith(".py"):
         return text
     (script,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "run.epochs" in block)
-    return script
+    assert "run.epochs(10)" in script
+    return script.replace("run.epochs(10)", "run.epochs(2)")
 
 
 @pytest.mark.parametrize("shown", EPOCHS)
@@ -46,16 +47,13 @@ def test_it_goes_on_from_a_checkpoint_at_the_end_of_an_epoch(shown, tmp_path):
     policy = CheckpointPolicy(path=str(tmp_path / "checkpoints"), every=None, every_steps=steps)
     outside = {getattr(names, name) for name in names.__all__} | {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
     environment = {name: value for name, value in os.environ.items() if name not in outside}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), environment.get("PYTHONPATH", "")])
     environment[names.RUN_DIR] = str(tmp_path)
     environment[names.PLAN] = Plan(resources=ElasticResources(max_instance_count=1), checkpoint=policy).to_json()
     arguments = [] if shown.endswith(".md") else ["--epochs", "2"]
 
     def run(*argv):
         command = [sys.executable, *argv, str(script), *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        return run_script(command, cwd=tmp_path, env=environment, timeout=120)
 
     first = run(str(INTERRUPTED), str(steps), policy.path)
     assert first.returncode == -9, first.stderr

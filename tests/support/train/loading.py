@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from azureml_elastic.train.agent_client.sigterm_filter import filter_sigterm_in_children, ignore_signal, sigterm_blocked
+from azureml_elastic.sigterm_filter import filter_sigterm_in_children, ignore_signal, sigterm_blocked
 
 
 class Slow:
@@ -118,7 +118,9 @@ def main():
         (folder / "pids.tmp").rename(folder / "pids")
         model = run.wrap(nn.Linear(1, 1))
         run.track(model=model)
-        loader = run.loader(Slow(), global_batch_size=4, num_workers=2, multiprocessing_context=context)
+        # Data workers that are not forked import torch.
+        number = 2 if arguments.method == "fork" else 1
+        loader = run.loader(Slow(), global_batch_size=4, num_workers=number, multiprocessing_context=context)
         try:
             for _ in run.epochs(1):
                 for x in loader:

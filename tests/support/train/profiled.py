@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 
 import torch
 from torch import nn
@@ -21,7 +22,10 @@ parser.add_argument("--each-round", action="store_true")
 parser.add_argument("--end-at", type=int, required=True)
 parser.add_argument("--ending", default="finish")
 parser.add_argument("--gather", type=int, default=1, help="train slowly before the first recording with fewer workers")
+parser.add_argument("--strict", action="store_true", help="raise warnings as errors")
 arguments = parser.parse_args()
+if arguments.strict:
+    warnings.simplefilter("error")
 
 
 def pause() -> float:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from azureml_elastic.cli import app
+from tests.support.node_server import run_script
 
 JOB = """
 type: command
@@ -48,16 +49,16 @@ def run(project):
     """Run the command in a process of its own, as azure-ai-ml changes what is global."""
 
     def call(*arguments):
-        return subprocess.run(
-            [sys.executable, "-c", "from azureml_elastic.cli import main; main()", "compile", *map(str, arguments)],
+        return run_script(
+            [sys.executable, script, "compile", *arguments],
+            imports="submission",
             cwd=project,
             env={**os.environ, "XDG_CACHE_HOME": str(project / "cache")},
-            capture_output=True,
-            text=True,
             timeout=120,
-            check=False,
         )
 
+    script = project / "cli.py"
+    script.write_text("from azureml_elastic.cli import main\nmain()\n")
     return call
 
 

@@ -11,6 +11,7 @@ from azureml_elastic.cli import app
 from azureml_elastic.cli.init import starter_files
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.local.cluster import LocalCluster
+from tests.support.node_server import run_script, start_node
 from tests.support.whole_runs import GATHERING, after_gathering
 
 RUN = CliRunner()
@@ -62,8 +63,8 @@ def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path):
 
 
 def test_the_script_trains_alone(project):
-    argv = [sys.executable, "src/train.py", "--epochs", "8"]
-    done = subprocess.run(argv, cwd=project, capture_output=True, text=True, timeout=120, check=True)
+    done = run_script([sys.executable, "src/train.py", "--epochs", "8"], cwd=project, timeout=120)
+    assert done.returncode == 0, done.stderr
     accuracy = float(done.stdout.rpartition("accuracy ")[2].strip().rstrip("%"))
     assert accuracy > 90
     assert (project / "outputs" / "model.pt").exists()
@@ -75,6 +76,7 @@ def test_the_script_trains_on_local_nodes_and_survives_a_loss(project, monkeypat
     monkeypatch.chdir(project)
     cluster = LocalCluster(
         (1, 2),
+        popen=start_node,
         chaos=parse_schedule("kill=rank0@step:10"),
         run_dir=project / "run",
         audit=True,

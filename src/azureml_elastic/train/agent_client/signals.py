@@ -9,7 +9,7 @@ import sys
 import threading
 from multiprocessing import resource_tracker
 
-from azureml_elastic.train.agent_client.sigterm_filter import filter_sigterm_in_children, ignore_signal, sigterm_blocked
+from azureml_elastic.sigterm_filter import filter_sigterm_in_children, ignore_signal, sigterm_blocked
 
 __all__ = ["end_group", "leave_sigterm_to_the_agent", "sigterm_blocked"]
 

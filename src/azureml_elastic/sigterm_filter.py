@@ -1,4 +1,7 @@
-"""Children of a training process that outlive a SIGTERM which was not meant for them. The standard library alone.
+"""Children of a training process that outlive a SIGTERM which was not meant for them.
+
+Every child that is spawned imports this module, so it imports the standard library alone, and its package nothing that
+imports torch.
 
 A data worker, a pool or a helper process must not end because SIGTERM reaches all processes of a container: training
 needs it to reach the next step, where it saves. It cannot simply ignore the signal: torch's data workers install a
