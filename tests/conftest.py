@@ -1,5 +1,6 @@
 """What tests of several packages need, and the way to what lies beside them."""
 
+import gc
 import os
 import signal
 
@@ -10,6 +11,9 @@ from azureml_elastic.local.azurite import Azurite
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, which some of them test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests and what they import stay: to search them for garbage again and again takes a quarter of the collection's time.
+gc.disable()
 
 # Explore at home, repeat in CI: a failure there must be the change's own.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -33,3 +37,9 @@ def pytest_collection_modifyitems(items):
         fixtures = item._fixtureinfo.name2fixturedefs.values()
         if any(definitions[-1].scope == "module" for definitions in fixtures):
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
+def pytest_collection_finish():
+    """Collect garbage again, but only what is made from now on."""
+    gc.freeze()
+    gc.enable()
