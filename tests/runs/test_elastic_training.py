@@ -76,7 +76,7 @@ def test_rank_0_is_lost_and_replaced(tmp_path, table, request, monkeypatch):
 
 def test_a_plain_script_with_its_own_checkpoint_is_elastic_too(tmp_path):
     script = str(SAMPLES / "plain_ddp.py")
-    arguments = ("--epochs", "32", "--step-delay", "0.05", "--checkpoint", str(tmp_path / "own.pt"))
+    arguments = ("--epochs", "14", "--step-delay", "0.1", "--checkpoint", str(tmp_path / "own.pt"))
     report = run(tmp_path, "kill=rank0@5s,add@6s", script, *arguments, audit=False)
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     # On a busy machine the third node may come after the loss, which is at a time instead of a step.
@@ -86,7 +86,7 @@ def test_a_plain_script_with_its_own_checkpoint_is_elastic_too(tmp_path):
 
 def test_a_sharded_model_is_resharded_for_the_nodes_that_are_there(tmp_path):
     script = str(SAMPLES / "fsdp2.py")
-    arguments = ("--epochs", "16", "--step-delay", "0.05")
+    arguments = ("--epochs", "5", "--step-delay", "0.2", "--blocks", "1", "--width", "32")
     report = run(tmp_path, "kill=rank0@step:35,add@step:40", script, *arguments, nodes=(1, 2))
     assert_whole(report)
     assert after_gathering(report, 2) == (2, 1, 2)

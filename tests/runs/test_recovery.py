@@ -134,7 +134,7 @@ def kill_a_worker(events: Path, step: int, node: str = "node-1") -> None:
 def test_sharded_state_goes_on_from_the_newest_copy_in_memory(tmp_path, victim):
     """No worker has all of it: with a node its share is gone, but for the copy on another node."""
     run = cluster(tmp_path, "restart", f"kill={victim}@step:47", checkpoint_steps=1000, snapshot_steps=5)
-    report = run.run([PROGRAM, "--sharded", "--ballast", "8", "--epochs", "6", "--gather", "3"])
+    report = run.run([PROGRAM, "--sharded", "--ballast", "8", "--epochs", "5", "--gather", "3"])
     assert after_gathering(report, 3) == (3, 2)
     assert_goes_on_from_memory(report)
 
@@ -145,7 +145,7 @@ def test_a_lone_workers_state_outlives_it(tmp_path, arguments):
     running = cluster(tmp_path, "restart", nodes=(1, 1), checkpoint_steps=1000, snapshot_steps=5)
     killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 47, "node-0"))
     killer.start()
-    report = running.run([PROGRAM, "--ballast", "8", "--epochs", "6", *arguments])
+    report = running.run([PROGRAM, "--ballast", "8", "--epochs", "5", *arguments])
     killer.join()
     assert_goes_on_from_memory(report)
 
@@ -154,7 +154,7 @@ def test_a_lone_nodes_state_outlives_its_agent(tmp_path):
     """It is started again on the same machine, whose disk has the copies."""
     options = {"checkpoint_steps": 1000, "snapshot_steps": 5, "snapshot_path": tmp_path / "disk"}
     run = cluster(tmp_path, "restart", "kill=node-0@step:47,add@step:47", nodes=(1, 1), **options)
-    assert_goes_on_from_memory(run.run([PROGRAM, "--sharded", "--ballast", "8", "--epochs", "6"]))
+    assert_goes_on_from_memory(run.run([PROGRAM, "--sharded", "--ballast", "8", "--epochs", "5"]))
     assert not list((tmp_path / "disk").glob("*/*"))
 
 

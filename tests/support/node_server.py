@@ -12,6 +12,7 @@ worker does that is forked from the product's preload server.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -252,6 +253,8 @@ def _import_training() -> None:
                 importlib.import_module(module.name)
     for name in ("azureml_elastic.node.__main__", "torch.distributed.elastic.multiprocessing", *import_loader.LATER):
         importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # the samples' data; it takes longer than their training
+        importlib.import_module("sklearn.datasets")
 
 
 def _import_submission() -> None:
