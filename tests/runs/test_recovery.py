@@ -55,6 +55,12 @@ def test_a_killed_node_costs_no_step(tmp_path, recovery):
     assert_nothing_lost(report)
     assert after_gathering(report, 3) == (3, 2)
     assert report.recoveries[-1].lost == report.faults[0].nodes
+    if recovery == "in_process":  # survivors keep their processes
+        pids: dict[str, set[int]] = {}
+        for event in EventReader(report.paths.events).read():
+            if isinstance(event, WorkersStarted):
+                pids.setdefault(event.node, set()).update(event.pids)
+        assert all(len(found) == 1 for found in pids.values()), pids
 
 
 @both
@@ -100,16 +106,6 @@ def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
     last = max(event.time for event in steps if event.round == first.number)
     # Workers that say nothing are given up after a minute here.
     assert min(event.time for event in steps if event.round == second.number) - last < 30
-
-
-def test_survivors_keep_their_processes(tmp_path):
-    report = cluster(tmp_path, "in_process", "kill=rank0@step:25").run([PROGRAM, "--epochs", "5", "--gather", "3"])
-    assert_nothing_lost(report)
-    pids: dict[str, set[int]] = {}
-    for event in EventReader(report.paths.events).read():
-        if isinstance(event, WorkersStarted):
-            pids.setdefault(event.node, set()).update(event.pids)
-    assert all(len(found) == 1 for found in pids.values()), pids
 
 
 def kill_a_worker(events: Path, step: int, node: str = "node-1") -> None:
