@@ -8,19 +8,23 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from azureml_elastic.ipc.authentication import AuthenticationError, Handshake, Peer, Session
 from azureml_elastic.ipc.line_codec import LineReader, encode
 
-__all__ = ["Connection", "Waker"]
+__all__ = ["CLOSED_BY_PEER", "Connection", "Waker"]
 
 _MAX_UNSENT = 8 << 20
 _CHUNK = 1 << 16
+
+CLOSED_BY_PEER = "the peer closed the connection"
+"""Reason of an ordinary end."""
 
 
 class Waker(Protocol):
     """What a connection needs of the thread that serves it."""
 
-    def wake(self) -> None:
-        """Have the thread look at its connections."""
+    def attend(self, connection: Connection) -> None:
+        """Have the thread look at this connection, which has ended, or whose unsent bytes have changed."""
 
 
 class Connection:
@@ -29,15 +33,18 @@ class Connection:
     Args:
         sock: connected; from here on it belongs to this object.
         loop: the thread that serves it.
+        handshake: this end's side of the handshake, before which no message is parsed, and no message sent but kept
+            until it is complete; ``None`` for a connection without authentication.
 
     Attributes:
         state: for the owner of the callbacks, unread here.
         last_received: ``time.monotonic()`` of the last bytes from the peer, or of the connection's start.
         reason: why the connection ended, ``""`` while it is open.
         peer: the peer's address, for messages.
+        identity: the peer's name and incarnation, once it is authenticated.
     """
 
-    def __init__(self, sock: socket.socket, loop: Waker) -> None:
+    def __init__(self, sock: socket.socket, loop: Waker, handshake: Handshake | None = None) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -47,14 +54,31 @@ class Connection:
         self.peer = "unix" if sock.family == socket.AF_UNIX else "{}:{}".format(*sock.getpeername()[:2])
         self._sock = sock
         self._loop = loop
+        self.identity: Peer | None = None
+        self._handshake = handshake
+        self._session: Session | None = None
+        self._early: list[bytes] = []
         self._reader = LineReader()
         self._unsent = bytearray()
         self._changed = threading.Condition()
+        if handshake is not None:
+            self._unsent += handshake.opening
 
     @property
     def closed(self) -> bool:
         """Whether no more can be sent; ``on_close`` has been called or is about to be."""
         return bool(self.reason)
+
+    @property
+    def established(self) -> bool:
+        """Whether messages can be exchanged: the peer is authenticated, or need not be."""
+        return self._handshake is None
+
+    def wait_established(self, timeout: float) -> bool:
+        """Wait until the handshake is complete and the kernel has what was sent before; return whether it is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.reason or self._handshake is None, timeout)
+            return self._handshake is None and not self.reason
 
     def send(self, message: Mapping[str, Any]) -> bool:
         """Send what the socket takes now and leave the rest to the thread.
@@ -62,24 +86,33 @@ class Connection:
         Returns:
             False where the connection is closed; the message is dropped, and ``on_close`` tells the owner.
         """
-        line = encode(message)
+        return self.send_line(encode(message))
+
+    def send_line(self, line: bytes) -> bool:
+        """Send an encoded message; see :meth:`send`."""
         with self._changed:
             if self.reason:
                 return False
-            if not self._unsent:
-                try:
-                    line = line[self._sock.send(line) :]
-                except (BlockingIOError, InterruptedError):
-                    pass
-                except OSError as error:
-                    self._end(f"sending failed: {error}")
-                    return False
-            if line:
-                self._unsent += line
-                if len(self._unsent) > _MAX_UNSENT:
-                    self._end(f"the peer leaves more than {_MAX_UNSENT} bytes unread")
-                    return False
-                self._loop.wake()
+            if self._handshake is not None:
+                self._early.append(line)
+                return True
+            return self._send(line if self._session is None else self._session.seal(line))
+
+    def _send(self, data: bytes) -> bool:
+        if not self._unsent:
+            try:
+                data = data[self._sock.send(data) :]
+            except (BlockingIOError, InterruptedError):
+                pass
+            except OSError as error:
+                self._end(f"sending failed: {error}")
+                return False
+        if data:
+            self._unsent += data
+            if len(self._unsent) > _MAX_UNSENT:
+                self._end(f"the peer leaves more than {_MAX_UNSENT} bytes unread")
+                return False
+            self._loop.attend(self)
         return True
 
     def flush(self, timeout: float) -> bool:
@@ -89,8 +122,8 @@ class Connection:
             False where ``timeout`` seconds were not enough or the connection ended before.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.reason or not self._unsent, timeout)
-            return not self._unsent and not self.reason
+            self._changed.wait_for(lambda: self.reason or not (self._unsent or self._early), timeout)
+            return not (self._unsent or self._early or self.reason)
 
     def close(self, reason: str = "closed by this side") -> None:
         """End the connection; what the kernel has not taken yet is dropped."""
@@ -101,7 +134,7 @@ class Connection:
         if not self.reason:
             self.reason = reason
             self._changed.notify_all()
-            self._loop.wake()
+            self._loop.attend(self)
 
     def write_unsent(self) -> None:
         """Send more of what waits. For the thread alone."""
@@ -116,6 +149,7 @@ class Connection:
                 self._end(f"sending failed: {error}")
             if not self._unsent:
                 self._changed.notify_all()
+                self._loop.attend(self)
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the messages that have arrived. For the thread alone."""
@@ -127,19 +161,45 @@ class Connection:
             self.close(f"receiving failed: {error}")
             return
         if not data:
-            self.close("the peer closed the connection")
+            self.close(CLOSED_BY_PEER)
             return
         self.last_received = time.monotonic()
+        if self._handshake is not None:
+            data = self._continue_handshake(self._handshake, data)
         messages = self._reader.feed(data)
         while not self.reason:
             try:
                 message = next(messages, None)
-            except ValueError as error:
+            except (ValueError, AuthenticationError) as error:
                 self.close(f"the peer sent what is no message: {error}")
                 return
             if message is None:
                 return
             yield message
+
+    def _continue_handshake(self, handshake: Handshake, data: bytes) -> bytes:
+        """Pass on what the peer has sent, and return what of it belongs to messages."""
+        with self._changed:
+            try:
+                answer = handshake.feed(data)
+            except AuthenticationError as error:
+                self._end(f"the handshake failed: {error}")
+                return b""
+            if answer and not self._send(answer):
+                return b""
+            if handshake.refusal is not None:
+                self._end(handshake.refusal)
+            if handshake.session is None or self.reason:
+                return b""
+            self._session = session = handshake.session
+            self._handshake = None
+            self._reader = LineReader(session.open)
+            self.identity = session.peer
+            early, self._early = self._early, []
+            for line in early:
+                self._send(session.seal(line))
+            self._changed.notify_all()
+            return handshake.take_rest()
 
     def wants_to_write(self) -> bool:
         """Whether bytes wait for the socket. For the thread alone."""

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from azureml_elastic.ipc.authentication import ANY, Authenticator, Peer
 from azureml_elastic.ipc.connection import Connection
 from azureml_elastic.ipc.event_loop import Loop, OnClose, OnMessage, OnTick
+from azureml_elastic.ipc.line_codec import encode
 
 __all__ = ["Address", "MessageClient", "MessageServer", "listen"]
 
@@ -49,6 +51,8 @@ class MessageServer:
         on_close: callback, exactly once for each connection; ``connection.reason`` says what.
         on_tick: callback about every ``tick`` seconds.
         tick: seconds.
+        authenticator: this end's part in handshakes; ``None`` accepts all clients. Clients that are not authenticated
+            cause no callbacks.
     """
 
     def __init__(
@@ -59,23 +63,31 @@ class MessageServer:
         on_tick: OnTick | None = None,
         *,
         tick: float = 1.0,
+        authenticator: Authenticator | None = None,
     ) -> None:
         name = listener.getsockname()
         self.address: Address = name if isinstance(name, str) else name[:2]
         self._loop = Loop(
-            on_message, on_close, on_tick, tick=tick, listener=listener, name=f"line-server {self.address}"
+            on_message,
+            on_close,
+            on_tick,
+            tick=tick,
+            listener=listener,
+            name=f"message-server {self.address}",
+            authenticator=authenticator,
         )
         self._loop.start()
 
     @property
     def connections(self) -> list[Connection]:
-        """The open connections."""
+        """The open connections whose clients are authenticated, or need not be."""
         return self._loop.connections()
 
     def broadcast(self, message: Mapping[str, Any]) -> None:
         """Send to every open connection."""
+        line = encode(message)
         for connection in self.connections:
-            connection.send(message)
+            connection.send_line(line)
 
     def close(self) -> None:
         """Stop listening and end all connections; returns when the last callback has returned."""
@@ -93,9 +105,11 @@ class MessageClient:
         on_tick: callback about every ``tick`` seconds.
         tick: seconds.
         timeout: seconds to connect in.
+        authenticator: this end's part in the handshake; ``None`` for a server that does without.
+        to: the process that should answer; the connection ends if another one does.
 
     Raises:
-        OSError: nobody listens there, or not within ``timeout``.
+        OSError: nothing listens there, or not within ``timeout``.
     """
 
     def __init__(
@@ -107,6 +121,8 @@ class MessageClient:
         *,
         tick: float = 1.0,
         timeout: float = 5.0,
+        authenticator: Authenticator | None = None,
+        to: Peer = ANY,
     ) -> None:
         if isinstance(address, str):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -125,9 +141,10 @@ class MessageClient:
         self._answered = threading.Condition()
         self._replies: dict[int, dict[str, Any] | None] = {}
         self._loop = Loop(
-            self._on_message, self._on_close, on_tick, tick=tick, listener=None, name=f"line-client {address}"
+            self._on_message, self._on_close, on_tick, tick=tick, listener=None, name=f"message-client {address}"
         )
-        self.connection = Connection(sock, self._loop)
+        handshake = authenticator.open(to) if authenticator is not None else None
+        self.connection = Connection(sock, self._loop, handshake)
         self._loop.add(self.connection)
         self._loop.start()
 

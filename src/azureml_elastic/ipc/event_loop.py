@@ -10,10 +10,13 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from azureml_elastic.ipc.authentication import Authenticator
 from azureml_elastic.ipc.connection import Connection
+from azureml_elastic.ipc.unauthenticated import Refusals, Unauthenticated
 
 __all__ = ["Loop", "OnClose", "OnMessage", "OnTick"]
 
@@ -37,13 +40,18 @@ class Loop:
         tick: float,
         listener: socket.socket | None,
         name: str,
+        authenticator: Authenticator | None = None,
     ) -> None:
         self._on_message = on_message
         self._on_close = on_close
         self._on_tick = on_tick
         self._tick = tick
         self._listener = listener
+        self._authenticator = authenticator
+        self._unauthenticated = Unauthenticated()
+        self._refused = Refusals(name)
         self._connections: set[Connection] = set()
+        self._attention: deque[Connection] = deque()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._selector = selectors.DefaultSelector()
@@ -63,6 +71,11 @@ class Loop:
             with contextlib.suppress(OSError):  # full: it wakes up anyway; closed: there is nothing to wake
                 self._waker.send(b"\0")
 
+    def attend(self, connection: Connection) -> None:
+        """Have the thread look at this connection, which has ended, or whose unsent bytes have changed."""
+        self._attention.append(connection)
+        self.wake()
+
     def abandon(self) -> None:
         """Close this process's copies of all sockets, in a fork, which has no such thread."""
         for sock in (self._listener, self._waker, self._woken, *(each.socket for each in self._connections)):
@@ -74,6 +87,12 @@ class Loop:
         with self._lock:
             self._connections.add(connection)
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        self._attention.append(connection)
+        if connection.established:
+            return
+        surplus = self._unauthenticated.add(connection, time.monotonic())
+        if surplus is not None:
+            surplus.close("too many clients have not authenticated themselves")
 
     def start(self) -> None:
         """Start the thread."""
@@ -87,9 +106,9 @@ class Loop:
             self._thread.join()
 
     def connections(self) -> list[Connection]:
-        """Return those that have not been buried."""
+        """Return the open connections whose peers are authenticated, or need not be."""
         with self._lock:
-            return list(self._connections)
+            return [connection for connection in self._connections if connection.established]
 
     def on_thread(self) -> bool:
         """Whether the caller is a callback."""
@@ -99,10 +118,14 @@ class Loop:
         next_tick = time.monotonic() + self._tick
         try:
             while not self._stopping.is_set():
-                wait = None if self._on_tick is None else max(0.0, next_tick - time.monotonic())
                 self._settle()
+                times = (next_tick if self._on_tick is not None else None, self._unauthenticated.next_deadline())
+                until = min((each for each in times if each is not None), default=None)
+                wait = None if until is None else max(0.0, until - time.monotonic())
                 for key, events in self._selector.select(wait):
                     self._serve(key, events)
+                for connection in self._unauthenticated.expired(time.monotonic()):
+                    connection.close("the peer did not authenticate itself in time")
                 if self._on_tick is not None and time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + self._tick
                     try:
@@ -110,7 +133,7 @@ class Loop:
                     except Exception:  # noqa: BLE001 - a callback's fault must not end the thread
                         _LOG.exception("The tick of %s failed; the next one will run.", self._thread.name)
         finally:
-            for connection in self.connections():
+            for connection in list(self._connections):
                 connection.close()
             self._settle()
             self._selector.close()
@@ -132,6 +155,8 @@ class Loop:
                 try:
                     for message in connection.read():
                         self._on_message(connection, message)
+                    if connection.established:
+                        self._unauthenticated.discard(connection)
                 except Exception as error:  # noqa: BLE001 - as above
                     _LOG.exception("A message from %s could not be handled; it is cut off.", connection.peer)
                     connection.close(f"handling a message failed: {error!r}")
@@ -147,27 +172,39 @@ class Loop:
             self._stopping.wait(_ACCEPT_PAUSE_SECONDS)
             return
         try:
-            self.add(Connection(sock, self))
+            handshake = self._authenticator.accept() if self._authenticator is not None else None
+            connection = Connection(sock, self, handshake)
         except OSError:  # reset before it was accepted
             sock.close()
+            return
+        self.add(connection)
 
     def _settle(self) -> None:
-        """Bring the selector in line with the connections, and bury the closed ones."""
-        for connection in self.connections():
+        """Remove the closed connections, and watch those with unsent bytes for writing."""
+        while self._attention:
+            connection = self._attention.popleft()
+            if connection not in self._connections:
+                continue  # removed before
             if connection.closed:
-                with self._lock:
-                    self._connections.discard(connection)
-                self._selector.unregister(connection.socket)
-                connection.socket.close()
-                if self._on_close is not None:
-                    try:
-                        self._on_close(connection)
-                    except Exception:  # noqa: BLE001 - as above
-                        _LOG.exception("Handling the end of the connection to %s failed.", connection.peer)
+                self._remove(connection)
                 continue
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_to_write() else 0)
             if self._selector.get_key(connection.socket).events != wanted:
                 self._selector.modify(connection.socket, wanted, connection)
+
+    def _remove(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        self._unauthenticated.discard(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        if self._listener is not None and not connection.established:
+            self._refused.log(connection)
+        elif self._on_close is not None:
+            try:
+                self._on_close(connection)
+            except Exception:  # noqa: BLE001 - as above
+                _LOG.exception("Handling the end of the connection to %s failed.", connection.peer)
 
 
 _LOOPS: weakref.WeakSet[Loop] = weakref.WeakSet()

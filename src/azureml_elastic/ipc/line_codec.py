@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 __all__ = ["MAX_LINE", "LineReader", "encode"]
@@ -27,9 +27,14 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 class LineReader:
-    """Cuts a stream of bytes into messages."""
+    """Cuts a stream of bytes into messages.
 
-    def __init__(self) -> None:
+    Args:
+        verify: function that checks a line before it is parsed, and returns it without its authentication.
+    """
+
+    def __init__(self, verify: Callable[[bytes], bytes] = lambda line: line) -> None:
+        self._verify = verify
         self._partial = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
@@ -37,6 +42,7 @@ class LineReader:
 
         Raises:
             ValueError: a line is too long or no JSON object. The messages before it have been yielded.
+            AuthenticationError: a line is not authentic.
         """
         self._partial += data
         while (end := self._partial.find(b"\n")) >= 0:
@@ -44,7 +50,7 @@ class LineReader:
             del self._partial[: end + 1]
             if end >= MAX_LINE:
                 break
-            message = json.loads(line)
+            message = json.loads(self._verify(line))
             if not isinstance(message, dict):
                 kind = type(message).__name__
                 raise ValueError(f"a JSON {kind}, not an object: {line[:80]!r}")  # noqa: TRY004 - bad input

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.ipc import KEY_BYTES, Peer
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.hub import Hub
 from azureml_elastic.node.rendezvous.runtime import Runtime
-from azureml_elastic.node.rendezvous.state.round import Limits
+from azureml_elastic.node.rendezvous.state.round import Limits, Member
 
-__all__ = ["make_context", "start_hub"]
+__all__ = ["hub_at", "make_context", "start_hub"]
 
 
-def make_context(timings: RendezvousTimings | None = None, runtime: Runtime | None = None) -> Context:
-    return Context(Limits(1, 8), timings or RendezvousTimings(), runtime or Runtime())
+def make_context(timings: RendezvousTimings | None = None, runtime: Runtime | None = None, node: str = "h") -> Context:
+    context = Context(Limits(1, 8), timings or RendezvousTimings(), runtime or Runtime(), Peer(node, f"i-{node}"))
+    context.authenticator.key = bytes(KEY_BYTES)
+    return context
+
+
+def hub_at(port: int) -> Member:
+    """Return the row of the node whose hub has this port."""
+    return Member("h", "", host="127.0.0.1", hub_port=port)
 
 
 def start_hub(context: Context | None = None) -> Hub:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from azureml_elastic.ipc import Peer
 from azureml_elastic.ipc.line_codec import encode
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from tests.support.rendezvous.simulated_time import Scheduler, SimulatedEvent, SimulatedThread
@@ -39,7 +40,9 @@ class Costs:
 class End:
     """One end of a connection; replaces ``Connection``."""
 
-    def __init__(self, scheduler: Scheduler, node: Node, handlers: tuple[Callable, Callable], costs: Costs) -> None:
+    def __init__(
+        self, scheduler: Scheduler, node: Node, handlers: tuple[Callable, Callable], costs: Costs, identity: Peer
+    ) -> None:
         self._scheduler = scheduler
         self._node = node
         self._on_message, self._on_close = handlers
@@ -50,6 +53,7 @@ class End:
         self.last_received = scheduler.now
         self.reason = ""
         self.peer = ""
+        self.identity = identity
 
     @property
     def closed(self) -> bool:
@@ -59,6 +63,9 @@ class End:
         if self.reason or self._node.dead:
             return False
         self.deliver(encode(message))
+        return True
+
+    def wait_established(self, timeout: float) -> bool:
         return True
 
     def deliver(self, line: bytes) -> None:
@@ -115,8 +122,11 @@ def _decode(line: bytes) -> dict[str, Any]:
 class SimulatedServer:
     """Replaces ``MessageServer``."""
 
-    def __init__(self, node: Node, port: int, on_message: Callable, on_close: Callable, on_tick: Callable, tick: float):
+    def __init__(
+        self, node: Node, port: int, on_message: Callable, on_close: Callable, on_tick: Callable, tick: float, me: Peer
+    ):
         self.node = node
+        self.me = me
         self.port = port
         self.handlers = (on_message, on_close)
         self.connections: dict[End, None] = {}
@@ -208,10 +218,11 @@ class SimulatedRuntime(Runtime):
     def listen(self, interface: str, backlog: int) -> SimulatedListener:
         return SimulatedListener(next(self._cluster.ports))
 
-    def serve(self, listener, on_message, on_close, on_tick, tick) -> SimulatedServer:
-        return SimulatedServer(self._node, listener.getsockname()[1], on_message, on_close, on_tick, tick)
+    def serve(self, listener, on_message, on_close, on_tick, tick, authenticator) -> SimulatedServer:
+        port = listener.getsockname()[1]
+        return SimulatedServer(self._node, port, on_message, on_close, on_tick, tick, authenticator.me)
 
-    def dial(self, address, on_message, on_close, on_tick, tick, timeout) -> SimulatedClient:
+    def dial(self, address, on_message, on_close, on_tick, tick, timeout, authenticator, to) -> SimulatedClient:
         scheduler, costs, node = self._scheduler, self._cluster.costs, self._node
         node.step()
         host, port = address
@@ -223,8 +234,8 @@ class SimulatedRuntime(Runtime):
         server = None if target.dead else target.servers.get(port)
         if server is None:
             raise ConnectionRefusedError(f"nothing listens at {host}:{port}")
-        near = End(scheduler, node, (on_message, on_close), costs)
-        far = End(scheduler, target, server.handlers, costs)
+        near = End(scheduler, node, (on_message, on_close), costs, server.me)
+        far = End(scheduler, target, server.handlers, costs, authenticator.me)
         near.other, far.other, far.server = far, near, server
         server.connections[far] = None
         node.ends.append(near)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Limits, Round
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, node_of
+from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY, node_of
 from tests.support.rendezvous.simulated_runtime import Costs, End, SimulatedRuntime, SimulatedServer
 from tests.support.rendezvous.simulated_table import Fault, SimulatedStorage, SimulatedTable, Write
 from tests.support.rendezvous.simulated_time import Killed, Scheduler, Task
@@ -310,5 +310,5 @@ class Cluster:
 
     @property
     def conflicts(self) -> list[Write]:
-        """Writes that failed because the row had changed."""
-        return [write for write in self.storage.writes if not write.done]
+        """Writes that failed because the row had changed, except attempts to make the run's key."""
+        return [write for write in self.storage.writes if not write.done and write.key != RUN_KEY]

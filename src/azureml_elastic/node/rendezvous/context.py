@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.node.rendezvous.hub.inbox import Inbox
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Limits
@@ -20,9 +21,11 @@ class Context:
         limits: node counts of a round.
         timings: heartbeat interval and timeouts.
         runtime: clock, threads and sockets.
+        me: this node's name and incarnation.
         wake: event for the agent's thread; ``None`` for a new one.
 
     Attributes:
+        authenticator: this node's part in the handshakes with other nodes; gets the run's key once it is read.
         clock: clock in monotonic seconds.
         wake: event for the agent's thread; other threads set it when a hub has sent something or the state has changed.
         inbox: messages of agents and local workers for the agent's thread.
@@ -32,11 +35,17 @@ class Context:
     """
 
     def __init__(
-        self, limits: Limits, timings: RendezvousTimings, runtime: Runtime, wake: threading.Event | None = None
+        self,
+        limits: Limits,
+        timings: RendezvousTimings,
+        runtime: Runtime,
+        me: Peer,
+        wake: threading.Event | None = None,
     ) -> None:
         self.limits = limits
         self.timings = timings
         self.runtime = runtime
+        self.authenticator = Authenticator(me, "hub")
         self.clock = runtime.clock
         self.wake = wake or runtime.event()
         self.inbox = Inbox()

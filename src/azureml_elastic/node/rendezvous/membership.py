@@ -90,9 +90,8 @@ class Membership:
         self._assignment = assignment = Assignment(round_, rank, listener if rank == 0 else None)
         self.over, self._since = False, self._context.clock()
         first = round_.members[0]
-        hello = Hello(self.me.node, round_.number, first.incarnation)
         try:
-            self._link = Link(self._context, (first.host, first.hub_port), hello, timeout)
+            self._link = Link(self._context, first, Hello(round_.number), timeout)
         except OSError:
             self._failed_number = round_.number
             raise

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
+from azureml_elastic.ipc import Peer
 from azureml_elastic.ledger import events
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
 from azureml_elastic.node.host.identity import new_incarnation
@@ -32,6 +33,7 @@ from azureml_elastic.node.rendezvous.round_end import RoundEnd
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
+from azureml_elastic.node.rendezvous.state.row_keys import is_landmark
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
 from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 from azureml_elastic.node.table import Table
@@ -40,6 +42,9 @@ __all__ = ["Rendezvous"]
 
 _MAX_BACKOFF_SECONDS = 2.0
 """Longest pause before a new attempt of nodes that could not connect to each other."""
+
+_FEW_NODES = 64
+"""Largest round whose nodes all get the run's key before they are ready to join; in a larger one the landmarks do."""
 
 
 class Rendezvous:
@@ -98,11 +103,13 @@ class Rendezvous:
         self._strikes = strikes
         self._record = record
         self._interface = listening_address(host)
-        self._context = context = Context(limits, timings, runtime or Runtime(Ports(ports)), wake)
+        self._context = context = Context(
+            limits, timings, runtime or Runtime(Ports(ports)), Peer(node, self.incarnation), wake
+        )
         self.wake = context.wake
         self.inbox = context.inbox
         hub_listener = context.runtime.listen(self._interface, 4096)
-        self._data_port = DataPort(context.runtime, self._interface) if ports is not None else None
+        self._data_port = DataPort(context, self._interface) if ports is not None else None
         me = Member(
             node,
             self.incarnation,
@@ -117,7 +124,7 @@ class Rendezvous:
         self._prober = PeerProber(context, reach, membership)
         self._sleeper = Sleeper(context, self._prober, cancelled)
         self._rows = rows = Rows(table, self._sleeper.sleep, context.latest)
-        self.hub = hub = Hub(context, hub_listener, self.incarnation, membership.reached_leader)
+        self.hub = hub = Hub(context, hub_listener, membership.reached_leader)
         self._heartbeat = heartbeat = TableHeartbeat(context, table, hub.request_read)
         self._watch = HubWatch(context, reach)
         self._waiter = JoinWaiter(context, rows, hub, self._watch, heartbeat, reach, self._sleeper)
@@ -129,6 +136,8 @@ class Rendezvous:
     def announce(self) -> None:
         """Write this node's row before its slow imports, so that the first round can wait for it."""
         self._rows.write_member(replace(self.membership.me, state="starting"))
+        if not self._is_one_of_many:
+            self._read_run_key()  # others meet at this node's hub before it is ready to join
 
     def join(self) -> Assignment:
         """Wait for the next round in which this node is a member, and enter it.
@@ -146,6 +155,7 @@ class Rendezvous:
         listener: socket.socket | None = None
         try:
             round_, known = self._first_read()
+            self._read_run_key()
             while True:
                 if round_.closed:
                     raise _ended(round_)
@@ -186,6 +196,13 @@ class Rendezvous:
         if round_.closed:
             raise _ended(round_)
         return round_.number > self.membership.last_round > 0 and self.node not in round_.previous
+
+    @property
+    def _is_one_of_many(self) -> bool:
+        return self._context.limits.maximum > _FEW_NODES and not is_landmark(self.node)
+
+    def _read_run_key(self) -> None:
+        self._context.authenticator.key = self._rows.read_run_key(patient=self._is_one_of_many)
 
     def _first_read(self) -> tuple[Round, Mapping[str, Member] | Roster]:
         """Return the current round and other nodes, without a read where the round was received."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from azureml_elastic.ipc import MessageClient, MessageServer
+from azureml_elastic.ipc import Authenticator, MessageClient, MessageServer, Peer
 from azureml_elastic.ipc.event_loop import OnClose, OnMessage, OnTick
 from azureml_elastic.node.host.addresses import Ports
 
@@ -62,10 +62,16 @@ class Runtime:
         return Ports().listen(interface, 2048)
 
     def serve(
-        self, listener: socket.socket, on_message: OnMessage, on_close: OnClose, on_tick: OnTick, tick: float
+        self,
+        listener: socket.socket,
+        on_message: OnMessage,
+        on_close: OnClose,
+        on_tick: OnTick,
+        tick: float,
+        authenticator: Authenticator,
     ) -> MessageServer:
         """Serve the listener's connections; see :class:`~azureml_elastic.ipc.MessageServer`."""
-        return MessageServer(listener, on_message, on_close, on_tick, tick=tick)
+        return MessageServer(listener, on_message, on_close, on_tick, tick=tick, authenticator=authenticator)
 
     def dial(
         self,
@@ -75,13 +81,17 @@ class Runtime:
         on_tick: OnTick,
         tick: float,
         timeout: float,
+        authenticator: Authenticator,
+        to: Peer,
     ) -> MessageClient:
         """Connect to a server; see :class:`~azureml_elastic.ipc.MessageClient`.
 
         Raises:
             OSError: the connection was refused, or not accepted within ``timeout`` seconds.
         """
-        return MessageClient(address, on_message, on_close, on_tick, tick=tick, timeout=timeout)
+        return MessageClient(
+            address, on_message, on_close, on_tick, tick=tick, timeout=timeout, authenticator=authenticator, to=to
+        )
 
     def probe(self, addresses: Sequence[tuple[str, int]], timeout: float) -> list[OSError | None]:
         """Try to connect to all addresses at once; return the error of each, ``None`` where it succeeded.

@@ -15,7 +15,7 @@ from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import CODEC, Hello
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
-from tests.support.rendezvous.hubs import make_context, start_hub
+from tests.support.rendezvous.hubs import hub_at, make_context, start_hub
 from tests.support.waiting import until
 
 
@@ -30,15 +30,21 @@ class PausableRuntime(Runtime):
         return time.monotonic() + self.offset
 
 
+def client_of(hub, node, *callbacks):
+    authenticator = make_context(node=node).authenticator
+    return MessageClient(("127.0.0.1", hub.port), *callbacks, authenticator=authenticator)
+
+
 @pytest.mark.parametrize("paused", [True, False])
 def test_a_link_reports_whether_its_own_process_was_paused(paused):
     listener = listen(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    server = MessageServer(listener, lambda *_: None, lambda _: None)
+    authenticator = make_context().authenticator
+    server = MessageServer(listener, lambda *_: None, lambda _: None, authenticator=authenticator)
     runtime = PausableRuntime()
     runtime.clock = lambda: runtime.offset  # no pause of this process counts
     context = make_context(runtime=runtime)
-    link = Link(context, ("127.0.0.1", port), Hello("node", 1))
+    link = Link(context, hub_at(port), Hello(1))
     try:
         until(lambda: server.connections)
         if paused:
@@ -54,15 +60,13 @@ def test_a_link_reports_whether_its_own_process_was_paused(paused):
 def test_a_paused_hub_gives_up_only_members_that_stay_silent():
     runtime, timings = PausableRuntime(), RendezvousTimings(join_timeout=timedelta(seconds=50))
     hub = start_hub(make_context(timings, runtime))
-    hub.enter(Round(1, "sealed", members=tuple(Member(name, name) for name in ("beating", "silent", "late"))))
-    here = ("127.0.0.1", hub.port)
-    greetings = {name: Hello(name, 1) for name in ("beating", "silent")}
+    hub.enter(Round(1, "sealed", members=tuple(Member(name, f"i-{name}") for name in ("beating", "silent", "late"))))
     received = threading.Event()
-    context = make_context(timings)
-    beating = Link(context, here, greetings["beating"])
-    silent = MessageClient(here, lambda *_: received.set())
+    context = make_context(timings, node="beating")
+    beating = Link(context, hub_at(hub.port), Hello(1))
+    silent = client_of(hub, "silent", lambda *_: received.set())
     try:
-        silent.send(CODEC.encode(greetings["silent"]))
+        silent.send(CODEC.encode(Hello(1)))
         until(lambda: hub.broadcast(AllPlaced()) or (received.is_set() and context.inbox.take(1)))
         runtime.offset = 60.0  # longer than either is waited for, and than a member has to come
         until(lambda: hub.view().lost)
@@ -77,7 +81,7 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
     "fields",
     [
         {"op": "hello"},
-        {"op": "hello", "node": 1, "round": 1},
+        {"op": "hello", "round": "1st"},
         {"op": "round_changed", "round": "not packed"},
         {"op": "report", "body": 5},
         {"op": "report", "body": {"op": "vote", "boundary": "first"}},
@@ -87,12 +91,12 @@ def test_a_paused_hub_gives_up_only_members_that_stay_silent():
 def test_a_hub_closes_connections_that_send_malformed_messages_and_serves_others(fields, caplog):
     hub = start_hub()
     closed = threading.Event()
-    client = MessageClient(("127.0.0.1", hub.port), lambda *_: None, lambda _: closed.set())
+    client = client_of(hub, "x", lambda *_: None, lambda _: closed.set())
     try:
         client.send(fields)
         assert closed.wait(60)
         assert "sent a malformed message" in caplog.text
-        link = Link(make_context(), ("127.0.0.1", hub.port), Hello("node", 1))
+        link = Link(make_context(), hub_at(hub.port), Hello(1))
         until(lambda: link.must_read)
         link.close()
     finally:

@@ -41,7 +41,7 @@ from azureml_elastic.node.rendezvous.state.member_selection import (
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.store import open_store
 from azureml_elastic.node.table import open_table
-from tests.support.rendezvous.hubs import make_context, start_hub
+from tests.support.rendezvous.hubs import hub_at, make_context, start_hub
 from tests.support.waiting import until
 
 HERE = "127.0.0.1"
@@ -298,8 +298,7 @@ def test_a_pair_that_workers_have_met_counts_until_it_is_reached_again():
 
 def test_a_node_that_connected_before_the_round_receives_which_members_cannot_reach_it():
     hub = start_hub()
-    greeting = Watch("quick", "i-quick", 2)
-    link = Link(make_context(), (HERE, hub.port), greeting)
+    link = Link(make_context(node="quick"), hub_at(hub.port), Watch(2))
     try:
         until(lambda: hub.view().waiting == {"quick"})
         hub.enter(Round(2, "sealed", members=(Member("a", "i-a", unreached=("i-quick",)), Member("b", "i-b"))))
@@ -353,7 +352,7 @@ def test_members_answer_whether_they_have_reached_rank_0(tmp_path, monkeypatch):
         assignment, *_ = pool.map(Rendezvous.join, nodes)
 
     def query() -> list[bool | None]:
-        return query_members(Runtime(), assignment.round, "node-1")
+        return query_members(nodes[1]._context, assignment.round, "node-1")
 
     assert query() == [True, True]
     nodes[3].shutdown()

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from azureml_elastic.ipc import Connection
+from azureml_elastic.ipc import Connection, Peer
 from azureml_elastic.ipc.agent_messages import BroadcastBody
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import messages
@@ -38,7 +38,6 @@ class Hub:
     Args:
         context: settings; ``wake`` is set when the view has changed, and reports are put into ``inbox``.
         listener: listening socket, which the hub owns from now on.
-        incarnation: incarnation of this node; greetings for another one are refused.
         reached_leader: function that returns whether this node has reached rank 0's hub of a round, ``None`` while
             it still tries.
 
@@ -50,11 +49,9 @@ class Hub:
         self,
         context: Context,
         listener: socket.socket,
-        incarnation: str = "",
         reached_leader: Callable[[int], bool | None] = lambda _: None,
     ) -> None:
         self._context = context
-        self._incarnation = incarnation
         self._reached_leader = reached_leader
         self._lock = threading.Lock()
         self._state = HubState(context.clock)
@@ -69,7 +66,7 @@ class Hub:
         self.port: int = listener.getsockname()[1]
         with self._lock:  # the first tick may come before this constructor has returned
             self._server = context.runtime.serve(
-                listener, self._on_message, self._on_close, self._on_tick, context.tick
+                listener, self._on_message, self._on_close, self._on_tick, context.tick, context.authenticator
             )
 
     def enter(self, round_: Round) -> None:
@@ -82,7 +79,7 @@ class Hub:
             self._members = {
                 name: connection
                 for name, connection in self._members.items()
-                if connection.state.get("round") == round_.number
+                if connection.state.get("round") == round_.number and _is_member(round_, connection)
             }
         self.publish(round_)
         for connection, names in unreachable:
@@ -100,7 +97,7 @@ class Hub:
             return self._state.should_seal()
 
     def take_read_request(self) -> bool:
-        """Return, once, whether a member is in a sealed round that this hub has not received and must read."""
+        """Return, once, whether this hub has received that there is a newer round, which this node must read."""
         with self._lock:
             request, self._must_read = self._must_read, False
             return request
@@ -112,7 +109,6 @@ class Hub:
 
     def publish(self, round_: Round) -> None:
         """Send a version of the row to all connected nodes, unless an equal or newer one was sent."""
-        self._context.latest.observe(round_)
         with self._lock:
             is_new = self._state.publish(round_)
         if is_new:
@@ -142,8 +138,6 @@ class Hub:
         message = messages.CODEC.receive(connection, fields)
         if message is None or isinstance(message, messages.Beat):
             return
-        if isinstance(message, messages.Greeting) and not self._accepts(connection, message):
-            return
         member, number = connection.state.get("member"), connection.state.get("round", 0)
         match message:
             case messages.LeaderQuery():
@@ -156,7 +150,10 @@ class Hub:
             case messages.RoundChanged(round=None):
                 self.request_read()
             case messages.RoundChanged(round=Round() as round_):
-                self.publish(round_)
+                if not self._context.latest.accept(round_):
+                    with self._lock:
+                        self._must_read = True
+                self.publish(round_)  # each node decides by itself whether it has to read the row
             case messages.Unreachable() if member is not None:
                 _LOG.warning("%s.", message.text)
             case messages.Reached() if member is not None:
@@ -168,19 +165,20 @@ class Hub:
                 self._on_done(member, number)
         self._context.wake.set()
 
-    def _accepts(self, connection: Connection, greeting: messages.Greeting) -> bool:
-        """Return whether to serve a connection, by its first message; if not, close it."""
-        if greeting.to in ("", self._incarnation):
-            return True
-        connection.close("the message is meant for another process, which had this port before")
-        return False
-
     def _on_hello(self, connection: Connection, hello: messages.Hello) -> None:
-        connection.state.update(member=hello.node, node=hello.node, round=hello.round)
+        peer = _identity(connection)
         with self._lock:
+            if (
+                self._round is not None
+                and hello.round == self._round.number
+                and not _is_member(self._round, connection)
+            ):
+                connection.close(f"{peer.name} is not a member of round {hello.round} in this incarnation")
+                return
+            connection.state.update(member=peer.name, node=peer.name, round=hello.round)
             if self._round is None or hello.round >= self._round.number:
-                self._members[hello.node] = connection
-                self._state.watchers.remove(hello.node)
+                self._members[peer.name] = connection
+                self._state.watchers.remove(peer.name)
             seen = Round(hello.round, "sealed")
             missed, unknown = self._state.newer_than(seen), self._state.is_first_sign_of(seen)
             self._must_read = self._must_read or unknown
@@ -191,18 +189,23 @@ class Hub:
             self.request_read()  # the node that has sealed the round has not sent it here, or its message was lost
 
     def _on_watch(self, connection: Connection, watch: messages.Watch) -> None:
-        connection.state.update(member=None, node=watch.node, position=None)
+        peer = _identity(connection)
+        candidacy = watch.candidacy
+        if candidacy is not None and (candidacy.node, candidacy.incarnation) != (peer.name, peer.incarnation):
+            connection.close(f"{peer.name} wants to be a candidate in the name of {candidacy.node}")
+            return
+        connection.state.update(member=None, node=peer.name, position=None)
         watcher = Watcher(
             connection,
             self._context.clock(),
             beside=0 if watch.is_open else watch.round,
-            candidacy=watch.candidacy,
+            candidacy=candidacy,
             strikes=watch.strikes,
-            incarnation=watch.incarnation,
+            incarnation=peer.incarnation,
             unreached=frozenset(watch.unreached),
         )
         with self._lock:
-            self._state.watch(watch.node, watcher)
+            self._state.watch(peer.name, watcher)
             missed = self._state.newer_than(Round(watch.round, "open" if watch.is_open else "sealed"))
             unreachable_from = self._state.watchers.unreached_by(watcher)
         if missed is not None:
@@ -288,6 +291,16 @@ class Hub:
 
     def _member_names(self) -> set[str]:
         return {member.node for member in self._round.members} if self._round else set()
+
+
+def _identity(connection: Connection) -> Peer:
+    assert connection.identity is not None, "the connection's handshake is complete"
+    return connection.identity
+
+
+def _is_member(round_: Round, connection: Connection) -> bool:
+    peer = _identity(connection)
+    return round_.rank_of(peer.name, peer.incarnation) is not None
 
 
 def _send(connection: Connection, message: messages.Message) -> None:

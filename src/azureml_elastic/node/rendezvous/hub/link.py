@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from azureml_elastic.ipc import Connection, MessageClient
+from azureml_elastic.ipc import Connection, MessageClient, Peer
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.hub.inbox import FromLeader
 from azureml_elastic.node.rendezvous.hub.pause_detection import PauseDetector
-from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 __all__ = ["Link"]
+
+
+_ESTABLISHED_SECONDS = 0.5
+"""Time in which a hub knows a new member, so that it notices at once if the member dies next; a frozen hub does not."""
 
 
 class Link:
@@ -20,7 +24,7 @@ class Link:
 
     Args:
         context: settings; ``wake`` is set when something has changed, and broadcasts are put into ``inbox``.
-        address: host and port of the hub.
+        member: node of the hub.
         greeting: first message, ``Hello`` or ``Watch``.
         timeout: seconds to connect in; ``None`` for the heartbeat timeout.
 
@@ -45,7 +49,7 @@ class Link:
     def __init__(
         self,
         context: Context,
-        address: tuple[str, int],
+        member: Member,
         greeting: messages.Hello | messages.Watch,
         timeout: float | None = None,
     ) -> None:
@@ -67,9 +71,18 @@ class Link:
         self._client: MessageClient | None = None  # the first tick may come before it is set
         seconds = context.heartbeat_timeout if timeout is None else timeout
         self._client = context.runtime.dial(
-            address, self._on_message, self._on_close, self._on_tick, context.tick, seconds
+            (member.host, member.hub_port),
+            self._on_message,
+            self._on_close,
+            self._on_tick,
+            context.tick,
+            seconds,
+            context.authenticator,
+            Peer(member.node, member.incarnation),
         )
         self.send(greeting)
+        if isinstance(greeting, messages.Hello):
+            self._client.connection.wait_established(_ESTABLISHED_SECONDS)
 
     def send(self, message: messages.Message) -> None:
         """Send to the hub; does nothing when the connection is broken."""
@@ -96,9 +109,9 @@ class Link:
             case messages.RoundChanged(round=None):
                 self.must_read = True
             case messages.RoundChanged(round=Round() as round_):
-                self._context.latest.observe(round_)
                 if round_.is_newer_than(self.received):
                     self.received = round_
+                    self.must_read = self.must_read or not self._context.latest.accept(round_)
             case messages.SealPosition():
                 self.position = message.position
                 self.called = message.position is not None

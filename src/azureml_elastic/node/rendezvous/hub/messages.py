@@ -8,7 +8,7 @@ hub answers with :class:`LeaderAnswer`.
 A hub sends :class:`Beat` and :class:`RoundChanged` to all, :class:`SealPosition` to waiting nodes, and :class:`Lost`,
 :class:`AllDone` and :class:`Broadcast` to members.
 
-``to`` is the incarnation for which a message is meant: the port of a node that has died may belong to another process.
+The sender's name and incarnation are those that it has proved in the connection's handshake.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ __all__ = [
     "Beat",
     "Broadcast",
     "Done",
-    "Greeting",
     "Hello",
     "LeaderAnswer",
     "LeaderQuery",
@@ -72,9 +71,7 @@ class RoundChanged(Message):
 class Hello(Message):
     """First message of a member of a sealed round."""
 
-    node: str
     round: int
-    to: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,21 +105,15 @@ class Watch(Message):
     """A node waits, beside a sealed round or for the seal of an open one.
 
     Args:
-        node: name of the node.
-        incarnation: incarnation of the node.
         round: number of the round in the newest row version that the node has seen.
         is_open: whether that round is open.
-        to: incarnation of the hub's node.
         strikes: number of strikes against the node's machine.
         unreached: incarnations of the nodes that it cannot reach.
         candidacy: the row with which it wants to be in the open round.
     """
 
-    node: str
-    incarnation: str
     round: int
     is_open: bool = False
-    to: str = ""
     strikes: int = 0
     unreached: tuple[str, ...] = ()
     candidacy: Member | None = None
@@ -133,7 +124,6 @@ class LeaderQuery(Message):
     """Request to report whether the hub's node has reached rank 0's hub of this round."""
 
     round: int
-    to: str = ""
 
 
 @dataclass(frozen=True)
@@ -175,8 +165,5 @@ class Broadcast(Message):
 
     body: Annotated[BroadcastBody, PlainValidator(BROADCASTS.decode), PlainSerializer(BROADCASTS.encode)]
 
-
-Greeting = Hello | Watch | LeaderQuery
-"""The messages with which a node opens a connection to a hub."""
 
 CODEC: MessageCodec[Message] = MessageCodec(*Message.__subclasses__())

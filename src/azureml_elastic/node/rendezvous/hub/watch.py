@@ -57,9 +57,7 @@ class HubWatch:
         is_open = round_.state == "open"
         me = self.reachability.marked(me, member.incarnation)
         candidacy = me if is_open else None
-        greeting = Watch(
-            me.node, me.incarnation, round_.number, is_open, member.incarnation, me.strikes, me.unreached, candidacy
-        )
+        greeting = Watch(round_.number, is_open, me.strikes, me.unreached, candidacy)
         link = self.link
         same = self.member is not None and self.member.incarnation == member.incarnation
         if link is not None and same and not link.broken:
@@ -73,7 +71,7 @@ class HubWatch:
         if self.reachability.is_hub_unreachable(member.incarnation):
             seconds = min(seconds, _SHORT_TIMEOUT_SECONDS)
         try:
-            self.link = Link(self.context, (member.host, member.hub_port), greeting, seconds)
+            self.link = Link(self.context, member, greeting, seconds)
         except OSError as error:
             if timeout is None and is_unreachable(error):
                 self.reachability.failed(member, purpose, error, seconds)

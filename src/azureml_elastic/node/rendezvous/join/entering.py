@@ -80,7 +80,7 @@ class RoundEntry:
                 raise LeaderLostError(_refusal(me, first, error)) from error
             purpose = f"rank 0 of round {round_.number}"
             pair = self.reachability.failed(first, purpose, error, self.context.heartbeat_timeout)
-        verdict = is_leader_unreachable(query_members(self.context.runtime, round_, me.node))
+        verdict = is_leader_unreachable(query_members(self.context, round_, me.node))
         if verdict or (verdict is None and self.heartbeat.round() != round_.number):
             raise LeaderLostError(str(pair))
         return self._keep_trying(round_, rank, listener, pair)

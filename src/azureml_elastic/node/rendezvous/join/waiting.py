@@ -103,7 +103,7 @@ class JoinWaiter:
                         return self._forward(current)
                     points.update(roster)
                     rows = {node: Member.from_value(value) for node, value in roster.items()}
-                    present = self._present(rows, points, me)
+                    present = self._present(rows, points, me, confirmed=True)
                     if timer.is_due(present, me.node):
                         return self._forward(
                             self._seal(round_, drop_unresponsive(round_, present, me.node, self.context.limits))
@@ -159,11 +159,23 @@ class JoinWaiter:
         """Write this node's row, unless the round changes meanwhile."""
         return self.rows.write_member(me, lambda: self.context.latest.after(round_) is not None)
 
-    def _present(self, rows: Mapping[str, Member], points: MeetingPoints, me: Member) -> list[Member]:
-        """Return all nodes, by what they have sent to this node's hub or, for the others, by their rows."""
+    def _present(
+        self, rows: Mapping[str, Member], points: MeetingPoints, me: Member, *, confirmed: bool = False
+    ) -> list[Member]:
+        """Return all nodes, by what they have sent to this node's hub or, for the others, by their rows.
+
+        Args:
+            rows: rows of the nodes, as they were read last.
+            points: where nodes meet.
+            me: this node.
+            confirmed: whether to leave out nodes that have no row of the same incarnation.
+        """
         left = {row.incarnation for row in rows.values() if row.state == "left"}
         known = {node: replace(row, state="left") if points.is_gone(row) else row for node, row in rows.items()}
         here = {member.node: member for member in (*self.hub.candidates(), me) if member.incarnation not in left}
+        if confirmed:
+            incarnations = {row.incarnation for row in rows.values()}
+            here = {node: row for node, row in here.items() if row.incarnation in incarnations or row is me}
         return [*{**known, **here}.values()]
 
     def _meet(self, points: MeetingPoints, round_: Round, me: Member, schedule: ReadSchedule) -> bool:

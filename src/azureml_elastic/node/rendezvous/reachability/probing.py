@@ -18,7 +18,6 @@ from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.messages import Reached
 from azureml_elastic.node.rendezvous.membership import Membership
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, Target, is_unreachable
-from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
@@ -67,14 +66,17 @@ class DataPort:
     """A listening port such as workers use, for probes only.
 
     Args:
-        runtime: sockets.
+        context: settings and shared objects.
         interface: address to listen on.
     """
 
-    def __init__(self, runtime: Runtime, interface: str) -> None:
+    def __init__(self, context: Context, interface: str) -> None:
+        runtime = context.runtime
         listener = runtime.listen_on_any_port(interface)
         self.number: int = listener.getsockname()[1]
-        self._server = runtime.serve(listener, _reject, lambda _: None, lambda: None, _IDLE_SECONDS)
+        self._server = runtime.serve(
+            listener, _reject, lambda _: None, lambda: None, _IDLE_SECONDS, context.authenticator
+        )
 
     def close(self) -> None:
         """Stop listening."""

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from azureml_elastic.ipc import Connection
+from azureml_elastic.ipc import Connection, Peer
+from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub.messages import CODEC, LeaderAnswer, LeaderQuery
-from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 
 __all__ = ["is_leader_unreachable", "query_members"]
@@ -36,17 +36,18 @@ def is_leader_unreachable(answers: Sequence[bool | None]) -> bool | None:
     return False if True in answers else None
 
 
-def query_members(runtime: Runtime, round_: Round, node: str) -> list[bool | None]:
+def query_members(context: Context, round_: Round, node: str) -> list[bool | None]:
     """Query members of a sealed round whether they have reached rank 0's node.
 
     Args:
-        runtime: clock, threads and sockets.
+        context: settings and shared objects.
         round_: sealed round.
         node: name of this node, which is not queried.
 
     Returns:
         The answers, ``None`` for each member that did not answer.
     """
+    runtime = context.runtime
     others = [member for member in round_.members[1:] if member.node != node][:_MAX_QUERIES]
     answers: list[bool | None] = [None] * len(others)
 
@@ -64,10 +65,19 @@ def query_members(runtime: Runtime, round_: Round, node: str) -> list[bool | Non
 
         address = (member.host, member.hub_port)
         try:
-            client = runtime.dial(address, on_message, on_close, lambda: None, _TIMEOUT_SECONDS, _TIMEOUT_SECONDS)
+            client = runtime.dial(
+                address,
+                on_message,
+                on_close,
+                lambda: None,
+                _TIMEOUT_SECONDS,
+                _TIMEOUT_SECONDS,
+                context.authenticator,
+                Peer(member.node, member.incarnation),
+            )
         except OSError:
             return
-        client.send(CODEC.encode(LeaderQuery(round_.number, member.incarnation)))
+        client.send(CODEC.encode(LeaderQuery(round_.number)))
         answered.wait(_TIMEOUT_SECONDS)
         client.close()
 

@@ -1,8 +1,8 @@
 """Rounds in messages between nodes, so that a node which receives one need not read the table.
 
-A received round is as reliable as a read of the row a moment ago: the sender has written or read it, and the row may
-have changed since. Nothing is written because of it alone, since every change of the row is a compare-and-swap after a
-read.
+A node acts at once on a received round that follows the one that it knows: the seal of an open round, or the next
+open round. Every node may write either of them, and repeating a round costs one restart. Any other received round, one
+that is closed or leaves out a round, is only the reason to read the row.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from functools import lru_cache
 from azureml_elastic.node.rendezvous.state.round import Round
 
 __all__ = ["LatestRound", "pack", "unpack"]
+
+
+_MAX_BYTES = 8 << 20
+"""Longest row in bytes: more than the table takes, so that a short text cannot fill the memory."""
 
 
 @lru_cache(maxsize=4)  # the same round goes to the node's own hub and to another one
@@ -36,13 +40,17 @@ def unpack(text: str) -> Round:
         ValueError: the text is not a packed round.
     """
     try:
-        return Round.from_value(json.loads(zlib.decompress(base64.b64decode(text, validate=True))))
+        stream = zlib.decompressobj()
+        data = stream.decompress(base64.b64decode(text, validate=True), _MAX_BYTES)
+        if stream.eof:
+            return Round.from_value(json.loads(data))
     except (zlib.error, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{text[:40]!r} is no packed round: {error}") from error
+    raise ValueError(f"{text[:40]!r} is no packed round: it is cut off, or longer than {_MAX_BYTES} bytes")
 
 
 class LatestRound:
-    """Newest version of the round's row that this node has read, written or received. Thread-safe.
+    """Newest version of the round's row that this node has read or written, or whose seal it has received. Thread-safe.
 
     The table client, the hub and the connections to other hubs write to it, so that a change of the round is known
     whichever of them brings it first.
@@ -57,6 +65,22 @@ class LatestRound:
         with self._lock:
             if round_.is_newer_than(self._round):
                 self._round = round_
+
+    def accept(self, round_: Round) -> bool:
+        """Keep a received version if it directly follows the one that this node knows, and is not closed.
+
+        Returns:
+            Whether it was kept, or nothing newer than what this node knows; otherwise the row must be read.
+        """
+        with self._lock:
+            latest = self._round
+            if latest is not None and not round_.is_newer_than(latest):
+                return True
+            following = [(latest.number, "sealed"), (latest.number + 1, "open")] if latest is not None else []
+            if (round_.number, round_.state) not in following:
+                return False
+            self._round = round_
+            return True
 
     def after(self, round_: Round) -> Round | None:
         """Return the newest version if it is newer than this one."""

@@ -5,6 +5,7 @@
     round.0           the round
     round.0.<node>    a landmark: about one node in thirty, by a hash of its name
     round.1.<node>    any other node
+    round.0!key       the run's key, with which nodes authenticate themselves to each other
 
 A node that joins needs the round and any one other node, whose hub sends it the rest. It reads the round and the
 landmarks, about thirty rows of a thousand nodes, and meets the others at a landmark's hub. Where there is no landmark
@@ -15,9 +16,21 @@ from __future__ import annotations
 
 import zlib
 
-__all__ = ["ALL_PREFIX", "LANDMARK_PREFIX", "MEMBER_PREFIX", "ROUND_KEY", "is_landmark", "member_key", "node_of"]
+__all__ = [
+    "ALL_PREFIX",
+    "LANDMARK_PREFIX",
+    "MEMBER_PREFIX",
+    "ROUND_KEY",
+    "RUN_KEY",
+    "is_landmark",
+    "member_key",
+    "node_of",
+]
 
 ROUND_KEY = "round.0"
+
+RUN_KEY = "round.0!key"
+"""Key of the row with the run's key, which each query of nodes reads."""
 
 ALL_PREFIX = "round."
 """Prefix of the round and of all nodes."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from azureml_elastic.errors import RowChanged, RowExists, TableUnavailable
+from azureml_elastic.errors import RowChanged, RowExists, TableUnavailable, UsageError
+from azureml_elastic.ipc import KEY_BYTES
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
-from azureml_elastic.node.rendezvous.state.row_keys import ALL_PREFIX, LANDMARK_PREFIX, ROUND_KEY, member_key, node_of
+from azureml_elastic.node.rendezvous.state.row_keys import (
+    ALL_PREFIX,
+    LANDMARK_PREFIX,
+    ROUND_KEY,
+    RUN_KEY,
+    member_key,
+    node_of,
+)
 from azureml_elastic.node.table import Row, Table
 
 __all__ = ["Roster", "Rows"]
@@ -20,6 +29,9 @@ _T = TypeVar("_T")
 
 _RETRY_SECONDS = (0.2, 5.0)
 """First and longest pause while the table is unavailable."""
+
+_KEY_SECONDS = 0.05
+"""Time that most nodes of a new run wait for others to make the run's key, so that a thousand do not try at once."""
 
 _NONCE = "written_by"
 """Field with a random value for each write, by which a node recognises its own."""
@@ -38,6 +50,7 @@ class Rows:
 
     Attributes:
         has_left: whether this node's row says that it has left.
+        run_key: key with which the nodes authenticate themselves to each other, once it is read.
     """
 
     def __init__(self, table: Table, pause: Callable[[float], object], latest: LatestRound) -> None:
@@ -47,6 +60,7 @@ class Rows:
         self._round_etag: str | None = None
         self._member_etag: str | None = None
         self.has_left = False
+        self.run_key: bytes | None = None
 
     def read_round(self, *, retry: bool = True) -> Round:
         """Return the current round; without a row it is round 1, open.
@@ -59,6 +73,27 @@ class Rows:
         """
         row = self._retry(self._table.get, ROUND_KEY) if retry else self._table.get(ROUND_KEY)
         return self._read(row)
+
+    def read_run_key(self, *, patient: bool) -> bytes:
+        """Return the run's key, which the first node makes. Reads the table unless a query has read it.
+
+        Args:
+            patient: whether to leave the first attempt to make the key to other nodes.
+
+        Raises:
+            UsageError: the row holds no key.
+        """
+        while self.run_key is None:
+            row = self._retry(self._table.get, RUN_KEY)
+            if row is not None:
+                self.run_key = _parse_key(row)
+            elif patient:
+                patient = False
+                self._pause(_KEY_SECONDS)
+            else:
+                with contextlib.suppress(RowExists):
+                    self._retry(self._table.insert, RUN_KEY, {"key": secrets.token_hex(KEY_BYTES)})
+        return self.run_key
 
     def read_some(self, me: str) -> tuple[Round, Roster]:
         """Return the round and some rows of nodes other than ``me``, all of them where there are few."""
@@ -132,6 +167,8 @@ class Rows:
         for row in self._table.query(prefix):
             if row.key == ROUND_KEY:
                 round_row = row
+            elif row.key == RUN_KEY:
+                self.run_key = _parse_key(row)
             elif (node := node_of(row.key)) is not None:
                 roster[node] = row.value
         return self._read(round_row), roster
@@ -186,3 +223,13 @@ class Rows:
                         raise
                     self._pause(_RETRY_SECONDS[0])
                 pause = min(longest, pause * 2)
+
+
+def _parse_key(row: Row) -> bytes:
+    try:
+        key = bytes.fromhex(row.value["key"])
+    except (KeyError, TypeError, ValueError):
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise UsageError(f"The run's table holds no valid key in the row {RUN_KEY!r}. Start the run with a new name.")
+    return key
