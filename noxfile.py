@@ -83,6 +83,15 @@ def chaos(session: nox.Session) -> None:
 
 
 @nox.session
+def attack(session: nox.Session) -> None:
+    """Send 100,000 random messages to hubs and agents, with and without the run's key, and run all other attacks."""
+    install_wheel(session, "node", groups=("test",))
+    arguments = session.posargs or ("-n", "2")
+    env = {"ATTACK_MESSAGES": "100000"}
+    session.run("python", "-m", "pytest", *arguments, "--timeout", "1800", "tests/integration/node/attacks", env=env)
+
+
+@nox.session
 def bench_checkpoints(session: nox.Session) -> None:
     """Measure what checkpoints cost beside torch's own; writes docs/reference/benchmarks-checkpoints.md."""
     install_wheel(session, "node", groups=("test",))

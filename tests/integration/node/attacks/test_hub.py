@@ -15,81 +15,18 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 
-from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.authentication import Authenticator, Peer
 from azureml_elastic.ipc.unauthenticated import HANDSHAKE_SECONDS
 from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
-from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY
-from azureml_elastic.node.table import open_table
+from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.rendezvous.state.row_keys import RUN_KEY
+from tests.support.rendezvous.sealed_run import encoded
 from tests.support.waiting import until
-
-TIMINGS = RendezvousTimings(
-    heartbeat_interval=timedelta(seconds=0.2),
-    heartbeat_timeout=timedelta(seconds=60),
-    settle_timeout=timedelta(seconds=60),
-    rescale_debounce=timedelta(seconds=0.1),
-)
-
-
-class Run:
-    """Two nodes in a sealed round, each with an agent's loop on a thread, and a third one that waits beside it."""
-
-    def __init__(self, path):
-        self.table = open_table(TableRendezvous(endpoint=str(path)), "run", {})
-        self.nodes = [Rendezvous(self.table, f"node-{k}", "127.0.0.1", 1, Limits(2, 2), TIMINGS) for k in range(2)]
-        for node in self.nodes:
-            node.announce()
-        with ThreadPoolExecutor(2) as pool:
-            self.round = next(iter(pool.map(Rendezvous.join, self.nodes))).round
-        self.leader = next(node for node in self.nodes if node.membership.leads)
-        self.address = ("127.0.0.1", self.leader.hub.port)
-        self.row = self.table.get(ROUND_KEY)
-
-    def close(self):
-        for node in self.nodes:
-            node.shutdown()
-        self.table.close()
-
-    def connect(self):
-        return socket.create_connection(self.address, 10)
-
-    def member(self, name="intruder", incarnation="i-intruder", on_message=lambda *_: None, on_close=lambda _: None):
-        """Connect as a process that holds the run's key."""
-        key = bytes.fromhex(self.table.get(RUN_KEY).value["key"])
-        authenticator = Authenticator(Peer(name, incarnation), "hub", key)
-        return MessageClient(self.address, on_message, on_close, authenticator=authenticator)
-
-    def assert_unharmed(self):
-        """Check that nothing has changed, and that the agents still receive each other's messages."""
-        for node in self.nodes:
-            status = node.status()
-            assert not status.broken, status
-            assert not status.all_done
-            assert not status.waiting
-        assert self.table.get(ROUND_KEY) == self.row
-        assert set(self.leader.hub.view().waiting) == set()
-        follower = next(node for node in self.nodes if node is not self.leader)
-        follower.membership.link.send(messages.Unreachable("a sign of life"))
-        follower.membership.link.send(messages.Report(messages.REPORTS.decode({"op": "placed"})))
-        until(lambda: self.leader.inbox.take(self.round.number))
-
-
-@pytest.fixture
-def run(tmp_path):
-    made = Run(tmp_path / "table.sqlite")
-    yield made
-    made.close()
-
-
-def encoded(message):
-    return messages.CODEC.encode(message)
 
 
 def packed_bomb():

@@ -1,0 +1,179 @@
+"""Random messages to a hub and to an agent's socket; ``python -m nox -s attack`` sends 100,000.
+
+``ATTACK_MESSAGES`` is their number. Hypothesis prints what reproduces a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from azureml_elastic.config import TableRendezvous
+from azureml_elastic.ipc import MessageClient
+from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.hangs.detector import HangDetector
+from azureml_elastic.node.hangs.policy import HangPolicy
+from azureml_elastic.node.rendezvous.hub import messages
+from azureml_elastic.node.rendezvous.hub.inbox import Inbox
+from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.table import open_table
+from tests.support.rendezvous.sealed_run import encoded
+from tests.support.waiting import until
+
+MESSAGES = int(os.environ.get("ATTACK_MESSAGES", "2000"))
+BATCH = 50
+
+WORDS = ("", "node-0", "node-1", "open", "sealed", "succeeded", "ü", "\0", "x" * 300)
+
+
+def random_value(choose, depth=2):
+    """Return a JSON value of any type."""
+    kind = choose.randrange(8 if depth else 6)
+    if kind == 7:
+        return {choose.choice(WORDS): random_value(choose, depth - 1) for _ in range(choose.randrange(4))}
+    if kind == 6:
+        return [random_value(choose, depth - 1) for _ in range(choose.randrange(4))]
+    numbers = (0, 1, 2, -1, 10**9, -(10**12), 2**70)
+    return (None, choose.random() < 0.5, choose.choice(numbers), choose.random(), choose.choice(WORDS), 1e300)[kind]
+
+
+def random_message(choose, ops, fields):
+    """Return a message with a known or an unknown operation, and fields of any type."""
+    names = choose.sample(fields, choose.randrange(min(7, len(fields))))
+    op = choose.choice(ops) if choose.random() < 0.95 else random_value(choose)
+    return {"op": op, **{name: random_value(choose) for name in names}}
+
+
+HUB_OPS = (
+    "hello", "watch", "done", "report", "unreachable", "reached", "round_changed", "leader_query", "beat", "lost",
+    "all_done", "broadcast", "seal_position", "x",
+)  # fmt: skip
+HUB_FIELDS = (
+    "round", "is_open", "strikes", "unreached", "candidacy", "body", "text", "incarnation", "nodes", "absent", "node",
+)  # fmt: skip
+AGENT_OPS = (
+    "hello", "step", "restored", "expects", "connected", "pointer", "commit", "hand_over", "memory", "prepared",
+    "stopped", "parked", "busy", "free", "finished", "damaged", "hold_shard", "held_shards",
+    "retain_snapshot", "discard_snapshot", "x",
+)  # fmt: skip
+AGENT_FIELDS = (
+    "rank", "local_rank", "round", "step", "directory", "id", "boundary", "ok", "seconds", "digest", "pid", "fd",
+    "steps", "bounded", "description", "folder", "problems",
+)  # fmt: skip
+
+
+def attack(function):
+    """Call a function with random sources, as often as there are batches."""
+    repeat = settings(max_examples=max(1, MESSAGES // BATCH), deadline=None, suppress_health_check=list(HealthCheck))
+    repeat(given(choose=st.integers(0, 2**64).map(random.Random))(function))()
+
+
+def random_round(choose):
+    number, state = choose.choice([0, 1, 3, 10**9]), choose.choice(["open", "sealed", "succeeded", "failed"])
+    return encoded(messages.RoundChanged(Round(number, state)))
+
+
+class Sender:
+    """A client that waits until each message was handled, and connects again whenever it was cut off.
+
+    Args:
+        connect: function that connects, with the callbacks for messages and for the end.
+        query: message that the server answers.
+    """
+
+    def __init__(self, connect, query):
+        self._connect = connect
+        self._query = query
+        self._client = None
+        self._handled = threading.Event()
+        self.cut_off = 0
+
+    def send(self, message):
+        if self._client is None or self._client.connection.closed:
+            self.close()
+            self._client = self._connect(lambda *_: self._handled.set(), lambda _: self._handled.set())
+        self._handled.clear()
+        self._client.send(message)
+        self._client.send(self._query)
+        assert self._handled.wait(60), message
+        self.cut_off += self._client.connection.closed
+
+    def close(self):
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+def test_messages_of_a_node_with_the_key(run):
+    connect = functools.partial(run.member, "intruder", "i-intruder")
+    sender = Sender(connect, encoded(messages.LeaderQuery(1)))
+
+    @attack
+    def send(choose):
+        for _ in range(BATCH):
+            known = choose.random() < 0.1
+            sender.send(random_round(choose) if known else random_message(choose, HUB_OPS, HUB_FIELDS))
+
+    sender.close()
+    assert sender.cut_off > MESSAGES / 10, "most messages are malformed"
+    until(lambda: not run.leader.hub.view().waiting)
+    run.assert_unharmed()
+
+
+def test_bytes_of_a_process_without_the_key(run):
+    @attack
+    def send(choose):
+        with socket.create_connection(run.address, 10) as sock, contextlib.suppress(OSError):
+            for _ in range(BATCH):
+                sock.sendall(choose.randbytes(choose.randrange(200)))
+
+    run.assert_unharmed()
+
+
+@pytest.fixture
+def channel(tmp_path):
+    table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
+    recorder = Recorder(tmp_path, "node-0", "inc", table)
+    made = Channel(recorder, Inbox(), lambda: None, HangDetector(HangPolicy()))
+    made.begin(1, 2, None)
+    yield made
+    made.close()
+    recorder.close()
+    table.close()
+
+
+def test_messages_to_the_agent(channel):
+    sender = Sender(functools.partial(MessageClient, channel.path), {"op": "memory", "id": 1})
+
+    @attack
+    def send(choose):
+        for _ in range(BATCH):
+            sender.send(random_message(choose, AGENT_OPS, AGENT_FIELDS))
+
+    sender.close()
+    assert sender.cut_off > MESSAGES / 10, "most messages are malformed"
+    answered = threading.Event()
+    worker = MessageClient(channel.path, lambda *_: answered.set())
+    worker.send({"op": "hello", "rank": 0, "local_rank": 0, "round": 1})
+    assert worker.request({"op": "memory"}, 10)["re"] == 1
+    worker.close()
+
+
+def test_a_round_that_a_member_repeats_or_takes_back_changes_nothing(run):
+    member = run.member()
+    for number in range(run.round.number + 1):
+        for state in ("open", "sealed", "succeeded", "failed"):
+            member.send(encoded(messages.RoundChanged(replace(run.round, number=number, state=state))))
+    member.flush(10)
+    member.close()
+    run.assert_unharmed()
