@@ -202,7 +202,7 @@ class Rendezvous:
         return self._context.limits.maximum > _FEW_NODES and not is_landmark(self.node)
 
     def _read_run_key(self) -> None:
-        self._context.authenticator.key = self._rows.read_run_key(patient=self._is_one_of_many)
+        self._context.authenticator.key = self._rows.read_run_key(defer=self._is_one_of_many)
 
     def _first_read(self) -> tuple[Round, Mapping[str, Member] | Roster]:
         """Return the current round and other nodes, without a read where the round was received."""

@@ -74,11 +74,11 @@ class Rows:
         row = self._retry(self._table.get, ROUND_KEY) if retry else self._table.get(ROUND_KEY)
         return self._read(row)
 
-    def read_run_key(self, *, patient: bool) -> bytes:
+    def read_run_key(self, *, defer: bool) -> bytes:
         """Return the run's key, which the first node makes. Reads the table unless a query has read it.
 
         Args:
-            patient: whether to leave the first attempt to make the key to other nodes.
+            defer: whether to leave the first attempt to make the key to other nodes.
 
         Raises:
             UsageError: the row holds no key.
@@ -87,8 +87,8 @@ class Rows:
             row = self._retry(self._table.get, RUN_KEY)
             if row is not None:
                 self.run_key = _parse_key(row)
-            elif patient:
-                patient = False
+            elif defer:
+                defer = False
                 self._pause(_KEY_SECONDS)
             else:
                 with contextlib.suppress(RowExists):
