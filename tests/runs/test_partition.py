@@ -1,6 +1,6 @@
 """Nodes in network namespaces, some of which cannot reach each other: which nodes train, and what is reported.
 
-Each node is the production entry, the table a real Azurite that all of them reach. A pair is separated as by a network
+Each node has a network namespace, and the table is a real Azurite that all of them reach. A pair is separated as by a network
 that drops packets: each side's address of the other one leads nowhere. Ports are closed with iptables.
 """
 
@@ -12,12 +12,11 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -26,6 +25,9 @@ from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.events import HealthChecked, RoundEntered, RoundReopened, Unreachable
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.azurite import Azurite
+from azureml_elastic.local.cluster import NODE_COMMAND
+from azureml_elastic.local.processes import NodeProcess, NodeProcesses
+from tests.support.node_server import start_node
 from tests.support.paths import PROGRAMS
 
 TIMEOUT_S = 150.0
@@ -67,13 +69,14 @@ needs_iptables = pytest.mark.skipif(not shutil.which("iptables"), reason="closin
 class Network:
     """Three machines on one switch, with a table beside it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, popen: Callable[..., Any] = start_node) -> None:
         self.folder = folder
+        self._popen = popen
         self._id = secrets.token_hex(2)
         self._subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250) + 1}"
         self.addresses = {name: f"{self._subnet}.{number + 11}" for number, name in enumerate(NODES)}
         self._go = folder / "go"
-        self._processes: dict[str, subprocess.Popen] = {}
+        self._nodes: dict[str, NodeProcess] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self):
@@ -93,7 +96,7 @@ class Network:
                 for link in ("eth0", "lo"):
                     self.within(name, "ip", "link", "set", link, "up")
             self.azurite = stack.enter_context(Azurite(host=f"{self._subnet}.1"))
-            stack.callback(self._end)
+            self._processes = stack.enter_context(NodeProcesses(self.folder, self._start))
             self._stack = stack.pop_all()
         return self
 
@@ -147,17 +150,16 @@ class Network:
                 variables.RUN_DIR: str(self.folder),
                 variables.SCHEDULED_EVENTS: "",
                 "OMP_NUM_THREADS": "1",
+                "PYTHONUNBUFFERED": "1",  # as in local clusters, whose fork server this is
             }
             plain = ["stepping.py", str(steps), str(self.folder / "progress"), str(self._go)]
             session = ["chaos_train.py", "--epochs", str(epochs), "--full", "3"]
             program, *arguments = plain if recovery is None else session
-            command = [sys.executable, "-m", "azureml_elastic.node", "--", "python", str(PROGRAMS / program)]
-            command += arguments
-            with (self.folder / f"{name}.log").open("wb") as log:
-                self._processes[name] = subprocess.Popen(
-                    ["ip", "netns", "exec", self._space(name), *command],
-                    env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
+            command = [*NODE_COMMAND, "--", "python", str(PROGRAMS / program), *arguments]
+            self._nodes[name] = self._processes.start(name, command, environment)
+
+    def _start(self, argv: Sequence[str], *, env: Mapping[str, str], **options: Any) -> Any:
+        return self._popen(argv, env=env, network=self._space(env[variables.NODE_ID]), **options)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -179,11 +181,14 @@ class Network:
             assert time.monotonic() < limit, "\n".join(f"== {name}\n{self.log(name)[-3000:]}" for name in NODES)
             time.sleep(0.1)
 
-    def wait(self) -> dict[str, int]:
+    def wait(self) -> dict[str, int | None]:
         """Let the run end once its steps are done, and return the nodes' exit codes."""
         self._go.touch()
-        self.until(lambda: all(process.poll() is not None for process in self._processes.values()))
-        return {name: process.returncode for name, process in self._processes.items()}
+        self.until(lambda: None not in self._codes().values())
+        return self._codes()
+
+    def _codes(self) -> dict[str, int | None]:
+        return {name: node.exit_code() for name, node in self._nodes.items()}
 
     def reported_after(self, node: str, peer: str) -> float:
         """Return the seconds from this node's start of joining until it reported that it cannot reach the other one."""
@@ -199,26 +204,21 @@ class Network:
     def _space(self, name: str) -> str:
         return f"ae{self._id}-{name}"
 
-    def _end(self) -> None:
-        for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for name in NODES:  # workers are in sessions of their own
-            for pid in run("ip", "netns", "pids", self._space(name)).split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+
+def start_command(argv: Sequence[str], *, network: str, **options: Any) -> subprocess.Popen:
+    """Start a node by its command, as production does."""
+    return subprocess.Popen(["ip", "netns", "exec", network, *argv], **options)
 
 
 @pytest.fixture
-def network(tmp_path):
+def network(tmp_path, request):
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with Network(tmp_path) as made:
+    with Network(tmp_path, getattr(request, "param", start_node)) as made:
         yield made
 
 
-@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize(("network", "version"), [(start_command, 4), (start_node, 6)], indirect=["network"])
 def test_nodes_that_reach_each_other_train_on_the_ports_of_the_range(network, version):
     network.start(minimum=3, steps=40, version=version)
     network.until(lambda: all(network.worlds(name) == [3] for name in NODES))

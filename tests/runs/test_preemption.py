@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config import environment as variables
@@ -23,15 +24,14 @@ TIMEOUT_S = 120.0
 SIGTERM_EXIT = 143
 
 
-def node_command(service: MetadataService) -> tuple[str, ...]:
+def start_at(service: MetadataService) -> Callable[..., Any]:
     """Return what starts a node that finds the service at the address of its own machine."""
-    address = service.address(f"${variables.NODE_ID}")
-    return (
-        "/bin/sh",
-        "-c",
-        f'{variables.SCHEDULED_EVENTS}="{address}" exec "{sys.executable}" -m azureml_elastic.node "$@"',
-        "node",
-    )
+
+    def start(argv: Sequence[str], *, env: Mapping[str, str], **options: Any) -> Any:
+        address = service.address(env[variables.NODE_ID])
+        return start_node(argv, env={**env, variables.SCHEDULED_EVENTS: address}, **options)
+
+    return start
 
 
 @contextmanager
@@ -65,13 +65,12 @@ def run(tmp_path: Path, service: MetadataService, play):
     run_dir = tmp_path / "run"
     cluster = LocalCluster(
         (1, 3),
-        popen=start_node,
+        popen=start_at(service),
         run_dir=run_dir,
         timeout_s=200,
         audit=True,
         checkpoint_steps=10,
         distribution=ElasticDistribution(rendezvous=GATHERING),
-        node_command=node_command(service),
     )
     with beside(run_dir, play):
         report = cluster.run([PROGRAM, "--epochs", "12", "--gather", "3"])

@@ -53,6 +53,7 @@ _LATE = ("TORCHELASTIC_", "TORCH_NCCL_")
 
 _MOST_BYTES = 1 << 18
 _MARKER_BYTES = 128
+_CLONE_NEWNET = 0x40000000
 
 
 # --- in the test process ---------------------------------------------------------------------------------------------
@@ -92,11 +93,23 @@ class _ForkedChild:
         self.send_signal(signal.SIGKILL)
 
 
-def start_node(argv: Sequence[str], *, env: Mapping[str, str], stdout: Any, **options: Any) -> Any:
-    """Start a node's agent, forked from the server where its command and environment allow that."""
+def start_node(
+    argv: Sequence[str], *, env: Mapping[str, str], stdout: Any, network: str | None = None, **options: Any
+) -> Any:
+    """Start a node's agent, forked from the server where its command and environment allow that.
+
+    Args:
+        argv: command of the node.
+        env: its environment.
+        stdout: file for its output.
+        network: network namespace of the node; ``None`` for that of this process.
+        options: options of ``subprocess.Popen``.
+    """
     if tuple(argv[: len(NODE_COMMAND)]) != NODE_COMMAND or sys.platform != "linux":
-        return subprocess.Popen(argv, env=env, stdout=stdout, **options)
-    request = {"argv": argv[len(NODE_COMMAND) :], "env": dict(env), "folder": str(Path.cwd())}
+        within = () if network is None else ("ip", "netns", "exec", network)
+        return subprocess.Popen([*within, *argv], env=env, stdout=stdout, **options)
+    argv = argv[len(NODE_COMMAND) :]
+    request = {"argv": argv, "env": dict(env), "folder": str(Path.cwd()), "network": network}
     return _ForkedChild(_fork("training", request, [stdout.fileno()]), argv)
 
 
@@ -289,6 +302,8 @@ def _script(request: dict[str, Any], stdin: int, stdout: int, stderr: int) -> Ca
 def _node(request: dict[str, Any], output: int, marker: int) -> Callable[[], Any]:
     """Become a node: fork the process that will be its preload server, and return the call that runs the agent."""
     os.setsid()
+    if request["network"] is not None:
+        _enter_network(request["network"])
     os.chdir(request["folder"])
     script_runner.adopt_environment(request["env"])
     ctypes.memset(marker, 0, _MARKER_BYTES)
@@ -324,6 +339,14 @@ def _node(request: dict[str, Any], output: int, marker: int) -> Callable[[], Any
         sys.exit(code)
 
     return run
+
+
+def _enter_network(name: str) -> None:
+    """Enter a network namespace, as ``ip netns exec`` does; this process has one thread."""
+    with open(f"/var/run/netns/{name}", "rb") as space:  # noqa: PTH123
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(space.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
 
 
 def _preload(link: socket.socket) -> Callable[[], Any]:
