@@ -1,7 +1,7 @@
 """Nodes in network namespaces, some of which cannot reach each other: which nodes train, and what is reported.
 
-Each node has a network namespace, and the table is a real Azurite that all of them reach. A pair is separated as by a network
-that drops packets: each side's address of the other one leads nowhere. Ports are closed with iptables.
+Each node has a network namespace, and the table is a real Azurite that all of them reach. A pair is separated as by a
+network that drops packets: each side's address of the other one leads nowhere. Ports are closed with iptables.
 """
 
 from __future__ import annotations

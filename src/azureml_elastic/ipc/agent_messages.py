@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from azureml_elastic.ipc.message import MessageCodec
+from azureml_elastic.ipc.message import Count, MessageCodec, Name
 from azureml_elastic.ipc.worker_messages import Prepare
 
 __all__ = [
@@ -37,9 +37,9 @@ class Vote:
         finished: whether the training loop of a worker has ended.
     """
 
-    boundary: int
+    boundary: Count
     ok: bool
-    step: int
+    step: Count
     capable: bool
     finished: bool
 
@@ -63,9 +63,9 @@ class Dumped:
 class Decision:
     """Decision on a proposed step boundary; ``leavers`` are the nodes that will not be in the next round."""
 
-    boundary: int
+    boundary: Count
     go: bool
-    leavers: tuple[str, ...] = ()
+    leavers: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class AllPlaced:
 class DumpStacks:
     """The round hangs: every agent writes the stacks of its workers. The fields are those of a ``Hang``."""
 
-    round: int
-    step: int
+    round: Count
+    step: Count
     waited: float
     limit: float
     phase: Literal["start", "step", "pause", "free"]

@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from azureml_elastic.ipc.connection import Connection
 
-__all__ = ["MalformedMessage", "MessageCodec"]
+__all__ = ["Count", "MalformedMessage", "MessageCodec", "Name"]
 
 _LOG = logging.getLogger(__name__)
 _M = TypeVar("_M")
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""A number of something, as a field of a message."""
+
+Name = Annotated[str, Field(max_length=1024)]
+"""The name of a node, or of a process, as a field of a message."""
 
 
 class MalformedMessage(ValueError):

@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.ipc.agent_interface import Action, HandedOverState
-from azureml_elastic.ipc.message import MessageCodec
+from azureml_elastic.ipc.message import Count, MessageCodec
 
 __all__ = [
     "FROM_AGENT",
@@ -65,9 +65,9 @@ def _named(description: dict[str, Any]) -> dict[str, Any]:
 class Hello:
     """First message of a worker; ``round`` is 0 where the worker waits for an assignment."""
 
-    local_rank: int
-    rank: int
-    round: int
+    local_rank: Count
+    rank: Count
+    round: Count
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Connected:
 class Step:
     """The worker has completed a step."""
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,16 @@ class Free:
 class Expects:
     """Number of steps of the whole run."""
 
-    steps: int
+    steps: Count
 
 
 @dataclass(frozen=True)
 class Prepared:
     """Answer to :class:`Prepare`: whether the step is still ahead, and the last completed step."""
 
-    boundary: int
+    boundary: Count
     ok: bool
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Parked:
 class Restored:
     """Rank 0 starts training after this step, from this checkpoint directory."""
 
-    step: int
+    step: Count
     directory: str | None = None
 
 
@@ -135,14 +135,14 @@ class Damaged:
 class Stopped:
     """The worker has saved or handed over its state at a step boundary, and ends or parks."""
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
 class Finished:
     """The worker's training loop has ended."""
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Commit:
     """Request to commit a checkpoint; ``seconds`` is the time for which it blocked the training loop."""
 
     directory: str
-    step: int
+    step: Count
     digest: str
     seconds: float
 
@@ -164,9 +164,9 @@ class Commit:
 class HandOver:
     """Request to hold the memory behind a file descriptor of the process, which contains the state after a step."""
 
-    pid: int
-    fd: int
-    step: int
+    pid: Count
+    fd: Count
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ class Memory:
 class HoldShard:
     """Request to hold a snapshot shard; the description has the strings ``folder`` and ``file`` and further fields."""
 
-    pid: int
-    fd: int
+    pid: Count
+    fd: Count
     description: Annotated[dict[str, Any], AfterValidator(_named)]
 
 
@@ -206,8 +206,8 @@ class DiscardSnapshot:
 class Prepare:
     """Proposal of a step boundary: all workers take the action after the step."""
 
-    boundary: int
-    step: int
+    boundary: Count
+    step: Count
     action: Action
 
 
@@ -215,7 +215,7 @@ class Prepare:
 class Decide:
     """Decision on a proposal; ``stay`` is false where this node is not in the next round."""
 
-    boundary: int
+    boundary: Count
     go: bool
     stay: bool = True
 
@@ -229,9 +229,9 @@ class Interrupt:
 class Assign:
     """A parked worker's assignment in a round."""
 
-    round: int
-    rank: int
-    world_size: int
+    round: Count
+    rank: Count
+    world_size: Count
     environment: dict[str, str]
 
 

@@ -163,7 +163,7 @@ class Channel:
 
     def _on_hello(self, connection: Connection, hello: worker_messages.Hello) -> None:
         if not self.workers.greet(connection, hello):
-            connection.close(f"round {hello.round} is over")
+            connection.close(f"round {hello.round} is over, or has no local rank {hello.local_rank}")
         elif hello.round:
             self._watch.opened()
 

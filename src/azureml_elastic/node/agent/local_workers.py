@@ -112,9 +112,11 @@ class LocalWorkers:
             return worker if worker is not None and self._workers.get(worker.local_rank) is connection else None
 
     def greet(self, connection: Connection, hello: Hello) -> bool:
-        """Add a worker, unless its round is over."""
+        """Add a worker, unless its round is over or the node has no such local rank."""
         with self._lock:
             if hello.round not in (self._round.number, 0):  # a worker of round 0 receives its assignment later
+                return False
+            if hello.local_rank >= self._round.size > 0:
                 return False
             worker = WorkerState(hello.local_rank, hello.rank, hello.round, self._round.pointer)
             connection.state["worker"] = worker

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
+import queue
 import random
 import socket
 import threading
@@ -88,25 +88,25 @@ class Sender:
 
     Args:
         connect: function that connects, with the callbacks for messages and for the end.
-        query: message that the server answers.
+        settle: function that waits until the server has handled the last message; raises ``ConnectionError`` if it has
+            ended the connection instead.
     """
 
-    def __init__(self, connect, query):
+    def __init__(self, connect, settle):
         self._connect = connect
-        self._query = query
+        self._settle = settle
         self._client = None
-        self._handled = threading.Event()
         self.cut_off = 0
 
     def send(self, message):
-        if self._client is None or self._client.connection.closed:
-            self.close()
-            self._client = self._connect(lambda *_: self._handled.set(), lambda _: self._handled.set())
-        self._handled.clear()
+        if self._client is None:
+            self._client = self._connect()
         self._client.send(message)
-        self._client.send(self._query)
-        assert self._handled.wait(60), message
-        self.cut_off += self._client.connection.closed
+        try:
+            self._settle(self._client)
+        except ConnectionError:
+            self.cut_off += 1
+            self.close()
 
     def close(self):
         if self._client is not None:
@@ -115,8 +115,23 @@ class Sender:
 
 
 def test_messages_of_a_node_with_the_key(run):
-    connect = functools.partial(run.member, "intruder", "i-intruder")
-    sender = Sender(connect, encoded(messages.LeaderQuery(1)))
+    answers = queue.SimpleQueue()
+
+    def on_message(_, fields):
+        if fields["op"] == "leader_answer":
+            answers.put(True)
+
+    def connect():
+        while not answers.empty():
+            answers.get()
+        return run.member("intruder", "i-intruder", on_message, lambda _: answers.put(False))
+
+    def settle(client):
+        client.send(encoded(messages.LeaderQuery(1)))
+        if not answers.get(timeout=60):
+            raise ConnectionError
+
+    sender = Sender(connect, settle)
 
     @attack
     def send(choose):
@@ -153,7 +168,12 @@ def channel(tmp_path):
 
 
 def test_messages_to_the_agent(channel):
-    sender = Sender(functools.partial(MessageClient, channel.path), {"op": "memory", "id": 1})
+    def connect():
+        client = MessageClient(channel.path, lambda *_: None)
+        client.send({"op": "hello", "rank": 1, "local_rank": 1, "round": 1})
+        return client
+
+    sender = Sender(connect, lambda client: client.request({"op": "memory"}, 60))
 
     @attack
     def send(choose):

@@ -68,6 +68,11 @@ def channel(recorder, table):
     made.close()
 
 
+def test_a_local_rank_that_the_node_does_not_have_is_refused(channel):
+    assert channel.connect(2).closed.wait(60)
+    assert not channel.connect(1).closed.wait(0.05)
+
+
 def test_whether_workers_know_their_places_and_have_found_the_other_ranks(channel):
     first = channel.connect(0)
     until(lambda: channel.workers.leaving)
@@ -242,6 +247,8 @@ def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):
         {"op": "hold_shard", "pid": 1, "fd": 1, "description": {"folder": "a"}},
         {"op": "pointer"},
         {"op": "hello", "local_rank": None, "rank": 0, "round": 1},
+        {"op": "hello", "local_rank": -1, "rank": 0, "round": 1},
+        {"op": "step", "step": -(2**70)},
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import PlainSerializer, PlainValidator
 
 from azureml_elastic.ipc.agent_messages import BROADCASTS, REPORTS, BroadcastBody, ReportBody
-from azureml_elastic.ipc.message import MessageCodec
+from azureml_elastic.ipc.message import Count, MessageCodec, Name
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import pack, unpack
 
@@ -71,7 +71,7 @@ class RoundChanged(Message):
 class Hello(Message):
     """First message of a member of a sealed round."""
 
-    round: int
+    round: Count
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Unreachable(Message):
 class Reached(Message):
     """The member can reach the node of this incarnation again."""
 
-    incarnation: str
+    incarnation: Name
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class Watch(Message):
         candidacy: the row with which it wants to be in the open round.
     """
 
-    round: int
+    round: Count
     is_open: bool = False
-    strikes: int = 0
-    unreached: tuple[str, ...] = ()
+    strikes: Count = 0
+    unreached: tuple[Name, ...] = ()
     candidacy: Member | None = None
 
 
@@ -123,7 +123,7 @@ class Watch(Message):
 class LeaderQuery(Message):
     """Request to report whether the hub's node has reached rank 0's hub of this round."""
 
-    round: int
+    round: Count
 
 
 @dataclass(frozen=True)
@@ -142,16 +142,16 @@ class SealPosition(Message):
         unreachable_from: members that cannot reach the node, because of which the round makes no room for it.
     """
 
-    position: int | None = None
-    unreachable_from: tuple[str, ...] = ()
+    position: Count | None = None
+    unreachable_from: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)
 class Lost(Message):
     """Members are gone; those that have never connected are ``absent``, too."""
 
-    nodes: tuple[str, ...]
-    absent: tuple[str, ...] = ()
+    nodes: tuple[Name, ...]
+    absent: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)
