@@ -100,12 +100,14 @@ def _our_joins(nodes: int, counter: Counter) -> list[Callable[[], Any]]:
     where = TableRendezvous(endpoint=os.environ["BENCH_ENDPOINT"])
     run_id = f"storm-{secrets.token_hex(4)}"
     joins: list[Callable[[], Any]] = []
+    announced = threading.Barrier(nodes)
     for number in range(nodes):
         table = CountingTable(open_table(where, run_id, {}), counter)
         rendezvous = Rendezvous(table, f"node-{number:03d}", "127.0.0.1", 1, Limits(nodes, nodes), RendezvousTimings())
 
         def join(rendezvous: Rendezvous = rendezvous) -> Any:
-            rendezvous.announce()  # part of the measured time here
+            rendezvous.announce()  # part of the measured time here; in a run, imports of seconds follow
+            announced.wait()
             return TableRendezvousHandler(rendezvous, run_id).next_rendezvous()
 
         joins.append(join)
