@@ -16,7 +16,7 @@ from azureml_elastic import train
 from azureml_elastic.config import CheckpointPolicy, ElasticResources, Plan
 from azureml_elastic.config import environment as names
 from azureml_elastic.distributed.process import WorkerEnvironment
-from azureml_elastic.errors import CheckpointDamaged, PlanError, UsageError
+from azureml_elastic.errors import CheckpointDamaged, Fenced, PlanError, UsageError
 from azureml_elastic.train.optim.gradient_averaging import require_averaging
 from tests.support.node_server import Script, run_script
 from tests.support.paths import SAMPLES
@@ -517,6 +517,38 @@ def test_a_pointer_that_names_nothing_is_damage(tmp_path):
         (tmp_path / "latest.json").write_text('{"directory": "gone", "step": 1, "digest": "x"}')
         with pytest.raises(CheckpointDamaged, match="gone"):
             run.track(model=nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("pointer_file", [None, "{torn", '{"directory": "gone", "step": 2, "digest": "x"}'])
+def test_without_a_usable_pointer_the_newest_committed_checkpoint_is_restored_and_none_is_lost(
+    tmp_path, pointer_file, caplog
+):
+    with pytest.raises(KeyboardInterrupt), Loop(tmp_path, every_steps=2) as loop:
+        loop.steps(2, stop=7)
+    newest = json.loads((tmp_path / "latest.json").read_text())
+    (tmp_path / "latest.json").unlink()
+    if pointer_file is not None:
+        (tmp_path / "latest.json").write_text(pointer_file)
+    with Loop(tmp_path, every_steps=2) as loop:
+        assert loop.run.steps == newest["step"] == 6
+        loop.steps(2)
+    assert newest["directory"] in caplog.text or "damaged" in caplog.text
+    assert pointer(tmp_path) == loop.run.steps
+
+
+def test_a_second_run_in_the_same_folder_is_detected(tmp_path):
+    with (  # noqa: PT012
+        pytest.raises(Fenced, match="Another run writes to"),
+        train.start(workers.policy(tmp_path)) as run,
+    ):
+        run.track(model=nn.Linear(1, 1))
+        run.commit()
+        run.save()
+        workers.wait_for_commit(tmp_path, 1)
+        other = json.loads((tmp_path / "latest.json").read_text()) | {"digest": "of another run"}
+        (tmp_path / "latest.json").write_text(json.dumps(other))
+        run.commit()
+    assert json.loads((tmp_path / "latest.json").read_text()) == other
 
 
 def test_wall_time_brings_checkpoints(tmp_path):

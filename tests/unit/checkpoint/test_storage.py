@@ -130,7 +130,7 @@ def test_retention_removes_old_checkpoints_and_attempts_but_nothing_of_newer_rou
     storage.write("something else", "x", [b"x"])
     removed = retire(storage, line[-1], 2)
     assert removed == [line[1].directory, str(FolderName(35, 1, "a" * 8))]
-    assert [manifest.step for manifest in lineage(storage, line[-1], 9)] == [40, 30]
+    assert [manifest.step for manifest in lineage(storage, line[-1])] == [40, 30]
     assert set(storage.folders()) == {
         line[0].directory,
         line[2].directory,
@@ -138,6 +138,26 @@ def test_retention_removes_old_checkpoints_and_attempts_but_nothing_of_newer_rou
         str(FolderName(60, 2, "b" * 8)),
         "something else",
     }
+
+
+def test_retention_removes_no_committed_checkpoint_of_another_run(storage):
+    others = [committed(storage, step, None, number=0) for step in (5, 99)]
+    mine = committed(storage, 10, None)
+    mine = committed(storage, 20, mine)
+    assert retire(storage, mine, 1) == [str(FolderName(10, 1, "0" * 8))]
+    assert {other.directory for other in others} <= set(storage.folders())
+    assert sorted(retire(storage, mine, 1, all_runs=True)) == [other.directory for other in others]
+
+
+def test_a_link_to_another_folder_is_no_checkpoint(tmp_path):
+    elsewhere = LocalStorage(tmp_path / "elsewhere")
+    precious = committed(elsewhere, 10, None)
+    storage = LocalStorage(tmp_path / "run")
+    mine = committed(storage, 20, None)
+    (storage.root / str(FolderName(15, 1, "c" * 8))).symlink_to(elsewhere.root / precious.directory)
+    assert storage.folders() == [mine.directory]
+    assert retire(storage, mine, 1, all_runs=True) == []
+    assert Manifest.read(elsewhere, precious.directory) == precious
 
 
 def test_the_first_checkpoint_of_each_interval_is_kept_for_good():

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.checkpoint.format.manifest import COMMITTED, FLAT, MANIFEST, FolderName, Manifest
+from azureml_elastic.checkpoint.format.manifest import COMMITTED, FLAT, MANIFEST, FolderName, Manifest, Reference
 from azureml_elastic.checkpoint.format.retention import retire
 from azureml_elastic.checkpoint.format.shard_file import Entry, Layout, read_header
 from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 
-__all__ = ["FoundCheckpoint", "entries", "export", "newest_whole", "prune", "survey", "verify"]
+__all__ = ["FoundCheckpoint", "entries", "export", "find_newest", "newest_whole", "prune", "survey", "verify"]
 
 _THREADS = 4
 
@@ -74,6 +74,16 @@ def newest_whole(storage: Storage) -> Manifest | None:
     return None
 
 
+def find_newest(storage: Storage) -> Reference | None:
+    """Return the newest complete checkpoint of a folder without a pointer, a committed one if there is any.
+
+    Only sizes are checked; a restore verifies the checksums, and falls back to older checkpoints.
+    """
+    complete = [found for found in survey(storage) if found.manifest is not None and found.problem is None]
+    newest = max(complete, key=lambda found: (found.committed, found.name.round, found.name.step), default=None)
+    return None if newest is None or newest.manifest is None else newest.manifest.reference
+
+
 def prune(storage: Storage, keep: int) -> list[str]:
     """Remove all but ``keep`` of the newest undamaged checkpoints and those kept for good; return the removed folders.
 
@@ -85,7 +95,7 @@ def prune(storage: Storage, keep: int) -> list[str]:
     newest = newest_whole(storage)
     if newest is None:
         raise UsageError(f"No checkpoint in {storage} is committed and undamaged, so nothing was removed.")
-    return retire(storage, newest, keep)
+    return retire(storage, newest, keep, all_runs=True)
 
 
 def entries(storage: Storage, manifest: Manifest, name: str) -> list[Entry]:

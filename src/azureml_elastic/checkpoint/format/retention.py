@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from azureml_elastic.checkpoint.format.manifest import DAMAGED, MANIFEST, FolderName, Manifest
+from azureml_elastic.checkpoint.format.manifest import COMMITTED, DAMAGED, MANIFEST, FolderName, Manifest
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged
 
 __all__ = ["for_good", "lineage", "retire"]
 
 
-def lineage(storage: Storage, newest: Manifest, count: int) -> list[Manifest]:
-    """Return a checkpoint and its ancestors, at most ``count``, as far as their manifests can be read."""
+def lineage(storage: Storage, newest: Manifest) -> list[Manifest]:
+    """Return a checkpoint and its ancestors, as far as their manifests can be read."""
     found = [newest]
-    while (parent := found[-1].parent) is not None and len(found) < count:
+    while (parent := found[-1].parent) is not None:
         try:
             found.append(Manifest.read(storage, parent.directory))
         except CheckpointDamaged:
@@ -20,20 +20,31 @@ def lineage(storage: Storage, newest: Manifest, count: int) -> list[Manifest]:
     return found
 
 
-def retire(storage: Storage, newest: Manifest, keep: int) -> list[str]:
+def retire(storage: Storage, newest: Manifest, keep: int, *, all_runs: bool = False) -> list[str]:
     """Remove old checkpoints and incomplete attempts, the manifest of each first, and return their folders.
 
     Not removed are ``keep`` checkpoints of the lineage of the newest committed one, those that are kept for good, the
-    newest damaged one, for examination, and folders of newer rounds, where another process may be writing.
+    newest damaged one, for examination, folders of newer rounds, where another process may be writing, and whole
+    committed checkpoints that do not belong to the lineage: this run has neither written nor restored them.
+
+    Args:
+        storage: storage of the checkpoints.
+        newest: newest committed checkpoint.
+        keep: number of checkpoints to keep.
+        all_runs: whether to remove committed checkpoints outside of the lineage, too.
 
     Raises:
         OSError: a folder could not be removed.
     """
-    kept = {manifest.directory for manifest in lineage(storage, newest, keep)}
+    line = [manifest.directory for manifest in lineage(storage, newest)]
+    kept, own = set(line[:keep]), set(line[keep:])
     names = [(folder, FolderName.parse(folder)) for folder in storage.folders() if folder not in kept]
     old = [folder for folder, name in names if name is not None and name.round <= newest.round and not name.kept]
-    quarantined = [folder for folder in old if DAMAGED in storage.files(folder)]
-    removed = [folder for folder in old if folder not in quarantined[-1:]]
+    files = {folder: storage.files(folder) for folder in old}
+    quarantined = [folder for folder in old if DAMAGED in files[folder]]
+    foreign = {folder for folder in old if COMMITTED in files[folder] and DAMAGED not in files[folder]} - own
+    spared = {*quarantined[-1:], *(() if all_runs else foreign)}
+    removed = [folder for folder in old if folder not in spared]
     for folder in removed:
         storage.remove(folder, MANIFEST)
     return removed

@@ -2,8 +2,8 @@
 
 Candidates are the committed checkpoint and its ancestors. A candidate needs a manifest of the committed digest, and
 files of the manifest's checksums; each rank verifies a part of them. One bad file on one rank sends all ranks to the
-manifest's parent. Where the manifest itself is damaged, and with it the link to its parent, the newest earlier folder
-with a commit marker is the next candidate.
+manifest's parent. Where the manifest itself is damaged or gone, and with it the link to its parent, the newest folder
+with a commit marker is the next candidate: also one that is newer, since the pointer is then out of date.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CheckpointSelector:
     def _candidates(self, pointer: Reference) -> Iterator[tuple[str, Manifest | None, str]]:
         """Yield folder, manifest and damage of each candidate, the newest first. For rank 0.
 
-        After a damaged manifest, whose parent is unknown, every checkpoint that was committed earlier is a candidate.
+        After a damaged manifest, whose parent is unknown, every committed checkpoint is a candidate.
         """
         tried: set[str] = set()
         reference: Reference | None = pointer
@@ -103,7 +103,7 @@ class CheckpointSelector:
             reference = manifest.parent
         else:
             return
-        for manifest in self._committed_before(pointer):
+        for manifest in self._committed():
             if manifest.directory not in tried:
                 yield manifest.directory, manifest, ""
 
@@ -122,15 +122,14 @@ class CheckpointSelector:
                     raise
             time.sleep(_POLL_SECONDS)
 
-    def _committed_before(self, reference: Reference) -> list[Manifest]:
-        """Return the readable manifests of checkpoints that were committed earlier, the newest first."""
+    def _committed(self) -> list[Manifest]:
+        """Return the readable manifests of all committed checkpoints, the newest first."""
         found = []
         for folder in self.storage.folders():
             if COMMITTED in self.storage.files(folder):
                 with contextlib.suppress(CheckpointDamaged):
                     found.append(Manifest.read(self.storage, folder))
-        earlier = (each for each in found if (each.step, each.directory) < (reference.step, reference.directory))
-        return sorted(earlier, key=lambda each: (each.step, each.directory), reverse=True)
+        return sorted(found, key=lambda each: (each.round, each.step, each.directory), reverse=True)
 
     def _check(self, manifest: Manifest) -> list[str]:
         """Return the problems of this rank's part of the files: every world_size-th in order of size."""

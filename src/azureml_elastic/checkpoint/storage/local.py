@@ -104,7 +104,7 @@ class LocalStorage(Storage):
     @override
     def folders(self) -> list[str]:
         try:
-            return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+            return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False))
         except FileNotFoundError:
             return []
 

@@ -1,7 +1,9 @@
 """Replacement of the agent where a script runs by itself: ``python train.py`` or plain ``torchrun``.
 
 The pointer to the committed checkpoint is the file ``latest.json`` in the checkpoint folder, replaced atomically; that
-is safe on a local disk with one run at a time, which is what the real agent's table removes as a condition.
+is safe on a local disk with one run at a time, which is what the real agent's table removes as a condition. A second
+run in the folder is detected by its commits. Where the file is missing or unreadable, the newest complete checkpoint of
+the folder is restored.
 
 A single process treats SIGTERM as a preemption notice: it saves after the current step and exits with
 :data:`~azureml_elastic.ipc.agent_interface.EXIT_TERMINATED`. Under plain torchrun with several processes SIGTERM
@@ -11,19 +13,24 @@ continue from the last checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+from azureml_elastic.checkpoint.format.catalogue import find_newest
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.storage.storage import Storage
-from azureml_elastic.errors import CheckpointDamaged, ElasticError
+from azureml_elastic.errors import CheckpointDamaged, ElasticError, Fenced
 from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, WorkerIdentity
 
 __all__ = ["POINTER", "StandaloneAgent"]
+
+_LOG = logging.getLogger(__name__)
 
 POINTER = "latest.json"
 
@@ -43,6 +50,7 @@ class StandaloneAgent:
     def __init__(self, storage: Storage, identity: WorkerIdentity) -> None:
         self._storage = storage
         self._terminated = False
+        self._latest: Reference | None = None
         self._previous: Any = None
         self._listens = identity.world_size == 1 and threading.current_thread() is threading.main_thread()
         if self._listens:
@@ -55,21 +63,45 @@ class StandaloneAgent:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`.
 
         Raises:
-            CheckpointDamaged: the file is there but cannot be read.
+            CheckpointDamaged: the file is there but cannot be read, and the folder has no complete checkpoint.
         """
+        problem: Exception | None = None
+        try:
+            self._latest = self._read()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = error
+        if self._latest is None:
+            self._latest = find_newest(self._storage)
+            if self._latest is not None:
+                state = "is missing" if problem is None else f"does not name a checkpoint ({problem!r})"
+                _LOG.warning(
+                    "%s/%s %s; the newest complete checkpoint, %s, is restored. To start anew, use another folder.",
+                    self._storage, POINTER, state, self._latest.directory,
+                )  # fmt: skip
+            elif problem is not None:
+                raise CheckpointDamaged(
+                    f"{self._storage}/{POINTER} does not name a checkpoint: {problem!r}, and no complete checkpoint is "
+                    "there. Restore the file, or use another folder."
+                ) from problem
+        return self._latest
+
+    def _read(self) -> Reference | None:
         try:
             return Reference.from_json(json.loads(self._storage.read("", POINTER)))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointDamaged(
-                f"{self._storage}/{POINTER} does not name a checkpoint: {error!r}. Restore the file, or remove it to "
-                "start anew."
-            ) from error
 
     def commit(self, reference: Reference, stall_seconds: float) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         del stall_seconds
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # unreadable: it is replaced
+            found = self._read()
+            if found is not None and found != self._latest:
+                raise Fenced(
+                    f"Another run writes to {self._storage}: {POINTER} names {found.directory}, which this run has not "
+                    "written. Give each run a folder of its own."
+                )
+        self._latest = reference
         self._storage.replace(POINTER, json.dumps(reference.to_json()).encode() + b"\n")
 
     def damaged(self, directory: str, problems: str) -> None:
