@@ -51,6 +51,10 @@ _EARLY = ("KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TO
 _LATE = ("TORCHELASTIC_", "TORCH_NCCL_")
 """Beginnings of variables among them that are read when process groups are created."""
 
+_IMPORT_SECONDS = 0.5
+"""Pause of each node between its announcement and its joining, during which a real one imports for seconds: nodes are
+started one after the other, and the first round waits for those that have announced themselves."""
+
 _MOST_BYTES = 1 << 18
 _MARKER_BYTES = 128
 _CLONE_NEWNET = 0x40000000
@@ -322,6 +326,7 @@ def _node(request: dict[str, Any], output: int, marker: int) -> Callable[[], Any
     def start_preload(words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
         if tuple(words[: len(_PYTHON)]) != _PYTHON or _early(env) != early:
             return subprocess.Popen(words, env=env, pass_fds=pass_fds, **options)
+        time.sleep(_IMPORT_SECONDS)
         descriptors = [*pass_fds, options["stdout"].fileno(), options["stderr"].fileno()]
         _send(ours, {"words": words, "env": dict(env), "folder": str(Path.cwd())}, descriptors)
         return child
