@@ -94,11 +94,16 @@ class Authenticator:
         me: this end.
         purpose: what the connections are for; both ends must agree.
         key: the shared key of :data:`KEY_BYTES` bytes; without one every handshake fails.
+
+    Attributes:
+        refusals: number of accepted connections whose clients have not accepted this end's proof: they may hold another
+            key.
     """
 
     def __init__(self, me: Peer, purpose: str, key: bytes | None = None) -> None:
         self.me = me
         self.key = key
+        self.refusals = 0
         self._purpose = purpose.encode()
 
     def accept(self) -> Handshake:
@@ -126,12 +131,14 @@ class Handshake:
         opening: what to send first.
         session: the session once the peer has proved that it holds the key.
         refusal: why the connection must be closed although the peer may hold the key.
+        has_proved: whether this end has proved to hold the key, but the peer has not yet.
     """
 
     def __init__(self, me: Peer, purpose: bytes, key: bytes | None) -> None:
         self.opening = b""
         self.session: Session | None = None
         self.refusal: str | None = None
+        self.has_proved = False
         self._me = me
         self._purpose = purpose
         self._key = key
@@ -205,6 +212,7 @@ class ServerHandshake(Handshake):
         if version != _VERSION or purpose != self._purpose or len(nonce) != _NONCE_BYTES:
             raise AuthenticationError("the client speaks another protocol, or another version of this one")
         self._client = Peer(_text(name), _text(incarnation))
+        self.has_proved = True
         fields = (secrets.token_bytes(_NONCE_BYTES), *_names(self._me))
         self._transcript = _encode_length(frame) + frame + _frame(*fields)
         if to not in (b"", self._me.incarnation.encode()):

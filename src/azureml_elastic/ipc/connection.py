@@ -42,6 +42,7 @@ class Connection:
         reason: why the connection ended, ``""`` while it is open.
         peer: the peer's address, for messages.
         identity: the peer's name and incarnation, once it is authenticated.
+        refused: whether this end has ended the connection because the peer does not hold this end's key.
     """
 
     def __init__(self, sock: socket.socket, loop: Waker, handshake: Handshake | None = None) -> None:
@@ -55,6 +56,7 @@ class Connection:
         self._sock = sock
         self._loop = loop
         self.identity: Peer | None = None
+        self.refused = False
         self._handshake = handshake
         self._session: Session | None = None
         self._early: list[bytes] = []
@@ -73,6 +75,11 @@ class Connection:
     def established(self) -> bool:
         """Whether messages can be exchanged: the peer is authenticated, or need not be."""
         return self._handshake is None
+
+    @property
+    def is_proof_refused(self) -> bool:
+        """Whether the connection has ended after this end has proved that it holds its key, but the peer has not."""
+        return self.closed and self._handshake is not None and self._handshake.has_proved
 
     def wait_established(self, timeout: float) -> bool:
         """Wait until the handshake is complete and the kernel has what was sent before; return whether it is."""
@@ -183,6 +190,7 @@ class Connection:
             try:
                 answer = handshake.feed(data)
             except AuthenticationError as error:
+                self.refused = True
                 self._end(f"the handshake failed: {error}")
                 return b""
             if answer and not self._send(answer):

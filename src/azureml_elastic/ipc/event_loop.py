@@ -200,6 +200,8 @@ class Loop:
         connection.socket.close()
         if self._listener is not None and not connection.established:
             self._refused.log(connection)
+            if self._authenticator is not None and connection.is_proof_refused:
+                self._authenticator.refusals += 1
         elif self._on_close is not None:
             try:
                 self._on_close(connection)

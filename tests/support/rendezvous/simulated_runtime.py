@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from azureml_elastic.ipc import Peer
+from azureml_elastic.ipc import Authenticator, Peer
 from azureml_elastic.ipc.line_codec import encode
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from tests.support.rendezvous.simulated_time import Scheduler, SimulatedEvent, SimulatedThread
@@ -54,6 +54,7 @@ class End:
         self.reason = ""
         self.peer = ""
         self.identity = identity
+        self.refused = False
 
     @property
     def closed(self) -> bool:
@@ -123,10 +124,17 @@ class SimulatedServer:
     """Replaces ``MessageServer``."""
 
     def __init__(
-        self, node: Node, port: int, on_message: Callable, on_close: Callable, on_tick: Callable, tick: float, me: Peer
+        self,
+        node: Node,
+        port: int,
+        on_message: Callable,
+        on_close: Callable,
+        on_tick: Callable,
+        tick: float,
+        authenticator: Authenticator,
     ):
         self.node = node
-        self.me = me
+        self.authenticator = authenticator
         self.port = port
         self.handlers = (on_message, on_close)
         self.connections: dict[End, None] = {}
@@ -220,7 +228,7 @@ class SimulatedRuntime(Runtime):
 
     def serve(self, listener, on_message, on_close, on_tick, tick, authenticator) -> SimulatedServer:
         port = listener.getsockname()[1]
-        return SimulatedServer(self._node, port, on_message, on_close, on_tick, tick, authenticator.me)
+        return SimulatedServer(self._node, port, on_message, on_close, on_tick, tick, authenticator)
 
     def dial(self, address, on_message, on_close, on_tick, tick, timeout, authenticator, to) -> SimulatedClient:
         scheduler, costs, node = self._scheduler, self._cluster.costs, self._node
@@ -234,10 +242,16 @@ class SimulatedRuntime(Runtime):
         server = None if target.dead else target.servers.get(port)
         if server is None:
             raise ConnectionRefusedError(f"nothing listens at {host}:{port}")
-        near = End(scheduler, node, (on_message, on_close), costs, server.me)
+        near = End(scheduler, node, (on_message, on_close), costs, server.authenticator.me)
         far = End(scheduler, target, server.handlers, costs, authenticator.me)
         near.other, far.other, far.server = far, near, server
-        server.connections[far] = None
+        if server.authenticator.key is None or server.authenticator.key != authenticator.key:
+            near.refused = server.authenticator.key is not None
+            server.authenticator.refusals += near.refused
+            far.reason = "the handshake failed"
+            scheduler.at(scheduler.now + 2 * costs.message, near.hang_up)
+        else:
+            server.connections[far] = None
         node.ends.append(near)
         return SimulatedClient(node, near, on_tick, tick)
 

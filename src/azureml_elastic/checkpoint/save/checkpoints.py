@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from azureml_elastic.checkpoint.format.catalogue import find_newest
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
 from azureml_elastic.checkpoint.format.retention import for_good
 from azureml_elastic.checkpoint.load.reading import load
@@ -224,6 +225,8 @@ class Checkpoints:
         found: Any = None
         if self._groups.control.rank == 0:
             found = retry_while_unavailable(self._agent.pointer, LONG_RETRY_SECONDS)
+            if found is None:
+                found = self._find_without_pointer()
         found = self._groups.control.from_main(found)
         if isinstance(found, TaskOutcome):
             if found.kind == "fenced":
@@ -231,6 +234,21 @@ class Checkpoints:
             raise CheckpointError(f"The committed checkpoint to start from could not be looked up: {found.text}")
         self._committed = found
         return self._committed
+
+    def _find_without_pointer(self) -> Reference | None:
+        """Return the newest complete checkpoint of the folder, which is the run's own: the table may have been lost."""
+        try:
+            found = find_newest(self._storage)
+        except OSError as error:
+            _LOG.warning("No checkpoint is looked for in %s: %s", self._storage, error)
+            return None
+        if found is not None:
+            _LOG.warning(
+                "The run's table names no checkpoint, but %s has some, as after the table was lost; the newest "
+                "complete one, %s, is restored. To start anew, use another folder and run id.",
+                self._storage, found.directory,
+            )  # fmt: skip
+        return found
 
     def restore(self, state: TrackedState) -> Manifest | None:
         """Restore the newest undamaged state: a snapshot that replicas hold, else the newest committed checkpoint.

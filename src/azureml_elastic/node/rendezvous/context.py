@@ -52,3 +52,7 @@ class Context:
         self.latest = LatestRound()
         self.heartbeat_timeout = timings.heartbeat_timeout.total_seconds()
         self.tick = timings.heartbeat_interval.total_seconds() / 2
+
+    def adopt_key(self, key: bytes) -> None:
+        """Use this key of the run in all handshakes from now on. Thread-safe."""
+        self.authenticator.key = key

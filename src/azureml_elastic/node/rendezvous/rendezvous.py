@@ -32,9 +32,11 @@ from azureml_elastic.node.rendezvous.reachability.reachability import Reachabili
 from azureml_elastic.node.rendezvous.round_end import RoundEnd
 from azureml_elastic.node.rendezvous.runtime import Runtime
 from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
+from azureml_elastic.node.rendezvous.state.lost_row import is_same_round
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import is_landmark
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
+from azureml_elastic.node.rendezvous.state.run_key import RunKey
 from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 from azureml_elastic.node.table import Table
 
@@ -123,9 +125,11 @@ class Rendezvous:
         self._reachability = reach = Reachability(node, host, context.clock, ports, self._report_unreachable)
         self._prober = PeerProber(context, reach, membership)
         self._sleeper = Sleeper(context, self._prober, cancelled)
-        self._rows = rows = Rows(table, self._sleeper.sleep, context.latest)
+        key = RunKey(table, context.clock, context.adopt_key)
+        self._rows = rows = Rows(table, self._sleeper.sleep, context.latest, key)
         self.hub = hub = Hub(context, hub_listener, membership.reached_leader)
-        self._heartbeat = heartbeat = TableHeartbeat(context, table, hub.request_read)
+        self._must_look = False
+        self._heartbeat = heartbeat = TableHeartbeat(context, table, hub.request_read, self._look_at_round)
         self._watch = HubWatch(context, reach)
         self._waiter = JoinWaiter(context, rows, hub, self._watch, heartbeat, reach, self._sleeper)
         self._entry = RoundEntry(context, membership, rows, heartbeat, reach, self._sleeper)
@@ -137,7 +141,7 @@ class Rendezvous:
         """Write this node's row before its slow imports, so that the first round can wait for it."""
         self._rows.write_member(replace(self.membership.me, state="starting"))
         if not self._is_one_of_many:
-            self._read_run_key()  # others meet at this node's hub before it is ready to join
+            self._rows.read_run_key(defer=False)  # others meet at this node's hub before it is ready to join
 
     def join(self) -> Assignment:
         """Wait for the next round in which this node is a member, and enter it.
@@ -155,8 +159,10 @@ class Rendezvous:
         listener: socket.socket | None = None
         try:
             round_, known = self._first_read()
-            self._read_run_key()
+            self._rows.read_run_key(defer=self._is_one_of_many)
+            pace = _Pace()
             while True:
+                self._sleeper.sleep(pace.seconds_before(round_))
                 if round_.closed:
                     raise _ended(round_)
                 if round_.state == "sealed":
@@ -201,9 +207,6 @@ class Rendezvous:
     def _is_one_of_many(self) -> bool:
         return self._context.limits.maximum > _FEW_NODES and not is_landmark(self.node)
 
-    def _read_run_key(self) -> None:
-        self._context.authenticator.key = self._rows.read_run_key(defer=self._is_one_of_many)
-
     def _first_read(self) -> tuple[Round, Mapping[str, Member] | Roster]:
         """Return the current round and other nodes, without a read where the round was received."""
         if not self.membership.last_round:
@@ -243,6 +246,7 @@ class Rendezvous:
             self.round_end.reopen(str(error), lost=frozenset({round_.members[0].node}), round_failed=True)
             return None
         if assignment is not None:
+            self._rows.persistent = True
             self._watch.close()  # only now, so that the messages sent there have arrived
             self._prober.begin(assignment)
         return assignment
@@ -309,14 +313,20 @@ class Rendezvous:
         """Return whether a newer version of the round is known; reads the row if rank 0's hub has sent to read it."""
         if self._context.latest.after(round_) is not None:
             return True
-        if not self.membership.link.take_read_request():
+        if not (self.membership.link.take_read_request() or self._must_look):
             return False
+        self._must_look = False
         try:
-            current = self._rows.read_round(retry=False)
+            current = self._rows.look_at_round()
         except TableUnavailable:
-            self.membership.link.must_read = True
+            self._must_look = True
             return False
-        return current.number != round_.number or current.state != "sealed"
+        return not is_same_round(current, round_)
+
+    def _look_at_round(self) -> None:
+        """Have the agent's thread read the round's row and the run's key. Thread-safe."""
+        self._must_look = True
+        self.wake.set()
 
     def _report_unreachable(self, pair: UnreachablePair) -> None:
         """Record a pair and report it to rank 0's node. Thread-safe."""
@@ -324,6 +334,22 @@ class Rendezvous:
         self._record(events.Unreachable, self.membership.last_round, **fields, error=pair.error)
         if not self.membership.leads:
             self.membership.send_to_leader(Unreachable(str(pair)))
+
+
+class _Pace:
+    """Pauses between the versions of the round that a joining node goes through, longer where they are not newer."""
+
+    def __init__(self) -> None:
+        self._seen: Round | None = None
+        self._repeats = 0
+
+    def seconds_before(self, round_: Round) -> float:
+        """Return the seconds to wait before this version is acted on."""
+        if round_.is_newer_than(self._seen):
+            self._seen, self._repeats = round_, 0
+            return 0.0
+        self._repeats += 1
+        return min(_MAX_BACKOFF_SECONDS, 0.05 * 2.0**self._repeats)
 
 
 def _ended(round_: Round) -> RunSucceeded | RunFailed:

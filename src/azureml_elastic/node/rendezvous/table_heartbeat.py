@@ -2,14 +2,19 @@
 
 A node that cannot reach rank 0's hub observes, on its own clock, whether the row still changes before it declares the
 round dead. Only the version of the row counts, so that no clocks are compared.
+
+The row is also a second record of the highest round. Rank 0's node that finds its own row changed or gone, and a node
+that is about to seal a round which is not higher, conclude that rows went back in time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from azureml_elastic.errors import ElasticError, RowChanged, RowExists
 from azureml_elastic.node.rendezvous.context import Context
@@ -21,6 +26,9 @@ _LOG = logging.getLogger(__name__)
 
 TABLE_HEARTBEAT_KEY = "heartbeat"
 
+_LOOKS = 3
+"""Further reads of the round's row by a node whose heartbeat was overtaken."""
+
 
 class TableHeartbeat:
     """Writer of the row while this node is rank 0, and reader while it is not.
@@ -30,14 +38,21 @@ class TableHeartbeat:
         table: table of the run.
         superseded: callback from the heartbeat's thread when a newer round writes the row, which shows that this node
             was given up.
+        doubted: callback from the heartbeat's thread, at most once in each interval, when the row is not as this node
+            has left it, or another node does not accept this node's key.
     """
 
-    def __init__(self, context: Context, table: Table, superseded: Callable[[], None]) -> None:
+    def __init__(
+        self, context: Context, table: Table, superseded: Callable[[], None], doubted: Callable[[], None]
+    ) -> None:
         self.clock = context.clock
         self.interval = context.timings.table_heartbeat_interval.total_seconds()
         self._runtime = context.runtime
         self._table = table
         self._superseded = superseded
+        self._doubted = doubted
+        self._authenticator = context.authenticator
+        self._me = context.authenticator.me.incarnation
         self._stopped = self._runtime.event()
         self._thread: threading.Thread | None = None
 
@@ -65,30 +80,56 @@ class TableHeartbeat:
             self._thread.join(timeout=1)
             self._thread = None
 
+    def nudge(self) -> None:
+        """Change the row, so that the node that writes it looks at the round's row. Never raises."""
+        row = self._read()
+        if row is not None:
+            with contextlib.suppress(ElasticError):
+                self._table.replace(TABLE_HEARTBEAT_KEY, {**row.value, "by": ""}, row.etag)
+
     def _run(self, number: int, stopped: threading.Event) -> None:
         # A later round finds the row of an earlier one.
         row = self._read() if number > 1 else None
         etag = row.etag if row is not None and row.value["round"] <= number else None
-        beats = 0
+        refusals = self._authenticator.refusals
+        beats = confirmed = 0
+        is_repeated = False
         while not stopped.is_set():
             beats += 1
-            value = {"round": number, "beats": beats}
             try:
-                if etag is None:
-                    etag = self._table.insert(TABLE_HEARTBEAT_KEY, value)
-                else:
-                    etag = self._table.replace(TABLE_HEARTBEAT_KEY, value, etag)
+                etag = self._beat({"round": number, "beats": beats, "by": self._me}, etag)
+                confirmed = beats
             except (RowExists, RowChanged):
                 row = self._read()
                 if row is not None and row.value["round"] > number:
-                    self._superseded()
+                    self._give_way(stopped)
                     return
                 etag = row.etag if row is not None else None
-                if etag is not None:
+                if confirmed and (row is None or row.value.get("by") != self._me or row.value["beats"] < confirmed):
+                    self._doubted()
+                if not is_repeated:
+                    is_repeated = True
                     continue
             except ElasticError as error:
                 _LOG.debug("The table heartbeat could not be written: %s", error)
+            is_repeated = False
+            if self._authenticator.refusals != refusals:
+                refusals = self._authenticator.refusals
+                self._doubted()
             stopped.wait(self.interval)
+
+    def _beat(self, value: Mapping[str, Any], etag: str | None) -> str:
+        if etag is None:
+            return self._table.insert(TABLE_HEARTBEAT_KEY, value)
+        return self._table.replace(TABLE_HEARTBEAT_KEY, value, etag)
+
+    def _give_way(self, stopped: threading.Event) -> None:
+        """Have the members read the round's row, and this node again, as the newer round may not be in it yet."""
+        self._superseded()
+        for _ in range(_LOOKS):
+            stopped.wait(2 * self.interval)
+            if not stopped.is_set():
+                self._doubted()
 
     def _read(self) -> Row | None:
         try:

@@ -7,6 +7,7 @@ lost, the retry finds the row in place, and the nonce identifies it as written b
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from azureml_elastic.errors import MissingExtra, RowChanged, RowExists, TableUnavailable, UsageError
+from azureml_elastic.errors import MissingExtra, RowChanged, RowExists, TableForbidden, TableUnavailable, UsageError
 from azureml_elastic.node.azure.http import CALL_TIMEOUT, retry
 from azureml_elastic.node.table.azure_errors import (
     VENDOR_ERRORS,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AzureTable"]
 
+_LOG = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _CONNECT_TIMEOUT_S = 3.0
@@ -58,7 +61,7 @@ _PIECE = "value"
 
 
 class AzureTable:
-    """Rows of one run in an Azure table, created if missing; implements ``Table``.
+    """Rows of one run in an Azure table, created if missing, also if it is deleted later; implements ``Table``.
 
     Args:
         endpoint: table URL of the account; ``None`` means that of the connection string.
@@ -234,6 +237,18 @@ class AzureTable:
             "read the row again."
         )
 
+    def _create_again(self, error: Exception, **timeouts: Any) -> None:
+        """Create the table that was there when it was opened; raise ``error`` where this identity may not."""
+        try:
+            self._client.create_table(**timeouts)
+        except VENDOR_ERRORS as refusal:
+            if error_code(refusal) == "TableAlreadyExists":  # created by another node meanwhile
+                return
+            if isinstance(translate(refusal, self._context, None), TableForbidden):
+                raise error from refusal
+            raise
+        _LOG.warning("Table %s of %s was deleted, and is created again.", self._context.table, self._context.account)
+
     def _ensure_table(self) -> None:
         def exists(**timeouts: Any) -> bool:
             try:
@@ -263,7 +278,17 @@ class AzureTable:
         """Call the SDK with retries, and raise errors of this package."""
 
         def attempt(left_s: float) -> T:
-            return send(connection_timeout=min(_CONNECT_TIMEOUT_S, left_s), read_timeout=min(_READ_TIMEOUT_S, left_s))
+            timeouts = {
+                "connection_timeout": min(_CONNECT_TIMEOUT_S, left_s),
+                "read_timeout": min(_READ_TIMEOUT_S, left_s),
+            }
+            try:
+                return send(**timeouts)
+            except VENDOR_ERRORS as error:
+                if opening or error_code(error) != "TableNotFound":
+                    raise
+                self._create_again(error, **timeouts)
+            return send(**timeouts)
 
         def retryable(error: BaseException) -> bool:
             return isinstance(error, VENDOR_ERRORS) and isinstance(

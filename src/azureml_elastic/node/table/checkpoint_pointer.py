@@ -42,6 +42,7 @@ class CheckpointPointer:
         self._number = number
         self._owner = owner
         self._etag: str | None = None
+        self._held = False
         self._pointer: Mapping[str, Any] | None = None
         self._lock = threading.Lock()
         self._commit_lock = threading.Lock()
@@ -106,9 +107,11 @@ class CheckpointPointer:
             if row is not None and row.value["round"] > self._number:
                 newer = row.value["round"]
                 raise Fenced(f"Round {newer} has taken over the checkpoints; round {self._number} must not write.")
-            self._pointer = row.value["pointer"] if row is not None else None
+            if not self._held or (row is not None and row.value["round"] == self._number):
+                self._pointer = row.value["pointer"] if row is not None else None
+            # Otherwise the row that this round has held is gone or older: rows went back in time, and are put back.
             if row is not None and (row.value["round"], row.value["owner"]) == (self._number, self._owner):
-                self._etag = row.etag
+                self._etag, self._held = row.etag, True
                 return
             value = self._value(self._pointer)
             try:
@@ -118,6 +121,7 @@ class CheckpointPointer:
                     self._etag = self._table.replace(CHECKPOINT_KEY, value, row.etag)
             except (RowExists, RowChanged):
                 continue
+            self._held = True
 
     def _value(self, pointer: Mapping[str, Any] | None) -> dict[str, Any]:
         return {"round": self._number, "owner": self._owner, "pointer": None if pointer is None else dict(pointer)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import LatestRound, unpack
 from azureml_elastic.node.rendezvous.state.row_keys import LANDMARK_PREFIX, ROUND_KEY, is_landmark, member_key, node_of
 from azureml_elastic.node.rendezvous.state.rows import Rows
+from azureml_elastic.node.rendezvous.state.run_key import RunKey
 from azureml_elastic.node.rendezvous.state.sealing import reopened
 from azureml_elastic.node.table.sqlite import SqliteTable
 from azureml_elastic.node.table.values import write_value
@@ -63,9 +65,13 @@ def pauses():
     return []
 
 
+def make_rows(table, pause):
+    return Rows(table, pause, LatestRound(), RunKey(table, time.monotonic, lambda _: None))
+
+
 @pytest.fixture
 def rows(table, pauses):
-    return Rows(table, pauses.append, LatestRound())
+    return make_rows(table, pauses.append)
 
 
 WAYS = (["never sent"], ["lost"], ["never sent", "lost"], ["never sent", "never sent", "lost"])
@@ -98,7 +104,7 @@ def test_a_seal_whose_answer_was_lost_is_ones_own(table, rows, plan):
 
 
 def test_an_equal_write_of_another_node_is_not_taken_for_ones_own(table, rows):
-    other = Rows(table, lambda _: None, LatestRound())
+    other = make_rows(table, lambda _: None)
     rows.read_round()
     other.read_round()
     assert other.replace_round(Round(state="sealed"))
@@ -110,7 +116,7 @@ def test_a_write_that_was_overtaken_counts_as_lost(table, rows):
     """It was carried out, but the row has changed since, which is for another node to act on."""
     rows.read_round()
     rows.replace_round(Round(state="sealed"))
-    other = Rows(table, lambda _: None, LatestRound())
+    other = make_rows(table, lambda _: None)
 
     def seal(_):
         other.read_round()

@@ -31,6 +31,7 @@ class Link:
     Attributes:
         answered: whether the hub has sent anything yet.
         broken: whether the connection has ended other than by :meth:`close`.
+        refused: whether it has ended because the hub does not hold this node's key of the run.
         was_paused: whether this process itself did not run for longer than the heartbeat timeout, so that it was given
             up by the others, and not the hub by it.
         must_read: whether the round has changed and the hub did not send to what; reset by the owner.
@@ -59,6 +60,7 @@ class Link:
         self._round = greeting.round
         self.answered = False
         self.broken = False
+        self.refused = False
         self.was_paused = False
         self.must_read = False
         self.received: Round | None = None
@@ -125,8 +127,9 @@ class Link:
                 self._context.inbox.put(FromLeader(self._round, message.body))
         self._context.wake.set()
 
-    def _on_close(self, _: Connection) -> None:
+    def _on_close(self, connection: Connection) -> None:
         self._check_pause()
+        self.refused = connection.refused
         self.broken = True
         self._context.wake.set()
 

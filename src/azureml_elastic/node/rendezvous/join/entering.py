@@ -7,10 +7,12 @@ without this one, which marks its row as left and keeps trying until the round h
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from dataclasses import dataclass, replace
 
+from azureml_elastic.errors import TableUnavailable
 from azureml_elastic.node.host.addresses import format_address
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
@@ -31,6 +33,9 @@ _RETRY_SECONDS = (0.5, 2.0)
 
 _RETRY_TIMEOUT_SECONDS = 1.2
 """Time to connect in a further attempt: enough for TCP's second one."""
+
+_KEY_TRIES = 4
+"""Further attempts to enter a round whose hub holds another key of the run than this node."""
 
 
 class LeaderLostError(Exception):
@@ -73,17 +78,31 @@ class RoundEntry:
         """
         me, first = self.membership.me, round_.members[0]
         try:
-            return self.membership.enter(round_, rank, listener)
+            assignment = self.membership.enter(round_, rank, listener)
+            for _ in range(_KEY_TRIES):
+                if not self.membership.link.refused:
+                    break
+                self.sleeper.sleep(_RETRY_SECONDS[0])
+                self._refresh_key()
+                assignment = self.membership.enter(round_, rank, listener)
         except OSError as error:
             if not is_unreachable(error):
                 _LOG.warning("Rank 0's node %s of round %d cannot be reached: %s", first.node, round_.number, error)
                 raise LeaderLostError(_refusal(me, first, error)) from error
             purpose = f"rank 0 of round {round_.number}"
             pair = self.reachability.failed(first, purpose, error, self.context.heartbeat_timeout)
+        else:
+            return assignment
         verdict = is_leader_unreachable(query_members(self.context, round_, me.node))
         if verdict or (verdict is None and self.heartbeat.round() != round_.number):
             raise LeaderLostError(str(pair))
         return self._keep_trying(round_, rank, listener, pair)
+
+    def _refresh_key(self) -> None:
+        """Read the run's key again, as rank 0's hub holds another one."""
+        self.membership.disconnect()
+        with contextlib.suppress(TableUnavailable):
+            self.rows.refresh_key()
 
     def _keep_trying(
         self, round_: Round, rank: int, listener: socket.socket, pair: UnreachablePair

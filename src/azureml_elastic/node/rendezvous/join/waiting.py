@@ -22,6 +22,7 @@ from azureml_elastic.node.rendezvous.join.meeting_point import MeetingPoints
 from azureml_elastic.node.rendezvous.join.read_schedule import ReadSchedule
 from azureml_elastic.node.rendezvous.join.sleeper import Sleeper
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability
+from azureml_elastic.node.rendezvous.state.lost_row import has_gone_back
 from azureml_elastic.node.rendezvous.state.member_selection import candidates, describe_partitions
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
@@ -99,12 +100,16 @@ class JoinWaiter:
                 read = self._read_all()
                 if read is not None:
                     current, roster = read
-                    if current.is_newer_than(round_):
-                        return self._forward(current)
+                    if current.is_newer_than(round_) or has_gone_back(current, round_):
+                        return self._forward(self.rows.restore(current, round_))
+                    if written and roster.get(me.node, {}).get("incarnation") != me.incarnation:
+                        written, write_at = False, self.context.clock()  # the row is gone
                     points.update(roster)
                     rows = {node: Member.from_value(value) for node, value in roster.items()}
                     present = self._present(rows, points, me, confirmed=True)
                     if timer.is_due(present, me.node):
+                        if (later := self.heartbeat.round()) >= round_.number:
+                            return self._forward(self._wait_for_restored(round_, later))
                         return self._forward(
                             self._seal(round_, drop_unresponsive(round_, present, me.node, self.context.limits))
                         )
@@ -127,6 +132,8 @@ class JoinWaiter:
         while (newer := self.context.latest.after(round_)) is None:
             now = self.context.clock()
             if self.watch.link is not None and self.watch.link.broken:
+                if self.watch.link.refused:
+                    self._refresh_key()
                 self.watch.close()
                 dial_at, read_at = now + pause, now
             if now >= dial_at and self.watch.connect(first, round_, me, purpose) is not None:
@@ -182,7 +189,9 @@ class JoinWaiter:
         """Connect to the current meeting point; return whether this node should look after the round."""
         watch = self.watch
         if watch.link is not None and watch.member is not None and watch.link.broken:
-            if points.connection_broke(watch.member, answered=watch.link.answered):
+            if watch.link.refused and self._refresh_key():
+                schedule.read_now(self.context.clock())  # the same hub accepts this node now
+            elif points.connection_broke(watch.member, answered=watch.link.answered):
                 schedule.read_now(self.context.clock())
             watch.close()
         purpose = f"where the nodes of round {round_.number} meet"
@@ -211,6 +220,37 @@ class JoinWaiter:
         except TableUnavailable as error:
             _LOG.warning("The table is unavailable (%s); reading again later.", error)
             return None
+
+    def _refresh_key(self) -> bool:
+        """Read the run's key again, as a hub holds another one; return whether it has changed."""
+        try:
+            return self.rows.refresh_key()
+        except TableUnavailable as error:
+            _LOG.warning("The table is unavailable (%s); reading the run's key again later.", error)
+            return False
+
+    def _wait_for_restored(self, round_: Round, later: int) -> Round:
+        """Wait until a node of a later round has written its row again, or write it where none of them lives.
+
+        Args:
+            round_: open round that the row holds.
+            later: number of the later round, which has written its heartbeat.
+        """
+        _LOG.warning(
+            "The table's row holds round %d (open), but round %d has run: rows went back in time or are gone. Waiting "
+            "for a node of that round.",
+            round_.number,
+            later,
+        )
+        self.heartbeat.nudge()
+        stale = StaleHeartbeat(self.heartbeat)
+        while (newer := self.context.latest.after(round_)) is None:
+            if stale.check():
+                return self.rows.restore(round_, Round(later, "sealed"))
+            self.sleeper.wait(self.heartbeat.interval / 2)
+            if (current := self.rows.read_round()).is_newer_than(round_):
+                return current
+        return newer
 
     def _seal(self, round_: Round, members: Sequence[Member]) -> Round:
         sealed = seal(round_, members, self.context.limits)

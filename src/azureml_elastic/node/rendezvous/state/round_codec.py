@@ -60,6 +60,11 @@ class LatestRound:
         self._lock = threading.Lock()
         self._round: Round | None = None
 
+    @property
+    def newest(self) -> Round | None:
+        """The newest version, ``None`` before the first."""
+        return self._round
+
     def observe(self, round_: Round) -> None:
         """Keep this version if it is newer."""
         with self._lock:

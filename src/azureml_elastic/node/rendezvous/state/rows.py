@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
-from azureml_elastic.errors import RowChanged, RowExists, TableUnavailable, UsageError
-from azureml_elastic.ipc import KEY_BYTES
+from azureml_elastic.errors import RowChanged, RowExists, TableForbidden, TableNotFound, TableUnavailable
+from azureml_elastic.node.rendezvous.state.lost_row import describe_loss, has_gone_back, restored
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.row_keys import (
@@ -20,6 +20,7 @@ from azureml_elastic.node.rendezvous.state.row_keys import (
     member_key,
     node_of,
 )
+from azureml_elastic.node.rendezvous.state.run_key import RunKey
 from azureml_elastic.node.table import Row, Table
 
 __all__ = ["Roster", "Rows"]
@@ -47,35 +48,56 @@ class Rows:
         table: table of the run.
         pause: function that sleeps for some seconds while the table is unavailable; an exception from it ends the call.
         latest: receives each version of the round that is read or written.
+        key: the run's key.
 
     Attributes:
         has_left: whether this node's row says that it has left.
-        run_key: key with which the nodes authenticate themselves to each other, once it is read.
+        key: the run's key.
+        persistent: whether a table that is gone or refuses this node counts as unavailable, for a node that has been in
+            a round: its state must not be lost for that.
     """
 
-    def __init__(self, table: Table, pause: Callable[[float], object], latest: LatestRound) -> None:
+    def __init__(self, table: Table, pause: Callable[[float], object], latest: LatestRound, key: RunKey) -> None:
         self._table = table
         self._pause = pause
         self._latest = latest
         self._round_etag: str | None = None
         self._member_etag: str | None = None
         self.has_left = False
-        self.run_key: bytes | None = None
+        self.persistent = False
+        self.key = key
 
-    def read_round(self, *, retry: bool = True) -> Round:
-        """Return the current round; without a row it is round 1, open.
+    def read_round(self) -> Round:
+        """Return the current round; without a row it is round 1, open. An older one than was known is restored."""
+        known = self._latest.newest
+        return self.restore(self._read(self._retry(self._table.get, ROUND_KEY)), known)
 
-        Args:
-            retry: whether to wait for a table that is unavailable.
+    def look_at_round(self) -> Round:
+        """Return the round that the row holds now, older or not, and check the run's key.
 
         Raises:
-            TableUnavailable: the table is unavailable, and ``retry`` is false.
+            TableUnavailable: the table is unavailable.
         """
-        row = self._retry(self._table.get, ROUND_KEY) if retry else self._table.get(ROUND_KEY)
-        return self._read(row)
+        self._call(self.key.check)
+        return self._read(self._call(self._table.get, ROUND_KEY))
 
-    def read_run_key(self, *, defer: bool) -> bytes:
-        """Return the run's key, which the first node makes. Reads the table unless a query has read it.
+    def restore(self, row: Round, known: Round | None) -> Round:
+        """Write the round's row again where it went back in time or is gone, and return the current round.
+
+        Args:
+            row: version that was read last.
+            known: newest version that this node knew before.
+        """
+        while known is not None and has_gone_back(row, known):
+            self._report_loss(row, known)
+            to = restored(row, known)
+            if self.replace_round(to):
+                return to
+            row = self._read(self._retry(self._table.get, ROUND_KEY))
+        return row
+
+    def read_run_key(self, *, defer: bool) -> None:
+        """Read the run's key, which the first node makes. Reads the table unless a query has read it.
 
         Args:
             defer: whether to leave the first attempt to make the key to other nodes.
@@ -83,17 +105,17 @@ class Rows:
         Raises:
             UsageError: the row holds no key.
         """
-        while self.run_key is None:
-            row = self._retry(self._table.get, RUN_KEY)
-            if row is not None:
-                self.run_key = _parse_key(row)
-            elif defer:
-                defer = False
-                self._pause(_KEY_SECONDS)
-            else:
-                with contextlib.suppress(RowExists):
-                    self._retry(self._table.insert, RUN_KEY, {"key": secrets.token_hex(KEY_BYTES)})
-        return self.run_key
+        while not self._retry(partial(self.key.read, make=not defer)):
+            defer = False
+            self._pause(_KEY_SECONDS)
+
+    def refresh_key(self) -> bool:
+        """Read the run's key again because a node has refused this one; see :meth:`RunKey.refresh`.
+
+        Raises:
+            TableUnavailable: the table is unavailable.
+        """
+        return self._call(self.key.refresh)
 
     def read_some(self, me: str) -> tuple[Round, Roster]:
         """Return the round and some rows of nodes other than ``me``, all of them where there are few."""
@@ -124,11 +146,16 @@ class Rows:
         return True
 
     def end_round(self, number: int, to: Round) -> bool:
-        """Write the round's row if it still holds this sealed round; return whether it was written."""
+        """Write the round's row if it still holds this sealed round, or lost it; return whether it was written."""
         while True:
-            current = self.read_round()
-            if current.state != "sealed" or current.number != number:
-                return False
+            known = self._latest.newest
+            current = self._read(self._retry(self._table.get, ROUND_KEY))
+            if (current.number, current.state) != (number, "sealed"):
+                if known is None or (known.number, known.state) != (number, "sealed"):
+                    return False
+                if not has_gone_back(current, known):
+                    return False
+                self._report_loss(current, known)
             if self.replace_round(to):
                 return True
 
@@ -159,18 +186,19 @@ class Rows:
         Raises:
             TableUnavailable: the table is unavailable.
         """
-        row = self._table.get(member_key(node))
+        row = self._call(self._table.get, member_key(node))
         return Member.from_value(row.value) if row is not None else None
 
     def _query(self, prefix: str) -> tuple[Round, Roster]:
-        round_row, roster = None, {}
-        for row in self._table.query(prefix):
+        round_row, key_row, roster = None, None, {}
+        for row in self._call(lambda: list(self._table.query(prefix))):
             if row.key == ROUND_KEY:
                 round_row = row
             elif row.key == RUN_KEY:
-                self.run_key = _parse_key(row)
+                key_row = row
             elif (node := node_of(row.key)) is not None:
                 roster[node] = row.value
+        self._call(self.key.observe, key_row)
         return self._read(round_row), roster
 
     def _read(self, row: Row | None) -> Round:
@@ -215,7 +243,7 @@ class Rows:
         pause, longest = _RETRY_SECONDS
         while True:
             try:
-                return call(*arguments)
+                return self._call(call, *arguments)
             except TableUnavailable as error:
                 _LOG.warning("The table is unavailable (%s); trying again in %.1f s.", error, pause)
                 for _ in range(round(pause / _RETRY_SECONDS[0])):
@@ -224,12 +252,23 @@ class Rows:
                     self._pause(_RETRY_SECONDS[0])
                 pause = min(longest, pause * 2)
 
+    def _call(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """Call the table once; see :attr:`persistent`.
 
-def _parse_key(row: Row) -> bytes:
-    try:
-        key = bytes.fromhex(row.value["key"])
-    except (KeyError, TypeError, ValueError):
-        key = b""
-    if len(key) != KEY_BYTES:
-        raise UsageError(f"The run's table holds no valid key in the row {RUN_KEY!r}. Start the run with a new name.")
-    return key
+        Raises:
+            TableUnavailable: the table is unavailable.
+        """
+        try:
+            return call(*arguments)
+        except (TableForbidden, TableNotFound) as error:
+            if not self.persistent:
+                raise
+            raise TableUnavailable(f"{error} This node keeps its state and waits") from error
+
+    def _report_loss(self, row: Round, known: Round) -> None:
+        _LOG.warning(
+            "A failover has lost writes, or the table was cleaned or made again: %s. Writing it again; the nodes form "
+            "the next round.",
+            describe_loss(row, known),
+        )
+        self._retry(self.key.check)

@@ -1,0 +1,223 @@
+"""Rows that go back in time or are gone in the middle of a run, in simulated time."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from azureml_elastic.config import RendezvousTimings
+from azureml_elastic.node.rendezvous.state.round import Limits, Round
+from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY
+from azureml_elastic.node.table import Row
+from tests.support.rendezvous.simulation import Cluster, Node
+
+TIMEOUT_S = 120.0
+COUNT = 4
+CALLS_PER_NODE = 12
+CALLS_PER_NODE_AND_SECOND = 2
+HEARTBEAT_S = RendezvousTimings().table_heartbeat_interval.total_seconds()
+
+Rows = dict[str, Row]
+
+
+def round_gone(rows: Rows, _: Rows) -> None:
+    del rows[ROUND_KEY]
+
+
+def round_older(rows: Rows, old: Rows) -> None:
+    rows[ROUND_KEY] = old[ROUND_KEY]
+
+
+def all_gone(rows: Rows, _: Rows) -> None:
+    rows.clear()
+
+
+def all_older(rows: Rows, old: Rows) -> None:
+    rows.clear()
+    rows.update(old)
+
+
+HARMS = [round_gone, round_older, all_gone, all_older]
+
+
+@pytest.fixture
+def cluster():
+    made = []
+
+    def make(count: int = COUNT, minimum: int = 2, seed: int = 0) -> Cluster:
+        nodes = Cluster(seed=seed)
+        made.append(nodes)
+        for number in range(count):
+            nodes.add(f"node-{number}", Limits(minimum, count + 2))
+        return nodes
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def pass_time(nodes: Cluster, seconds: float) -> None:
+    until = nodes.scheduler.now + seconds
+    nodes.at(until, nodes.check)
+    nodes.run(lambda: nodes.scheduler.now >= until, seconds + 1.0)
+
+
+def leader(nodes: Cluster) -> Node:
+    return next(node for node in nodes.nodes if node.in_round and node.rendezvous.membership.leads)
+
+
+def rounds_pass(nodes: Cluster, count: int = 3) -> Rows:
+    """Form some rounds, and return the rows as they were in the first one."""
+    nodes.settle(TIMEOUT_S)
+    old = dict(nodes.storage._rows)
+    for _ in range(count):
+        leader(nodes).break_round()
+        pass_time(nodes, 1.0)
+        nodes.settle(TIMEOUT_S)
+    return old
+
+
+def harm(nodes: Cluster, how: Callable[[Rows, Rows], None], old: Rows) -> None:
+    """Change the rows as the service might, without the nodes' knowledge."""
+    how(nodes.storage._rows, old)
+
+
+def heal(nodes: Cluster, number: int, size: int) -> float:
+    """Run until all living nodes are in one round after this one, and return the seconds.
+
+    Raises:
+        AssertionError: that takes more calls of the table than are allowed.
+    """
+    began, calls = nodes.scheduler.now, nodes.storage.calls.total()
+
+    def together() -> bool:
+        alive = [node for node in nodes.nodes if not node.dead]
+        numbers = {node.joined[-1].number if node.in_round else 0 for node in alive}
+        return len(numbers) == 1 and numbers.pop() > number and len(alive[0].joined[-1].members) == len(alive) == size
+
+    nodes.run(together, TIMEOUT_S)
+    seconds = nodes.scheduler.now - began
+    per_node = (nodes.storage.calls.total() - calls) / size
+    assert per_node <= CALLS_PER_NODE + CALLS_PER_NODE_AND_SECOND * seconds, f"{per_node:.0f} calls in {seconds:.1f} s"
+    assert not nodes.failures, nodes.failures
+    assert Round.from_value(nodes.storage._rows[ROUND_KEY].value) == leader(nodes).joined[-1]
+    assert RUN_KEY in nodes.storage._rows
+    return seconds
+
+
+@pytest.mark.parametrize("how", HARMS)
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+def test_survivors_of_a_lost_node_go_on_with_a_higher_round(cluster, how, victim):
+    nodes = cluster()
+    old = rounds_pass(nodes)
+    lost = leader(nodes) if victim == "leader" else next(node for node in nodes.nodes if node is not leader(nodes))
+    number = lost.joined[-1].number
+    harm(nodes, how, old)
+    lost.kill()
+    assert heal(nodes, number, COUNT - 1) < 10.0
+
+
+@pytest.mark.parametrize("how", [all_gone, all_older])
+def test_rank_0_notices_it_by_its_heartbeat(cluster, how):
+    nodes = cluster()
+    old = rounds_pass(nodes)
+    number = leader(nodes).joined[-1].number
+    harm(nodes, how, old)
+    assert heal(nodes, number, COUNT) < 2 * HEARTBEAT_S
+
+
+@pytest.mark.parametrize("how", HARMS)
+def test_a_new_node_does_not_train_beside_the_others(cluster, how):
+    nodes = cluster(minimum=1)
+    old = rounds_pass(nodes)
+    number = leader(nodes).joined[-1].number
+    harm(nodes, how, old)
+    new = nodes.add("node-9", Limits(1, COUNT + 2), nodes.scheduler.now)
+    seconds = heal(nodes, number, COUNT + 1)
+    if how is all_gone:  # nothing tells the new node of the others before rank 0's next heartbeat
+        assert seconds < 2 * HEARTBEAT_S
+    else:
+        assert {round_.number > number for round_ in new.joined} == {True}
+
+
+@pytest.mark.parametrize("how", HARMS)
+def test_nodes_that_start_after_all_others_have_died(cluster, how):
+    nodes = cluster(minimum=1)
+    old = rounds_pass(nodes)
+    number = leader(nodes).joined[-1].number
+    harm(nodes, how, old)
+    for node in nodes.nodes:
+        node.kill()
+    nodes.add("node-9", Limits(1, COUNT + 2), nodes.scheduler.now)
+    heal(nodes, number if how in (round_gone, round_older) else 0, 1)
+
+
+def test_rows_that_are_gone_while_nodes_wait_for_the_minimum_are_written_again(cluster):
+    nodes = cluster(3, minimum=4)
+    pass_time(nodes, 5.0)
+    nodes.storage._rows.clear()
+    pass_time(nodes, 5.0)
+    nodes.add("node-9", Limits(4, 4), nodes.scheduler.now)
+    assert heal(nodes, 0, 4) < 90.0
+
+
+def test_the_key_of_the_run_comes_back_with_the_next_heartbeat(cluster):
+    nodes = cluster()
+    rounds_pass(nodes)
+    number = leader(nodes).joined[-1].number
+    key = nodes.storage._rows[RUN_KEY].value
+    harm(nodes, all_gone, {})
+    heal(nodes, number, COUNT)
+    assert nodes.storage._rows[RUN_KEY].value == key
+
+
+@pytest.mark.parametrize("makes", ["a new node", "an old node"])
+def test_all_nodes_end_up_with_the_tables_key(cluster, makes):
+    """Only the key's row is gone; whichever node writes it first decides."""
+    nodes = cluster(minimum=1)
+    rounds_pass(nodes)
+    number = leader(nodes).joined[-1].number
+    key = nodes.storage._rows.pop(RUN_KEY).value
+    if makes == "an old node":
+        leader(nodes).break_round()
+        pass_time(nodes, 2.0)
+    nodes.add("node-9", Limits(1, COUNT + 2), nodes.scheduler.now)
+    assert heal(nodes, number, COUNT + 1) < 3 * HEARTBEAT_S
+    assert (nodes.storage._rows[RUN_KEY].value == key) == (makes == "an old node")
+    leader(nodes).kill()
+    heal(nodes, number + 1, COUNT)
+    keys = {node.rendezvous._context.authenticator.key.hex() for node in nodes.nodes if not node.dead}
+    assert keys == {nodes.storage._rows[RUN_KEY].value["key"]}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_to_rows_and_nodes_one_higher_round_follows(cluster, seed):
+    choose = random.Random(seed)
+    nodes = cluster(minimum=choose.randint(1, 2), seed=seed)
+    old = rounds_pass(nodes, choose.randint(1, 3))
+    for number in range(3):
+        end = nodes.scheduler.now + 12.0
+        for _ in range(choose.randint(1, 3)):
+            how = choose.choice(HARMS)
+            earlier = choose.choice([old, dict(nodes.storage._rows)])
+            nodes.at(choose.uniform(nodes.scheduler.now, end), functools.partial(harm_if_there, nodes, how, earlier))
+        if choose.random() < 0.7:
+            victim = choose.choice([node for node in nodes.nodes if not node.dead][1:] or nodes.nodes[:1])
+            if sum(not node.dead for node in nodes.nodes) > 2:
+                nodes.at(choose.uniform(nodes.scheduler.now, end), victim.kill)
+        if choose.random() < 0.5:
+            nodes.add(f"new-{number}", Limits(1, 9), choose.uniform(nodes.scheduler.now, end))
+        pass_time(nodes, 12.0)
+    alive = sum(not node.dead for node in nodes.nodes)
+    nodes.settle(TIMEOUT_S)
+    first = leader(nodes).joined[-1].number
+    leader(nodes).break_round()
+    heal(nodes, first, alive)
+
+
+def harm_if_there(nodes: Cluster, how: Callable[[Rows, Rows], None], old: Rows) -> None:
+    if ROUND_KEY in nodes.storage._rows and ROUND_KEY in old:
+        harm(nodes, how, old)
