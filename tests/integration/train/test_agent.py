@@ -181,6 +181,14 @@ def test_workers_do_not_outlive_their_agent(agent, tmp_path):
     assert [outcome.code for outcome in world.outcomes()] == [EXIT_AGENT_LOST] * 2
 
 
+def test_a_lost_table_does_not_start_the_run_anew(agent, tmp_path):
+    (before,) = World(1, workers.agent_session, tmp_path / "c", 20, 5, **environment(agent, 1)).values()
+    assert before == [0, 20]
+    agent.pointer = None
+    (after,) = World(1, workers.agent_session, tmp_path / "c", 30, 5, **environment(agent, 2)).values()
+    assert after == [20, 30]
+
+
 def test_a_damaged_checkpoint_is_reported_and_an_older_one_is_used(agent, tmp_path):
     (before,) = World(1, workers.agent_session, tmp_path / "c", 20, 5, **environment(agent, 1)).values()
     assert before == [0, 20]

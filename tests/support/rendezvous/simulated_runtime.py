@@ -50,7 +50,7 @@ class End:
         self.other: End
         self.server: SimulatedServer | None = None
         self.state: dict[str, Any] = {}
-        self.last_received = scheduler.now
+        self.last_received = scheduler.now + node.clock_offset
         self.reason = ""
         self.peer = ""
         self.identity = identity
@@ -84,7 +84,7 @@ class End:
     def take(self, line: bytes) -> None:
         if self.reason or self._node.dead:
             return
-        self.last_received = self._scheduler.now
+        self.last_received = self._scheduler.now + self._node.clock_offset
         try:
             self._on_message(self, _decode(line))
         except Exception as error:
@@ -215,7 +215,7 @@ class SimulatedRuntime(Runtime):
         self._scheduler = node.cluster.scheduler
 
     def clock(self) -> float:
-        return self._scheduler.now
+        return self._scheduler.now + self._node.clock_offset
 
     def event(self) -> SimulatedEvent:
         return SimulatedEvent(self._scheduler)

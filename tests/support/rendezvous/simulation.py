@@ -55,6 +55,7 @@ class Node:
         self.host = f"host-of-{name}"
         self.dead = False
         self.cut = False
+        self.clock_offset = 0.0
         self.servers: dict[int, SimulatedServer] = {}
         self.ends: list[End] = []
         self.steps = 0

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from azureml_elastic.config import RendezvousTimings
-from azureml_elastic.errors import RunFailed, TableUnavailable, ValueTooLarge
+from azureml_elastic.errors import RunFailed, TableForbidden, TableNotFound, TableUnavailable, ValueTooLarge
 from azureml_elastic.ipc.line_codec import MAX_LINE, encode
 from azureml_elastic.node.rendezvous.hub.messages import CODEC, RoundChanged
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
@@ -126,6 +126,25 @@ def test_a_write_that_was_overtaken_counts_as_lost(table, rows):
     table.plan = ["lost"]
     assert not rows.end_round(1, Round(2))
     assert rows.read_round() == Round(2, "sealed")
+
+
+@pytest.mark.parametrize("refusal", [TableForbidden, TableNotFound])
+def test_a_node_that_was_in_a_round_waits_for_a_table_that_refuses_it(table, rows, pauses, refusal):
+    rows.read_round()
+    rows.replace_round(Round(state="sealed"))
+    get, refusals = table.get, [refusal("the role was removed")] * 3
+
+    def refuse(key):
+        if refusals:
+            raise refusals.pop()
+        return get(key)
+
+    table.get = refuse
+    with pytest.raises(refusal):
+        rows.read_round()
+    rows.persistent = True
+    assert rows.read_round() == Round(state="sealed")
+    assert sum(pauses) == pytest.approx(0.2 + 0.4)
 
 
 NAMES = [f"node-{number}" for number in range(300)]

@@ -210,6 +210,28 @@ def test_a_sealer_that_hangs_is_passed_over_and_made_room_for_when_it_goes_on(cl
     assert sealed[0].when <= 0.2 + RendezvousTimings().takeover_delay.total_seconds()
 
 
+@pytest.mark.parametrize("hours", [1, -1])
+@pytest.mark.parametrize("who", ["leader", "follower"])
+def test_a_clock_that_jumps_by_an_hour_loses_nobody(cluster, hours, who):
+    """Not even the monotonic clock, which no jump of the wall clock moves; the rendezvous reads no other one."""
+    nodes = cluster()
+    for number in range(4):
+        nodes.add(f"node-{number}", Limits(2, 4))
+    nodes.settle(TIMEOUT_S)
+    rounds = len(nodes.rounds())
+    jumping = next(node for node in nodes.nodes if node.rendezvous.membership.leads is (who == "leader"))
+    jumping.clock_offset += 3600.0 * hours
+    end = nodes.scheduler.now + 30.0
+    nodes.at(end, nodes.check)
+    nodes.run(lambda: nodes.scheduler.now >= end, 31.0)
+    assert len(nodes.rounds()) == rounds
+    lost = next(node for node in nodes.nodes if node is not jumping)
+    nodes.at(end + 0.1, lost.kill)
+    nodes.run(lambda: lost.dead, 1.0)
+    assert nodes.settle(TIMEOUT_S) - end < 15.0
+    nodes.verify()
+
+
 # --- the simulation itself -------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,114 @@
+"""Whole runs that lose what a run rests on: its table, the agent of rank 0 alone, or all nodes at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from azure.data.tables import TableServiceClient
+
+from azureml_elastic.config import ElasticDistribution, TableRendezvous
+from azureml_elastic.ledger.events import NodeStarted, Progress, Restored, RoundEntered
+from azureml_elastic.ledger.reading import EventReader
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.node_server import start_node
+from tests.support.paths import PROGRAMS
+from tests.support.whole_runs import GATHERING, after_gathering
+
+PROGRAM = str(PROGRAMS / "chaos_train.py")
+
+
+@contextmanager
+def at_step(run_dir: Path, step: int, world_size: int, act):
+    """Call ``act`` with all events beside the run, once so many workers have trained to this step."""
+
+    def watch() -> None:
+        reader, events = EventReader(run_dir / "events"), []
+        while not over.wait(0.05):
+            events += reader.read()
+            world = next((each.world_size for each in reversed(events) if isinstance(each, RoundEntered)), 0)
+            if world == world_size and any(isinstance(each, Progress) and each.step >= step for each in events):
+                act(events)
+                return
+
+    over = threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def cluster(tmp_path, chaos="", **options):
+    return LocalCluster(
+        options.pop("nodes", (1, 2)),
+        popen=start_node,
+        chaos=parse_schedule(chaos) if chaos else None,
+        run_dir=tmp_path / "run",
+        timeout_s=150,
+        audit=True,
+        checkpoint_steps=10,
+        distribution=ElasticDistribution(rendezvous=GATHERING),
+        **options,
+    )
+
+
+def assert_whole(report):
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit.complete, report.audit
+    assert all(node.leftovers == 0 for node in report.nodes)
+
+
+@pytest.mark.parametrize(
+    "chaos",
+    ["", pytest.param("kill=rank0@step:45", marks=pytest.mark.chaos)],
+    ids=["undisturbed", "rank 0 is lost"],
+)
+def test_the_table_is_deleted_in_the_middle_of_a_run(tmp_path, azurite, monkeypatch, chaos):
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azurite.connection_string)
+
+    def delete(_) -> None:
+        with TableServiceClient.from_connection_string(azurite.connection_string) as service:
+            service.delete_table(TableRendezvous().table)
+
+    running = cluster(tmp_path, chaos, table="azurite")
+    with at_step(tmp_path / "run", 25, 2, delete):
+        report = running.run([PROGRAM, "--epochs", "6", "--gather", "2", "--step-delay", "0.05"])
+    assert_whole(report)
+    assert report.audit.rolled_back_steps == 0
+    assert len(report.rounds) > 1
+
+
+def test_the_agent_of_rank_0_alone_is_killed(tmp_path):
+    """Its workers must end, and the other node goes on."""
+
+    def kill(events) -> None:
+        first = next(each.node for each in reversed(events) if isinstance(each, RoundEntered) and each.rank == 0)
+        os.kill(
+            next(each.pid for each in events if isinstance(each, NodeStarted) and each.node == first), signal.SIGKILL
+        )
+        killed.append(first)
+
+    killed: list[str] = []
+    with at_step(tmp_path / "run", 25, 2, kill):
+        report = cluster(tmp_path).run([PROGRAM, "--epochs", "5", "--gather", "2"])
+    assert_whole(report)
+    assert after_gathering(report, 2) == (2, 1)
+    assert {node.name for node in report.nodes if node.exit_code == -signal.SIGKILL} == set(killed)
+
+
+@pytest.mark.chaos
+def test_all_nodes_are_evicted_and_others_go_on_from_the_newest_checkpoint(tmp_path):
+    chaos = "kill=node-0@step:45,kill=node-1@step:45,add@step:45,add@step:45"
+    report = cluster(tmp_path, chaos).run([PROGRAM, "--epochs", "5", "--gather", "2", "--step-delay", "0.05"])
+    assert_whole(report)
+    restored = [each.step for each in EventReader(report.paths.events).read() if isinstance(each, Restored)]
+    assert any(40 <= step <= 50 for step in restored), restored
+    assert {node.name: node.exit_code for node in report.nodes if node.exit_code} == {"node-0": -9, "node-1": -9}
