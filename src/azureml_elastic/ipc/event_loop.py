@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from azureml_elastic.ipc.acceptor import Acceptor
 from azureml_elastic.ipc.authentication import Authenticator
 from azureml_elastic.ipc.connection import Connection
 from azureml_elastic.ipc.unauthenticated import Refusals, Unauthenticated
@@ -21,7 +22,6 @@ from azureml_elastic.ipc.unauthenticated import Refusals, Unauthenticated
 __all__ = ["Loop", "OnClose", "OnMessage", "OnTick"]
 
 _LOG = logging.getLogger(__name__)
-_ACCEPT_PAUSE_SECONDS = 0.05
 
 OnMessage = Callable[[Connection, dict[str, Any]], None]
 OnClose = Callable[[Connection], None]
@@ -46,7 +46,6 @@ class Loop:
         self._on_close = on_close
         self._on_tick = on_tick
         self._tick = tick
-        self._listener = listener
         self._authenticator = authenticator
         self._unauthenticated = Unauthenticated()
         self._refused = Refusals(name)
@@ -59,9 +58,7 @@ class Loop:
         self._waker.setblocking(False)
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        if listener is not None:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ)
+        self._acceptor = None if listener is None else Acceptor(listener, self._selector, name)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         _LOOPS.add(self)
 
@@ -78,9 +75,10 @@ class Loop:
 
     def abandon(self) -> None:
         """Close this process's copies of all sockets, in a fork, which has no such thread."""
-        for sock in (self._listener, self._waker, self._woken, *(each.socket for each in self._connections)):
-            if sock is not None:
-                sock.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
+        for sock in (self._waker, self._woken, *(each.socket for each in self._connections)):
+            sock.close()
 
     def add(self, connection: Connection) -> None:
         """Serve the connection. For the thread, or before it starts."""
@@ -119,13 +117,17 @@ class Loop:
         try:
             while not self._stopping.is_set():
                 self._settle()
-                times = (next_tick if self._on_tick is not None else None, self._unauthenticated.next_deadline())
+                times = [self._unauthenticated.next_deadline()]
+                times += [next_tick] if self._on_tick is not None else []
+                times += [self._acceptor.deadline()] if self._acceptor is not None else []
                 until = min((each for each in times if each is not None), default=None)
                 wait = None if until is None else max(0.0, until - time.monotonic())
                 for key, events in self._selector.select(wait):
                     self._serve(key, events)
                 for connection in self._unauthenticated.expired(time.monotonic()):
                     connection.close("the peer did not authenticate itself in time")
+                if self._acceptor is not None:
+                    self._acceptor.resume()
                 if self._on_tick is not None and time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + self._tick
                     try:
@@ -137,16 +139,17 @@ class Loop:
                 connection.close()
             self._settle()
             self._selector.close()
-            for sock in (self._listener, self._waker, self._woken):
-                if sock is not None:
-                    sock.close()
+            if self._acceptor is not None:
+                self._acceptor.close()
+            for sock in (self._waker, self._woken):
+                sock.close()
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is self._woken:
             with contextlib.suppress(BlockingIOError, InterruptedError):
                 self._woken.recv(4096)
-        elif key.fileobj is self._listener:
-            self._accept()
+        elif self._acceptor is not None and key.fileobj is self._acceptor.listener:
+            self._accept(self._acceptor)
         else:
             connection: Connection = key.data
             if events & selectors.EVENT_WRITE:
@@ -161,15 +164,9 @@ class Loop:
                     _LOG.exception("A message from %s could not be handled; it is cut off.", connection.peer)
                     connection.close(f"handling a message failed: {error!r}")
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            _LOG.warning("Accepting a connection failed (%s); tried again shortly.", error)
-            self._stopping.wait(_ACCEPT_PAUSE_SECONDS)
+    def _accept(self, acceptor: Acceptor) -> None:
+        sock = acceptor.accept()
+        if sock is None:
             return
         try:
             handshake = self._authenticator.accept() if self._authenticator is not None else None
@@ -198,7 +195,9 @@ class Loop:
         self._unauthenticated.discard(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        if self._listener is not None and not connection.established:
+        if self._acceptor is not None:
+            self._acceptor.resume(freed=True)
+        if self._acceptor is not None and not connection.established:
             self._refused.log(connection)
             if self._authenticator is not None and connection.is_proof_refused:
                 self._authenticator.refusals += 1

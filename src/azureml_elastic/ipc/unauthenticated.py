@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import resource
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 from azureml_elastic.ipc.connection import CLOSED_BY_PEER, Connection
 
-__all__ = ["HANDSHAKE_SECONDS", "Refusals", "Unauthenticated"]
+__all__ = ["HANDSHAKE_SECONDS", "Refusals", "Unauthenticated", "limits"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,6 +24,19 @@ _MAX_PER_ADDRESS = 512
 """Many nodes may share an address: behind a gateway, or on one machine."""
 
 
+def limits(files: int) -> tuple[int, int]:
+    """Return how many connections may wait for authentication in all, and how many of one address.
+
+    They take at most half of the file descriptors, so that the process can still open others.
+
+    Args:
+        files: number of files that the process may open, ``RLIM_INFINITY`` for any number.
+    """
+    half = _MAX_TOTAL if files == resource.RLIM_INFINITY else max(1, files // 2)
+    total = min(_MAX_TOTAL, half)
+    return total, min(_MAX_PER_ADDRESS, max(1, total // 2))
+
+
 @dataclass
 class Unauthenticated:
     """The connections of one server whose handshakes are not complete, oldest first. For the loop's thread.
@@ -31,16 +45,18 @@ class Unauthenticated:
     served.
     """
 
+    limits: tuple[int, int] = field(default_factory=lambda: limits(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     _since: dict[Connection, float] = field(default_factory=dict)
     _addresses: Counter[str] = field(default_factory=Counter)
 
     def add(self, connection: Connection, now: float) -> Connection | None:
         """Add a new connection; return the one to close instead where there are too many."""
         address = _address(connection)
+        most, most_of_address = self.limits
         self._since[connection] = now
         self._addresses[address] += 1
-        if self._addresses[address] <= _MAX_PER_ADDRESS:
-            if len(self._since) <= _MAX_TOTAL:
+        if self._addresses[address] <= most_of_address:
+            if len(self._since) <= most:
                 return None
             address = self._addresses.most_common(1)[0][0]
         return next(each for each in self._since if _address(each) == address)

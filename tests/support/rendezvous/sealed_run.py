@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -59,6 +60,14 @@ class Run:
         authenticator = Authenticator(Peer(name, incarnation), "hub", key)
         return MessageClient(self.address, on_message, on_close, authenticator=authenticator)
 
+    def exchange(self):
+        """Send a message from the other agent to rank 0's, and return the seconds until it is there."""
+        follower = next(node for node in self.nodes if node is not self.leader)
+        began = time.monotonic()
+        follower.membership.link.send(messages.Report(messages.REPORTS.decode({"op": "placed"})))
+        until(lambda: self.leader.inbox.take(self.round.number))
+        return time.monotonic() - began
+
     def assert_unharmed(self):
         """Check that nothing has changed, and that the agents still receive each other's messages."""
         for node in self.nodes:
@@ -70,5 +79,4 @@ class Run:
         assert set(self.leader.hub.view().waiting) == set()
         follower = next(node for node in self.nodes if node is not self.leader)
         follower.membership.link.send(messages.Unreachable("a sign of life"))
-        follower.membership.link.send(messages.Report(messages.REPORTS.decode({"op": "placed"})))
-        until(lambda: self.leader.inbox.take(self.round.number))
+        self.exchange()

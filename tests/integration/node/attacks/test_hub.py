@@ -25,6 +25,7 @@ from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import RUN_KEY
+from tests.support.descriptors import no_free_descriptor
 from tests.support.rendezvous.sealed_run import encoded
 from tests.support.waiting import until
 
@@ -193,6 +194,27 @@ def test_a_flood_of_idle_connections_leaves_room_for_nodes(run):
         until(lambda: not run.leader.hub.view().waiting)
         assert len(run.leader.hub._server._loop._unauthenticated._since) <= 512
         run.assert_unharmed()
+
+
+def test_a_hub_without_free_descriptors_serves_its_members_and_later_the_others(run, caplog):
+    with socket.socket() as newcomer:
+        newcomer.settimeout(60)
+        with no_free_descriptor() as free:
+            newcomer.connect(run.address)
+            newcomer.sendall(b"x" * 8)  # no handshake
+            until(lambda: "could not accept a connection" in caplog.text)
+            slowest = max(run.exchange() for _ in range(20))
+            free(20)
+            assert newcomer.recv(1) == b""  # accepted, and refused
+            answered = threading.Event()
+            spare = run.member("spare", "i-spare", lambda *_: answered.set())
+            spare.send(encoded(messages.Watch(run.round.number)))
+            assert answered.wait(HANDSHAKE_SECONDS)
+            spare.close()
+        until(lambda: not run.leader.hub.view().waiting)
+    assert slowest < 1.0, "a message takes milliseconds, also on a busy machine"
+    assert caplog.text.count("could not accept a connection") == 1
+    run.assert_unharmed()
 
 
 # --- processes that hold the key, but lie or are broken --------------------------------------------------------------
