@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from azureml_elastic.ipc.message import Count, MessageCodec, Name
+from azureml_elastic.ipc.message import Count, MessageCodec, Name, Seconds
 from azureml_elastic.ipc.worker_messages import Prepare
 
 __all__ = [
@@ -79,8 +79,8 @@ class DumpStacks:
 
     round: Count
     step: Count
-    waited: float
-    limit: float
+    waited: Seconds
+    limit: Seconds
     phase: Literal["start", "step", "pause", "free"]
 
 
@@ -88,8 +88,8 @@ class DumpStacks:
 class HangLesson:
     """Longest step and longest pause so far in seconds, for nodes that have not seen them."""
 
-    longest: float
-    longest_pause: float
+    longest: Seconds
+    longest_pause: Seconds
 
 
 ReportBody = Vote | Leaving | Placed | Dumped

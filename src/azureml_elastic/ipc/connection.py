@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from azureml_elastic.ipc.line_codec import LineReader, encode
 
 __all__ = ["CLOSED_BY_PEER", "Connection", "Waker"]
 
+_LOG = logging.getLogger(__name__)
 _MAX_UNSENT = 8 << 20
 _CHUNK = 1 << 16
 
@@ -178,6 +180,7 @@ class Connection:
             try:
                 message = next(messages, None)
             except (ValueError, AuthenticationError) as error:
+                _LOG.warning("Closing the connection to %s, which sent what is no message: %s.", self.peer, error)
                 self.close(f"the peer sent what is no message: {error}")
                 return
             if message is None:

@@ -187,7 +187,7 @@ class MessageClient:
 
     def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
         number = message.get("re")
-        if number is None:
+        if not isinstance(number, int):
             self._message(connection, message)
             return
         with self._answered:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["MAX_LINE", "LineReader", "encode"]
 
@@ -12,6 +13,7 @@ MAX_LINE = 1 << 20
 """The longest message in bytes, its newline included."""
 
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -24,6 +26,27 @@ def encode(message: Mapping[str, Any]) -> bytes:
     if len(line) > MAX_LINE:
         raise ValueError(f"A message of {len(line)} bytes exceeds the limit of {MAX_LINE}; send less at a time.")
     return line
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_from_json = json.JSONDecoder(parse_constant=_refuse).decode
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        message = _from_json(line.decode())
+        if _SURROGATE.search(line):
+            # Half of a character can be neither written nor sent on; a whole one is two of them in JSON.
+            json.dumps(message, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(message, dict):
+        kind = type(message).__name__
+        raise ValueError(f"a JSON {kind}, not an object: {line[:80]!r}")  # noqa: TRY004 - bad input
+    return message
 
 
 class LineReader:
@@ -50,10 +73,6 @@ class LineReader:
             del self._partial[: end + 1]
             if end >= MAX_LINE:
                 break
-            message = json.loads(self._verify(line))
-            if not isinstance(message, dict):
-                kind = type(message).__name__
-                raise ValueError(f"a JSON {kind}, not an object: {line[:80]!r}")  # noqa: TRY004 - bad input
-            yield message
+            yield _parse(self._verify(line))
         if end >= MAX_LINE or len(self._partial) >= MAX_LINE:
             raise ValueError(f"a line exceeds the limit of {MAX_LINE} bytes")

@@ -7,20 +7,38 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from azureml_elastic.ipc.connection import Connection
 
-__all__ = ["Count", "MalformedMessage", "MessageCodec", "Name"]
+__all__ = ["Count", "FileName", "MalformedMessage", "MessageCodec", "Name", "Seconds", "Text"]
 
 _LOG = logging.getLogger(__name__)
 _M = TypeVar("_M")
+_LONGEST_PROBLEM = 500
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 """A number of something, as a field of a message."""
 
 Name = Annotated[str, Field(max_length=1024)]
 """The name of a node, or of a process, as a field of a message."""
+
+
+Text = Annotated[str, Field(max_length=1 << 14)]
+"""A path or a description, as a field of a message."""
+
+Seconds = Annotated[float, Field(ge=0, le=2**53, allow_inf_nan=False)]
+"""A duration, as a field of a message."""
+
+
+def _without_folder(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of a file in a folder")
+    return name
+
+
+FileName = Annotated[str, Field(max_length=255), AfterValidator(_without_folder)]
+"""The name of a file or folder, without those that it is in, as a field of a message."""
 
 
 class MalformedMessage(ValueError):
@@ -58,12 +76,12 @@ class MessageCodec(Generic[_M]):
         op = fields.get("op") if isinstance(fields, dict) else None
         validate = self._validate.get(op) if isinstance(op, str) else None
         if validate is None:
-            raise MalformedMessage(f"op={op!r} is not one of {', '.join(self._validate)}")
+            raise MalformedMessage(f"op={_shorten(repr(op))} is not one of {', '.join(self._validate)}")
         try:
             message: _M = validate(fields)
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise MalformedMessage(f"{op!r} with {problems}") from error
+            raise MalformedMessage(f"{op!r} with {_shorten(problems)}") from error
         return message
 
     def receive(self, connection: Connection, fields: Mapping[str, Any]) -> _M | None:
@@ -74,3 +92,7 @@ class MessageCodec(Generic[_M]):
             _LOG.warning("Closing the connection to %s, which sent a malformed message: %s.", connection.peer, error)
             connection.close(f"the peer sent a malformed message: {error}")
             return None
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST_PROBLEM else f"{text[:_LONGEST_PROBLEM]}..."

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, TypeAdapter
 
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.ipc.agent_interface import Action, HandedOverState
-from azureml_elastic.ipc.message import Count, MessageCodec
+from azureml_elastic.ipc.message import Count, FileName, MessageCodec, Name, Seconds, Text
 
 __all__ = [
     "FROM_AGENT",
@@ -55,9 +55,22 @@ __all__ = [
 ]
 
 
-def _named(description: dict[str, Any]) -> dict[str, Any]:
-    if not all(isinstance(description.get(name), str) for name in ("folder", "file")):
-        raise ValueError('"folder" and "file" must be strings')
+@dataclass(frozen=True)
+class _Shard:
+    """The fields of a shard's description that an agent uses."""
+
+    folder: FileName
+    file: FileName
+    size: Count
+    tail: Count
+    xxh3: Name
+
+
+_SHARD = TypeAdapter(_Shard)
+
+
+def _described(description: dict[str, Any]) -> dict[str, Any]:
+    _SHARD.validate_python(description)
     return description
 
 
@@ -120,15 +133,15 @@ class Restored:
     """Rank 0 starts training after this step, from this checkpoint directory."""
 
     step: Count
-    directory: str | None = None
+    directory: Text | None = None
 
 
 @dataclass(frozen=True)
 class Damaged:
     """A checkpoint cannot be restored."""
 
-    directory: str
-    problems: str
+    directory: Text
+    problems: Text
 
 
 @dataclass(frozen=True)
@@ -154,10 +167,10 @@ class Pointer:
 class Commit:
     """Request to commit a checkpoint; ``seconds`` is the time for which it blocked the training loop."""
 
-    directory: str
+    directory: Text
     step: Count
-    digest: str
-    seconds: float
+    digest: Text
+    seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -176,11 +189,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class HoldShard:
-    """Request to hold a snapshot shard; the description has the strings ``folder`` and ``file`` and further fields."""
+    """Request to hold a snapshot shard; the description names its file and folder."""
 
     pid: Count
     fd: Count
-    description: Annotated[dict[str, Any], AfterValidator(_named)]
+    description: Annotated[dict[str, Any], AfterValidator(_described)]
 
 
 @dataclass(frozen=True)
@@ -192,14 +205,14 @@ class HeldShards:
 class RetainSnapshot:
     """The snapshot is complete; all others can be released."""
 
-    folder: str
+    folder: FileName
 
 
 @dataclass(frozen=True)
 class DiscardSnapshot:
     """The snapshot is incomplete and can be released."""
 
-    folder: str
+    folder: FileName
 
 
 @dataclass(frozen=True)

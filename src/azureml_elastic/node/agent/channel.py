@@ -7,6 +7,7 @@ restarted at each change as under torchrun. The messages are in :mod:`azureml_el
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -28,6 +29,8 @@ from azureml_elastic.node.rendezvous.hub.inbox import Inbox
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["Channel"]
+
+_LOG = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.05
 _LONGEST_FOLDER_BYTES = 70
@@ -103,6 +106,7 @@ class Channel:
         if worker is None:
             connection.close("it did not send hello first, or its round is over")
         elif isinstance(message, get_args(worker_messages.Request)) and not isinstance(number, int):
+            _LOG.warning("Closing the connection to a worker, whose request %r has no id.", fields["op"])
             connection.close(f"its request {fields['op']!r} has no id")
         elif worker.round != state.number and not isinstance(message, _IN_ANY_ROUND):
             connection.close("its round is over")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import threading
 from pathlib import Path
@@ -265,3 +267,45 @@ def test_a_malformed_message_closes_the_connection_of_its_worker_alone(channel, 
     if fields != {"op": "pointer"}:  # well-formed, but without the request's id
         assert "sent a malformed message" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+SHARD = {"folder": "step-4", "file": "rank-00000.safetensors", "size": 8, "tail": 0, "xxh3": "0" * 32}
+HOLD = {"op": "hold_shard", "id": 1, "pid": 1, "fd": 1}
+NESTED = b'{"op":"step","step":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+MALFORMED = {
+    "nested": NESTED,
+    "surrogate": b'{"op":"damaged","directory":"\\ud800","problems":""}',
+    "long directory": {"op": "restored", "step": 1, "directory": "x" * 20_000},
+    "long problems": {"op": "damaged", "directory": "d", "problems": "x" * 900_000},
+    "long operation": {"op": "x" * 900_000},
+    "many problems": {"op": "assign" * 3, "environment": [1] * 100_000},
+    "infinite pause": b'{"op":"commit","id":1,"directory":"d","step":1,"digest":"","seconds":1e999}',
+    "no pause": b'{"op":"commit","id":1,"directory":"d","step":1,"digest":"","seconds":NaN}',
+    "negative pause": {"op": "commit", "id": 1, "directory": "d", "step": 1, "digest": "", "seconds": -1.0},
+    "above the folder": {**HOLD, "description": {**SHARD, "folder": ".."}},
+    "another folder": {**HOLD, "description": {**SHARD, "folder": "/home/somebody"}},
+    "file elsewhere": {**HOLD, "description": {**SHARD, "file": "../../x"}},
+    "file with a null": {**HOLD, "description": {**SHARD, "file": "a\0b"}},
+    "no size": {**HOLD, "description": {"folder": "a", "file": "b"}},
+    "negative size": {**HOLD, "description": {**SHARD, "size": -1}},
+    "surrogate in a shard": b'{"op":"hold_shard","id":1,"pid":1,"fd":1,"description":%s}'
+    % json.dumps({**SHARD, "more": "\ud800"}).encode(),
+    "retained elsewhere": {"op": "retain_snapshot", "folder": "../.."},
+    "reply": {"op": "memory", "id": [1]},
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_message_ends_its_connection_with_one_line(channel, caplog, case):
+    worker, other = Worker(channel, 0), Worker(channel, 1)
+    message = MALFORMED[case]
+    line = message if isinstance(message, bytes) else json.dumps(message).encode()
+    worker.client.connection.send_line(line + b"\n")
+    assert worker.closed.wait(20)
+    assert other.client.request({"op": "memory"}, 20)["op"] == "memory_reply"
+    assert not other.closed.is_set()
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert record.exc_info is None
+    assert len(record.getMessage()) < 1000
+    for each in (worker, other):
+        each.client.close()

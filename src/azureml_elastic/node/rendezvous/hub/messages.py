@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import PlainSerializer, PlainValidator
 
 from azureml_elastic.ipc.agent_messages import BROADCASTS, REPORTS, BroadcastBody, ReportBody
-from azureml_elastic.ipc.message import Count, MessageCodec, Name
+from azureml_elastic.ipc.message import Count, MessageCodec, Name, Text
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import pack, unpack
 
@@ -90,7 +90,7 @@ class Report(Message):
 class Unreachable(Message):
     """The member cannot reach another node, with a description that names both."""
 
-    text: str
+    text: Text
 
 
 @dataclass(frozen=True)
