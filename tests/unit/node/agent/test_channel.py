@@ -283,7 +283,7 @@ MALFORMED = {
     "no pause": b'{"op":"commit","id":1,"directory":"d","step":1,"digest":"","seconds":NaN}',
     "negative pause": {"op": "commit", "id": 1, "directory": "d", "step": 1, "digest": "", "seconds": -1.0},
     "above the folder": {**HOLD, "description": {**SHARD, "folder": ".."}},
-    "another folder": {**HOLD, "description": {**SHARD, "folder": "/home/somebody"}},
+    "another folder": {**HOLD, "description": {**SHARD, "folder": "/home/user"}},
     "file elsewhere": {**HOLD, "description": {**SHARD, "file": "../../x"}},
     "file with a null": {**HOLD, "description": {**SHARD, "file": "a\0b"}},
     "no size": {**HOLD, "description": {"folder": "a", "file": "b"}},
