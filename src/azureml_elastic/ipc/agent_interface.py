@@ -6,12 +6,13 @@ Two implementations: :class:`~azureml_elastic.train.agent_client.channel.Channel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED
+from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 
 __all__ = ["EXIT_AGENT_LOST", "EXIT_TERMINATED", "Action", "Agent", "HandedOverState", "WorkerIdentity"]
 
@@ -140,15 +141,22 @@ class Agent(Protocol):
     holds_snapshots: bool
     """Whether the agent holds on to copies of the state."""
 
-    def hold_shard(self, descriptor: int, description: Mapping[str, Any]) -> None:
+    def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
         """Have the agent hold a shard of a snapshot until it is discarded.
 
         Args:
             descriptor: file descriptor of the memory.
-            description: ``folder``, which names the snapshot, ``file``, and further fields for the next worker.
+            shard: description of the shard.
 
         Raises:
             ElasticError: it does not.
+        """
+
+    def replicate_shard(self, shard: ShardDescription, rank: int) -> None:
+        """Have the agent send a shard that it holds to the agent of another rank, which holds it, too.
+
+        Raises:
+            ElasticError: it could not.
         """
 
     def retain_snapshot(self, folder: str) -> None:
@@ -157,8 +165,8 @@ class Agent(Protocol):
     def discard_snapshot(self, folder: str) -> None:
         """Have the agent let go of the shares of one copy, which is not whole."""
 
-    def held_shards(self) -> list[dict[str, Any]]:
-        """Return the descriptions of what this node's agent holds on to, each with the ``path`` of the memory."""
+    def held_shards(self) -> list[HeldShard]:
+        """Return the shards that this node's agent holds."""
 
     def park(self) -> WorkerIdentity:
         """Wait for a place in the next round, and return it. The process ends where there will be none."""

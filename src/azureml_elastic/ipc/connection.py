@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from azureml_elastic.ipc.authentication import AuthenticationError, Handshake, Peer, Session
 from azureml_elastic.ipc.line_codec import LineReader, encode
+from azureml_elastic.ipc.message_stream import MessageStream
 
 __all__ = ["CLOSED_BY_PEER", "Connection", "Waker"]
 
@@ -211,6 +212,20 @@ class Connection:
                 self._send(session.seal(line))
             self._changed.notify_all()
             return handshake.take_rest()
+
+    def detach(self, timeout: float) -> MessageStream:
+        """End this object, and return its connection as a stream for another thread. For the thread alone.
+
+        Args:
+            timeout: seconds that each wait of the stream for the peer may take.
+        """
+        with self._changed:
+            assert self._session is not None, "the connection's handshake is complete"
+            stream = MessageStream(
+                self._sock.dup(), self._session, timeout, self._reader.take_rest(), bytes(self._unsent)
+            )
+            self._end("it is served by another thread")
+            return stream
 
     def wants_to_write(self) -> bool:
         """Whether bytes wait for the socket. For the thread alone."""

@@ -76,3 +76,9 @@ class LineReader:
             yield _parse(self._verify(line))
         if end >= MAX_LINE or len(self._partial) >= MAX_LINE:
             raise ValueError(f"a line exceeds the limit of {MAX_LINE} bytes")
+
+    def take_rest(self) -> bytes:
+        """Return the bytes that no message has consumed yet, without keeping them."""
+        rest = bytes(self._partial)
+        self._partial.clear()
+        return rest

@@ -7,13 +7,12 @@ it with one of :data:`Reply`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
-
-from pydantic import AfterValidator, TypeAdapter
+from typing import get_args
 
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.ipc.agent_interface import Action, HandedOverState
-from azureml_elastic.ipc.message import Count, FileName, MessageCodec, Name, Seconds, Text
+from azureml_elastic.ipc.message import Count, FileName, MessageCodec, Seconds, Text
+from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 
 __all__ = [
     "FROM_AGENT",
@@ -44,6 +43,7 @@ __all__ = [
     "Prepare",
     "Prepared",
     "Refused",
+    "ReplicateShard",
     "Reply",
     "Request",
     "Restored",
@@ -53,25 +53,6 @@ __all__ = [
     "Stopped",
     "WorkerMessage",
 ]
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """The fields of a shard's description that an agent uses."""
-
-    folder: FileName
-    file: FileName
-    size: Count
-    tail: Count
-    xxh3: Name
-
-
-_SHARD = TypeAdapter(_Shard)
-
-
-def _described(description: dict[str, Any]) -> dict[str, Any]:
-    _SHARD.validate_python(description)
-    return description
 
 
 @dataclass(frozen=True)
@@ -189,11 +170,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class HoldShard:
-    """Request to hold a snapshot shard; the description names its file and folder."""
+    """Request to hold a snapshot shard, the memory behind a file descriptor of the process."""
 
     pid: Count
     fd: Count
-    description: Annotated[dict[str, Any], AfterValidator(_described)]
+    shard: ShardDescription
+
+
+@dataclass(frozen=True)
+class ReplicateShard:
+    """Request to send a shard that the agent holds to the agent of another rank, which holds it, too."""
+
+    folder: FileName
+    file: FileName
+    rank: Count
 
 
 @dataclass(frozen=True)
@@ -277,13 +267,13 @@ class MemoryReply:
 
 @dataclass(frozen=True)
 class ShardsReply:
-    """Reply to :class:`HeldShards`: descriptions with the ``path`` of the memory."""
+    """Reply to :class:`HeldShards`."""
 
-    held: list[dict[str, Any]]
+    held: list[HeldShard]
 
 
 MemoryMessage = HandOver | Memory | HoldShard | HeldShards | RetainSnapshot | DiscardSnapshot
-Request = Pointer | Commit | HandOver | Memory | HoldShard | HeldShards
+Request = Pointer | Commit | HandOver | Memory | HoldShard | HeldShards | ReplicateShard
 Report = Hello | Connected | Step | Busy | Free | Expects | Prepared | Parked | Restored | Damaged | Stopped | Finished
 WorkerMessage = Report | Request | RetainSnapshot | DiscardSnapshot
 Reply = Accepted | Refused | PointerReply | MemoryReply | ShardsReply

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import Program, require_script
@@ -21,6 +22,8 @@ from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.session_detection import opens_session
+from azureml_elastic.node.agent.shard_receiver import ShardReceiver
+from azureml_elastic.node.agent.shard_sender import ShardSender
 from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
@@ -102,6 +105,9 @@ class _Node:
         self._preemption.watch()
         self._recorder = recorder = Recorder(identity.folder, identity.node, identity.incarnation, table)
         stack.callback(recorder.close)
+        memory = AgentMemory(_local_snapshots(identity))
+        receiver = ShardReceiver(memory)
+        stack.callback(receiver.close)
         self._rendezvous = rendezvous = Rendezvous(
             table=table,
             node=identity.node,
@@ -120,12 +126,14 @@ class _Node:
             incarnation=identity.incarnation,
             wake=wake,
             record=recorder.record,
+            receive_shard=receiver.receive,
         )
         stack.callback(rendezvous.shutdown)
         rendezvous.announce()
         recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
         self._watch = HangDetector(HangPolicy.of(distribution))
-        self._channel = Channel(recorder, rendezvous.inbox, wake.set, self._watch, _local_snapshots(identity))
+        sender = ShardSender(memory, rendezvous.authenticator)
+        self._channel = Channel(recorder, rendezvous.inbox, wake.set, self._watch, memory, sender)
         stack.callback(self._channel.close)
         _set_environment(identity, self._channel.path)
         self._preload_server = start_preload(program, os.environ) if distribution.preload_workers else None

@@ -7,9 +7,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.config import RendezvousTimings, TableRendezvous
 from azureml_elastic.ipc import MessageClient
 from azureml_elastic.ipc.authentication import Authenticator, Peer
+from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Limits
@@ -31,13 +33,26 @@ TIMINGS = RendezvousTimings(
     rescale_debounce=timedelta(seconds=0.1),
 )
 
+SHARD_SECONDS = 5.0
+"""Time in which a node that sends a shard, or takes one, must do something."""
+
+SHARD_TRANSFERS = 12
+"""Shards that a node receives at the same time."""
+
 
 class Run:
     """Two nodes in a sealed round, each with an agent's loop on a thread, and a third one that waits beside it."""
 
     def __init__(self, path):
         self.table = open_table(TableRendezvous(endpoint=str(path)), "run", {})
-        self.nodes = [Rendezvous(self.table, f"node-{k}", "127.0.0.1", 1, Limits(2, 2), TIMINGS) for k in range(2)]
+        self.memories = [AgentMemory() for _ in range(2)]
+        self.receivers = [ShardReceiver(memory, SHARD_SECONDS, SHARD_TRANSFERS) for memory in self.memories]
+        self.nodes = [
+            Rendezvous(
+                self.table, f"node-{k}", "127.0.0.1", 1, Limits(2, 2), TIMINGS, receive_shard=self.receivers[k].receive
+            )
+            for k in range(2)
+        ]
         for node in self.nodes:
             node.announce()
         with ThreadPoolExecutor(2) as pool:
@@ -49,6 +64,9 @@ class Run:
     def close(self):
         for node in self.nodes:
             node.shutdown()
+        for receiver, memory in zip(self.receivers, self.memories, strict=True):
+            receiver.close()
+            memory.close()
         self.table.close()
 
     def connect(self):

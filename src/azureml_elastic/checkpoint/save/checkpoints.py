@@ -25,7 +25,7 @@ from azureml_elastic.checkpoint.save.background_task import BackgroundTask, Task
 from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, RETRY_SECONDS, retry_while_unavailable
 from azureml_elastic.checkpoint.save.local_shard import LocalShard, ShardCopy
 from azureml_elastic.checkpoint.snapshots.recovery_from_replicas import recover_from_replicas
-from azureml_elastic.checkpoint.snapshots.replication import PeerBuffers, ReplicationTask
+from azureml_elastic.checkpoint.snapshots.replication import ReplicationTask
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
@@ -70,7 +70,6 @@ class Checkpoints:
         self._groups, self._agent = groups, agent
         self.snapshots = agent.holds_snapshots and (policy.snapshot_every or policy.snapshot_every_steps) is not None
         self._shard = LocalShard(groups, spare=self.snapshots)
-        self._peer_buffers = PeerBuffers()
         self._committed: Reference | None = None
         self._task: BackgroundTask | None = None
         self._abandoned: BackgroundTask | None = None
@@ -118,7 +117,7 @@ class Checkpoints:
         plain, tensors = self._ready(state)
         manifest, identity = self._manifest(step, plain, data), self._groups.identity
         arguments = self._task_arguments(manifest, tensors, manifest.to_bytes if identity.rank == 0 else bytes)
-        self._task = ReplicationTask(*arguments, identity=identity, buffers=self._peer_buffers)
+        self._task = ReplicationTask(*arguments, identity=identity)
         self._task.start()
 
     @property

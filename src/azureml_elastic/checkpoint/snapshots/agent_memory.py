@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from typing import Any
+from dataclasses import asdict
 
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
+from azureml_elastic.errors import ElasticError
 from azureml_elastic.ipc.agent_interface import HandedOverState
+from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 from azureml_elastic.ipc.worker_messages import (
     Accepted,
     DiscardSnapshot,
@@ -42,7 +44,7 @@ class AgentMemory:
         self._local = local
         self._lock = threading.Lock()
         self._state: tuple[int, HandedOverState] | None = None
-        self._shards: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {}
+        self._shards: dict[tuple[str, str], tuple[int, ShardDescription]] = {}
         self._written = ""
 
     def answer(self, message: MemoryMessage, number: int, rank: int) -> Reply | None:
@@ -61,7 +63,7 @@ class AgentMemory:
                 case Memory():
                     return MemoryReply(None if self._state is None else self._state[1])
                 case HeldShards():
-                    held = [description for _, description in self._shards.values()]
+                    held = [HeldShard(**asdict(shard), path=_path(fd)) for fd, shard in self._shards.values()]
                     return ShardsReply(held + (self._local.describe() if self._local is not None else []))
                 case RetainSnapshot():
                     self._retain(message.folder)
@@ -70,22 +72,40 @@ class AgentMemory:
                     self._discard([key for key in self._shards if key[0] == message.folder])
                     return None
                 case HandOver() | HoldShard():
-                    return self._hold(message, number, rank)
+                    return self._hold_memory(message, number, rank)
 
-    def _hold(self, message: HandOver | HoldShard, number: int, rank: int) -> Reply:
+    def hold(self, descriptor: int, shard: ShardDescription) -> None:
+        """Hold a shard, whose memory's descriptor belongs to this object from now on."""
+        with self._lock:
+            self._hold(descriptor, shard)
+
+    def open_shard(self, folder: str, file: str) -> tuple[int, ShardDescription]:
+        """Return a new descriptor of a shard's memory, and the shard's description.
+
+        Raises:
+            ElasticError: no such shard is held.
+        """
+        with self._lock:
+            if (folder, file) not in self._shards:
+                raise ElasticError(f"this node does not hold the shard {file} of the snapshot {folder}")
+            descriptor, shard = self._shards[folder, file]
+            return os.dup(descriptor), shard
+
+    def _hold(self, descriptor: int, shard: ShardDescription) -> None:
+        key = (shard.folder, shard.file)
+        self._discard([key])
+        self._shards[key] = descriptor, shard
+
+    def _hold_memory(self, message: HandOver | HoldShard, number: int, rank: int) -> Reply:
         try:
             opened = os.open(f"/proc/{message.pid}/fd/{message.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             return Refused("unavailable", f"The memory cannot be opened: {error}")
-        path = f"/proc/{os.getpid()}/fd/{opened}"
         if isinstance(message, HoldShard):
-            description = {**message.description, "path": path}
-            key = (description["folder"], description["file"])
-            self._discard([key])
-            self._shards[key] = opened, description
+            self._hold(opened, message.shard)
         else:
             self._drop_state()
-            self._state = opened, HandedOverState(path, message.step, number, rank)
+            self._state = opened, HandedOverState(_path(opened), message.step, number, rank)
             _LOG.info("The state of step %d is held in memory for the next round.", message.step)
         return Accepted()
 
@@ -126,3 +146,7 @@ class AgentMemory:
         if self._state is not None:
             os.close(self._state[0])
             self._state = None
+
+
+def _path(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -22,12 +22,15 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import xxhash
+from pydantic import TypeAdapter
+
+from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 
 __all__ = ["LocalSnapshots"]
 
@@ -41,8 +44,10 @@ _LOCK_SECONDS = 2.0
 
 _RETRY_SECONDS = 0.02
 
-Shard = tuple[int, Mapping[str, Any]]
-"""The descriptor of memory, and its description: ``folder``, ``file``, ``size``, ``tail`` and ``xxh3``."""
+_DESCRIPTION = TypeAdapter(ShardDescription)
+
+Shard = tuple[int, ShardDescription]
+"""The descriptor of memory, and the description of the shard in it."""
 
 
 class LocalSnapshots:
@@ -58,21 +63,21 @@ class LocalSnapshots:
         self._own.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_own(self._own / _OWNER, lock_seconds)
         self._abandoned = [path for path in sorted(folder.iterdir()) if path != self._own and _is_abandoned(path)]
-        self._inherited = [description for path in self._abandoned for description in _descriptions(path)]
+        self._inherited = [shard for path in self._abandoned for shard in _read(path)]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local-snapshots")
         self._changed = threading.Lock()
         self._next: list[Shard] = []
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Return the descriptions of all shards on the disk, each with the ``path`` of its file."""
-        return self._inherited + list(_descriptions(self._own))
+    def describe(self) -> list[HeldShard]:
+        """Return the descriptions of all shards on the disk."""
+        return self._inherited + list(_read(self._own))
 
     def write(self, shards: list[Shard]) -> None:
         """Write a complete snapshot in the background. One that still waits for its turn is replaced by the next."""
         copies: list[Shard] = []
         try:
-            for descriptor, description in shards:
-                copies.append((os.dup(descriptor), description))
+            for descriptor, shard in shards:
+                copies.append((os.dup(descriptor), shard))
         except OSError as error:
             _LOG.warning("A snapshot cannot be written to %s: %s", self._own, error)
             _close(copies)
@@ -104,13 +109,13 @@ class LocalSnapshots:
             shards, self._next = self._next, []
         if not shards:
             return  # an earlier call has written them
-        folder = self._own / shards[0][1]["folder"]
+        folder = self._own / shards[0][1].folder
         try:
             folder.mkdir(exist_ok=True)
-            for descriptor, description in shards:
-                _copy(descriptor, folder / description["file"], description)
-                with (folder / f"{description['file']}.json").open("x") as stream:
-                    json.dump({key: value for key, value in description.items() if key != "path"}, stream)
+            for descriptor, shard in shards:
+                _copy(descriptor, folder / shard.file, shard)
+                with (folder / f"{shard.file}.json").open("x") as stream:
+                    json.dump(asdict(shard), stream)
             self._retire(folder)
         except (OSError, ValueError) as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -159,9 +164,9 @@ def _is_abandoned(path: Path) -> bool:
     return descriptor >= 0
 
 
-def _copy(descriptor: int, target: Path, description: Mapping[str, Any]) -> None:
+def _copy(descriptor: int, target: Path, shard: ShardDescription) -> None:
     """Copy within the kernel, so that neither the interpreter nor the worker that owns the memory waits."""
-    size = description["size"] + description["tail"]
+    size = shard.size + shard.tail
     with target.open("x+b") as stream:
         done = 0
         while done < size:
@@ -173,14 +178,15 @@ def _copy(descriptor: int, target: Path, description: Mapping[str, Any]) -> None
         with (
             mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as memory,
             memoryview(memory) as view,
-            view[: description["size"]] as content,
+            view[: shard.size] as content,
         ):
             written = xxhash.xxh3_128_hexdigest(content)
-    if written != description["xxh3"]:
+    if written != shard.xxh3:
         raise OSError(f"{target} changed while it was written: its memory is in use again; take snapshots less often")
 
 
-def _descriptions(own: Path) -> Iterator[dict[str, Any]]:
+def _read(own: Path) -> Iterator[HeldShard]:
     for path in sorted(own.glob("*/*.json")):
         with contextlib.suppress(OSError, ValueError):  # torn, or removed just now
-            yield {**json.loads(path.read_text()), "path": str(path.with_suffix(""))}
+            shard = _DESCRIPTION.validate_json(path.read_bytes())
+            yield HeldShard(**asdict(shard), path=str(path.with_suffix("")))

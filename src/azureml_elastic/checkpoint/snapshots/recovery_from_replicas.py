@@ -14,7 +14,7 @@ import mmap
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
@@ -26,6 +26,7 @@ from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
+from azureml_elastic.ipc.shards import HeldShard
 
 __all__ = ["ReplicaShard", "choose_replicas", "recover_from_replicas"]
 
@@ -33,32 +34,14 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ReplicaShard:
-    """A shard of a snapshot in the memory of a node.
+class ReplicaShard(HeldShard):
+    """A shard of a snapshot that a node holds.
 
     Args:
         holder: rank that can read it.
-        folder: name of the snapshot.
-        file: file name of the shard in a checkpoint.
-        step: optimizer steps completed.
-        world_size: world size of the round that took the snapshot, which is the number of its shards.
-        rank: rank whose shard it is.
-        size: size of the file in bytes.
-        tail: size in bytes of what follows the file: the manifest, in the shard of rank 0.
-        xxh3: checksum of the file.
-        path: path of the memory on the holder's node.
     """
 
     holder: int
-    folder: str
-    file: str
-    step: int
-    world_size: int
-    rank: int
-    size: int
-    tail: int
-    xxh3: str
-    path: str
 
 
 def choose_replicas(held: Sequence[ReplicaShard], newer_than: int) -> list[ReplicaShard] | None:
@@ -104,7 +87,8 @@ def recover_from_replicas(
         CheckpointError: it could not be committed.
         Fenced: a newer round has taken over.
     """
-    mine = [ReplicaShard(control.rank, **each) for each in agent.held_shards()] if identity.local_rank == 0 else []
+    own = agent.held_shards() if identity.local_rank == 0 else []
+    mine = [ReplicaShard(**asdict(each), holder=control.rank) for each in own]
     held = [each for part in control.gather(mine) for each in part]
     before = -1 if committed is None else committed.step
     while True:

@@ -12,20 +12,21 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
-from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
 from azureml_elastic.ipc import Connection, MessageServer, listen, worker_messages
 from azureml_elastic.ipc.worker_messages import FROM_AGENT, FROM_WORKER
 from azureml_elastic.ledger.events import CheckpointQuarantined, Progress, Restored
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.local_workers import LocalWorkers, RoundState, WorkerState
 from azureml_elastic.node.agent.pointer_service import PointerService
+from azureml_elastic.node.agent.shard_sender import ShardSender
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.rendezvous.hub.inbox import Inbox
+from azureml_elastic.node.rendezvous.state.round import Member
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["Channel"]
@@ -44,7 +45,8 @@ class Channel:
         inbox: queue for the workers' votes on step boundaries.
         wake: callback for changes, called from the channel's thread.
         watch: detector of hanging workers.
-        local: snapshots on this node's disk, ``None`` without them.
+        memory: memory of the agent, which the channel closes.
+        sender: sender of snapshot shards to other nodes, which the channel closes.
 
     Attributes:
         workers: connected workers and what they have reported.
@@ -59,7 +61,8 @@ class Channel:
         inbox: Inbox,
         wake: Callable[[], None],
         watch: HangDetector,
-        local: LocalSnapshots | None = None,
+        memory: AgentMemory,
+        sender: ShardSender,
     ) -> None:
         self._recorder = recorder
         self._watch = watch
@@ -69,21 +72,32 @@ class Channel:
         self.path = str(self.folder / "agent.sock")
         self.ended_well = False
         self._recorded = 0.0
-        self._memories = AgentMemory(local)
+        self._memories = memory
+        self._sender = sender
         self._pointers = PointerService(recorder)
         self._server = MessageServer(listen(self.path), self._on_message, self._on_close)
 
-    def begin(self, number: int, size: int, pointer: CheckpointPointer | None, *, keep: bool = False) -> None:
+    def begin(
+        self,
+        number: int,
+        size: int,
+        pointer: CheckpointPointer | None,
+        *,
+        members: Sequence[Member] = (),
+        keep: bool = False,
+    ) -> None:
         """Serve a new round's workers, and cut off those of the round before.
 
         Args:
             number: number of the round.
             size: number of workers of this node.
             pointer: the checkpoint's row in the table, on rank 0's node only.
+            members: the round's nodes in rank order.
             keep: whether the parked workers stay, to be assigned to this round.
         """
         if not keep:
             self.workers.cut()
+        self._sender.begin(members)
         self.workers.begin(RoundState(number, size, pointer), keep=keep)
         if pointer is not None:
             self._pointers.take_over(pointer)
@@ -91,6 +105,7 @@ class Channel:
     def close(self) -> None:
         """Stop serving; workers that still run will exit."""
         self._server.close()
+        self._sender.close()
         self._pointers.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         self._memories.close(forget=self.ended_well)
@@ -108,6 +123,9 @@ class Channel:
         elif isinstance(message, get_args(worker_messages.Request)) and not isinstance(number, int):
             _LOG.warning("Closing the connection to a worker, whose request %r has no id.", fields["op"])
             connection.close(f"its request {fields['op']!r} has no id")
+        elif worker.round != state.number and isinstance(message, worker_messages.ReplicateShard):
+            refusal = worker_messages.Refused("unavailable", f"Round {worker.round} is over.")
+            connection.send({"re": number, **FROM_AGENT.encode(refusal)})
         elif worker.round != state.number and not isinstance(message, _IN_ANY_ROUND):
             connection.close("its round is over")
         else:
@@ -144,6 +162,8 @@ class Channel:
                 self.workers.answer(state, local_rank, message)
             case worker_messages.Pointer() | worker_messages.Commit():
                 self._pointers.submit(message, worker.round, worker.pointer, reply)
+            case worker_messages.ReplicateShard():
+                self._sender.submit(message, reply)
             case worker_messages.Connected():
                 state.connected = True
             case worker_messages.Parked():

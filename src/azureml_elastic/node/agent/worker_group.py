@@ -108,7 +108,7 @@ class WorkerGroup:
         self._workers.finish_stopping()  # whatever they hand over is for the next ones
         round_ = assignment.round
         ranks = assignment.global_ranks
-        self._channel.begin(round_.number, len(ranks), pointer, keep=self.stays)
+        self._channel.begin(round_.number, len(ranks), pointer, members=round_.members, keep=self.stays)
         environments = worker_environments(assignment, run_id, max_restarts)
         if self.stays:
             self._channel.workers.assign(

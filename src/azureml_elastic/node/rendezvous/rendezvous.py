@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
-from azureml_elastic.ipc import Peer
+from azureml_elastic.ipc import Connection, Peer
+from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.ledger import events
 from azureml_elastic.node.host.addresses import Ports, format_address, listening_address
 from azureml_elastic.node.host.identity import new_incarnation
@@ -68,12 +69,14 @@ class Rendezvous:
         incarnation: random identifier of this process; ``None`` for a new one.
         wake: event to set when there is something to do; ``None`` for a new one.
         record: callback for events, with the class, the round's number and the fields.
+        receive_shard: callback that takes over a connection to the hub whose client offers a snapshot shard.
 
     Attributes:
         node: name of this node.
         incarnation: random identifier of this process.
         wake: event that is set when the agent should look at :meth:`status` and at the inbox.
         inbox: messages of agents and local workers for the agent's thread.
+        authenticator: this node's part in the handshakes with other nodes.
         hub: this node's hub.
         membership: the round joined last, and the connection to its rank 0.
         round_end: reopens the round, or closes the run.
@@ -98,6 +101,7 @@ class Rendezvous:
         incarnation: str | None = None,
         wake: threading.Event | None = None,
         record: Callable[..., None] = lambda *_, **__: None,
+        receive_shard: Callable[[Connection, ShardDescription], None] | None = None,
     ) -> None:
         # Each object gets only objects that were made before it.
         self.node = node
@@ -110,6 +114,7 @@ class Rendezvous:
         )
         self.wake = context.wake
         self.inbox = context.inbox
+        self.authenticator = context.authenticator
         hub_listener = context.runtime.listen(self._interface, 4096)
         self._data_port = DataPort(context, self._interface) if ports is not None else None
         me = Member(
@@ -127,7 +132,7 @@ class Rendezvous:
         self._sleeper = Sleeper(context, self._prober, cancelled)
         key = RunKey(table, context.clock, context.adopt_key)
         self._rows = rows = Rows(table, self._sleeper.sleep, context.latest, key)
-        self.hub = hub = Hub(context, hub_listener, membership.reached_leader)
+        self.hub = hub = Hub(context, hub_listener, membership.reached_leader, receive_shard)
         self._must_look = False
         self._heartbeat = heartbeat = TableHeartbeat(context, table, hub.request_read, self._look_at_round)
         self._watch = HubWatch(context, reach)

@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from azureml_elastic.ipc import Connection, MessageClient
 from azureml_elastic.ipc import worker_messages as messages
 from azureml_elastic.ipc.agent_interface import EXIT_AGENT_LOST, Action, HandedOverState, WorkerIdentity
 from azureml_elastic.ipc.message import MalformedMessage
+from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 from azureml_elastic.train.agent_client.signals import end_group, leave_sigterm_to_the_agent
 
 __all__ = ["ChannelAgent"]
@@ -36,6 +37,8 @@ __all__ = ["ChannelAgent"]
 _LOG = logging.getLogger(__name__)
 _R = TypeVar("_R", bound=messages.Reply)
 _FLUSH_SECONDS = 5.0
+_TRANSFER_SECONDS = 3600.0
+"""Time for the agent to send a shard to another node; it gives up much sooner where nothing moves."""
 _LONGEST_TEXT = 2000
 _STRONGEST_FIRST: tuple[Action, ...] = ("leave", "rejoin", "save")
 
@@ -157,9 +160,14 @@ class ChannelAgent:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         return self._request(messages.Memory(), messages.MemoryReply).memory
 
-    def hold_shard(self, descriptor: int, description: Mapping[str, Any]) -> None:
+    def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        self._request(messages.HoldShard(os.getpid(), descriptor, dict(description)), messages.Accepted)
+        self._request(messages.HoldShard(os.getpid(), descriptor, shard), messages.Accepted)
+
+    def replicate_shard(self, shard: ShardDescription, rank: int) -> None:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
+        request = messages.ReplicateShard(shard.folder, shard.file, rank)
+        self._request(request, messages.Accepted, _TRANSFER_SECONDS)
 
     def retain_snapshot(self, folder: str) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -169,7 +177,7 @@ class ChannelAgent:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         self._send(messages.DiscardSnapshot(folder))
 
-    def held_shards(self) -> list[dict[str, Any]]:
+    def held_shards(self) -> list[HeldShard]:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         return self._request(messages.HeldShards(), messages.ShardsReply).held
 
@@ -212,10 +220,10 @@ class ChannelAgent:
     def _send(self, message: messages.WorkerMessage) -> None:
         self._client.send(messages.FROM_WORKER.encode(message))
 
-    def _request(self, request: messages.Request, expected: type[_R]) -> _R:
+    def _request(self, request: messages.Request, expected: type[_R], timeout: float | None = None) -> _R:
         fields = messages.FROM_WORKER.encode(request)
         try:
-            reply = messages.FROM_AGENT.decode(self._client.request(fields, self._request_timeout))
+            reply = messages.FROM_AGENT.decode(self._client.request(fields, timeout or self._request_timeout))
         except (TimeoutError, ConnectionError) as error:
             raise TableUnavailable(f"The node's agent did not answer {fields['op']!r}: {error}") from error
         except MalformedMessage as error:

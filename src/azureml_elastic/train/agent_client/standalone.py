@@ -18,7 +18,7 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -27,6 +27,7 @@ from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, Fenced
 from azureml_elastic.ipc.agent_interface import EXIT_TERMINATED, Action, WorkerIdentity
+from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 
 __all__ = ["POINTER", "StandaloneAgent"]
 
@@ -143,13 +144,21 @@ class StandaloneAgent:
     def handed_over(self) -> None:
         """Nobody has kept anything."""
 
-    def hold_shard(self, descriptor: int, description: Mapping[str, Any]) -> None:
+    def hold_shard(self, descriptor: int, shard: ShardDescription) -> None:
         """Nobody to take it.
 
         Raises:
             ElasticError: always.
         """
-        raise ElasticError(f"There is no agent to hold on to {description['folder']} (descriptor {descriptor}).")
+        raise ElasticError(f"There is no agent to hold on to {shard.folder} (descriptor {descriptor}).")
+
+    def replicate_shard(self, shard: ShardDescription, rank: int) -> None:
+        """Nobody to send it.
+
+        Raises:
+            ElasticError: always.
+        """
+        raise ElasticError(f"There is no agent to send {shard.folder} to rank {rank}.")
 
     def retain_snapshot(self, folder: str) -> None:
         """Nobody to tell."""
@@ -157,7 +166,7 @@ class StandaloneAgent:
     def discard_snapshot(self, folder: str) -> None:
         """Nobody to tell."""
 
-    def held_shards(self) -> list[dict[str, Any]]:
+    def held_shards(self) -> list[HeldShard]:
         """Nobody has kept anything."""
         return []
 

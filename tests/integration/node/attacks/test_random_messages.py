@@ -20,14 +20,12 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import TableRendezvous
 from azureml_elastic.ipc import MessageClient
-from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
-from azureml_elastic.node.hangs.detector import HangDetector
-from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.hub.inbox import Inbox
 from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.table import open_table
+from tests.support.channels import open_channel
 from tests.support.rendezvous.sealed_run import encoded
 from tests.support.waiting import until
 
@@ -62,20 +60,21 @@ def line_of(message):
 
 HUB_OPS = (
     "hello", "watch", "done", "report", "unreachable", "reached", "round_changed", "leader_query", "beat", "lost",
-    "all_done", "broadcast", "seal_position", "x",
+    "all_done", "broadcast", "seal_position", "shard_offer", "shard_ready", "shard_content", "shard_held",
+    "shard_refused", "x",
 )  # fmt: skip
 HUB_FIELDS = (
     "round", "is_open", "strikes", "unreached", "candidacy", "body", "text", "incarnation", "nodes", "absent",
-    "node", "re",
+    "node", "re", "shard", "fingerprint", "reason",
 )  # fmt: skip
 AGENT_OPS = (
     "hello", "step", "restored", "expects", "connected", "pointer", "commit", "hand_over", "memory", "prepared",
     "stopped", "parked", "busy", "free", "finished", "damaged", "hold_shard", "held_shards",
-    "retain_snapshot", "discard_snapshot", "x",
+    "replicate_shard",    "retain_snapshot", "discard_snapshot", "x",
 )  # fmt: skip
 AGENT_FIELDS = (
     "rank", "local_rank", "round", "step", "directory", "id", "boundary", "ok", "seconds", "digest", "pid", "fd",
-    "steps", "bounded", "description", "folder", "problems", "re",
+    "steps", "bounded", "shard", "folder", "file", "problems", "re",
 )  # fmt: skip
 
 
@@ -166,7 +165,7 @@ def test_bytes_of_a_process_without_the_key(run):
 def channel(tmp_path):
     table = open_table(TableRendezvous(endpoint=str(tmp_path / "t.sqlite")), "run", {})
     recorder = Recorder(tmp_path, "node-0", "inc", table)
-    made = Channel(recorder, Inbox(), lambda: None, HangDetector(HangPolicy()))
+    made = open_channel(recorder, Inbox())
     made.begin(1, 2, None)
     yield made
     made.close()

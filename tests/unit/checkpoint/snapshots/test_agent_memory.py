@@ -17,6 +17,7 @@ from azureml_elastic.ipc.worker_messages import (
     MemoryReply,
     RetainSnapshot,
 )
+from tests.support.shards import describe, memory_of
 
 
 @pytest.fixture
@@ -26,15 +27,9 @@ def memory():
     made.close()
 
 
-def memory_of(content):
-    descriptor = os.memfd_create("test")
-    os.write(descriptor, content)
-    return descriptor
-
-
 def hold_shard(memory, folder, file, content):
     descriptor = memory_of(content)
-    message = HoldShard(os.getpid(), descriptor, {"folder": folder, "file": file})
+    message = HoldShard(os.getpid(), descriptor, describe(folder, content, file=file))
     assert memory.answer(message, 1, 0) == Accepted()
     os.close(descriptor)  # as at the end of the worker
 
@@ -43,7 +38,7 @@ def contents(memory):
     held = memory.answer(HeldShards(), 1, 0).held
     found = {}
     for each in held:
-        found[each["folder"], each["file"]] = Path(each["path"]).read_bytes()
+        found[each.folder, each.file] = Path(each.path).read_bytes()
     return found
 
 
@@ -52,7 +47,7 @@ def test_shards_outlive_their_worker_and_are_released_by_snapshot(memory):
     hold_shard(memory, "a", "rank-1", b"a1")
     hold_shard(memory, "b", "rank-0", b"b0")
     assert contents(memory) == {("a", "rank-0"): b"a0", ("a", "rank-1"): b"a1", ("b", "rank-0"): b"b0"}
-    paths = [each["path"] for each in memory.answer(HeldShards(), 1, 0).held if each["folder"] == "a"]
+    paths = [each.path for each in memory.answer(HeldShards(), 1, 0).held if each.folder == "a"]
     assert memory.answer(RetainSnapshot("b"), 1, 0) is None
     assert contents(memory) == {("b", "rank-0"): b"b0"}
     assert not any(Path(path).exists() for path in paths)
@@ -65,7 +60,7 @@ def test_a_shard_replaces_an_earlier_one_of_the_same_name(memory):
 
 
 def test_released_memory_is_refused(memory):
-    message = HoldShard(os.getpid(), 987654, {"folder": "a", "file": "b"})
+    message = HoldShard(os.getpid(), 987654, describe("a", b""))
     reply = memory.answer(message, 1, 0)
     assert reply.error == "unavailable"
     assert "cannot be opened" in reply.message

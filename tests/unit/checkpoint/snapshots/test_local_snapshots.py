@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,9 @@ import xxhash
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
+from azureml_elastic.ipc.shards import HeldShard
 from azureml_elastic.ipc.worker_messages import HeldShards, HoldShard, RetainSnapshot
-
-
-def described(folder, content, tail=b"", rank=0):
-    sums = {"size": len(content), "tail": len(tail), "xxh3": xxhash.xxh3_128_hexdigest(content)}
-    return {"folder": folder, "file": f"rank-{rank:05}.safetensors", "step": 1, "world_size": 1, "rank": rank, **sums}
-
-
-def memory_of(content):
-    descriptor = os.memfd_create("test")
-    os.write(descriptor, content)
-    return descriptor
+from tests.support.shards import describe, memory_of
 
 
 class Disk:
@@ -39,7 +31,7 @@ class Disk:
 
     def write(self, agent, folder, content, tail=b"", **changed):
         descriptor = memory_of(content + tail)
-        agent.write([(descriptor, {**described(folder, content, tail), "path": "memory", **changed})])
+        agent.write([(descriptor, describe(folder, content, tail, **changed))])
         os.close(descriptor)
         agent._pool.submit(int).result()  # waits for the write
 
@@ -53,7 +45,7 @@ def disk(tmp_path):
 
 
 def contents(agent):
-    return [(each["folder"], Path(each["path"]).read_bytes()) for each in agent.describe()]
+    return [(each.folder, Path(each.path).read_bytes()) for each in agent.describe()]
 
 
 def test_the_next_agent_finds_the_newest_snapshot(disk):
@@ -69,7 +61,9 @@ def test_the_next_agent_finds_the_newest_snapshot(disk):
     first.close()
     second = disk.agent("b")
     assert contents(second) == newest
-    assert second.describe()[1] == {**described("two", b"2" * 1000, b"tail"), "path": second.describe()[1]["path"]}
+    assert second.describe()[1] == HeldShard(
+        **asdict(describe("two", b"2" * 1000, b"tail")), path=second.describe()[1].path
+    )
     disk.write(second, "four", b"4")
     assert contents(second) == [("four", b"4")]
     assert not (disk.folder / "a").exists()
@@ -81,7 +75,7 @@ def test_of_waiting_snapshots_only_the_newest_is_written(disk):
     agent._pool.submit(go_on.wait)
     for name in ("one", "two", "three"):
         descriptor = memory_of(name.encode())
-        agent.write([(descriptor, described(name, name.encode()))])
+        agent.write([(descriptor, describe(name, name.encode()))])
         os.close(descriptor)
     go_on.set()
     agent._pool.submit(int).result()
@@ -128,7 +122,7 @@ def test_a_torn_snapshot_is_not_offered(disk):
 def test_the_successful_end_of_a_run_removes_all_snapshots(disk):
     memory = AgentMemory(disk.agent("a"))
     descriptor = memory_of(b"1")
-    message = HoldShard(os.getpid(), descriptor, described("one", b"1"))
+    message = HoldShard(os.getpid(), descriptor, describe("one", b"1"))
     memory.answer(message, 1, 0)
     memory.answer(RetainSnapshot("one"), 1, 0)
     os.close(descriptor)
@@ -140,7 +134,7 @@ def test_the_successful_end_of_a_run_removes_all_snapshots(disk):
 def test_a_failed_run_leaves_its_snapshots(disk):
     memory = AgentMemory(disk.agent("a"))
     descriptor = memory_of(b"1")
-    memory.answer(HoldShard(os.getpid(), descriptor, described("one", b"1")), 1, 0)
+    memory.answer(HoldShard(os.getpid(), descriptor, describe("one", b"1")), 1, 0)
     memory.answer(RetainSnapshot("one"), 1, 0)
     disk.agents[0]._pool.submit(int).result()
     os.close(descriptor)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+from dataclasses import asdict, replace
 
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,9 @@ from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.errors import CheckpointError, Fenced, TableUnavailable
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from azureml_elastic.ipc.shards import HeldShard
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
+from tests.support.shards import describe, memory_of
 from tests.support.train import damages
 
 IDENTITY = WorkerIdentity(0, 0, 1, 9)
@@ -45,22 +47,10 @@ class HoldingAgent(StandaloneAgent):
         content = content or random.Random(f"{step}.{rank}").randbytes(1000)
         manifest = Manifest(folder, step, 3, world_size, None, {}, {"model": step}, None, "2")
         tail = manifest.to_bytes() if rank == 0 else b""
-        descriptor = os.memfd_create("shard")
+        descriptor = memory_of((broken or content) + tail)
         self.stack.callback(os.close, descriptor)
-        os.write(descriptor, (broken or content) + tail)
-        self.held.append(
-            {
-                "folder": folder,
-                "file": f"rank-{rank:05}.safetensors",
-                "step": step,
-                "world_size": world_size,
-                "rank": rank,
-                "size": len(content),
-                "tail": len(tail),
-                "xxh3": xxhash.xxh3_128_hexdigest(content),
-                "path": f"/proc/{os.getpid()}/fd/{descriptor}",
-            }
-        )
+        shard = describe(folder, content, tail, rank, step=step, world_size=world_size)
+        self.held.append(HeldShard(**asdict(shard), path=f"/proc/{os.getpid()}/fd/{descriptor}"))
         return content
 
     def held_shards(self):
@@ -132,7 +122,7 @@ def test_a_snapshot_with_a_torn_manifest_is_skipped(agent):
     for rank in range(2):
         agent.put(5, rank)
         agent.put(7, rank)
-    descriptor = os.open(agent.held[1]["path"], os.O_RDWR)
+    descriptor = os.open(agent.held[1].path, os.O_RDWR)
     os.pwrite(descriptor, b"x", 1005)
     os.close(descriptor)
     assert run(agent).step == 5
@@ -142,7 +132,7 @@ def test_a_snapshot_whose_memory_was_released_is_skipped(agent):
     for rank in range(2):
         agent.put(5, rank)
         agent.put(7, rank)
-    agent.held[1]["path"] = "/proc/self/fd/987654"
+    agent.held[1] = replace(agent.held[1], path="/proc/self/fd/987654")
     assert run(agent).step == 5
 
 
@@ -189,7 +179,7 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_committed_checkpoint(agent
 
 
 def held(holder, step, rank, world_size, folder="a"):
-    return ReplicaShard(holder, folder, f"rank-{rank}", step, world_size, rank, 10, 0, "", "")
+    return ReplicaShard(folder, f"rank-{rank}", step, world_size, rank, 10, 0, "", "", holder)
 
 
 @given(

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ from azureml_elastic.ledger.events import CheckpointCommitted, Progress, Restore
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
-from azureml_elastic.node.hangs.detector import HangDetector
-from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.rendezvous.hub.inbox import Inbox
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY, CheckpointPointer
+from tests.support.channels import open_channel
+from tests.support.shards import describe
 from tests.support.waiting import until
 
 POINTER = {"directory": "step-4", "step": 4, "digest": "d"}
@@ -59,7 +60,7 @@ def recorder(tmp_path, table):
 @pytest.fixture
 def channel(recorder, table):
     inbox = Inbox()
-    made = Channel(recorder, inbox, lambda: None, HangDetector(HangPolicy()))
+    made = open_channel(recorder, inbox)
     made.votes = lambda number=1: [event.vote for event in inbox.take(number)]
     made.begin(1, 2, CheckpointPointer(table, 1, "x"))
     workers: list[Worker] = []
@@ -246,7 +247,7 @@ def test_the_rest_of_the_run_is_estimated_from_its_pace(channel):
         {"op": "prepared", "boundary": 1, "ok": True},
         {"op": "restored", "step": 7, "directory": 3},
         {"op": "hand_over", "pid": 1, "fd": "none", "step": 7},
-        {"op": "hold_shard", "pid": 1, "fd": 1, "description": {"folder": "a"}},
+        {"op": "hold_shard", "pid": 1, "fd": 1, "shard": {"folder": "a"}},
         {"op": "pointer"},
         {"op": "hello", "local_rank": None, "rank": 0, "round": 1},
         {"op": "hello", "local_rank": -1, "rank": 0, "round": 1},
@@ -269,7 +270,7 @@ def test_a_malformed_message_closes_the_connection_of_its_worker_alone(channel, 
     assert "Traceback" not in caplog.text
 
 
-SHARD = {"folder": "step-4", "file": "rank-00000.safetensors", "size": 8, "tail": 0, "xxh3": "0" * 32}
+SHARD = asdict(describe("step-4", b"content"))
 HOLD = {"op": "hold_shard", "id": 1, "pid": 1, "fd": 1}
 NESTED = b'{"op":"step","step":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 MALFORMED = {
@@ -282,14 +283,14 @@ MALFORMED = {
     "infinite pause": b'{"op":"commit","id":1,"directory":"d","step":1,"digest":"","seconds":1e999}',
     "no pause": b'{"op":"commit","id":1,"directory":"d","step":1,"digest":"","seconds":NaN}',
     "negative pause": {"op": "commit", "id": 1, "directory": "d", "step": 1, "digest": "", "seconds": -1.0},
-    "above the folder": {**HOLD, "description": {**SHARD, "folder": ".."}},
-    "another folder": {**HOLD, "description": {**SHARD, "folder": "/home/user"}},
-    "file elsewhere": {**HOLD, "description": {**SHARD, "file": "../../x"}},
-    "file with a null": {**HOLD, "description": {**SHARD, "file": "a\0b"}},
-    "no size": {**HOLD, "description": {"folder": "a", "file": "b"}},
-    "negative size": {**HOLD, "description": {**SHARD, "size": -1}},
-    "surrogate in a shard": b'{"op":"hold_shard","id":1,"pid":1,"fd":1,"description":%s}'
-    % json.dumps({**SHARD, "more": "\ud800"}).encode(),
+    "above the folder": {**HOLD, "shard": {**SHARD, "folder": ".."}},
+    "another folder": {**HOLD, "shard": {**SHARD, "folder": "/home/user"}},
+    "file elsewhere": {**HOLD, "shard": {**SHARD, "file": "../../x"}},
+    "file with a null": {**HOLD, "shard": {**SHARD, "file": "a\0b"}},
+    "no size": {**HOLD, "shard": {"folder": "a", "file": "b"}},
+    "negative size": {**HOLD, "shard": {**SHARD, "size": -1}},
+    "surrogate in a shard": b'{"op":"hold_shard","id":1,"pid":1,"fd":1,"shard":%s}'
+    % json.dumps({**SHARD, "file": "\ud800"}).encode(),
     "retained elsewhere": {"op": "retain_snapshot", "folder": "../.."},
     "reply": {"op": "memory", "id": [1]},
 }

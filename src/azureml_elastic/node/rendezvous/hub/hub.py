@@ -16,6 +16,7 @@ from typing import Any
 
 from azureml_elastic.ipc import Connection, Peer
 from azureml_elastic.ipc.agent_messages import BroadcastBody
+from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.node.rendezvous.context import Context
 from azureml_elastic.node.rendezvous.hub import messages
 from azureml_elastic.node.rendezvous.hub.inbox import FromMember
@@ -40,6 +41,7 @@ class Hub:
         listener: listening socket, which the hub owns from now on.
         reached_leader: function that returns whether this node has reached rank 0's hub of a round, ``None`` while
             it still tries.
+        receive_shard: callback that takes over a connection whose client offers a snapshot shard; ``None`` refuses.
 
     Attributes:
         port: port on which the hub listens.
@@ -50,8 +52,10 @@ class Hub:
         context: Context,
         listener: socket.socket,
         reached_leader: Callable[[int], bool | None] = lambda _: None,
+        receive_shard: Callable[[Connection, ShardDescription], None] | None = None,
     ) -> None:
         self._context = context
+        self._receive_shard = receive_shard
         self._reached_leader = reached_leader
         self._lock = threading.Lock()
         self._state = HubState(context.clock)
@@ -142,6 +146,12 @@ class Hub:
         match message:
             case messages.LeaderQuery():
                 _send(connection, messages.LeaderAnswer(self._reached_leader(message.round)))
+                return
+            case messages.ShardOffer():
+                if self._receive_shard is None:
+                    connection.close("this node holds no shards")
+                else:
+                    self._receive_shard(connection, message.shard)
                 return
             case messages.Hello():
                 self._on_hello(connection, message)

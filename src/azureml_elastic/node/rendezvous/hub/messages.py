@@ -8,6 +8,9 @@ hub answers with :class:`LeaderAnswer`.
 A hub sends :class:`Beat` and :class:`RoundChanged` to all, :class:`SealPosition` to waiting nodes, and :class:`Lost`,
 :class:`AllDone` and :class:`Broadcast` to members.
 
+A node that has a shard of a snapshot for another sends :class:`ShardOffer` to that node's hub, on a connection of its
+own; see :mod:`~azureml_elastic.node.agent.shard_receiver`.
+
 The sender's name and incarnation are those that it has proved in the connection's handshake.
 """
 
@@ -20,6 +23,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from azureml_elastic.ipc.agent_messages import BROADCASTS, REPORTS, BroadcastBody, ReportBody
 from azureml_elastic.ipc.message import Count, MessageCodec, Name, Text
+from azureml_elastic.ipc.shards import ShardDescription
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.round_codec import pack, unpack
 
@@ -38,6 +42,11 @@ __all__ = [
     "Report",
     "RoundChanged",
     "SealPosition",
+    "ShardContent",
+    "ShardHeld",
+    "ShardOffer",
+    "ShardReady",
+    "ShardRefused",
     "Unreachable",
     "Watch",
 ]
@@ -164,6 +173,37 @@ class Broadcast(Message):
     """Message of rank 0's agent to the agents of all members."""
 
     body: Annotated[BroadcastBody, PlainValidator(BROADCASTS.decode), PlainSerializer(BROADCASTS.encode)]
+
+
+@dataclass(frozen=True)
+class ShardOffer(Message):
+    """A node wants this one to hold a shard, which it sends on this connection."""
+
+    shard: ShardDescription
+
+
+@dataclass(frozen=True)
+class ShardReady(Message):
+    """The shard can be sent over TLS, to the process whose certificate has this SHA-256 fingerprint."""
+
+    fingerprint: Name
+
+
+@dataclass(frozen=True)
+class ShardContent(Message):
+    """The bytes of the shard follow."""
+
+
+@dataclass(frozen=True)
+class ShardHeld(Message):
+    """The node holds the shard."""
+
+
+@dataclass(frozen=True)
+class ShardRefused(Message):
+    """The node does not hold the shard."""
+
+    reason: Text
 
 
 CODEC: MessageCodec[Message] = MessageCodec(*Message.__subclasses__())

@@ -1,0 +1,165 @@
+"""Receives snapshot shards of other nodes' agents and holds them in memory.
+
+A node that sends a shard connects to this node's hub, where both ends authenticate themselves, and offers the shard.
+The hub hands the connection over to a thread, which uses it alone::
+
+    sender → receiver   ShardOffer    description of the shard
+    receiver → sender   ShardReady    fingerprint of its certificate, once there is memory; or ShardRefused
+                        TLS 1.3 from here on; the sender accepts this certificate alone
+    sender → receiver   ShardContent  authenticates the sender within the TLS connection; the bytes follow
+    receiver → sender   ShardHeld     the checksum is right and the agent holds the shard; or ShardRefused
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
+from azureml_elastic.errors import ElasticError, MissingExtra
+from azureml_elastic.ipc import Connection
+from azureml_elastic.ipc.message_stream import MessageStream
+from azureml_elastic.ipc.shards import ShardDescription
+from azureml_elastic.node.host.memory import available_memory
+from azureml_elastic.node.rendezvous.hub import messages
+
+if TYPE_CHECKING:
+    from azureml_elastic.ipc.tls import ServerCertificate
+
+__all__ = ["MAX_TRANSFERS", "PIECE_BYTES", "TIMEOUT_SECONDS", "ShardReceiver"]
+
+_LOG = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 30.0
+"""Time in which the other end must send or take something."""
+
+PIECE_BYTES = 1 << 20
+"""Bytes that are read, encrypted and sent, or received and written, at a time."""
+
+MAX_TRANSFERS = 256
+"""Limit of transfers at the same time: there is one per worker."""
+
+_RESERVED_BYTES = 256 << 20
+"""Memory that stays available: without it the kernel would end the workers."""
+
+
+class ShardReceiver:
+    """The receiving side of one node. Thread-safe.
+
+    Args:
+        memory: memory of the agent, which holds what has arrived.
+        timeout: seconds that each wait for the sender may take.
+        max_transfers: limit of transfers at the same time; there is one per worker of the sending node.
+    """
+
+    def __init__(
+        self, memory: AgentMemory, timeout: float = TIMEOUT_SECONDS, max_transfers: int = MAX_TRANSFERS
+    ) -> None:
+        self._memory = memory
+        self._timeout = timeout
+        self._max_transfers = max_transfers
+        self._lock = threading.Lock()
+        self._allocation = threading.Lock()
+        self._streams: set[MessageStream] = set()
+        self._closed = False
+        self._pool = ThreadPoolExecutor(max_transfers, thread_name_prefix="shard-receiver")
+
+    def receive(self, connection: Connection, shard: ShardDescription) -> None:
+        """Take over a connection to the hub whose client offers a shard. For the hub's thread."""
+        stream = connection.detach(self._timeout)
+        with self._lock:
+            is_accepted = not self._closed and len(self._streams) < self._max_transfers
+            if is_accepted:
+                self._streams.add(stream)
+                self._pool.submit(self._serve, stream, shard)
+        if not is_accepted:
+            stream.close()
+
+    def close(self) -> None:
+        """End all transfers; returns when their threads have ended."""
+        with self._lock:
+            self._closed = True
+            for stream in self._streams:
+                stream.interrupt()
+        self._pool.shutdown()
+
+    @functools.cached_property
+    def _certificate(self) -> ServerCertificate:
+        """Certificate of this process, made when the first shard arrives."""
+        try:
+            from azureml_elastic.ipc.tls import ServerCertificate
+        except ImportError as error:
+            raise MissingExtra("cryptography", "node") from error
+        return ServerCertificate()
+
+    def _serve(self, stream: MessageStream, shard: ShardDescription) -> None:
+        try:
+            refusal = self._receive(stream, shard)
+            stream.send(messages.CODEC.encode(messages.ShardHeld() if refusal is None else refusal))
+        except (OSError, ValueError) as error:
+            _LOG.warning("The shard %s of snapshot %s did not arrive: %s", shard.file, shard.folder, error)
+        except Exception:  # noqa: BLE001 - nobody waits for this thread's exceptions
+            _LOG.exception("Receiving the shard %s of snapshot %s failed.", shard.file, shard.folder)
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+            stream.close()
+
+    def _receive(self, stream: MessageStream, shard: ShardDescription) -> messages.ShardRefused | None:
+        """Receive and hold a shard, and return ``None``, or why it is refused."""
+        try:
+            certificate = self._certificate
+            with self._allocation:
+                descriptor = _allocate(shard.size + shard.tail)
+        except (OSError, ElasticError) as error:
+            return messages.ShardRefused(f"there is no memory for it: {error}")
+        try:
+            stream.send(messages.CODEC.encode(messages.ShardReady(certificate.fingerprint)))
+            stream.secure(certificate.accept)
+            if not isinstance(messages.CODEC.decode(stream.receive()), messages.ShardContent):
+                raise ConnectionError("the sender does not follow the protocol")
+            found = _copy(stream, descriptor, shard)
+            if found != shard.xxh3:
+                return messages.ShardRefused(f"its checksum is {found}, not {shard.xxh3}: it changed on the way")
+            self._memory.hold(os.dup(descriptor), shard)
+            return None
+        finally:
+            os.close(descriptor)
+
+
+def _allocate(size: int) -> int:
+    """Return the descriptor of this much memory, which the kernel has set aside.
+
+    Raises:
+        OSError: there is not enough.
+        MissingExtra: psutil is not installed.
+    """
+    available, _ = available_memory()
+    if size > available - _RESERVED_BYTES:
+        raise OSError(f"{size} bytes are needed and {available} available, of which {_RESERVED_BYTES} are reserved")
+    descriptor = os.memfd_create("replica", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _copy(stream: MessageStream, descriptor: int, shard: ShardDescription) -> str:
+    """Copy a shard and what follows it into memory, and return the shard's checksum."""
+    checksum = xxhash.xxh3_128()
+    total = shard.size + shard.tail
+    with memoryview(bytearray(min(PIECE_BYTES, total))) as buffer:
+        for begin in range(0, total, PIECE_BYTES):
+            piece = buffer[: min(PIECE_BYTES, total - begin)]
+            stream.receive_bytes(piece)
+            checksum.update(piece[: max(0, shard.size - begin)])
+            os.pwrite(descriptor, piece, begin)
+    return checksum.hexdigest()
