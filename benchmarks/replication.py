@@ -1,7 +1,7 @@
 """Time in which a snapshot shard reaches another process: over TLS between agents, beside torch's gloo in clear.
 
-``python benchmarks/replication.py [MiB]`` starts two processes on this machine, sends shards from one to the other in both
-ways in turn, and prints the medians and their ratio.
+``python benchmarks/replication.py [MiB]`` starts two processes on this machine, sends shards from one to the other in
+both ways in turn, and prints the medians and their ratio.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main() -> None:
     sender.begin((member,))
     content = torch.randint(0, 256, (size,), dtype=torch.uint8)
     descriptor = os.memfd_create("shard")
-    with open(descriptor, "wb", closefd=False) as file:  # noqa: PTH123 - a descriptor
+    with open(descriptor, "wb", closefd=False) as file:
         file.write(memoryview(content.numpy()))
     checksum = xxhash.xxh3_128_hexdigest(memoryview(content.numpy()))
     shard = ShardDescription("step-1", "rank-00000.safetensors", 1, 1, 0, size, 0, checksum)

@@ -15,6 +15,7 @@ reordered or left out. Messages are not encrypted.
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import hmac
 import secrets
@@ -119,7 +120,7 @@ class Authenticator:
         return ClientHandshake(self.me, self._purpose, self.key, to)
 
 
-class Handshake:
+class Handshake(abc.ABC):
     """One end's side of a handshake, without I/O.
 
     Args:
@@ -164,8 +165,9 @@ class Handshake:
         self._received.clear()
         return rest
 
+    @abc.abstractmethod
     def _answer(self, key: bytes, frame: bytes) -> bytes:
-        raise NotImplementedError
+        """Return the answer to the body of a frame."""
 
 
 class ClientHandshake(Handshake):
