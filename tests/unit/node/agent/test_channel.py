@@ -185,6 +185,15 @@ def test_a_descriptor_that_is_gone_is_refused(channel):
     assert answer["error"] == "unavailable"
 
 
+def test_a_shard_for_a_rank_that_there_is_not_is_refused_and_one_of_an_older_round_too(channel):
+    worker = channel.connect(0)
+    request = {"op": "replicate_shard", "folder": "step-4", "file": "rank-00000.safetensors", "rank": 9}
+    assert "no rank 9" in worker.client.request(request, 20)["message"]
+    channel.begin(2, 2, None, keep=True)
+    assert worker.client.request(request, 20)["message"] == "Round 1 is over."
+    assert not worker.closed.is_set(), "a worker that stays over rounds goes on"
+
+
 def test_parked_workers_receive_their_assignments_and_others_are_interrupted(channel, table):
     parked, other = channel.connect(0, 0), channel.connect(1, 0)
     parked.client.send({"op": "parked"})
