@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from azureml_elastic.config.command.program import Program
-from azureml_elastic.node.preload.environment_variables import changed, lasting
+from azureml_elastic.node.preload.environment_variables import changed, lasting, without_threads
 from azureml_elastic.node.preload.script_runner import OUTERMOST
 from azureml_elastic.node.preload.worker import ForkedWorker
 
@@ -58,6 +58,8 @@ class PreloadServer:
     ) -> None:
         self.command = program.command
         """Command for a plain start of the same worker."""
+        self.excluded: dict[str, str] = {}
+        """Packages that each worker imports itself, with the reasons."""
         self._environ = lasting(environ)
         self._changes = threading.Condition(threading.RLock())
         self._ready = self._settled = self._closed = False
@@ -77,7 +79,7 @@ class PreloadServer:
             try:
                 self._process = popen(
                     words,
-                    env=self._environ,
+                    env=without_threads(self._environ),
                     stdout=output,
                     stderr=self._errors,
                     pass_fds=[server_end.fileno()],
@@ -214,7 +216,8 @@ class PreloadServer:
                 _LOG.info(
                     "The preload server is ready after %s s (%s imports).", message["seconds"], message["imports"]
                 )
-                for reason in message["excluded"].values():
+                self.excluded = message["excluded"]
+                for reason in self.excluded.values():
                     _LOG.info("Imported by each worker: %s.", reason)
             elif operation == "settled":
                 self._settled = True

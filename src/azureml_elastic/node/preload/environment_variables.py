@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["changed", "is_per_worker", "is_read_late", "lasting"]
+__all__ = ["changed", "is_per_worker", "is_read_late", "lasting", "without_threads"]
 
 _PER_WORKER = re.compile(
     r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|"
@@ -23,6 +23,9 @@ _READ_LATE = re.compile(
     r"(GLOO|NCCL|TORCH_NCCL|UCX)_.*"
 )
 """Read when a GPU or a process group is opened, which no import may do (see :mod:`.fork_safety`)."""
+
+_ARROW_OPTIONS = "JE_ARROW_MALLOC_CONF"
+"""Options of the memory allocator in pyarrow."""
 
 
 def is_per_worker(name: str) -> bool:
@@ -38,6 +41,18 @@ def is_read_late(name: str) -> bool:
 def lasting(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables shared by all workers of a node in all rounds."""
     return {name: value for name, value in environ.items() if not is_per_worker(name)}
+
+
+def without_threads(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for the imports, with those that keep libraries from starting threads.
+
+    Arrow's copy of jemalloc starts one when it is loaded, also by pandas and scikit-learn, which no fork survives. See
+    ``background_thread`` in https://jemalloc.net/jemalloc.3.html.
+    """
+    options = [option for option in environ.get(_ARROW_OPTIONS, "").split(",") if option]
+    if not any(option.startswith("background_thread:") for option in options):
+        options.append("background_thread:false")
+    return {**environ, _ARROW_OPTIONS: ",".join(options)}
 
 
 def changed(imported_in: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:

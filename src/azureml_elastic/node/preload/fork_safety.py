@@ -14,7 +14,7 @@ import time
 import warnings
 from pathlib import Path
 
-__all__ = ["leftover_threads", "open_devices", "trial_fork", "why_unsafe"]
+__all__ = ["count_threads", "leftover_threads", "open_devices", "trial_fork", "why_unsafe"]
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 _SETTLE_SECONDS = 0.2
@@ -22,31 +22,37 @@ _SETTLE_SECONDS = 0.2
 
 
 def why_unsafe() -> str | None:
-    """Return why this process must not be forked, or ``None``; native threads are checked after a fork."""
+    """Return what the imports have done so that this process must not be forked, or ``None``.
+
+    Native threads are checked after a fork, by :func:`leftover_threads`.
+    """
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
-        return f"the script's imports started {_count(len(threads), 'thread')} ({', '.join(threads)})"
+        return f"started {_count(len(threads), 'thread')} ({', '.join(threads)})"
     if devices := open_devices(_DEVICES):
-        return f"the script's imports opened {', '.join(devices)}"
+        return f"opened {', '.join(devices)}"
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
-        return "the script's imports initialised CUDA"
+        return "initialised CUDA"
     return None
 
 
 def leftover_threads() -> str | None:
-    """Return, just after a fork, why the threads that are left make it unsafe, or ``None``.
+    """Return, just after a fork, which threads the imports have started and are left, or ``None``.
 
     Thread pools with fork handlers, such as OpenBLAS's, stop before a fork and restart on demand.
     """
     until = time.monotonic() + _SETTLE_SECONDS
     while (threads := _native_threads()) and time.monotonic() < until:
         time.sleep(0.002)
-    return f"the script's imports started {_count(len(threads), 'native thread')}" if threads else None
+    if not threads:
+        return None
+    names = sorted({name for name in map(_thread_name, threads) if name})
+    return f"started {_count(len(threads), 'native thread')} ({', '.join(names)})"
 
 
 def trial_fork() -> str | None:
-    """Fork a process that exits at once, and return why that was not safe, or ``None``."""
+    """Fork a process that exits at once, and return what the imports have done that made it unsafe, or ``None``."""
     reason = why_unsafe()
     if reason is not None:
         return reason
@@ -69,6 +75,17 @@ def open_devices(prefixes: tuple[str, ...]) -> list[str]:
             if path.startswith(prefixes):
                 found.add(path)
     return sorted(found)
+
+
+def count_threads() -> int:
+    """Return the number of threads of this process, those that end before a fork included."""
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - after each import
+
+
+def _thread_name(task: Path) -> str:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        return (task / "comm").read_text().strip()
+    return ""
 
 
 def _native_threads() -> list[Path]:

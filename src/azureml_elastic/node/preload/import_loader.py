@@ -1,7 +1,8 @@
 """Imports of the preload server, made as the script would make them.
 
-Output of the imports and their changes of the environment are recorded, for each worker to repeat. A package that
-reads ``RANK`` or another variable of a single worker at import is left to the workers.
+Output of the imports and their changes of the environment are recorded, for each worker to repeat. A package is left
+to the workers if its import reads ``RANK`` or another variable of a single worker, or starts threads that a fork would
+not copy.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from azureml_elastic.node.preload.environment_variables import is_per_worker
+from azureml_elastic.node.preload.fork_safety import count_threads, trial_fork
 from azureml_elastic.node.preload.import_scan import Import
 
-__all__ = ["LATER", "Output", "ReadsRank", "difference", "import_all", "import_later", "prepare", "shadowed"]
+__all__ = ["LATER", "Output", "Unsuitable", "difference", "import_all", "import_later", "prepare", "shadowed"]
 
 _BASICS = (Import("torch"), Import("torch.distributed"))
 _OWN = "azureml_elastic.train"
@@ -48,11 +50,16 @@ ordered so that none takes more than 0.5 s: ``torch._dynamo`` alone would take 1
 _MOST_BYTES = 1 << 20
 
 
-class ReadsRank(Exception):
-    """The import of a package has read a variable of a single worker."""
+class Unsuitable(Exception):
+    """A package must be imported by each worker, and workers must not be forked from this process any more.
 
-    def __init__(self, package: str, variable: str) -> None:
-        super().__init__(f"{package} reads {variable} while it is imported")
+    Args:
+        package: top-level package.
+        reason: what its import did.
+    """
+
+    def __init__(self, package: str, reason: str) -> None:
+        super().__init__(reason)
         self.package = package
 
 
@@ -128,9 +135,10 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
 
     Raises:
         ImportError: torch cannot be imported.
-        ReadsRank: an import has read a variable of a single worker, so workers must not be forked from this process.
+        Unsuitable: an import has read a variable of a single worker, or started threads that a fork would not copy.
     """
     made = 0
+    threads = count_threads()
     with _watched(os.environ) as read:
         for wanted in (*found, *_BASICS):
             if wanted.package in excluded:
@@ -146,7 +154,11 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
                 if wanted in _BASICS:
                     raise ImportError(f"{wanted.module} cannot be imported: {error!r}") from error
             if read:
-                raise ReadsRank(wanted.package, read[0])
+                raise Unsuitable(wanted.package, f"{wanted.package} reads {read[0]} while it is imported")
+            if count_threads() > threads:
+                if started := trial_fork():
+                    raise Unsuitable(wanted.package, f"{wanted.package} {started} while it was imported")
+                threads = count_threads()
     return made
 
 

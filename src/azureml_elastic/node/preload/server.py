@@ -108,7 +108,7 @@ class _Server:
         gc.disable()
         try:
             made = import_loader.import_all(findings.imports, list(self._excluded), self._output)
-        except import_loader.ReadsRank as error:
+        except import_loader.Unsuitable as error:
             self._start_again({**self._excluded, error.package: str(error)})
         if self._kind == "module":
             sys.argv[0] = "-m"
@@ -118,7 +118,7 @@ class _Server:
         gc.collect()
         gc.freeze()
         if reason := trial_fork():
-            self.refuse(reason)
+            self.refuse(f"the script's imports {reason}")
             return
         seconds = round(time.monotonic() - start, 3)
         self._send(op="ready", seconds=seconds, imports=made, excluded=self._excluded)
@@ -144,7 +144,7 @@ class _Server:
         gc.collect()
         gc.freeze()
         if reason := why_unsafe() or (None if self._later else trial_fork()):
-            self.refuse(f"{name}: {reason}")
+            self.refuse(f"{name} {reason} while it was imported")
         elif not self._later:
             self._send(op="settled")
 
@@ -196,8 +196,8 @@ class _Server:
         else:
             os.kill(worker, signal.SIGKILL)
             os.waitpid(worker, 0)
-            self.refuse(threads)
-            self._decline(request, threads)
+            self.refuse(f"the script's imports {threads}")
+            self._decline(request, f"the script's imports {threads}")
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         self._quiet_until = time.monotonic() + _REST_SECONDS
         return None
@@ -208,7 +208,7 @@ class _Server:
     def _obstacle(self, folder: str) -> str | None:
         """Return why a worker for this working directory cannot be forked, or ``None``."""
         if self._unsafe is None and (reason := why_unsafe()):
-            self.refuse(reason)
+            self.refuse(f"the script's imports {reason}")
         if self._unsafe is not None:
             return self._unsafe
         here = os.getcwd()  # noqa: PTH109

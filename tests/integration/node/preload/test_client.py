@@ -15,7 +15,7 @@ import pytest
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.node.preload.client import ForkRefused, PreloadServer
 from azureml_elastic.node.preload.fork_safety import open_devices
-from tests.support.paths import SUPPORT
+from tests.support.paths import ROOT, SUPPORT
 from tests.support.preload.starting import ENVIRON, gone, preload_server, run_forked, wait_for_text
 
 HERE = SUPPORT / "preload"
@@ -144,23 +144,71 @@ def test_closing_ends_the_server_and_its_workers(tmp_path):
         process.start(environment("wait"), None, None)
 
 
-def test_imports_that_start_threads_are_refused(tmp_path, caplog):
-    site = tmp_path / "site"
-    (site / "threaded-1.dist-info").mkdir(parents=True)
-    (site / "threaded.py").write_text(
-        "import threading, time\n"
-        "for i in range(3): threading.Thread(target=time.sleep, args=(600,), name=f't{i}', daemon=True).start()\n"
-    )
-    environ = {**ENVIRON, "PYTHONPATH": str(site)}
-    process = preload_server(script(tmp_path, "import threaded\n"), environ=environ)
+THREADS = """
+import threading, time
+for i in range(3):
+    threading.Thread(target=time.sleep, args=(600,), name=f't{i}', daemon=True).start()
+"""
+NATIVE_THREAD = """
+import ctypes
+library, thread = ctypes.CDLL(None), ctypes.c_ulong()
+library.pthread_create(ctypes.byref(thread), None, ctypes.cast(library.pause, ctypes.c_void_p), None)
+library.pthread_setname_np(thread, b"native_pool")
+"""
+
+
+def installed(folder, **modules):
+    """Return an environment in which these modules are installed."""
+    site = folder / "site"
+    for name, text in modules.items():
+        (site / f"{name}-1.dist-info").mkdir(parents=True)
+        (site / f"{name}.py").write_text(text)
+    return {**ENVIRON, "PYTHONPATH": str(site)}
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"),
+    [(THREADS, "3 threads (t0, t1, t2)"), (NATIVE_THREAD, "1 native thread (native_pool)")],
+    ids=["python", "native"],
+)
+def test_a_package_that_starts_threads_is_imported_by_each_worker(text, threads, tmp_path):
+    environ = installed(tmp_path, threaded=text, harmless="")
+    source = "import sys, threaded, harmless\nprint(list(sys.modules).index('threaded'))\n"
+    process = preload_server(script(tmp_path, source), environ=environ)
+    try:
+        assert process.wait_ready(120), process.refusal
+        assert process.excluded == {"threaded": f"threaded started {threads} while it was imported"}
+        assert run_forked(process, environ, tmp_path, "worker").code == 0
+    finally:
+        process.close()
+
+
+def test_without_torch_nothing_is_gained_by_a_fork(tmp_path, caplog):
+    environ = installed(tmp_path, torch=THREADS)
+    process = preload_server(script(tmp_path, "import torch\n"), environ=environ)
     try:
         assert not process.wait_ready(120)
-        assert process.refusal == "the script's imports started 3 threads (t0, t1, t2)"
+        assert process.refusal == "torch started 3 threads (t0, t1, t2) while it was imported"
         with pytest.raises(ForkRefused, match="3 threads"):
             process.start(environ, None, None)
         warnings = [record.getMessage() for record in caplog.records if "3 threads" in record.getMessage()]
         assert len(warnings) == 1
         assert warnings[0].startswith("Workers are started without the preload server")
+    finally:
+        process.close()
+
+
+def test_the_readmes_script_starts_warm_where_pyarrow_is_installed(tmp_path):
+    """scikit-learn imports it, which would start a thread of its memory allocator."""
+    text = (ROOT / "README.md").read_text()
+    (source,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "run.epochs" in block)
+    assert "sklearn" in source
+    check = "import os, sys\nassert 'pyarrow.lib' in sys.modules\nassert 'JE_ARROW_MALLOC_CONF' not in os.environ\n"
+    process = preload_server(script(tmp_path, f"{check}sys.exit()\n{source}"))
+    try:
+        assert process.wait_ready(120), process.refusal
+        assert process.excluded == {}
+        assert run_forked(process, ENVIRON, tmp_path, "worker").code == 0
     finally:
         process.close()
 
