@@ -23,7 +23,19 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 
-__all__ = ["RecoverySpan", "RoundSpan", "outcome", "reason_and_losses", "recoveries", "rounds", "world_sizes"]
+__all__ = [
+    "RecoverySpan",
+    "RoundSpan",
+    "headline",
+    "outcome",
+    "reason_and_losses",
+    "recoveries",
+    "rounds",
+    "world_sizes",
+]
+
+_TRACEBACK = "Traceback (most recent call last):"
+_LONGEST_HEADLINE = 300
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,17 @@ def reason_and_losses(reason: str, lost: Iterable[str]) -> str:
     return f"{reason} (lost: {', '.join(unnamed)})" if unnamed else reason
 
 
+def headline(message: str) -> str:
+    """Return a message in one line: the exception, where it contains a traceback, otherwise its first line."""
+    lines = message.splitlines()
+    begin = max((at for at, line in enumerate(lines) if line.startswith(_TRACEBACK)), default=None)
+    if begin is not None:
+        found = next((line for line in lines[begin + 1 :] if line.strip() and not line[0].isspace()), "")
+    else:
+        found = next((line for line in lines if line.strip()), "")
+    return found if len(found) <= _LONGEST_HEADLINE else f"{found[: _LONGEST_HEADLINE - 3]}..."
+
+
 def _round(number: int, events: list[Event]) -> RoundSpan:
     """Describe one round; at least one of its events is a ``RoundEntered``."""
     entries = {event.node: event for event in events if isinstance(event, RoundEntered)}
@@ -159,7 +182,7 @@ def _round(number: int, events: list[Event]) -> RoundSpan:
     if reopened is not None:
         reason = reopened.reason
     elif ended is not None:
-        reason = "the run succeeded" if ended.succeeded else f"the run failed: {ended.message}"
+        reason = "the run succeeded" if ended.succeeded else f"the run failed: {headline(ended.message)}"
     return RoundSpan(
         number=number,
         members=entry.members,

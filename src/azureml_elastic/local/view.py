@@ -26,7 +26,7 @@ from azureml_elastic.ledger.events import (
     Unreachable,
     WorkerFailed,
 )
-from azureml_elastic.ledger.timeline import reason_and_losses
+from azureml_elastic.ledger.timeline import headline, reason_and_losses
 from azureml_elastic.local.board import Board
 
 __all__ = ["LiveView", "PlainView", "View", "choose_view", "describe", "sparkline"]
@@ -177,7 +177,7 @@ def describe(event: Event) -> str | None:
     if isinstance(event, CheckpointQuarantined):
         return f"the checkpoint {event.directory} is damaged, an older one is used: {event.problems}"
     if isinstance(event, WorkerFailed):
-        return f"worker {event.rank} on {event.node} exited with {event.exit_code}: {event.message}"
+        return f"worker {event.rank} on {event.node} exited with {event.exit_code}: {headline(event.message)}"
     if isinstance(event, HealthChecked) and event.problems:
         return f"{event.node} is {'unhealthy' if event.status == 'fail' else 'warned'}: {'; '.join(event.problems)}"
     if isinstance(event, HostStruck):
@@ -197,7 +197,7 @@ def describe(event: Event) -> str | None:
     if isinstance(event, NodeLeft):
         return f"{event.node} leaves: {event.reason}"
     if isinstance(event, RunEnded):
-        return "the run succeeded" if event.succeeded else f"the run failed: {event.message}"
+        return "the run succeeded" if event.succeeded else f"the run failed: {headline(event.message)}"
     return None
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from azureml_elastic.ledger.events import NodeLeft, RoundReopened, RunEnded, WorkerFailed
-from azureml_elastic.ledger.timeline import outcome, recoveries, rounds, world_sizes
+from azureml_elastic.ledger.timeline import headline, outcome, recoveries, rounds, world_sizes
 from tests.support.histories import enter, loss_and_newcomer, steps
 
 
@@ -123,3 +123,38 @@ def test_outcome():
     assert outcome([NodeLeft(time=0, node="a", reason="preempted", exit_code=143)]) == ("unfinished", "")
     failed = RunEnded(time=0, node="a", round=4, succeeded=False, message="why")
     assert outcome([failed]) == ("failed", "why")
+
+
+CHAINED = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    data["x"]
+KeyError: 'x'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 5, in <module>
+    raise RuntimeError("the file is torn")
+RuntimeError: the file is torn
+in its middle
+
+Worker 1 on node-1 failed in round 4 with exit code 1: its program raised an exception."""
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (CHAINED, "RuntimeError: the file is torn"),
+        ("\nexit code 3\nmore", "exit code 3"),
+        ("", ""),
+        ("Traceback (most recent call last):\n  cut", ""),
+        ("x" * 1000, "x" * 297 + "..."),
+    ],
+)
+def test_a_traceback_never_stands_in_a_tables_cell(message, expected):
+    assert headline(message) == expected
+    (round_,) = rounds(
+        [*enter(1, ["a"], at=1.0), RunEnded(time=2.0, node="a", round=1, succeeded=False, message=message)]
+    )
+    assert round_.reason == f"the run failed: {expected}"
