@@ -84,11 +84,16 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def attack(session: nox.Session) -> None:
-    """Send 100,000 random messages to hubs and agents, with and without the run's key, and run all other attacks."""
-    install_wheel(session, "node", groups=("test",))
+    """Send 100,000 random messages each to hubs, agents and HTTP servers, and run all other attacks.
+
+    Hubs get them from processes with and without the run's key.
+    """
+    install_wheel(session, "all", groups=("test",))
     arguments = session.posargs or ("-n", "2")
     env = {"ATTACK_MESSAGES": "100000"}
-    session.run("python", "-m", "pytest", *arguments, "--timeout", "1800", "tests/integration/node/attacks", env=env)
+    files = ("node/attacks", "node/test_shard_transfer.py", "testing/test_attacks.py", "local/test_random_requests.py")
+    paths = [f"tests/integration/{file}" for file in files]
+    session.run("python", "-m", "pytest", *arguments, "--timeout", "1800", *paths, env=env)
 
 
 @nox.session

@@ -18,7 +18,7 @@ from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.testing.api.gateway import Gateway
 from azureml_elastic.testing.api.history import API_HOST, History
 from azureml_elastic.testing.api.resources import ARM_HOST, Resources
-from azureml_elastic.testing.api.tokens import StaticCredential, answer_node
+from azureml_elastic.testing.api.tokens import StaticCredential, answer_node, signed_in
 from azureml_elastic.testing.jobs.evictions import Evicted, Eviction
 from azureml_elastic.testing.jobs.machines import Machines, Pool
 from azureml_elastic.testing.jobs.nodes import Setting
@@ -93,7 +93,9 @@ class LocalWorkspace:
                 f"/providers/Microsoft.MachineLearningServices/workspaces/{_NAME}"
             )
             resources = Resources(root, storage, self._runs, self._pools, self._submit)
-            hosts = {ARM_HOST: resources.answer, API_HOST: History(self._runs).answer, **storage.hosts}
+            # As on Azure, discovery is public, and the addresses of logs are passed on to those who may read them.
+            data_plane = signed_in(History(self._runs).answer, ("/discovery", "/logs/"))
+            hosts = {ARM_HOST: signed_in(resources.answer), API_HOST: data_plane, **storage.hosts}
             gateway = stack.enter_context(Gateway(hosts, answer_node))
             given = Path(os.environ.get(_BUNDLES[0]) or ".")
             bundle = gateway.write_bundle(folder / "certificates.pem", given if given.is_file() else None)

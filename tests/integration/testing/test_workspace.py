@@ -213,7 +213,8 @@ with urllib.request.urlopen(request) as answer:
     assert workspace.log(job.name).strip().endswith("/storageAccounts/devstoreaccount1")
 
 
-def test_a_workspace_leaves_nothing_behind():
+def test_a_workspace_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureCloud")  # azure-ai-ml sets it when it is first used
     environment, threads = dict(os.environ), set(threading.enumerate())
     with LocalWorkspace() as workspace:
         job = workspace.ml_client.jobs.create_or_update(make("sleep 1000 & sleep 1002"))

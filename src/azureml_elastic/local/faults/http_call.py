@@ -12,11 +12,15 @@ from typing import BinaryIO
 from urllib.parse import unquote
 
 from azureml_elastic.local.faults.disturbance import Trouble
+from azureml_elastic.local.http_server import RequestRefused, read_body
 
-__all__ = ["Answer", "Exchange", "Request", "busy", "forward", "page", "read_request"]
+__all__ = ["Answer", "Exchange", "Request", "busy", "forward", "page", "read_request", "refused"]
 
 _TABLE_TIMEOUT_S = 30.0
 _LONGEST_LINE = 65536
+_MAX_BODY = 16 << 20
+"""Largest body in bytes; a table takes at most 4 MiB."""
+
 _OF_THE_CONNECTION = frozenset({"connection", "content-length", "keep-alive", "transfer-encoding"})
 _PAGE = b"<html><head><title>%d</title></head><body><h1>Something stands in between</h1></body></html>"
 _ROW_IN_PATH = re.compile(r"RowKey='((?:[^']|'')*)'")
@@ -39,7 +43,7 @@ class Request:
             return named[1].replace("''", "'")
         try:
             return str(json.loads(self.body)["RowKey"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return ""
 
 
@@ -98,15 +102,14 @@ def read_request(reader: BinaryIO) -> Request | None:
 
     Raises:
         OSError: the connection is broken.
+        RequestRefused: the request has no length that fits.
         ValueError, HTTPException: the bytes are not HTTP.
     """
     words = reader.readline(_LONGEST_LINE).decode("latin-1").split()
     if len(words) != 3:  # noqa: PLR2004 - method, target, version
         return None
     headers = parse_headers(reader)
-    size = int(headers.get("Content-Length", 0))
-    body = reader.read(size)
-    return Request(words[0], words[1], headers, body) if len(body) == size else None
+    return Request(words[0], words[1], headers, read_body(headers, reader, _MAX_BODY))
 
 
 def forward(request: Request, address: tuple[str, int]) -> Answer:
@@ -138,6 +141,12 @@ def busy(retry_after_s: int) -> Answer:
         headers.append(("Retry-After", str(retry_after_s)))
     document = {"odata.error": {"code": "ServerBusy", "message": {"value": "The server is busy."}}}
     return Answer(503, "Server Busy", tuple(headers), json.dumps(document).encode())
+
+
+def refused(error: RequestRefused) -> Answer:
+    """Return the response to a request that is not forwarded, after which the connection is closed."""
+    headers = (("Connection", "close"), ("Content-Type", "text/plain"))
+    return Answer(error.status, error.status.phrase, headers, str(error).encode())
 
 
 def page(status: int) -> Answer:

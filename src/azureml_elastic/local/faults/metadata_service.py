@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from typing_extensions import Self
+
+from azureml_elastic.local.http_server import Handler, Server
 
 __all__ = ["MetadataFault", "MetadataService"]
 
@@ -105,7 +106,7 @@ class MetadataService:
         self.closed.set()
         self._server.shutdown()
         self._thread.join()
-        self._server.server_close()
+        self._server.close()
 
     def address(self, machine: str) -> str:
         """Return the service address of a machine."""
@@ -169,7 +170,7 @@ class MetadataService:
         """Start the events that a machine approves; return whether the request was valid."""
         try:
             wanted = [str(request["EventId"]) for request in json.loads(body)["StartRequests"]]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return False
         if not self.begin(*wanted):
             return False
@@ -192,34 +193,35 @@ class MetadataService:
                 self._open -= 1
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(Server):
     def __init__(self, service: MetadataService) -> None:
         self.service = service
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Do nothing: clients close connections after their timeouts."""
+        super().__init__(_Handler)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: _Server
-    protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
-        self._serve(None)
+    def do_GET(self) -> None:  # noqa: N802 - the base class's name
+        body = self.read_body()
+        if body is not None:
+            self._serve(None)
 
-    def do_POST(self) -> None:
-        self._serve(self.rfile.read(int(self.headers.get("Content-Length", "0"))))
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Log nothing."""
+    def do_POST(self) -> None:  # noqa: N802 - as above
+        body = self.read_body()
+        if body is not None:
+            self._serve(body)
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         del timestamp
         return format_datetime(self.server.service.now(), usegmt=True)
 
     def _serve(self, body: bytes | None) -> None:
-        parts = urlsplit(self.path)
+        try:
+            parts = urlsplit(self.path)
+        except ValueError as error:
+            self.send_error(HTTPStatus.BAD_REQUEST, f"The target is not a URL: {error}")
+            return
         machine, _, path = parts.path.strip("/").partition("/")
         resource = path.removeprefix("metadata/")
         with self.server.service.request(resource):

@@ -34,7 +34,17 @@ from typing_extensions import Self
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.local.faults.disturbance import Disturbance, Fate, draw
-from azureml_elastic.local.faults.http_call import Answer, Exchange, Request, busy, forward, page, read_request
+from azureml_elastic.local.faults.http_call import (
+    Answer,
+    Exchange,
+    Request,
+    busy,
+    forward,
+    page,
+    read_request,
+    refused,
+)
+from azureml_elastic.local.http_server import RequestRefused
 
 __all__ = ["Disturbance", "Exchange", "TableProxy"]
 
@@ -42,6 +52,7 @@ _HOLD_S = 60.0
 """Longest time in seconds for which a call without a response is held."""
 
 _JOIN_S = 5.0
+_ACCEPT_PAUSE_S = 0.1
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing drops what was not sent and resets the connection
 
 
@@ -183,7 +194,11 @@ class TableProxy:
                 try:
                     sock, _ = listener.accept()
                 except OSError:
-                    return  # shut down
+                    with self._lock:
+                        if self._listener is not listener:
+                            return  # shut down
+                    self._closing.wait(_ACCEPT_PAUSE_S)  # this process has no free descriptor
+                    continue
                 client = _Client(sock)
                 client.thread = threading.Thread(target=self._serve, args=(client,), name="table-call", daemon=True)
                 with self._lock:
@@ -197,6 +212,9 @@ class TableProxy:
             while not client.condemned and (request := read_request(reader)) is not None:
                 if not self._handle(client, request):
                     client.condemned = True
+        except RequestRefused as error:
+            with contextlib.suppress(OSError):
+                client.sock.sendall(refused(error).to_bytes())
         except (OSError, HTTPException, ValueError):
             client.condemned = True  # the table or the client is gone
         finally:

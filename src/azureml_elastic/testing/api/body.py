@@ -25,6 +25,8 @@ _MODES: dict[str, Mode] = {
     "rwmount": "mount",
     "upload": "upload",
 }
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_MOST_PROCESSES = 256
 _DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?:(\d+)H)?(?:(\d+)M)?(?:(\d+(?:\.\d+)?)S)?)?")
 
 
@@ -79,7 +81,26 @@ class PipelineBody:
 def read_job(
     properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]
 ) -> CommandBody | PipelineBody:
-    """Parse the properties of a job document; ``component`` returns the specification of a component by its id."""
+    """Parse the properties of a job document.
+
+    Args:
+        properties: properties of the document.
+        component: function that returns the specification of a component by its id.
+
+    Raises:
+        UsageError: the local workspace does not run such jobs, or the document is malformed.
+    """
+    try:
+        return _read_job(properties, component)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"The job's document is malformed: {error!r}. Build the job with azure-ai-ml, which writes valid ones."
+        ) from error
+
+
+def _read_job(
+    properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]
+) -> CommandBody | PipelineBody:
     kind = properties.get("jobType")
     if kind == "Command":
         return _command(properties, inputs=_inputs(properties), outputs=_outputs(properties), default_compute=None)
@@ -93,10 +114,10 @@ def read_job(
 
 def _pipeline(properties: Mapping[str, Any], component: Callable[[str], Mapping[str, Any]]) -> PipelineBody:
     inputs, outputs = _inputs(properties), _outputs(properties)
-    settings = properties.get("settings") or {}
+    settings = _mapping(properties, "settings")
     default = properties.get("computeId") or settings.get("default_compute")
     steps = {}
-    for name, node in (properties.get("jobs") or {}).items():
+    for name, node in _named(properties, "jobs").items():
         if node.get("type") != "command":
             raise UsageError(
                 f"The step {name!r} is of type {node.get('type')!r}; the local workspace runs steps of type 'command'."
@@ -121,7 +142,7 @@ def _pipeline(properties: Mapping[str, Any], component: Callable[[str], Mapping[
 def _bound_inputs(
     spec: Mapping[str, Any], node: Mapping[str, Any], parents: Mapping[str, InputBody]
 ) -> dict[str, InputBody]:
-    declared, given = _mapping(spec, "inputs"), _mapping(node, "inputs")
+    declared, given = _named(spec, "inputs"), _mapping(node, "inputs")
     bound = {}
     for name, declaration in declared.items():
         value = given.get(name)
@@ -144,7 +165,7 @@ def _bound_outputs(
 ) -> dict[str, OutputBody]:
     given = _mapping(node, "outputs")
     bound = {}
-    for name, declaration in _mapping(spec, "outputs").items():
+    for name, declaration in _named(spec, "outputs").items():
         value = given.get(name) or {}
         reference = parent_reference(value.get("value", value.get("uri")))
         kind = str(declaration.get("type") or "uri_folder")
@@ -161,9 +182,15 @@ def _command(
     outputs: Mapping[str, OutputBody],
     default_compute: str | None,
 ) -> CommandBody:
-    resources = properties.get("resources") or {}
-    distribution = properties.get("distribution") or {}
+    resources = _mapping(properties, "resources")
+    distribution = _mapping(properties, "distribution")
     nodes = int(_either(resources, "instanceCount") or 1)
+    processes = int(_either(distribution, "processCountPerInstance") or 1)
+    if nodes < 1 or not 1 <= processes <= _MOST_PROCESSES:
+        raise UsageError(
+            f"The job has {nodes} nodes of {processes} processes. Give at least one node, and 1 to {_MOST_PROCESSES} "
+            "processes per node."
+        )
     kind = _either(distribution, "distributionType")
     if kind not in (None, "PyTorch"):
         raise UsageError(f"The local workspace starts PyTorch jobs, and this job's distribution is {kind!r}.")
@@ -174,18 +201,18 @@ def _command(
         code=None if code is None else str(code),
         inputs=inputs,
         outputs=outputs,
-        environment_variables=_mapping(properties, "environmentVariables"),
+        environment_variables=_variables(properties),
         compute=compute.rpartition("/")[2],
         nodes=nodes,
         most_nodes=max(nodes, int(_either(resources, "maxInstanceCount") or nodes)),
-        processes=int(_either(distribution, "processCountPerInstance") or 1),
+        processes=processes,
         distributed=kind is not None,
-        timeout_s=_seconds(_either(properties.get("limits") or {}, "timeout")),
+        timeout_s=_seconds(_either(_mapping(properties, "limits"), "timeout")),
     )
 
 
 def _inputs(properties: Mapping[str, Any]) -> dict[str, InputBody]:
-    return {name: _input(value) for name, value in _mapping(properties, "inputs").items() if value is not None}
+    return {name: _input(value) for name, value in _named(properties, "inputs").items() if value is not None}
 
 
 def _outputs(properties: Mapping[str, Any]) -> dict[str, OutputBody]:
@@ -195,7 +222,7 @@ def _outputs(properties: Mapping[str, Any]) -> dict[str, OutputBody]:
             _mode(value.get("mode"), "mount"),
             str(_either(value, "jobOutputType") or "uri_folder"),
         )
-        for name, value in _mapping(properties, "outputs").items()
+        for name, value in _named(properties, "outputs").items()
         if value is not None
     }
 
@@ -215,7 +242,32 @@ def _text(value: object) -> str:
 
 
 def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return dict(_either(value, name) or {})
+    found = _either(value, name) or {}
+    if not isinstance(found, Mapping):
+        raise UsageError(f"{name!r} of the job is {found!r:.100}. Give an object.")
+    return dict(found)
+
+
+def _named(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a mapping whose names become parts of paths."""
+    found = _mapping(value, name)
+    for each in found:
+        if not _NAME.fullmatch(each):
+            raise UsageError(
+                f"{each!r:.100} is not a name in the {name} of a job. Use at most 255 letters, digits, "
+                "'-', '_' and '.'."
+            )
+    return found
+
+
+def _variables(properties: Mapping[str, Any]) -> dict[str, str]:
+    found = _mapping(properties, "environmentVariables")
+    for name, value in found.items():
+        if not isinstance(value, str) or "=" in name or "\0" in name + value:
+            raise UsageError(
+                f"The environment variable {name!r:.100} cannot have the value {value!r:.100}. Give a string."
+            )
+    return found
 
 
 def _either(value: Mapping[str, Any], name: str) -> Any:

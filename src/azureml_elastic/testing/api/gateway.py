@@ -14,14 +14,13 @@ import ssl
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from typing_extensions import Self
 
 from azureml_elastic.errors import needs_extra
-from azureml_elastic.testing.api.messages import Answer, Request, refusal
+from azureml_elastic.local.http_server import Handler, Server
+from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, refusal
 
 with needs_extra("trustme", "testing"):
     import trustme
@@ -30,6 +29,7 @@ __all__ = ["Gateway"]
 
 _CONNECT_TIMEOUT_S = 30.0
 _CHUNK = 65536
+_PORTS = 65536
 _SELF = "node"
 """Host name of plain requests."""
 
@@ -60,8 +60,7 @@ class Gateway:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._thread.join()
-        self._server.hang_up()
-        self._server.server_close()  # waits for the connections' threads
+        self._server.close()
 
     @property
     def address(self) -> str:
@@ -83,64 +82,25 @@ class Gateway:
         return target
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = False
-    request_queue_size = 256
-
+class _Server(Server):
     def __init__(self, hosts: dict[str, Callable[[Request], Answer]], context: ssl.SSLContext) -> None:
         self.hosts = hosts
         self.context = context
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._closed = False
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-    def keep(self, connection: socket.socket) -> None:
-        """Register a connection to be closed with the server."""
-        with self._lock:
-            self._open.add(connection)
-            closed = self._closed
-        if closed:
-            _shut(connection)
-
-    def forget(self, connection: socket.socket) -> None:
-        """Unregister a closed connection."""
-        with self._lock:
-            self._open.discard(connection)
-
-    def hang_up(self) -> None:
-        """Close all connections."""
-        with self._lock:
-            self._closed = True
-            connections = list(self._open)
-        for connection in connections:
-            _shut(connection)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore errors: clients may close connections or be killed at any time."""
+        super().__init__(_Handler)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: _Server
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
 
     def setup(self) -> None:
         super().setup()
         self._host = _SELF
-        self.server.keep(self.connection)
 
-    def finish(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            super().finish()
-        self.server.forget(self.connection)
-        self.connection.close()
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Log nothing."""
-
-    def do_CONNECT(self) -> None:
+    def do_CONNECT(self) -> None:  # noqa: N802 - the base class's name
         host, _, port = self.path.rpartition(":")
+        if self._host != _SELF or not (port.isascii() and port.isdigit() and int(port[:6]) < _PORTS):
+            self.send_error(HTTPStatus.BAD_REQUEST, "Connect to <host>:<port>, outside of another connection.")
+            return
         if host not in self.server.hosts:
             self._tunnel(host, int(port))
             return
@@ -161,12 +121,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._host = host
         self.close_connection = False
 
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+    def do_GET(self) -> None:  # noqa: N802 - as above
+        body = self.read_body()
+        if body is None:
+            return
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = Request(self.command, self._host, self.path, headers, body)
         try:
             answer = self.server.hosts[self._host](request)
+        except MalformedRequest as error:
+            answer = refusal(400, "BadRequest", str(error))
         except Exception as error:  # noqa: BLE001 - every error is reported to the client
             answer = refusal(500, "InternalServerError", f"the local workspace failed: {error!r}")
         self.send_response(answer.status)
@@ -186,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         try:
             other = socket.create_connection((host.strip("[]"), port), _CONNECT_TIMEOUT_S)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a name that is none cannot be encoded
             self.send_error(HTTPStatus.BAD_GATEWAY, f"{host}:{port} cannot be reached: {error}")
             return
         with other:
@@ -206,8 +170,3 @@ def _relay(one: socket.socket, other: socket.socket) -> None:
             if not data:
                 return
             to[source].sendall(data)
-
-
-def _shut(connection: Any) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from azureml_elastic.testing.api.messages import Answer, Request, document, refusal
+from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, document, refusal
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.verdicts import TERMINAL
 
@@ -17,6 +17,7 @@ API_HOST = "local.api.azureml.ms"
 
 _RUNS = r".*/workspaces/[^/]+(?:/experiment(?:id)?s/[^/]+)?/"
 _ASSET = "azureml-output"
+_SEPARATORS = 2
 _SNAKE_CASE_SINCE = (1, 35)
 _LABELS = ("description", "displayName", "tags")
 """Fields of a submitted job that can be changed."""
@@ -42,7 +43,7 @@ class History:
         if path.endswith("/rundata"):
             return self._data(str(request.json().get("runId")), request.headers.get("user-agent", ""))
         if path.endswith("/dataversion/batchGetResolvedUris"):
-            return document({"values": self._resolved(request.json().get("values") or [])})
+            return document({"values": self._resolved(request.json().get("values"))})
         if match := re.fullmatch(_RUNS + r"runs/([^/]+)(/details|/children)?", path):
             run = self.runs.get(match[1])
             if run is None:
@@ -104,10 +105,12 @@ class History:
             output["type"] = _kind_for(client, output["type"])
         return document({"runMetadata": record})
 
-    def _resolved(self, assets: list[str]) -> dict[str, Any]:
+    def _resolved(self, assets: object) -> dict[str, Any]:
         found = {}
-        for asset in assets:
-            _, name, output = asset.split("/", 2)
+        for asset in assets if isinstance(assets, list) else []:
+            if not isinstance(asset, str) or asset.count("/") < _SEPARATORS:
+                raise MalformedRequest(f"{asset!r} is not the id of an output. It is of the form {_ASSET}/run/output.")
+            _, name, output = asset.split("/", _SEPARATORS)
             run = self.runs.get(name)
             if run is not None and output in run.outputs:
                 kind, uri = run.outputs[output]

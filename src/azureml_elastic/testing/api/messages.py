@@ -6,9 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-__all__ = ["Answer", "Request", "document", "refusal"]
+__all__ = ["Answer", "MalformedRequest", "Request", "document", "refusal"]
+
+
+class MalformedRequest(ValueError):
+    """A request that is not one of the service; the message says what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +27,38 @@ class Request:
 
     @property
     def path(self) -> str:
-        """The path, decoded."""
-        return unquote(urlsplit(self.target).path)
+        """The path, decoded.
+
+        Raises:
+            MalformedRequest: the target is not a URL.
+        """
+        return unquote(self._split.path)
 
     @property
     def query(self) -> dict[str, list[str]]:
         """Query values by name."""
-        return parse_qs(urlsplit(self.target).query, keep_blank_values=True)
+        return parse_qs(self._split.query, keep_blank_values=True)
 
-    def json(self) -> Any:
-        """Return the body as a JSON document, empty for an empty body."""
-        return json.loads(self.body) if self.body else {}
+    @property
+    def _split(self) -> SplitResult:
+        try:
+            return urlsplit(self.target)
+        except ValueError as error:
+            raise MalformedRequest(f"The target {self.target!r} is not a URL: {error}.") from error
+
+    def json(self) -> dict[str, Any]:
+        """Return the body as a JSON object, empty for an empty body.
+
+        Raises:
+            MalformedRequest: the body is something else.
+        """
+        try:
+            found = json.loads(self.body) if self.body else {}
+        except (ValueError, RecursionError) as error:
+            raise MalformedRequest(f"The body is not JSON: {error}.") from error
+        if not isinstance(found, dict):
+            raise MalformedRequest(f"The body is a JSON {type(found).__name__}. Send an object.")
+        return found
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.api.history import API_HOST
-from azureml_elastic.testing.api.messages import Answer, Request, document, refusal
+from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, document, refusal
 from azureml_elastic.testing.jobs.machines import Pool
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.storage.account import StorageAccount
@@ -23,6 +23,9 @@ ARM_HOST = "management.azure.com"
 
 _LOCATION = "westeurope"
 _WORKSPACES = "Microsoft.MachineLearningServices/workspaces"
+_JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_ENVIRONMENT = re.compile(r"/environments/([^/:]+)/versions/([^/]+)")
+_PENDING_UPLOAD = re.compile(r"/[^/]+/([^/]+)/.*startPendingUpload")
 _CONTAINER = re.compile(r"[a-z0-9](?:[a-z0-9]|-(?=[a-z0-9])){2,62}")
 
 
@@ -175,8 +178,12 @@ class Resources:
     def _submitted(self, name: str, body: dict[str, Any]) -> Answer:
         if self.runs.get(name) is not None:
             return refusal(409, "Conflict", f"The local workspace has a job {name!r} already. Submit under a new name.")
+        if not _JOB_NAME.fullmatch(name):
+            raise MalformedRequest(
+                f"{name!r} is not the name of a job. Use letters, digits, '-', '_' and '.', and at most 255 of them."
+            )
         try:
-            self.submit(name, dict(body["properties"]))
+            self.submit(name, _properties(body))
         except UsageError as error:
             return refusal(400, "UserError", str(error))
         run = self.runs.get(name)
@@ -212,9 +219,10 @@ class Resources:
         }
 
     def _entity(self, request: Request, rest: str) -> Answer:
-        if request.method == "POST" and rest.endswith("/startPendingUpload"):
-            return self._pending_upload(rest)
+        if request.method == "POST" and (upload := _PENDING_UPLOAD.fullmatch(rest)):
+            return self._pending_upload(upload[1].lower())
         if request.method == "PUT":
+            _properties(request.json())
             entity = {
                 "id": f"{self.root}{rest}",
                 "name": rest.rpartition("/")[2],
@@ -234,8 +242,8 @@ class Resources:
         versions = [entity for key, entity in entities.items() if key.startswith(f"{prefix}/")]
         if rest.startswith("/environments/") and not versions and ":" not in rest:
             versions = [self._environment(rest.split("/")[2], "1")]
-            if "/versions/" in rest:
-                return document(self._environment(*rest.split("/")[2::2]))
+            if match := _ENVIRONMENT.fullmatch(rest):
+                return document(self._environment(match[1], match[2]))
         if rest.endswith("/versions"):
             return document({"value": versions[::-1]})
         if versions:
@@ -253,8 +261,7 @@ class Resources:
             "properties": {"image": "local", "environmentType": "Curated", "osType": "Linux"},
         }
 
-    def _pending_upload(self, rest: str) -> Answer:
-        name = rest.split("/")[2].lower()
+    def _pending_upload(self, name: str) -> Answer:
         container = name if _CONTAINER.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:40]
         self.storage.make_container(container)
         uri = f"https://{self.storage.blob_host}/{container}"
@@ -269,6 +276,13 @@ class Resources:
                 },
             }
         )
+
+
+def _properties(body: dict[str, Any]) -> dict[str, Any]:
+    found = body.get("properties")
+    if not isinstance(found, dict):
+        raise MalformedRequest('The "properties" of the document are missing or not an object.')
+    return found
 
 
 def _cannot(request: Request) -> Answer:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException, InvalidURL
 from urllib.parse import urlsplit
 
 from typing_extensions import Self
@@ -18,7 +18,7 @@ from typing_extensions import Self
 from azureml_elastic.errors import needs_extra
 from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
-from azureml_elastic.testing.api.messages import Answer, Request
+from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, refusal
 
 with needs_extra("azure-data-tables", "node"):
     from azure.core.credentials import AzureNamedKeyCredential
@@ -115,7 +115,16 @@ def _forward(request: Request, endpoint: str, signature: str) -> Answer:
     headers["host"] = request.host
     address = urlsplit(endpoint)
     assert address.hostname is not None
-    with contextlib.closing(HTTPConnection(address.hostname, address.port, timeout=_TIMEOUT_S)) as connection:
+    try:
+        return _call(request, (address.hostname, address.port), target, headers)
+    except (InvalidURL, ValueError) as error:
+        raise MalformedRequest(f"The request cannot be forwarded: {error}.") from error
+    except (OSError, HTTPException) as error:
+        return refusal(502, "BadGateway", f"The emulator did not respond: {error!r}")
+
+
+def _call(request: Request, address: tuple[str, int | None], target: str, headers: dict[str, str]) -> Answer:
+    with contextlib.closing(HTTPConnection(*address, timeout=_TIMEOUT_S)) as connection:
         connection.request(request.method, target, request.body or None, headers)
         response = connection.getresponse()
         body = response.read()

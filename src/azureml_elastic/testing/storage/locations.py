@@ -21,10 +21,23 @@ _ASSET = re.compile(r"(?:azureml:)?(/subscriptions/.*/(?:data|codes|models)/.*)"
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a file or folder: a container, and a path in it without leading or trailing slashes."""
+    """Location of a file or folder: a container, and a path in it without leading or trailing slashes.
+
+    Raises:
+        UsageError: the path leads out of the container.
+    """
 
     container: str
     path: str
+
+    def __post_init__(self) -> None:
+        parts = self.path.split("/")
+        outside = {".", ".."}.intersection([self.container, *parts]) or "/" in self.container or self.path[:1] == "/"
+        if outside or not self.container or "\0" in self.container + self.path:
+            raise UsageError(
+                f"{self.container}/{self.path} is not a location in the local workspace: it has no container, or leads "
+                "out of it. Give a path without '.' and '..' below a container."
+            )
 
     def __contains__(self, other: Location) -> bool:
         """Return whether another location is this one or below it."""
@@ -56,7 +69,7 @@ def locate(address: str, asset: Callable[[str], str | None]) -> Location:
     if match := _ASSET.fullmatch(address):
         behind = asset(match[1])
         if behind is not None:
-            return locate(behind, asset)
+            return locate(behind, lambda _: None)  # an asset is not made of other ones
     parts = urlsplit(address)
     if parts.hostname == StorageAccount.blob_host:
         container, _, path = unquote(parts.path).strip("/").partition("/")

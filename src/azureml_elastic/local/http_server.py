@@ -1,0 +1,154 @@
+"""The base of the HTTP servers that stand in for Azure on this machine.
+
+Requests have limits, malformed ones are refused with a status, and the end of a server ends all its connections and
+their threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+from email.message import Message
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
+from typing import BinaryIO
+
+__all__ = ["Handler", "RequestRefused", "Server", "read_body"]
+
+_CHUNK = 1 << 20
+_MAX_BODY = 256 << 20
+"""Largest body in bytes; Azure's SDKs send at most 64 MiB at once."""
+
+_IDLE_S = 600.0
+"""Longest time in seconds for which a client may send nothing or read nothing."""
+
+
+class RequestRefused(ValueError):
+    """A request that is not handled.
+
+    Args:
+        status: status of the response, after which the connection is closed.
+        message: what is wrong with the request.
+    """
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def read_body(headers: Message, reader: BinaryIO | BufferedIOBase, limit: int = _MAX_BODY) -> bytes:
+    """Return the body of a request.
+
+    Args:
+        headers: headers of the request.
+        reader: stream that continues with the body.
+        limit: largest length in bytes.
+
+    Raises:
+        RequestRefused: the length is missing, malformed or too large.
+        ConnectionError: the client has closed the connection before the end of the body.
+    """
+    if "Transfer-Encoding" in headers:
+        raise RequestRefused(HTTPStatus.LENGTH_REQUIRED, "Send a Content-Length instead of a Transfer-Encoding.")
+    lengths = set(headers.get_all("Content-Length", ["0"]))
+    length = lengths.pop().strip()
+    if lengths or not (length.isascii() and length.isdigit()):
+        raise RequestRefused(HTTPStatus.BAD_REQUEST, "The Content-Length is not one number.")
+    size = int(length) if len(length) <= len(str(limit)) else limit + 1
+    if size > limit:
+        raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is longer than {limit} bytes.")
+    pieces, left = [], size
+    while left:
+        piece = reader.read(min(left, _CHUNK))
+        if not piece:
+            raise ConnectionResetError(f"The client closed the connection after {size - left} of {size} bytes.")
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+class Server(ThreadingHTTPServer):
+    """A server on a free port of this machine, with a thread for each connection.
+
+    Args:
+        handler: handler of the connections.
+    """
+
+    daemon_threads = False
+    request_queue_size = 256
+
+    def __init__(self, handler: type[Handler]) -> None:
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        super().__init__(("127.0.0.1", 0), handler)
+
+    def keep(self, connection: socket.socket) -> None:
+        """Register a connection to be closed with the server."""
+        with self._lock:
+            self._open.add(connection)
+            closed = self._closed
+        if closed:
+            _shut(connection)
+
+    def forget(self, connection: socket.socket) -> None:
+        """Unregister a closed connection."""
+        with self._lock:
+            self._open.discard(connection)
+
+    def close(self) -> None:
+        """Close all connections; returns when their threads have ended. ``serve_forever`` must have returned."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._open)
+        for connection in connections:
+            _shut(connection)
+        self.server_close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignore clients that close connections or are killed, which may happen at any time."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type] # typeshed names the sockets alone
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Handler of a connection."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    timeout = _IDLE_S
+
+    def setup(self) -> None:
+        """Register the connection."""
+        super().setup()
+        assert isinstance(self.server, Server)
+        self.server.keep(self.connection)
+
+    def finish(self) -> None:
+        """Close the connection."""
+        assert isinstance(self.server, Server)
+        with contextlib.suppress(OSError, ValueError):
+            super().finish()
+        self.server.forget(self.connection)
+        self.connection.close()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        """Log nothing."""
+
+    def read_body(self) -> bytes | None:
+        """Return the request's body; ``None`` if the request was refused, after which the connection is closed."""
+        try:
+            return read_body(self.headers, self.rfile)
+        except RequestRefused as error:
+            self.send_error(error.status, str(error))
+        except ConnectionError:
+            self.close_connection = True
+        return None
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
