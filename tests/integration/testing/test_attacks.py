@@ -172,9 +172,8 @@ def job(workspace, client):
     """A job that ends, with an output, once its file is there."""
     name, file = "known", workspace.outside.parent / "workspace" / "go on"
     command = f"while [ ! -e '{file}' ]; do sleep 0.1; done; echo done; echo trained > ${{{{outputs.model}}}}/m.txt"
-    assert (
-        client.call(ARM_HOST, f"{ROOT}/jobs/{name}", "PUT", {"properties": {**COMMAND, "command": command}})[0] == 201
-    )
+    properties = {**COMMAND, "command": command, "limits": {"timeout": "PT2H"}}
+    assert client.call(ARM_HOST, f"{ROOT}/jobs/{name}", "PUT", {"properties": properties})[0] == 201
     yield name
     file.touch()
     assert workspace.wait(name, 60) == "Completed"
