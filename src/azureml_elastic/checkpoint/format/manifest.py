@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import xxhash
@@ -67,6 +67,7 @@ class Manifest:
         state: tracked state without the tensors, see :mod:`azureml_elastic.checkpoint.state.tree`.
         data: position in the data, ``None`` without a loader.
         torch: version of torch that wrote it.
+        classes: class of each tracked optimizer and learning rate scheduler, by name.
     """
 
     directory: str
@@ -78,6 +79,7 @@ class Manifest:
     state: Mapping[str, Any]
     data: Mapping[str, Any] | None
     torch: str
+    classes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -90,7 +92,7 @@ class Manifest:
         return Reference(self.directory, self.step, self.digest)
 
     def _body(self) -> bytes:
-        document = {field.name: getattr(self, field.name) for field in fields(self)}
+        document = {each.name: getattr(self, each.name) for each in fields(self)}
         document["parent"] = None if self.parent is None else self.parent.to_json()
         document["files"] = {name: [sums.size, sums.xxh3] for name, sums in self.files.items()}
         return json.dumps({"schema": _SCHEMA, **document}, allow_nan=False).encode()

@@ -14,9 +14,11 @@ from azureml_elastic.checkpoint.format.catalogue import entries
 from azureml_elastic.checkpoint.format.manifest import Manifest
 from azureml_elastic.checkpoint.format.shard_file import Entry
 from azureml_elastic.checkpoint.format.write_plan import Chunk
+from azureml_elastic.checkpoint.state.compatibility import TensorKind
 from azureml_elastic.checkpoint.state.layout import Read, reads, require_complete
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.distributed.control_group import ControlGroup
+from azureml_elastic.errors import UsageError
 
 __all__ = ["load"]
 
@@ -29,14 +31,24 @@ def load(
     present: Mapping[str, torch.Tensor],
     control: ControlGroup,
     wanted: Callable[[str], bool] = lambda _: True,
+    check: Callable[[Mapping[str, TensorKind]], UsageError | None] = lambda _: None,
 ) -> dict[str, torch.Tensor]:
     """Read the wanted tensors of a checkpoint. A collective; a failure of one rank is raised on all.
 
     They are read into those that are present; one that is missing or has another shape or type is read into new CPU
     memory.
 
+    Args:
+        storage: storage of the checkpoint.
+        manifest: manifest of the checkpoint.
+        present: tensors to read into, by name.
+        control: group of all ranks.
+        wanted: whether this rank needs a tensor, by its name.
+        check: why the checkpoint, with these tensors, does not fit; called before anything is read.
+
     Raises:
         CheckpointError: a rank could not read.
+        UsageError: the checkpoint does not fit a rank.
     """
     where = f"{storage}/{manifest.directory}"
     mine = sorted(manifest.files)[control.rank :: control.world_size]
@@ -45,16 +57,20 @@ def load(
         lambda: [(name, entry) for name in mine for entry in entries(storage, manifest, name)],
     )
     stored = [each for part in parts for each in part]
+    chunks = [entry.chunk for _, entry in stored]
+    refusals = control.gather(check({each.name: TensorKind(each.shape, each.dtype) for each in chunks}))
+    if (refusal := next((each for each in refusals if each is not None), None)) is not None:
+        raise refusal
     targets: dict[str, torch.Tensor] = {}
 
     def fill() -> None:
-        require_complete([entry.chunk for _, entry in stored])
+        require_complete(chunks)
         for _, entry in stored:
             chunk = entry.chunk
             if chunk.name not in targets and wanted(chunk.name):
                 targets[chunk.name] = _target(present.get(chunk.name), chunk)
         by_file: defaultdict[str, list[Read]] = defaultdict(list)
-        for read in reads(targets, [entry.chunk for _, entry in stored]):
+        for read in reads(targets, chunks):
             by_file[stored[read.source][0]].append(read)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="read-checkpoint") as pool:
             tasks = [pool.submit(_read, storage, manifest, name, each, stored) for name, each in by_file.items()]
@@ -67,8 +83,8 @@ def load(
 
 def _target(present: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
     dtype = getattr(torch, chunk.dtype)
-    if present is not None and tuple(present.shape) == chunk.shape and present.dtype == dtype:
-        return present
+    if present is not None and tuple(present.shape) == chunk.shape:
+        return present if present.dtype == dtype else torch.empty_like(present, dtype=dtype)
     return torch.empty(chunk.shape, dtype=dtype)
 
 

@@ -102,7 +102,7 @@ class Checkpoints:
         began = time.monotonic()
         plain, tensors = self._ready(state)
         before = None if self._committed is None else self._committed.step
-        manifest = self._manifest(step, plain, data, for_good(step, before, self._policy.keep_every))
+        manifest = self._manifest(step, state, plain, data, for_good(step, before, self._policy.keep_every))
         self._task = SaveTask(
             *self._task_arguments(manifest, tensors),
             storage=self._storage,
@@ -115,7 +115,7 @@ class Checkpoints:
     def begin_snapshot(self, step: int, state: TrackedState, data: Mapping[str, Any] | None) -> None:
         """Start to take a snapshot, and return when the state may change again; see :meth:`begin`."""
         plain, tensors = self._ready(state)
-        manifest, identity = self._manifest(step, plain, data), self._groups.identity
+        manifest, identity = self._manifest(step, state, plain, data), self._groups.identity
         arguments = self._task_arguments(manifest, tensors, manifest.to_bytes if identity.rank == 0 else bytes)
         self._task = ReplicationTask(*arguments, identity=identity)
         self._task.start()
@@ -199,7 +199,12 @@ class Checkpoints:
         return manifest, copy, error, self._groups.background, self._agent
 
     def _manifest(
-        self, step: int, plain: Mapping[str, Any], data: Mapping[str, Any] | None, kept: bool = False
+        self,
+        step: int,
+        state: TrackedState,
+        plain: Mapping[str, Any],
+        data: Mapping[str, Any] | None,
+        kept: bool = False,
     ) -> Manifest:
         identity = self._groups.identity
         return Manifest(
@@ -212,6 +217,7 @@ class Checkpoints:
             state=plain,
             data=data,
             torch=str(torch.__version__),
+            classes=state.classes,
         )
 
     def committed(self) -> Reference | None:
@@ -268,7 +274,7 @@ class Checkpoints:
         if pointer is None:
             return None
         manifest = CheckpointSelector(self._storage, control, self._stale_seconds, agent.damaged).newest_whole(pointer)
-        present = state.targets(manifest.state)
+        where, present = f"{self._storage}/{manifest.directory}", state.targets(manifest.state)
         own = random_state.tensor_name(control.rank)
         tensors = load(
             self._storage,
@@ -276,8 +282,11 @@ class Checkpoints:
             present,
             control,
             lambda name: name == own or (not random_state.is_tensor_name(name) and state.wants(name)),
+            lambda stored: state.check(where, manifest.state, manifest.classes, stored),
         )
-        state.restore(manifest.state, tensors)
+        missing = state.restore(manifest.state, tensors)
+        if missing and control.rank == 0:
+            _LOG.warning("The checkpoint %s was restored in part; new are %s.", where, ", ".join(sorted(missing)))
         if own in tensors:
             random_state.restore(tensors[own], self._groups.device)
         else:

@@ -8,7 +8,7 @@ are saved by rank 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,9 +23,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from azureml_elastic.checkpoint.state import tree
+from azureml_elastic.checkpoint.state.compatibility import (
+    TensorKind,
+    group_differences,
+    optimizer_differences,
+    tensor_differences,
+)
 
 __all__ = [
     "ModuleState",
@@ -41,6 +48,7 @@ __all__ = [
 ]
 
 Tensors = Mapping[str, torch.Tensor]
+Kinds = Mapping[str, TensorKind]
 
 
 @runtime_checkable
@@ -87,6 +95,21 @@ class Tracked(ABC):
         """Return tensors to read a checkpoint into, given its state as JSON."""
         return self.collect()[1]
 
+    @property
+    def class_name(self) -> str | None:
+        """Class whose states only objects of the same class can continue from; ``None`` where others can."""
+        return None
+
+    def differences(self, plain: Any, stored: Kinds, present: Kinds) -> list[str]:  # noqa: ARG002 - for subclasses
+        """Return sentences that say why a checkpoint of an object of the same class does not fit this one.
+
+        Args:
+            plain: its state as JSON.
+            stored: its tensors in the checkpoint, by names without that of the object.
+            present: its tensors in this process, likewise.
+        """
+        return []
+
     def wants(self, tensor: str) -> bool:  # noqa: ARG002 - for subclasses
         """Return whether this rank needs a tensor of the object, by its name."""
         return True
@@ -100,6 +123,18 @@ class Tracked(ABC):
             ValueError: the state does not fit the object.
             KeyError: the state does not fit the object.
         """
+
+    def restore_partly(self, plain: Any, tensors: Tensors) -> list[str]:  # noqa: ARG002 - for subclasses
+        """Restore what fits of a state that does not fit as a whole.
+
+        Args:
+            plain: the state as JSON.
+            tensors: its tensors that have the name and the shape of one of this object's.
+
+        Returns:
+            The names of what begins anew: tensors, or the states of parameters.
+        """
+        raise ValueError(f"a {type(self).__name__} cannot be restored in part")
 
 
 @dataclass(eq=False)
@@ -127,8 +162,16 @@ class ModuleState(Tracked):
         }
 
     @override
+    def differences(self, plain: Any, stored: Kinds, present: Kinds) -> list[str]:
+        return tensor_differences(stored, present)
+
+    @override
     def restore(self, plain: Any, tensors: Tensors) -> None:
         set_model_state_dict(self.module, tree.join(plain, tensors))
+
+    @override
+    def restore_partly(self, plain: Any, tensors: Tensors) -> list[str]:
+        return _copy_in(self.collect()[1], tensors)
 
 
 @dataclass(eq=False)
@@ -145,10 +188,35 @@ class OptimizerState(Tracked):
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
         return tree.split(self.name, get_optimizer_state_dict(self.owner, self.optimizer))
 
+    @property
+    @override
+    def class_name(self) -> str:
+        return type(self.optimizer).__name__
+
+    @override
+    def differences(self, plain: Any, stored: Kinds, present: Kinds) -> list[str]:
+        groups = self.collect()[0]["param_groups"]
+        saved = [group["params"] for group in plain["param_groups"]]
+        own = (
+            {name.removeprefix("state/"): kind for name, kind in kinds.items() if name.startswith("state/")}
+            for kinds in (stored, present)
+        )
+        return group_differences(saved, [group["params"] for group in groups]) + optimizer_differences(*own)
+
     @override
     def restore(self, plain: Any, tensors: Tensors) -> None:
         options = StateDictOptions(strict=False)  # a parameter without a gradient has no state yet
         set_optimizer_state_dict(self.owner, self.optimizer, tree.join(plain, tensors), options=options)
+
+    @override
+    def restore_partly(self, plain: Any, tensors: Tensors) -> list[str]:
+        present = self.collect()[1]
+        begun = {name.rpartition("/")[0] for name in present.keys() - tensors.keys()}
+        _copy_in(present, {name: tensor for name, tensor in tensors.items() if name.rpartition("/")[0] not in begun})
+        for parameter, path in _paths(self.name, self.optimizer, self.owner):
+            if path in begun:
+                self.optimizer.state.pop(parameter, None)  # it begins with the parameter's next gradient
+        return sorted(begun)
 
 
 @dataclass(eq=False)
@@ -156,6 +224,16 @@ class OtherState(Tracked):
     """The state of any other object, which may differ between ranks."""
 
     value: Stateful
+
+    @property
+    @override
+    def class_name(self) -> str | None:
+        scheduler = unwrap_scheduler(self.value)
+        return type(scheduler).__name__ if isinstance(scheduler, LRScheduler) else None
+
+    @override
+    def restore_partly(self, plain: Any, tensors: Tensors) -> list[str]:
+        return [self.name]
 
     @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -168,6 +246,24 @@ class OtherState(Tracked):
     @override
     def restore(self, plain: Any, tensors: Tensors) -> None:
         self.value.load_state_dict(tree.join(plain, tensors))
+
+
+def _copy_in(present: Tensors, tensors: Tensors) -> list[str]:
+    """Copy tensors into those with the same name, and return the names of the others."""
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name in present and tensor is not present[name]:
+                present[name].copy_(tensor)
+    return sorted(present.keys() - tensors.keys())
+
+
+def _paths(name: str, optimizer: Optimizer, owner: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield the parameters of an optimizer, with the prefix of the names of their states' tensors."""
+    named = owner.named_parameters()
+    names = {parameter: key.replace("_orig_mod.", "").removeprefix("module.") for key, parameter in named}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, f"{name}/state/{names[parameter]}"
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]]) -> Any:

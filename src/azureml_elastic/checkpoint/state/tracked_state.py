@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from azureml_elastic.checkpoint.state.compatibility import TensorKind, class_differences, kinds_of, refuse
 from azureml_elastic.checkpoint.state.deepspeed.engine import EngineState, is_engine
 from azureml_elastic.checkpoint.state.tracked import (
     ModuleState,
@@ -28,16 +29,30 @@ from azureml_elastic.errors import UsageError
 
 __all__ = ["TrackedState"]
 
+_T = TypeVar("_T")
+
 
 class TrackedState:
-    """The state of the tracked objects by name; ``on_step`` is called after each step of a tracked optimizer.
+    """The state of the tracked objects.
+
+    Args:
+        objects: objects by name.
+        on_step: callback after each step of a tracked optimizer.
+        partial: names of objects of which a checkpoint may fit a part alone.
 
     Raises:
         UsageError: an object has no state, or an optimizer has parameters of no tracked module.
     """
 
-    def __init__(self, objects: Mapping[str, Any], on_step: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        on_step: Callable[[], None] = lambda: None,
+        partial: Collection[str] = (),
+    ) -> None:
         self.names = sorted(objects)
+        self._partial = frozenset(partial)
+        self._differing: dict[str, list[str]] = {}
         values = {name: unwrap_optimizer(value) for name, value in objects.items()}
         engines = {name: value for name, value in values.items() if is_engine(value)}
         modules = {name: each for name, each in values.items() if isinstance(each, nn.Module) and name not in engines}
@@ -145,32 +160,93 @@ class TrackedState:
         self._require_names(plain)
         tensors: dict[str, torch.Tensor] = {}
         for each in self._tracked:
-            with _fitting(each):
-                tensors.update(each.targets(plain[each.name]))
+            if each.name in plain:
+                with _fitting(each):
+                    tensors.update(each.targets(plain[each.name]))
         return tensors
+
+    def check(
+        self, where: str, plain: Mapping[str, Any], classes: Mapping[str, str], stored: Mapping[str, TensorKind]
+    ) -> UsageError | None:
+        """Return why a checkpoint does not fit, ``None`` if it does, or must be restored in part only.
+
+        Args:
+            where: path of the checkpoint.
+            plain: its state as JSON.
+            classes: classes of its objects by name, see :attr:`classes`.
+            stored: its tensors by name.
+        """
+        self._differing = {}
+        for each in self._tracked:
+            if each.name not in plain:
+                continue
+            found = class_differences(classes.get(each.name), each.class_name)
+            if not found:
+                present = kinds_of(each.targets(plain[each.name]))
+                kinds = (_relative(each.name, kinds) for kinds in (stored, present))
+                found = each.differences(plain[each.name], *kinds)
+            if found:
+                self._differing[each.name] = found
+        refused = {name: found for name, found in self._differing.items() if name not in self._partial}
+        return refuse(where, refused) if refused else None
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """The classes of objects whose states only objects of the same class can continue from, by name."""
+        return {each.name: each.class_name for each in self._tracked if each.class_name is not None}
 
     def wants(self, tensor: str) -> bool:
         """Return whether this rank needs a tensor of a checkpoint, by its name."""
         name = tensor.partition("/")[0]
         return all(each.wants(tensor) for each in self._tracked if each.name == name)
 
-    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what :meth:`collect` returned.
+    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Restore what :meth:`collect` returned, or the part of it that fits if :meth:`check` has allowed that.
+
+        Returns:
+            The names of tensors and states of parameters that were not restored.
 
         Raises:
             UsageError: the checkpoint holds other names, or does not fit an object.
         """
         self._require_names(plain)
+        missing: list[str] = []
+        differing, self._differing = self._differing, {}
         for each in self._tracked:
             with _fitting(each):
-                each.restore(plain[each.name], tensors)
+                if each.name not in plain:
+                    missing.append(each.name)
+                elif each.name in differing:
+                    missing += self._restore_partly(each, plain[each.name], tensors)
+                else:
+                    each.restore(plain[each.name], tensors)
+        return missing
+
+    def _restore_partly(self, tracked: Tracked, plain: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        present = tracked.targets(plain)
+        fitting = {
+            name: tensor
+            for name, tensor in _of(tracked.name, tensors).items()
+            if name in present and present[name].shape == tensor.shape
+        }
+        return tracked.restore_partly(plain, fitting)
 
     def _require_names(self, saved: Mapping[str, Any]) -> None:
-        if sorted(saved) != self.names:
+        if not {*saved} ^ {*self.names} <= self._partial:
             raise UsageError(
                 f"The checkpoint holds {sorted(saved)}, but this script tracks {self.names}. Track the same names, or "
                 "start anew with an empty checkpoint folder."
             )
+
+
+def _of(name: str, tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """Return those of one object."""
+    return {key: value for key, value in tensors.items() if key.startswith(f"{name}/")}
+
+
+def _relative(name: str, tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """Return those of one object, by names without that of the object."""
+    return {key.removeprefix(f"{name}/"): value for key, value in _of(name, tensors).items()}
 
 
 def _tracked(name: str, value: Any, modules: Mapping[str, nn.Module], engines: Mapping[str, Any]) -> Tracked:

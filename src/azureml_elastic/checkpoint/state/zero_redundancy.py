@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from azureml_elastic.checkpoint.state.tracked import Tensors, Tracked, restore_settings, settings_of
+from azureml_elastic.checkpoint.state.compatibility import tensor_differences
+from azureml_elastic.checkpoint.state.tracked import Kinds, Tensors, Tracked, restore_settings, settings_of
 from azureml_elastic.errors import UsageError
 
 __all__ = ["ZeroRedundancyState", "is_zero_redundancy"]
@@ -46,6 +47,16 @@ class ZeroRedundancyState(Tracked):
                     )
                 tensors[f"{path}/{key}"] = value
         return {"param_groups": settings_of(self.optimizer.param_groups)}, tensors
+
+    @property
+    @override
+    def class_name(self) -> str:
+        return type(self.optimizer.optim).__name__
+
+    @override
+    def differences(self, plain: Any, stored: Kinds, present: Kinds) -> list[str]:
+        common = stored.keys() & present.keys()  # each rank has a part
+        return tensor_differences({name: stored[name] for name in common}, {name: present[name] for name in common})
 
     @override
     def wants(self, tensor: str) -> bool:

@@ -7,7 +7,7 @@ commit point of a step: everything that may interrupt training happens there, be
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -81,12 +81,15 @@ class Session(Training):
             config = {**config, "train_batch_size": size}
         return config_for(config, size, self.world_size, micro_batch_size)
 
-    def track(self, **objects: Any) -> None:
+    def track(self, *, partial: Collection[str] = (), **objects: Any) -> None:
         """Register what a checkpoint holds, and restore it if the run has a checkpoint.
 
         Called once on all ranks, after the model is wrapped and the optimizer made.
 
         Args:
+            partial: names of objects of which a checkpoint may fit a part alone, for instance a model with a new head,
+                and its optimizer. What has the same name and shape is restored, and cast to another type; a warning
+                names the rest, which begins anew. An optimizer keeps its own settings then.
             objects: modules, optimizers, a DeepSpeed engine in place of both, and objects with ``state_dict`` and
                 ``load_state_dict``, which are saved from rank 0; under any names. The gradients of modules must be
                 averaged over the ranks if the run has, or may get, more than one: see :meth:`wrap`.
@@ -103,7 +106,9 @@ class Session(Training):
             raise UsageError(f"run.track() was called before, with {names}. Give all objects in one call.")
         if (self.world_size > 1 or self._context.can_grow) and not self._batching.exact:
             require_averaging(objects, self._not_averaged, self.world_size)
-        state = TrackedState(objects, self._on_optimizer_step)
+        if unknown := sorted(set(partial) - objects.keys()):
+            raise UsageError(f"partial={unknown} is not among the tracked objects {sorted(objects)}. Give their names.")
+        state = TrackedState(objects, self._on_optimizer_step, partial)
         if isinstance(self._context.batch, FixedPerWorkerBatch) and any(
             not isinstance(scheduler, Schedule) for scheduler in state.schedulers_of_engines
         ):
