@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,7 +138,10 @@ class Network:
         plan = Plan(
             resources=ElasticResources(min_instance_count=minimum, max_instance_count=len(NODES)),
             distribution=ElasticDistribution(
-                process_count_per_instance=1, rendezvous=rendezvous, recovery=recovery or "restart"
+                process_count_per_instance=1,
+                rendezvous=rendezvous,
+                recovery=recovery or "restart",
+                min_round_duration=timedelta(0),
             ),
             run_id="run",
         )

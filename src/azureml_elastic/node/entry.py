@@ -21,6 +21,8 @@ from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, OutputWatch
+from azureml_elastic.node.agent.output_files import output_paths
 from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender
@@ -240,6 +242,13 @@ class _Node:
             strikes=self._strikes,
             watch=self._watch,
             opens_session=opens_session(self._program),
+            newcomers=NewcomerWatch(
+                OutputWatch(
+                    output_paths(os.environ, self._program.arguments, self._plan.checkpoint.path, Path.cwd()),
+                    excluded=self._identity.folder.absolute(),
+                ),
+                distribution.min_round_duration.total_seconds(),
+            ),
         )
 
     def _record_health(self, report: DiagnosticReport) -> None:

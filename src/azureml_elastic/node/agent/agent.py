@@ -26,6 +26,7 @@ from azureml_elastic.ledger.events import (
 )
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
@@ -80,6 +81,7 @@ class NodeAgent:
         strikes: records of faults of hosts.
         watch: detector of hanging workers.
         opens_session: whether the program uses this library, see :mod:`~azureml_elastic.node.agent.session_detection`.
+        newcomers: decision when newcomers may end a round without a session.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class NodeAgent:
         strikes: HostStrikes,
         watch: HangDetector,
         opens_session: bool,
+        newcomers: NewcomerWatch,
     ) -> None:
         self._workers = workers
         self._slots = slots
@@ -108,6 +111,7 @@ class NodeAgent:
         self._preemption = preemption
         self._strikes = strikes
         self._opens_session = opens_session
+        self._newcomers = newcomers
         self._group = WorkerGroup(
             workers,
             channel,
@@ -129,7 +133,7 @@ class NodeAgent:
             broadcast=rendezvous.hub.broadcast,
             send=lambda body: rendezvous.membership.link.send(Report(body)),
         )
-        self._peers = PeerMessenger(rendezvous, channel, hangs, opens_session=opens_session)
+        self._peers = PeerMessenger(rendezvous, channel, hangs, opens_session=opens_session, newcomers=newcomers)
         self._store: Any = None
         self._announced = False
         self._done = False
@@ -144,8 +148,9 @@ class NodeAgent:
             InterruptedError: this node must leave while it waits for a round.
         """
         try:
-            if self._rdzv.running():
-                self._group.warm_up()
+            round_ = self._rdzv.read_round()
+            if round_.number > 1 or round_.state == "sealed":
+                self._group.warm_up(self._rdzv.given_up, settle=round_.state == "sealed")
             while True:
                 if self._group.stays:
                     self._group.get_ready(self._rdzv.given_up)
@@ -154,6 +159,7 @@ class NodeAgent:
                 if ending is not None:
                     return ending
         finally:
+            self._newcomers.close()
             self._workers.begin_stopping()
             self._workers.finish_stopping()
 
@@ -174,6 +180,14 @@ class NodeAgent:
         )
         self._group.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts)
         self._record(WorkersStarted, pids=self._workers.pids)
+        self._peers.workers_started(round_.world_size, self._has_connected)
+
+    def _has_connected(self) -> bool:
+        """Whether workers have used the round's store, as they do when they connect to each other."""
+        try:
+            return bool(self._store.num_keys())
+        except RuntimeError:  # DistStoreError
+            return False
 
     def _processes(self) -> list[Worker]:
         """Return the workers, for their stacks."""

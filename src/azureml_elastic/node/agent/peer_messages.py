@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from azureml_elastic.ipc.agent_messages import (
     AllPlaced,
@@ -20,6 +20,7 @@ from azureml_elastic.ipc.agent_messages import (
 )
 from azureml_elastic.ipc.worker_messages import Decide
 from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.peer_discovery import PeerDiscovery
 from azureml_elastic.node.agent.step_boundary import BoundaryCoordinator
 from azureml_elastic.node.hangs.policy import Hang
@@ -36,7 +37,8 @@ __all__ = ["PeerMessenger"]
 _LOG = logging.getLogger(__name__)
 
 _IMPORT_SECONDS = 30.0
-"""How long workers may take to open the session that their program speaks of, before newcomers stop them."""
+"""How long newcomers wait at least for the session that the program speaks of. The same rules as for a program without
+a session apply then."""
 
 _REMAINING_SECONDS = 1.0
 """A newcomer is not let in any more when the run will end sooner than this: it would only hold it up."""
@@ -50,16 +52,26 @@ class PeerMessenger:
         channel: server for the workers' sessions.
         hangs: what is done about workers that hang.
         opens_session: whether the program uses this library, so that newcomers wait for its session.
+        newcomers: decision when newcomers may end a round without a session.
 
     Attributes:
         leavers: nodes that will not be in the next round, because they are being preempted.
     """
 
-    def __init__(self, rendezvous: Rendezvous, channel: Channel, hangs: HangResponse, *, opens_session: bool) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        channel: Channel,
+        hangs: HangResponse,
+        *,
+        opens_session: bool,
+        newcomers: NewcomerWatch,
+    ) -> None:
         self._rdzv = rendezvous
         self._channel = channel
         self._hangs = hangs
         self._opens_session = opens_session
+        self._newcomers = newcomers
         self._coordinator: BoundaryCoordinator | None = None
         self._number = 0
         self._started = 0.0
@@ -73,10 +85,22 @@ class PeerMessenger:
         self._number = round_.number
         self._coordinator = BoundaryCoordinator(names, self._rdzv.hub.broadcast) if leads else None
         self._started = time.monotonic()
+        self._newcomers.rest()
         self._leaving = False
         self.leavers = set()
         self._discovery.begin(names)
         self._hangs.begin(round_.number, names)
+
+    def workers_started(self, world_size: int, has_connected: Callable[[], bool]) -> None:
+        """The workers of this node have been started, or have received their assignments.
+
+        Args:
+            world_size: number of workers of the round.
+            has_connected: function that returns whether workers have used the round's store.
+        """
+        self._started = time.monotonic()
+        if self._coordinator is not None:
+            self._newcomers.begin(world_size, has_connected)
 
     def announce_leaving(self) -> None:
         """Tell rank 0's agent, once, that this node has to go."""
@@ -139,6 +163,11 @@ class PeerMessenger:
         coordinator = self._coordinator
         if coordinator is None:
             return None
+        importing = self._opens_session and time.monotonic() - self._started < _IMPORT_SECONDS
+        if self._channel.workers.in_session:
+            self._newcomers.rest()
+        elif not importing:
+            self._newcomers.watch()
         ending = coordinator.finished or self._channel.workers.finished or done
         if coordinator.busy or coordinator.leaving or ending or not (self.leavers or status.waiting):
             return None
@@ -147,10 +176,13 @@ class PeerMessenger:
             return None
         if not coordinator.incapable and self._channel.workers.in_session:
             coordinator.propose(self._channel.workers.step, "leave" if self.leavers else "rejoin")
-        elif self._opens_session and time.monotonic() - self._started < _IMPORT_SECONDS and not self.leavers:
+        elif self.leavers:
+            return f"preempted: {_list(self.leavers)}"
+        elif not importing and self._newcomers.may_end_round(status.waiting):
+            self._newcomers.ends_round()
+            return f"joining: {_list(status.waiting)}"
+        elif self._opens_session:
             coordinator.incapable = False  # workers may only be importing still: ask again
-        else:
-            return f"preempted: {_list(self.leavers)}" if self.leavers else f"joining: {_list(status.waiting)}"
         return None
 
     def hang(self) -> Hang | None:

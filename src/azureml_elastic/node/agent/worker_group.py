@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 
@@ -17,8 +18,16 @@ from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
 __all__ = ["WorkerGroup"]
 
+_LOG = logging.getLogger(__name__)
+
+_READY_SECONDS = 600.0
+"""How long a newcomer waits for the imports of its preload server, after which it joins without them."""
+
 _WARM_SECONDS = 30.0
 """How long a newcomer gets ready beyond its script's imports."""
+
+_CHECK_SECONDS = 10.0
+"""Time between two reads of the table by a newcomer that gets ready, in case the run ends meanwhile."""
 
 _FINAL_MESSAGE_SECONDS = 5.0
 """How long the channel has to deliver messages that workers sent before they ended."""
@@ -36,6 +45,7 @@ class WorkerGroup:
         handover_seconds: timeout for workers of the previous round to wait for the next one.
         wait: waits a moment, or until something happens; raises where this node must leave while it has no place.
         started: callback after the start of processes.
+        clock: clock in monotonic seconds.
     """
 
     def __init__(
@@ -49,6 +59,7 @@ class WorkerGroup:
         handover_seconds: float,
         wait: Callable[[], None],
         started: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers = workers
         self._channel = channel
@@ -57,16 +68,44 @@ class WorkerGroup:
         self._handover = handover_seconds
         self._wait = wait
         self._started = started
+        self._clock = clock
         self.stays = stays
 
     def all(self, local_ranks: frozenset[int]) -> bool:
         """Whether these are all of them."""
         return len(local_ranks) == self._slots
 
-    def warm_up(self) -> None:
-        """Wait until new workers would start as fast as they can; for a node that nobody waits for."""
-        until = time.monotonic() + _WARM_SECONDS
-        while not self._workers.settled and time.monotonic() < until:
+    def warm_up(self, given_up: Callable[[], bool], *, settle: bool) -> None:
+        """Wait until new workers would start fast, before this node asks for a place; other nodes train meanwhile.
+
+        The wait ends early where workers cannot be preloaded, and after ten minutes of imports.
+
+        Args:
+            given_up: reads the table; raises where the run has ended.
+            settle: whether to wait, for up to 30 s, for imports that only make the first steps faster, too.
+
+        Raises:
+            RunSucceeded, RunFailed: the run has ended.
+        """
+        started = self._clock()
+        check_at = started + _CHECK_SECONDS
+        ready_at: float | None = None
+        while not self._workers.settled:
+            now = self._clock()
+            if self._workers.ready:
+                ready_at = now if ready_at is None else ready_at
+                if not settle or now - ready_at >= _WARM_SECONDS:
+                    return
+            elif now - started >= _READY_SECONDS:
+                _LOG.warning(
+                    "The script's imports have not ended within %.0f s; joining without them. The other nodes may have "
+                    "to wait for this one's workers.",
+                    _READY_SECONDS,
+                )
+                return
+            if now >= check_at:
+                given_up()
+                check_at = now + _CHECK_SECONDS
             self._wait()
 
     def get_ready(self, given_up: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ __all__ = ["Workers"]
 _POLL_SECONDS = 0.01
 
 _IMPORT_SECONDS = 120.0
-"""How long the preload server's imports may take; a worker started without it would take as long."""
+"""Time after the node's start for which its first workers wait for the preload server's imports."""
 
 
 class Workers:
@@ -50,6 +50,7 @@ class Workers:
         self._preload_server = preload_server
         self._handover = handover_seconds
         self._stop = stop_seconds
+        self._imports_until = time.monotonic() + _IMPORT_SECONDS
         self._context: SubprocessContext | None = None
         self._stopping: threading.Thread | None = None
 
@@ -69,12 +70,18 @@ class Workers:
             "logs_specs": self._logs,
             "log_line_prefixes": dict(prefixes),
         }
-        if self._preload_server is not None and self._preload_server.wait_ready(_IMPORT_SECONDS):
+        left = max(0.0, self._imports_until - time.monotonic())
+        if self._preload_server is not None and self._preload_server.wait_ready(left):
             self._context = PreloadContext(self._preload_server, **arguments)
         else:
             self._context = SubprocessContext(**arguments)
         self._context.start()
         return self.pids
+
+    @property
+    def ready(self) -> bool:
+        """Whether new workers would start with the script's imports."""
+        return self._preload_server is None or self._preload_server.ready
 
     @property
     def settled(self) -> bool:

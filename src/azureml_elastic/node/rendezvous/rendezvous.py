@@ -193,9 +193,9 @@ class Rendezvous:
             if listener is not None:
                 listener.close()
 
-    def running(self) -> bool:
-        """Read whether a round is sealed, so that this node joins as a spare that no node waits for."""
-        return self._rows.read_round().state == "sealed"
+    def read_round(self) -> Round:
+        """Read the current round, for a node that has not joined yet: no node waits for it after the first seal."""
+        return self._rows.read_round()
 
     def given_up(self) -> bool:
         """Read whether the others have gone on without this node, so that it returns as a new one.

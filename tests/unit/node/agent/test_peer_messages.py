@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -46,10 +47,37 @@ class Hangs:
         pass
 
 
+class Newcomers:
+    """A decision that the test makes."""
+
+    def __init__(self) -> None:
+        self.allowed = False
+        self.ended = 0
+        self.watching = False
+
+    def begin(self, world_size: int, has_connected) -> None:
+        pass
+
+    def watch(self) -> None:
+        self.watching = True
+
+    def rest(self) -> None:
+        self.watching = False
+
+    def may_end_round(self, waiting) -> bool:
+        assert self.watching
+        return self.allowed
+
+    def ends_round(self) -> None:
+        self.ended += 1
+
+
 class Agents:
     """The messengers of a round; rank 0's hub delivers at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, opens_session: bool = True) -> None:
+        self._opens_session = opens_session
+        self.newcomers = Newcomers()
         self.inboxes = {node: Inbox() for node in NODES}
         self.workers = {node: Workers(inbox) for node, inbox in self.inboxes.items()}
         self.hangs = {node: Hangs() for node in NODES}
@@ -69,7 +97,11 @@ class Agents:
             membership=SimpleNamespace(link=link),
         )
         return PeerMessenger(
-            rendezvous, SimpleNamespace(workers=self.workers[node]), self.hangs[node], opens_session=True
+            rendezvous,
+            SimpleNamespace(workers=self.workers[node]),
+            self.hangs[node],
+            opens_session=self._opens_session,
+            newcomers=self.newcomers,
         )
 
     def broadcast(self, body) -> None:
@@ -108,6 +140,51 @@ def test_a_node_that_leaves_does_not_stay(agents):
     assert agents.workers["node-0"].decisions == [Decide(1, go=True)]
     assert agents.workers["node-1"].decisions == [Decide(1, go=True, stay=False)]
     assert all(messenger.leavers == {"node-1"} for messenger in agents.messengers.values())
+
+
+def plain_agents(**options) -> Agents:
+    """Agents whose workers have no session."""
+    agents = Agents(**options)
+    for workers in agents.workers.values():
+        workers.in_session = False
+    return agents
+
+
+def test_newcomers_do_not_stop_a_program_without_a_session_at_once():
+    agents = plain_agents(opens_session=False)
+    assert lead(agents, "node-2") is None
+    agents.newcomers.allowed = True
+    assert lead(agents) is None
+    assert agents.newcomers.ended == 0
+    assert lead(agents, "node-2") == "joining: node-2"
+    assert agents.newcomers.ended == 1
+
+
+def test_a_preempted_node_is_not_held_up_by_the_rules_for_newcomers():
+    agents = plain_agents(opens_session=False)
+    agents.messengers["node-1"].announce_leaving()
+    agents.settle()
+    assert lead(agents, "node-2") == "preempted: node-1"
+    assert agents.newcomers.ended == 0
+
+
+def test_a_session_that_opens_late_gets_its_step_boundary(monkeypatch):
+    agents = plain_agents()
+    agents.newcomers.allowed = True
+    assert lead(agents, "node-2") is None
+    assert not agents.newcomers.watching  # the imports have 30 s
+    now = time.monotonic() + 31.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    agents.newcomers.allowed = False
+    assert lead(agents, "node-2") is None
+    assert agents.newcomers.watching
+    for workers in agents.workers.values():
+        workers.in_session = True
+    agents.newcomers.allowed = True
+    assert lead(agents, "node-2") is None
+    assert not agents.newcomers.watching
+    agents.settle()
+    assert agents.workers["node-0"].decisions == [Decide(1, go=True)]
 
 
 def test_messages_about_hangs_reach_their_response(agents):

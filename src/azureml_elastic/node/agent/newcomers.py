@@ -1,0 +1,70 @@
+"""Whether a round of a program without a session may be ended, so that waiting nodes join. Pure functions.
+
+Such a program has no step boundary: its workers are ended, and the next ones begin where the program itself resumes.
+All work since its last save is lost, so the round goes on until the program has saved, or for a minimum time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LONGEST_SECONDS", "RoundProgress", "may_end_round", "minimum_seconds"]
+
+LONGEST_SECONDS = 3600.0
+"""Longest time for which newcomers wait, unless the configured minimum is longer."""
+
+
+@dataclass(frozen=True)
+class RoundProgress:
+    """What is known of the progress of a round.
+
+    Args:
+        seconds: seconds since the workers of rank 0's node were started.
+        connected_seconds: seconds since workers of the round have used its store to connect to each other, ``None``
+            before.
+        saved: whether the program has completed a file of its state in this round.
+        world_size: number of workers.
+    """
+
+    seconds: float
+    connected_seconds: float | None
+    saved: bool
+    world_size: int
+
+
+def minimum_seconds(configured: float, unsaved_rounds: int) -> float:
+    """Return for how long a round trains before newcomers may end it without a save.
+
+    It doubles with each round that newcomers have ended before the program saved: whatever the program's own interval
+    between two saves is, a round that is long enough for one follows.
+
+    Args:
+        configured: minimum of the first round in seconds.
+        unsaved_rounds: number of rounds in succession that newcomers have ended before the program saved.
+    """
+    longest = max(configured, LONGEST_SECONDS)
+    doublings = min(unsaved_rounds, 64)  # more would exceed every bound, and then the range of a float
+    return min(configured * 2.0**doublings, longest)
+
+
+def may_end_round(progress: RoundProgress, configured: float, unsaved_rounds: int) -> bool:
+    """Return whether newcomers may end the round now.
+
+    A program that has saved has trained. Otherwise the minimum counts from the moment at which the workers connect to
+    each other, which is after their imports and before their first step; a single worker may never do so, and counts
+    from its start. Workers of several that do not connect have not begun to train, unless they connect by other means
+    than the round's store: newcomers wait for them for the longest time.
+
+    Args:
+        progress: progress of the round.
+        configured: minimum training time of a round in seconds.
+        unsaved_rounds: number of rounds in succession that newcomers have ended before the program saved.
+    """
+    if progress.saved:
+        return True
+    trained = progress.connected_seconds
+    if trained is None and progress.world_size == 1:
+        trained = progress.seconds
+    if trained is None:
+        return progress.seconds >= max(configured, LONGEST_SECONDS)
+    return trained >= minimum_seconds(configured, unsaved_rounds)
