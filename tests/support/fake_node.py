@@ -3,7 +3,8 @@
 Nodes know each other by locks that the system releases when their holder dies; the run's state is one file. Each step
 is taken by the first node alive. The program is ``steps <n>``, ``grow <n> <nodes>`` (ends after n steps once that many
 nodes train), ``meet <n> <node>`` (ends after n steps once that one does), ``fail <step> <code>``, ``hang``, ``deaf``
-(hangs and ignores SIGTERM) or ``orphan <n>`` (leaves its worker behind).
+(hangs and ignores SIGTERM), ``orphan <n>`` (leaves its worker behind) or ``late <n>`` (like ``steps``, but its first
+step comes a second after its workers). ``python script.py`` in front of it is ignored.
 """
 
 import fcntl
@@ -105,6 +106,8 @@ class Node:
             size = len(state["members"]) * self.plan.distribution.process_count_per_instance
             self.record(events.RoundEntered, rank=rank, members=tuple(state["members"]), world_size=size)
             self.record(events.WorkersStarted, pids=(self.worker.pid,))
+            if program[0] == "late" and self.round == 1:
+                time.sleep(1.0)
             if rank == 0:
                 self.record(events.Restored, step=state["step"])
         if state["members"][:1] == [self.name] and self.round == state["round"]:
@@ -120,7 +123,7 @@ class Node:
             self.record(events.RunEnded, succeeded=False, message="the program failed on purpose")
             state["ended"] = int(program[2])
             return
-        enough = program[0] in ("steps", "orphan", "grow", "meet") and state["step"] >= int(program[1])
+        enough = program[0] in ("steps", "orphan", "grow", "meet", "late") and state["step"] >= int(program[1])
         if program[0] == "grow":
             enough = enough and len(state["members"]) == int(program[2])
         if program[0] == "meet":
@@ -144,4 +147,5 @@ class Node:
 
 if __name__ == "__main__":
     separator = sys.argv.index("--")
-    sys.exit(Node().run(sys.argv[separator + 1 :]))
+    words = sys.argv[separator + 1 :]
+    sys.exit(Node().run(words[2:] if words[0] == "python" else words))

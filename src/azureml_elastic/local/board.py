@@ -14,6 +14,7 @@ from azureml_elastic.ledger.events import (
     NodeLeft,
     NodeStarted,
     Progress,
+    Restored,
     RoundEntered,
     RoundReopened,
     RunEnded,
@@ -54,6 +55,10 @@ class Board:
     members: tuple[str, ...] = ()
     sizes: list[int] = field(default_factory=list)
     """World sizes of the sealed rounds so far."""
+    workers_started: bool = False
+    """Whether workers were started."""
+    training: bool = False
+    """Whether a session has reported a step: one that it begins with, or one that it has completed."""
     step: int = 0
     checkpoint_step: int = 0
     ended: RunEnded | None = None
@@ -83,7 +88,12 @@ class Board:
         if isinstance(event, RoundEntered) and event.round > self.round:
             self.round, self.members = event.round, event.members
             self.sizes.append(event.world_size)
+        elif isinstance(event, WorkersStarted):
+            self.workers_started = True
+        elif isinstance(event, Restored):
+            self.training = True
         elif isinstance(event, Progress):
+            self.training = True
             self.step = max(self.step, event.step)
         elif isinstance(event, CheckpointCommitted):
             self.checkpoint_step = max(self.checkpoint_step, event.step)

@@ -20,13 +20,15 @@ from azureml_elastic.config import (
     Plan,
     TableRendezvous,
 )
-from azureml_elastic.errors import UsageError
+from azureml_elastic.config.command.program import parse_program
+from azureml_elastic.errors import CommandError, UsageError
 from azureml_elastic.ledger.summary import Paths, Report
 from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.table_choice import TableChoice, check_table, open_table_choice
 from azureml_elastic.local.view import View
+from azureml_elastic.node.agent.session_detection import opens_session
 
 __all__ = ["NODE_COMMAND", "LocalCluster", "new_run_dir"]
 
@@ -103,6 +105,7 @@ class LocalCluster:
                 processes=processes,
                 schedule=self.chaos or Schedule(),
                 view=stack.enter_context(self.view),
+                opens_session=_opens_session(argv),
             )
             try:
                 end = launch.watch(self.nodes[1], self.timeout_s, self.exit_grace_s)
@@ -144,6 +147,14 @@ class LocalCluster:
             run_id=f"local-{secrets.token_hex(4)}",
             audit=self.audit,
         )
+
+
+def _opens_session(argv: Sequence[str]) -> bool:
+    """Return whether a program uses this library; false where a node command of another kind takes other words."""
+    try:
+        return opens_session(parse_program(argv))
+    except CommandError:
+        return False
 
 
 def new_run_dir(parent: Path = Path("runs")) -> Path:

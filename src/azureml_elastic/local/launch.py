@@ -21,7 +21,7 @@ from azureml_elastic.ledger.summary import (
 )
 from azureml_elastic.local.board import Board
 from azureml_elastic.local.faults.model import Add, Freeze, Kill, Preempt, Schedule, TableTrouble
-from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add
+from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add, training_seconds
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
 from azureml_elastic.local.run_end import TIMED_OUT, NodeStatus, RunEnd, outcome_of, phase
 from azureml_elastic.local.table_choice import TableChoice
@@ -83,6 +83,7 @@ class Launch:
         processes: context in which the nodes are started.
         schedule: faults to inject.
         view: view that shows the run.
+        opens_session: whether the program uses this library, so that it reports its steps.
     """
 
     plan: Plan
@@ -92,6 +93,7 @@ class Launch:
     processes: NodeProcesses
     schedule: Schedule
     view: View
+    opens_session: bool
 
     def __post_init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -100,7 +102,8 @@ class Launch:
         self._events: list[Event] = []
         self._timers: list[_Timer] = []
         self._fired: frozenset[int] = frozenset()
-        self._sealed_at: float | None = None
+        self._workers_started: float | None = None
+        self._first_step: float | None = None
         self._faults: list[FaultRecord] = []
         self._losses: list[tuple[str, float]] = []
 
@@ -182,8 +185,10 @@ class Launch:
         fresh = sorted(self._reader.read(), key=lambda event: event.time)  # one machine, one clock
         self._events += fresh
         self._board.apply(fresh)
-        if self._sealed_at is None and self._board.round:
-            self._sealed_at = time.monotonic()
+        if self._workers_started is None and self._board.workers_started:
+            self._workers_started = time.monotonic()
+        if self._first_step is None and self._board.training:
+            self._first_step = time.monotonic()
         for node in self._nodes.values():
             lines = [line.decode("utf-8", "replace") for line in node.output.read()]
             node.last_line = next((line for line in reversed(lines) if line.strip()), node.last_line)
@@ -195,7 +200,9 @@ class Launch:
         nodes = self._nodes.values()
         return ChaosState(
             step=self._board.step,
-            seconds=None if self._sealed_at is None else time.monotonic() - self._sealed_at,
+            seconds=training_seconds(
+                time.monotonic(), self._workers_started, self._first_step, opens_session=self.opens_session
+            ),
             living=frozenset(
                 node.name for node in nodes if node.exit_code is None and node.forced is None and not node.frozen
             ),

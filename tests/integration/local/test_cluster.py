@@ -13,6 +13,8 @@ import pytest
 from rich.console import Console
 
 from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.events import Restored
+from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
@@ -106,6 +108,16 @@ def test_a_permanently_frozen_node_does_not_delay_the_end(tmp_path):
     assert report.outcome == "failed"
     assert "All nodes have ended (node-0 frozen, node-1 killed, node-2 killed)" in report.message
     assert survivors(tmp_path / "run") == []
+
+
+def test_seconds_of_a_program_with_a_session_count_from_its_first_step(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("from azureml_elastic import train\n")
+    report = cluster(tmp_path, "kill=node-2@0s").run(["python", str(script), "late", "20"])
+    assert report.outcome == "succeeded"
+    events = read_events(tmp_path / "run" / "events")
+    assert report.faults[0].nodes == ("node-2",)
+    assert report.faults[0].time >= min(event.time for event in events if isinstance(event, Restored))
 
 
 def test_a_run_without_nodes_ends_if_none_is_added(tmp_path):

@@ -17,6 +17,7 @@ from azureml_elastic.local.faults.schedule import (
     may_add,
     parse_schedule,
     random_schedule,
+    training_seconds,
 )
 
 ALL = frozenset({"node-0", "node-1", "node-2"})
@@ -151,6 +152,22 @@ def test_any_is_drawn_by_the_seed():
 
     assert all(victims(seed) == victims(seed) for seed in range(5))
     assert {victims(seed) for seed in range(40)} == ALL
+
+
+@pytest.mark.parametrize(
+    ("started", "first_step", "opens_session", "expected"),
+    [
+        (None, None, True, None),
+        (None, None, False, None),
+        (90.0, None, False, 10.0),
+        (90.0, None, True, None),  # imports, or reads data
+        (90.0, 97.0, True, 3.0),
+        (90.0, 97.0, False, 3.0),  # the session was not found in the text
+        (-200.0, None, True, 300.0),  # no session was opened
+    ],
+)
+def test_seconds_count_from_the_first_step_where_one_is_reported(started, first_step, opens_session, expected):
+    assert training_seconds(100.0, started, first_step, opens_session=opens_session) == expected
 
 
 def test_added_nodes_need_no_victim():

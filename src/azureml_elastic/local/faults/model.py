@@ -34,7 +34,7 @@ class AtStep:
 
 @dataclass(frozen=True)
 class AfterSeconds:
-    """Time of a fault: seconds after the first round was sealed."""
+    """Time of a fault: seconds of training, see ``schedule.training_seconds``."""
 
     seconds: float
 

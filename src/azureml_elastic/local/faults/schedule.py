@@ -14,8 +14,8 @@ The kinds of table faults are ``outage``, ``throttle``, ``timeout``, ``reset``, 
 plain HTTP, such as the emulator.
 
 The target is ``node-<k>``, ``rank0`` (the node of rank 0) or ``any`` (drawn from the living nodes with the seed). The
-time is ``step:<n>``, once n training steps are completed, or seconds since the first round was sealed. All functions
-are pure; ``launch.py`` injects the faults.
+time is ``step:<n>``, once n training steps are completed, or seconds since training began, see
+:func:`training_seconds`. All functions are pure; ``launch.py`` injects the faults.
 """
 
 from __future__ import annotations
@@ -42,7 +42,17 @@ from azureml_elastic.local.faults.model import (
     When,
 )
 
-__all__ = ["DEFAULT_KINDS", "ChaosState", "Due", "due", "load_schedule", "may_add", "parse_schedule", "random_schedule"]
+__all__ = [
+    "DEFAULT_KINDS",
+    "ChaosState",
+    "Due",
+    "due",
+    "load_schedule",
+    "may_add",
+    "parse_schedule",
+    "random_schedule",
+    "training_seconds",
+]
 
 _ACCEPTED = (
     "Accepted are kill=TARGET@WHEN, preempt=TARGET@WHEN[/NOTICEs], freeze=TARGET@WHEN[/DURATIONs], "
@@ -56,6 +66,9 @@ _SECONDS = re.compile(r"(\d+(?:\.\d+)?)s")
 _STEP = re.compile(r"step:(\d+)")
 _TROUBLE = re.compile(rf"(?P<kind>{'|'.join(TROUBLES)})(:(?P<percent>\d{{1,3}})%)?")
 
+_SESSION_SECONDS = 300.0
+"""Time after which a program that uses this library, but has reported no step, counts as one without a session."""
+
 DEFAULT_KINDS = ("kill", "preempt", "add")
 """Default kinds of :func:`random_schedule`."""
 
@@ -66,7 +79,7 @@ class ChaosState:
 
     Args:
         step: number of completed training steps.
-        seconds: seconds since the first round was sealed, ``None`` before.
+        seconds: seconds since training began, ``None`` before; see :func:`training_seconds`.
         living: nodes that can be targets: alive, not frozen and without a preemption notice.
         gone: nodes that will not come back.
         rank0: node of rank 0 in the newest round.
@@ -94,6 +107,27 @@ class Due:
     index: int
     fault: Fault
     victim: str | None = None
+
+
+def training_seconds(
+    now: float, workers_started: float | None, first_step: float | None, *, opens_session: bool
+) -> float | None:
+    """Return the seconds since training began, by which faults at a time in seconds happen; ``None`` before.
+
+    Training begins with the first step that the run reports. A program without a session reports none: its training
+    begins with its workers.
+
+    Args:
+        now: the present time in seconds.
+        workers_started: time at which the first workers started, ``None`` before.
+        first_step: time at which a step was reported first, ``None`` before.
+        opens_session: whether the program uses this library.
+    """
+    if first_step is not None:
+        return now - first_step
+    if workers_started is None or (opens_session and now - workers_started < _SESSION_SECONDS):
+        return None
+    return now - workers_started
 
 
 def due(schedule: Schedule, state: ChaosState) -> list[Due]:
