@@ -23,6 +23,7 @@
     ├── RunClosed
     │   ├── RunSucceeded
     │   └── RunFailed
+    ├── NonFiniteError
     ├── RoundBroken
     ├── Fenced
     └── CheckpointError
@@ -46,6 +47,7 @@ __all__ = [
     "JobRefused",
     "KeyInvalid",
     "MissingExtra",
+    "NonFiniteError",
     "PlanError",
     "RoundBroken",
     "RowChanged",
@@ -172,6 +174,10 @@ class RunFailed(RunClosed):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class NonFiniteError(ElasticError):
+    """The loss or the weights are NaN or infinite, and the checkpoint policy ends the run then; it is not restarted."""
 
 
 class RoundBroken(ElasticError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from pathlib import Path
 
@@ -103,3 +104,39 @@ def test_an_exit_code_of_the_programs_own_is_the_runs(tmp_path):
     report = run(tmp_path, "code", 3, nodes=(1, 1))
     assert_failed(report, 9, rounds=2)
     assert {failure.failure_kind for failure in failures(report)} == {"exit"}
+
+
+def diverge(tmp_path, policy, step, times=1):
+    return run(tmp_path, policy, step, times, program="diverging.py", checkpoint_steps=3)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_run_rolls_back_from_weights_that_are_not_finite(tmp_path, times):
+    """The second time at the same step it would go on for ever, so the run ends."""
+    report = diverge(tmp_path, "rollback", 8, times)
+    if times > 1:
+        assert_failed(report, 1, rounds=2)
+        assert_reported_by_every_node(report, "The weights of step 8 are NaN or infinite", "not restarted")
+        return
+    assert (report.outcome, report.last_step) == ("succeeded", 20), report.message
+    assert [round_.restored_step for round_ in report.rounds] == [0, 6], "the state in memory is not used"
+    assert set(json.loads((tmp_path / "weights.json").read_text())) == {True}
+
+
+def test_a_run_stops_at_weights_that_are_not_finite(tmp_path):
+    report = diverge(tmp_path, "stop", 8)
+    assert_failed(report, 1, rounds=1)
+    assert_reported_by_every_node(
+        report, "of step 8", "NaN or infinite", 'on_nonfinite="stop"', "Lower the learning rate"
+    )
+    assert {failure.failure_kind for failure in failures(report)} == {"nonfinite"}
+
+
+def test_a_run_that_is_only_warned_keeps_its_last_good_checkpoint(tmp_path):
+    report = diverge(tmp_path, "warn", 8)
+    assert (report.outcome, report.last_step) == ("succeeded", 20), report.message
+    committed = [path for path in report.paths.checkpoints.iterdir() if (path / "committed").exists()]
+    assert sorted(int(path.name.split(".")[0].removeprefix("step-")) for path in committed) == [3, 6]
+    log = "".join((report.paths.logs / f"{node.name}.log").read_text() for node in report.nodes)
+    assert log.count("The loss of step 8: NaN or infinite.") + log.count("The weights of step 8: NaN or infinite.") >= 2
+    assert log.count("No checkpoint is taken of step 9") == 1

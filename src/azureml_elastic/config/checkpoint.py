@@ -9,7 +9,10 @@ from pydantic import Field
 
 from azureml_elastic.config.base import ConfigModel, PositiveDuration
 
-__all__ = ["CheckpointPolicy"]
+__all__ = ["CheckpointPolicy", "NonFinitePolicy"]
+
+NonFinitePolicy = Literal["warn", "stop", "rollback"]
+"""Response to a loss or to weights that are NaN or infinite."""
 
 
 class CheckpointPolicy(ConfigModel):
@@ -31,6 +34,9 @@ class CheckpointPolicy(ConfigModel):
             on the same machine recovers. Read from the job's policy, not from ``train.start()``. ``None`` for none.
         keep: number of committed checkpoints to keep, at least 2, so that a damaged one has a predecessor.
         keep_every: optimizer steps between two checkpoints that are kept for good; ``None`` for none.
+        on_nonfinite: response to a loss or to weights that are NaN or infinite, of which no checkpoint is taken:
+            ``"warn"`` continues, ``"stop"`` ends the run without a restart, and ``"rollback"`` restarts it from its
+            last checkpoint once the weights are affected.
     """
 
     path: str | None = None
@@ -41,3 +47,4 @@ class CheckpointPolicy(ConfigModel):
     snapshot_path: str | None = None
     keep: int = Field(default=2, ge=2)
     keep_every: int | None = Field(default=None, ge=1)
+    on_nonfinite: NonFinitePolicy = "warn"

@@ -212,6 +212,8 @@ def _own_kind(raised: ExceptionInfo) -> FailureKind:
     """Return the kind of one exception, regardless of its chain."""
     if raised.name in _IMPORTS:
         return "import"
+    if raised.type == "azureml_elastic.errors.NonFiniteError":
+        return "nonfinite"
     if raised.name in ("OutOfMemoryError", "MemoryError"):
         return "out_of_memory"
     if raised.name in _MEMORY_TYPES and _MEMORY.search(raised.message):

@@ -25,6 +25,7 @@ SUMMARIES: dict[FailureKind, str] = {
     "crashed": "it crashed",
     "exit": "its program ended with an error code",
     "hang": "it made no step for too long",
+    "nonfinite": "its loss or weights are NaN or infinite",
 }
 """Summary of each kind of failure, as the end of a sentence about a worker."""
 
@@ -52,6 +53,10 @@ _ADVICE: dict[FailureKind, str] = {
     ),
     "exit": "Look for the exit code in the program, and at its last lines of output",
     "hang": "Find the worker whose stack differs from those of the others",
+    "nonfinite": (
+        "Lower the learning rate, clip the gradients or look at the data of this step, and submit again: the last "
+        "checkpoint is of finite weights"
+    ),
 }
 
 

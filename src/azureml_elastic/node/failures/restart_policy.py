@@ -4,12 +4,13 @@ Every failure that another node does not explain is a :class:`FailureRecord` in 
 round to round, so that the budget belongs to the run and survives the loss of any node. The age of a record is the sum
 of the durations of the rounds since, each measured by the monotonic clock of the node that ended the round.
 
-Three rules, in this order:
+Four rules, in this order:
 
-1. *The same error without progress* ends the run at once.
-2. *An unexplained broken connection* is free while the run makes progress. Without progress, at most
+1. *A loss or weights that are not finite* end the run at once, where the checkpoint policy says so.
+2. *The same error without progress* ends the run at once.
+3. *An unexplained broken connection* is free while the run makes progress. Without progress, at most
    ``max_failed_rounds`` rounds in a row may end so, and one that lasted more than a minute is charged.
-3. *Any other failure* is charged: ``max_restarts`` restarts within ``restart_window``. A record expires when it is
+4. *Any other failure* is charged: ``max_restarts`` restarts within ``restart_window``. A record expires when it is
    older than the window *and* the run has made progress since; by age alone, a run could fail at one step for ever.
 """
 
@@ -23,7 +24,7 @@ from azureml_elastic.config import ElasticDistribution
 
 __all__ = ["MAX_RECORDS", "FailureKind", "FailureRecord", "RestartDecision", "aged", "decide_restart", "read_records"]
 
-FailureKind = Literal["out_of_memory", "peer", "import", "user", "killed", "crashed", "exit", "hang"]
+FailureKind = Literal["out_of_memory", "peer", "import", "user", "killed", "crashed", "exit", "hang", "nonfinite"]
 """Kind of failure; ``docs/explanation/failures.md`` describes the classification."""
 
 MAX_RECORDS = 64
@@ -111,6 +112,9 @@ def decide_restart(
     window = None if distribution.restart_window is None else distribution.restart_window.total_seconds()
     kept = _unexpired(history, failure, window)
     earlier = _same_without_progress(kept, failure) if conclusive else None
+    if failure.kind == "nonfinite":
+        why = 'on_nonfinite="stop" ends the run.'
+        return RestartDecision(restart=False, failures=_merged((*kept, failure)), round_failed=False, why=why)
     if earlier is not None:
         at = "" if earlier.step is None else f" at step {earlier.step}"
         why = (

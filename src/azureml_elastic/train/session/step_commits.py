@@ -38,8 +38,7 @@ class StepCommits:
         if self._lifecycle.discarded:
             self._lifecycle.end_discarded_step()
         else:
-            self._state.steps += 1
-            self._state.half_step = False
+            self._state.complete_step()
             self._context.audit.done(self._state.steps)
             if self._position.epoch_ending:
                 self._boundary_deferred = True
@@ -76,11 +75,15 @@ class StepCommits:
             _LOG.warning("The optimizer has stepped after the last run.commit(); that step is not saved.")
         else:
             with self._lifecycle.guard(stay=False):
-                if self._state.has_unsaved_progress() and not self._state.save(must_commit=True):
+                if self._state.has_unsaved_progress() and not self._state.save(must_commit=True) and self._state.finite:
                     raise self._not_committed()
         self._context.agent.finished(self._state.steps)
 
     def _not_committed(self) -> CheckpointError:
+        if not self._state.finite:
+            return CheckpointError(
+                f"No checkpoint is taken of step {self._state.steps}: its weights are NaN or infinite."
+            )
         return CheckpointError(
             f"The checkpoint of step {self._state.steps} was written but could not be committed: the run's table was "
             "not available. Started again, the script resumes from the checkpoint before it."

@@ -255,6 +255,7 @@ class Training:
         if len(opened) > 1:
             self._position.require_same_weight()
         with self._lifecycle.guard():
+            self._state.observe(loss)
             self._gradients.backward(loss, micro, None if count is None else int(count))
 
     def _opened(self, loader: LoaderState, micro: MicroBatch) -> None:

@@ -18,6 +18,7 @@ from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.context import SessionContext
+from azureml_elastic.train.session.finiteness import FinitenessWatch
 
 __all__ = ["TrainingState"]
 
@@ -34,6 +35,7 @@ class TrainingState:
         tracked: tracked objects, ``None`` before ``run.track()``
         steps: optimizer steps completed, over all rounds
         half_step: whether the optimizer has stepped since the last completed step
+        finite: whether the weights were finite at the last save or snapshot
     """
 
     def __init__(self, context: SessionContext, world: ProcessGroups, position: Position, rate: LearningRate) -> None:
@@ -54,13 +56,16 @@ class TrainingState:
         self._entered_at = 0
         self._save_pending = False
         self._incomplete = False
+        self._finiteness = FinitenessWatch(policy.on_nonfinite)
+        self.finite = True
         self.steps = 0
         self.half_step = False
 
     @property
     def holds_full_state(self) -> bool:
         """Whether this process alone holds the full state of a completed step."""
-        return self.tracked is not None and self.tracked.replicated and not self.half_step and not self._incomplete
+        whole = self.tracked is not None and self.tracked.replicated and not self.half_step and not self._incomplete
+        return whole and self._finiteness.weights_are_sound()
 
     @property
     def _objects(self) -> TrackedState:
@@ -74,6 +79,7 @@ class TrainingState:
     def track(self, tracked: TrackedState) -> None:
         """Set the tracked objects, and restore them if the run has a state. A collective."""
         self.tracked = tracked
+        self._finiteness.attach(tracked)
         try:
             self._restore(*self._handed_over())
             self._rate.enter(self._identity.world_size)
@@ -103,6 +109,21 @@ class TrainingState:
         """Return whether a checkpoint would hold more steps or samples than the last one."""
         return self.steps > 0 if self._last_saved is None else self._last_saved != self._here
 
+    def observe(self, loss: torch.Tensor) -> None:
+        """Take the loss of a backward pass into account."""
+        self._finiteness.observe(loss)
+
+    def complete_step(self) -> None:
+        """Count a step.
+
+        Raises:
+            NonFiniteError: a step was not finite, and the policy ends the run.
+            RuntimeError: the weights are not finite, and the policy restarts the run.
+        """
+        self._finiteness.end_step(self.steps + 1)
+        self.steps += 1
+        self.half_step = False
+
     def after_step(self, *, save: bool) -> None:
         """Take a checkpoint if it is requested or due, or else a snapshot if that is due. A collective if one is."""
         self.settle(0)
@@ -121,7 +142,7 @@ class TrainingState:
             must_commit: whether to wait for the commit, and to retry it while the table is unavailable
 
         Returns:
-            Whether the checkpoint is known to be committed.
+            Whether the checkpoint is known to be committed. None is taken of weights that are not finite.
 
         Raises:
             CheckpointError: checkpoints cannot be written.
@@ -132,6 +153,10 @@ class TrainingState:
         self.settle()
         self._checkpoints.require()
         self._schedule.saving(self.steps)
+        if not self._check_finite("checkpoint"):
+            self._schedule.saved()
+            self._agent.free()
+            return False
         self._save_pending = True
         self._checkpoints.begin(self.steps, self._objects, self._data(), must_commit=must_commit)
         self._pending = self._here
@@ -150,10 +175,20 @@ class TrainingState:
         self.settle(0)
         if self._world.control.all_true(not self._checkpoints.under_way):
             self._snapshot_schedule.saving(self.steps)
+            if not self._check_finite("snapshot"):
+                self._snapshot_schedule.saved()
+                return
             self._checkpoints.begin_snapshot(self.steps, self._objects, self._data())
             self._pending = None
             self.half_step = False  # as above
             self._snapshot_schedule.saved()
+
+    def _check_finite(self, what: str) -> bool:
+        """Return whether the weights of all ranks are finite. A collective."""
+        before, self.finite = self.finite, self._world.control.all_true(self._finiteness.weights_are_finite())
+        if before and not self.finite and self._identity.rank == 0:
+            _LOG.warning("No %s is taken of step %d: its weights are NaN or infinite.", what, self.steps)
+        return self.finite
 
     def settle(self, timeout: float | None = None) -> None:
         """Wait for the end of the save in progress, if there is one, or until the timeout in seconds."""

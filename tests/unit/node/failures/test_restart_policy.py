@@ -25,7 +25,9 @@ from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.sealing import reopened
 
 HOUR = 3600.0
-KINDS = sorted(SUMMARIES)
+KINDS = sorted(SUMMARIES.keys() - {"nonfinite"})
+"""The kinds after which a run may be restarted."""
+
 CHARGED = [kind for kind in KINDS if kind != "peer"]
 
 
@@ -271,7 +273,13 @@ def test_fields_of_later_releases_are_ignored():
     assert read_records([{**record().__dict__, "colour": "red"}]) == (record(),)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_that_is_not_finite_ends_the_run_where_the_policy_says_so():
+    verdict = Run(terms()).fails(record(kind="nonfinite", step=3))
+    assert not verdict.restart
+    assert verdict.why == 'on_nonfinite="stop" ends the run.'
+
+
+@pytest.mark.parametrize("kind", sorted(SUMMARIES))
 def test_the_runs_last_message_begins_with_the_users_own_words(kind):
     failure = record(kind=kind, step=12, node="node-3")
     message = closing_message("Traceback\nValueError: no", failure, 4, "It is failure 4.")
