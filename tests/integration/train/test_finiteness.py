@@ -67,15 +67,15 @@ def steps_of(folder):
 
 
 @pytest.mark.parametrize("value", [NAN, INFINITE, -INFINITE])
-def test_weights_that_are_not_finite_are_not_saved_and_told_once(tmp_path, loop, caplog, value):
+def test_weights_that_are_not_finite_are_not_saved_and_warned_about_once(tmp_path, loop, caplog, value):
     each = loop()
     with caplog.at_level(logging.WARNING):
         each.steps(11, {5: value})
         each.run.finish()
     assert steps_of(tmp_path) == [2, 4], "the last good checkpoint is not replaced"
-    told = [record.getMessage() for record in caplog.records if "NaN or infinite" in record.getMessage()]
-    assert [text for text in told if "of step 5" in text]
-    assert len(told) <= 3, told
+    warned = [record.getMessage() for record in caplog.records if "NaN or infinite" in record.getMessage()]
+    assert [text for text in warned if "of step 5" in text]
+    assert len(warned) <= 3, warned
 
 
 def test_a_script_goes_on_from_its_last_good_checkpoint(loop):
