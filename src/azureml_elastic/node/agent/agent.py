@@ -167,7 +167,7 @@ class NodeAgent:
 
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
-        assignment, self._store = enter(self._rdzv)
+        assignment, self._store = enter(self._rdzv, self._get_ready)
         round_ = assignment.round
         leads = assignment.rank == 0
         pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
@@ -188,6 +188,10 @@ class NodeAgent:
             return bool(self._store.num_keys())
         except RuntimeError:  # DistStoreError
             return False
+
+    def _get_ready(self) -> bool:
+        """Wait for the script's imports before the round ends for this node; return whether that took time."""
+        return self._group.warm_up(self._rdzv.given_up, settle=False)
 
     def _processes(self) -> list[Worker]:
         """Return the workers, for their stacks."""

@@ -69,44 +69,54 @@ class WorkerGroup:
         self._wait = wait
         self._started = started
         self._clock = clock
+        self._warm_since: float | None = None
+        self._ready_at: float | None = None
         self.stays = stays
 
     def all(self, local_ranks: frozenset[int]) -> bool:
         """Whether these are all of them."""
         return len(local_ranks) == self._slots
 
-    def warm_up(self, given_up: Callable[[], bool], *, settle: bool) -> None:
+    def warm_up(self, given_up: Callable[[], bool], *, settle: bool) -> bool:
         """Wait until new workers would start fast, before this node asks for a place; other nodes train meanwhile.
 
-        The wait ends early where workers cannot be preloaded, and after ten minutes of imports.
+        The wait ends early where workers cannot be preloaded, and ten minutes after the first call.
 
         Args:
             given_up: reads the table; raises where the run has ended.
             settle: whether to wait, for up to 30 s, for imports that only make the first steps faster, too.
 
+        Returns:
+            Whether it has waited.
+
         Raises:
             RunSucceeded, RunFailed: the run has ended.
         """
-        started = self._clock()
-        check_at = started + _CHECK_SECONDS
-        ready_at: float | None = None
+        began = self._clock()
+        self._warm_since = began if self._warm_since is None else self._warm_since
+        check_at = began + _CHECK_SECONDS
+        waited = False
         while not self._workers.settled:
             now = self._clock()
             if self._workers.ready:
-                ready_at = now if ready_at is None else ready_at
-                if not settle or now - ready_at >= _WARM_SECONDS:
-                    return
-            elif now - started >= _READY_SECONDS:
+                self._ready_at = now if self._ready_at is None else self._ready_at
+                if not settle or now - self._ready_at >= _WARM_SECONDS:
+                    break
+            elif now - self._warm_since >= _READY_SECONDS:
+                if not waited:
+                    break
                 _LOG.warning(
                     "The script's imports have not ended within %.0f s; joining without them. The other nodes may have "
                     "to wait for this one's workers.",
                     _READY_SECONDS,
                 )
-                return
+                break
             if now >= check_at:
                 given_up()
                 check_at = now + _CHECK_SECONDS
+            waited = True
             self._wait()
+        return waited
 
     def get_ready(self, given_up: Callable[[], bool]) -> None:
         """Have workers that wait for a place: those of the round before, or new ones that have run up to their session.

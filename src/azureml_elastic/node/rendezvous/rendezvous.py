@@ -148,8 +148,12 @@ class Rendezvous:
         if not self._is_one_of_many:
             self._rows.read_run_key(defer=False)  # others meet at this node's hub before it is ready to join
 
-    def join(self) -> Assignment:
+    def join(self, get_ready: Callable[[], bool] = lambda: False) -> Assignment:
         """Wait for the next round in which this node is a member, and enter it.
+
+        Args:
+            get_ready: callback before this node is a spare of a running round; it returns once the node can train, with
+                whether that took time.
 
         Returns:
             The assignment. On rank 0 the caller must start serving the store on its ``listener`` at once.
@@ -179,6 +183,8 @@ class Rendezvous:
                     if self.membership.last_round == round_.number:
                         # This node has left its own round, and the node that should end it may be dead.
                         self.round_end.reopen(f"{self.node} has left the round")
+                        round_ = self._context.latest.after(round_) or self._rows.read_round()
+                    elif get_ready():
                         round_ = self._context.latest.after(round_) or self._rows.read_round()
                     else:
                         round_ = self._waiter.wait_beside(round_, self.membership.me)

@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -46,14 +47,18 @@ BACKEND = "azure-table"
 _STORE_TIMEOUT = timedelta(minutes=5)
 
 
-def enter(rendezvous: Rendezvous) -> tuple[Assignment, TCPStore]:
+def enter(rendezvous: Rendezvous, get_ready: Callable[[], bool] = lambda: False) -> tuple[Assignment, TCPStore]:
     """Join the next round and open its store, again if the round breaks before that.
+
+    Args:
+        rendezvous: this node's part in the run.
+        get_ready: see :meth:`Rendezvous.join`.
 
     Raises:
         RunSucceeded, RunFailed, InterruptedError: see :meth:`Rendezvous.join`.
     """
     while True:
-        assignment = rendezvous.join()
+        assignment = rendezvous.join(get_ready)
         store = open_store(assignment, _STORE_TIMEOUT, lambda: rendezvous.status().broken, rendezvous.store_failed)
         if store is not None:
             return assignment, store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -121,6 +122,34 @@ def test_old_files_that_only_a_later_scan_finds_are_not_new():
     for now in (5.0, 8.0):
         saved.add(Scan({"/out/0.pt": stamp(40), "/out/2.pt": stamp(60)}, complete=False), now)
     assert saved.saved
+
+
+class Hanging:
+    """A path on a mount that does not answer until the end of the test."""
+
+    def __init__(self) -> None:
+        self.asked, self.over = threading.Event(), threading.Event()
+
+    def is_dir(self) -> bool:
+        self.asked.set()
+        self.over.wait()
+        raise OSError("the mount is gone")
+
+
+def test_a_mount_that_does_not_answer_holds_nothing_up():
+    path = Hanging()
+    watch = OutputWatch([path])
+    watch.begin()
+    try:
+        assert path.asked.wait(30)
+        for _ in range(3):
+            assert not watch.saved
+            watch.pause()
+            watch.begin()
+        assert [thread.name for thread in threading.enumerate()].count("output-watch") == 1
+    finally:
+        watch.close()
+        path.over.set()
 
 
 def test_the_watch_finds_a_new_checkpoint_and_forgets_it_for_the_next_round(tmp_path):

@@ -42,7 +42,9 @@ class Node:
 
     def warm_up(self, *, settle: bool = True) -> float:
         """Return how long it took."""
-        self.group.warm_up(self._given_up, settle=settle)
+        began = self.now
+        waited = self.group.warm_up(self._given_up, settle=settle)
+        assert waited == (self.now > began)
         return self.now
 
 
@@ -71,6 +73,14 @@ def test_imports_that_hang_are_logged(caplog):
     node.warm_up()
     assert "The script's imports have not ended within 600 s" in caplog.text
     assert node.reads < 61
+    assert node.warm_up() == 600.0, "it does not wait again"
+
+
+def test_a_node_that_is_ready_does_not_wait_again():
+    node = Node(2.0, NEVER)
+    assert node.warm_up(settle=False) == 2.0
+    assert node.warm_up() == 32.0
+    assert node.warm_up() == 32.0
 
 
 def test_a_newcomer_that_still_imports_notices_the_end_of_the_run():

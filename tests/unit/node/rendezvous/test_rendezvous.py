@@ -92,6 +92,31 @@ def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
     assert pending.result(TIMEOUT).rank == 1
 
 
+def test_a_newcomer_that_is_not_ready_is_neither_seen_nor_waited_for(nodes):
+    first = nodes.make("node-0")
+    nodes.join(first)
+    importing, ready = threading.Event(), threading.Event()
+
+    def get_ready() -> bool:
+        waits = not ready.is_set()
+        importing.set()
+        ready.wait(TIMEOUT)
+        return waits
+
+    pending = nodes.pool.submit(nodes.make("node-1").join, get_ready)
+    assert importing.wait(TIMEOUT)
+    first.round_end.reopen("a worker failed")
+    (alone,) = nodes.rejoin(first)  # the newcomer still holds the first round
+    assert [member.node for member in alone.round.members] == ["node-0"]
+    assert first.status().waiting == frozenset()
+    ready.set()
+    until(lambda: first.status().waiting == {"node-1"})
+    first.round_end.reopen("joining")
+    (assignment,) = nodes.rejoin(first)
+    assert assignment.rank == 0
+    assert pending.result(TIMEOUT).rank == 1
+
+
 def test_a_spare_beyond_the_maximum_waits_and_replaces_the_lost(nodes):
     group = [nodes.make(f"node-{k}", 1, 2) for k in range(2)]
     for node in group:
