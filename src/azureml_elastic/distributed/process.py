@@ -20,6 +20,9 @@ from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
 __all__ = ["WorkerEnvironment", "close_group", "open_group", "pick_device", "read_history", "trace_folder"]
 
+_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
+_UNSUPPORTED = "unsupported gloo device"
+
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
@@ -137,11 +140,25 @@ def open_group(identity: WorkerIdentity, device: torch.device) -> bool:
     if dist.is_initialized():
         return False
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        _open(backend, identity)
+    except RuntimeError as error:
+        transport = os.environ.get(_TRANSPORT)
+        if transport is None or _UNSUPPORTED not in str(error):
+            raise
+        raise UsageError(
+            f"{_TRANSPORT}={transport} is not supported by the gloo of this torch ({torch.__version__}), which was "
+            "built without it. Use another build of torch, or remove the variable: gloo then sends in clear; see "
+            "docs/explanation/security.md."
+        ) from error
+    return True
+
+
+def _open(backend: str, identity: WorkerIdentity) -> None:
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ and "RANK" in os.environ:
         dist.init_process_group(backend, rank=identity.rank, world_size=identity.world_size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    return True
 
 
 def close_group() -> None:

@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
-from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import Program, require_script
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
@@ -26,6 +25,7 @@ from azureml_elastic.node.agent.output_files import output_paths
 from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender
+from azureml_elastic.node.agent.worker_environment import set_inherited_variables
 from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
@@ -137,7 +137,7 @@ class _Node:
         sender = ShardSender(memory, rendezvous.authenticator)
         self._channel = Channel(recorder, rendezvous.inbox, wake.set, self._watch, memory, sender)
         stack.callback(self._channel.close)
-        _set_environment(identity, self._channel.path)
+        set_inherited_variables(identity, self._channel.path, os.environ)
         self._preload_server = start_preload(program, os.environ) if distribution.preload_workers else None
         if self._preload_server is not None:
             stack.callback(self._preload_server.close)
@@ -271,18 +271,6 @@ def _tell(failure: str) -> None:
     """Print why the run failed: a traceback begins on a line of its own, as the program printed it."""
     separator = "\n" if "\n" in failure else " "
     print(f"error:{separator}{failure}", file=sys.stderr)
-
-
-def _set_environment(identity: NodeIdentity, channel: str) -> None:
-    """Set the variables that the workers inherit from the agent."""
-    os.environ[variables.RUN_DIR] = str(identity.folder)
-    os.environ[variables.PLAN] = identity.plan.to_json()
-    os.environ[variables.CHANNEL] = channel
-    # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
-    if identity.interface is not None:  # the workers' data goes the same way, unless the job configures another
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", identity.interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", identity.interface)
 
 
 def _slots(count: int | str) -> int:

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 
 from azureml_elastic.config import environment as variables
+from azureml_elastic.node.host.addresses import interface_of, machine_interfaces
+from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 
-__all__ = ["worker_environments"]
+__all__ = ["set_inherited_variables", "worker_environments"]
+
+
+def set_inherited_variables(identity: NodeIdentity, channel: str, environ: MutableMapping[str, str]) -> None:
+    """Set the variables that are the same for all workers of a node in all rounds.
+
+    Args:
+        identity: identity of the node.
+        channel: path of the agent's socket.
+        environ: environment of the agent, which the workers inherit.
+    """
+    environ[variables.RUN_DIR] = str(identity.folder)
+    environ[variables.PLAN] = identity.plan.to_json()
+    environ[variables.CHANNEL] = channel
+    # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
+    environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
+    interface = identity.interface or interface_of(identity.host, machine_interfaces())
+    if interface is not None:  # the workers' data goes the same way, unless the job configures another
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def worker_environments(assignment: Assignment, run_id: str, max_restarts: int) -> dict[int, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import logging
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ __all__ = [
     "Ports",
     "advertised_address",
     "format_address",
+    "interface_of",
     "is_loopback",
     "listening_address",
     "local_address",
     "machine_interfaces",
     "select_address",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -142,10 +146,37 @@ def local_address(endpoint: str | None) -> str:
 
 
 def listening_address(host: str) -> str:
-    """Return the address to listen on for connections to this host: a loopback address, or all of the family."""
-    if is_loopback(host):
-        return "::1" if host == "::1" else "127.0.0.1" if host == "localhost" else host
-    return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - for connections from other machines
+    """Return the address to listen on for connections to this host.
+
+    That is the host's own address, so that nothing is reached over other interfaces. For a name, which may have other
+    addresses elsewhere, and for the address of a gateway to this machine, it is all addresses.
+    """
+    if host == "localhost":
+        return "127.0.0.1"
+    is_ipv6 = ":" in host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    with contextlib.suppress(OSError, ValueError), socket.socket(family) as probe:
+        probe.bind((str(ipaddress.ip_address(host)), 0))
+        return host
+    every = "::" if is_ipv6 else "0.0.0.0"  # noqa: S104 - for connections from other machines
+    _LOG.info("Listening on all addresses, because %s is not an address of this machine.", host)
+    return every
+
+
+def interface_of(host: str, interfaces: Mapping[str, tuple[IPAddress, ...]]) -> str | None:
+    """Return the network interface on which gloo and NCCL should listen, ``None`` where they must choose.
+
+    Args:
+        host: address at which the other nodes reach this one.
+        interfaces: addresses of this machine by network interface.
+    """
+    with contextlib.suppress(ValueError):
+        own = ipaddress.ip_address(host)
+        found = [name for name, addresses in interfaces.items() if own in addresses]
+        # They take the interface's first address: one of the other family may not be reachable.
+        if len(found) == 1 and interfaces[found[0]][0].version == own.version:
+            return found[0]
+    return None
 
 
 def is_loopback(host: str) -> bool:

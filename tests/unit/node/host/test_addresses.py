@@ -13,8 +13,10 @@ from azureml_elastic.config import environment as variables
 from azureml_elastic.errors import UsageError
 from azureml_elastic.node.host.addresses import (
     AdvertisedAddress,
+    Ports,
     advertised_address,
     format_address,
+    interface_of,
     is_loopback,
     listening_address,
     local_address,
@@ -111,13 +113,54 @@ def test_without_a_way_to_the_table_it_is_the_way_to_everywhere(endpoint):
         ("127.0.0.7", "127.0.0.7"),
         ("localhost", "127.0.0.1"),
         ("::1", "::1"),
-        ("10.0.0.4", "0.0.0.0"),
+        ("198.51.100.7", "0.0.0.0"),
         ("node.example", "0.0.0.0"),
-        ("fd00::4", "::"),
+        ("2001:db8::7", "::"),
     ],
 )
-def test_a_loopback_address_is_listened_on_alone(host, listens_on):
+def test_addresses_of_this_machine_are_listened_on_alone(host, listens_on):
     assert listening_address(host) == listens_on
+
+
+def test_an_address_of_this_machine_is_not_reached_over_another_one():
+    for host in {str(address) for found in machine_interfaces().values() for address in found}:
+        with Ports().listen(listening_address(host), 5) as listener:
+            address = listener.getsockname()[:2]
+            assert address[0] == host
+            socket.create_connection(address, 20).close()
+            other = "::1" if ":" in host else "127.0.0.1" if host != "127.0.0.1" else "127.0.0.2"
+            if other != host:
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((other, address[1]), 20)
+
+
+INTERFACES = {
+    name: tuple(map(ipaddress.ip_address, addresses))
+    for name, addresses in {
+        "lo": ("127.0.0.1", "::1"),
+        "eth0": ("10.0.0.4", "fd00::4"),
+        "eth1": ("fd00::5", "10.0.1.4"),
+        "vf0": ("10.0.2.4",),
+        "vf1": ("10.0.2.4",),
+    }.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("host", "interface"),
+    [
+        ("10.0.0.4", "eth0"),
+        ("127.0.0.1", "lo"),
+        ("fd00::4", None),  # gloo would take the IPv4 address
+        ("fd00::5", "eth1"),
+        ("10.0.1.4", None),
+        ("10.0.2.4", None),  # two interfaces have it
+        ("10.0.3.4", None),
+        ("node.example", None),
+    ],
+)
+def test_the_interface_of_collectives_is_that_of_the_address_or_their_own_choice(host, interface):
+    assert interface_of(host, INTERFACES) == interface
 
 
 def test_a_host_and_a_port_in_one_word():
