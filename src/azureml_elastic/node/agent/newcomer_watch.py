@@ -122,6 +122,7 @@ class NewcomerWatch:
             self._look_at = now + _CONNECTION_SECONDS
             if self._has_connected():
                 self._connected = now
+                self._outputs.begin()  # files from before, such as prepared data, are no sign of training
 
     def rest(self) -> None:
         """Stop looking: the round has ended, or its workers have a session."""

@@ -22,7 +22,8 @@ class RoundProgress:
         seconds: seconds since the workers of rank 0's node were started.
         connected_seconds: seconds since workers of the round have used its store to connect to each other, ``None``
             before.
-        saved: whether the program has completed a file of its state in this round.
+        saved: whether the program has completed a file of its state in this round, and since its workers have
+            connected if they have.
         world_size: number of workers.
     """
 
@@ -50,21 +51,21 @@ def minimum_seconds(configured: float, unsaved_rounds: int) -> float:
 def may_end_round(progress: RoundProgress, configured: float, unsaved_rounds: int) -> bool:
     """Return whether newcomers may end the round now.
 
-    A program that has saved has trained. Otherwise the minimum counts from the moment at which the workers connect to
-    each other, which is after their imports and before their first step; a single worker may never do so, and counts
-    from its start. Workers of several that do not connect have not begun to train, unless they connect by other means
-    than the round's store: newcomers wait for them for the longest time.
+    A program that has saved since its workers have connected to each other has trained. Otherwise the minimum counts
+    from that moment, which is after their imports and before their first step; a single worker may never connect, and
+    counts from its start. Workers of several that do not connect have not begun to train, unless they connect by other
+    means than the round's store: their saves, which may be prepared data, count after the minimum, and without a save
+    newcomers wait for the longest time.
 
     Args:
         progress: progress of the round.
         configured: minimum training time of a round in seconds.
         unsaved_rounds: number of rounds in succession that newcomers have ended before the program saved.
     """
-    if progress.saved:
-        return True
+    minimum = minimum_seconds(configured, unsaved_rounds)
     trained = progress.connected_seconds
     if trained is None and progress.world_size == 1:
         trained = progress.seconds
     if trained is None:
-        return progress.seconds >= max(configured, LONGEST_SECONDS)
-    return trained >= minimum_seconds(configured, unsaved_rounds)
+        return progress.seconds >= (minimum if progress.saved else max(configured, LONGEST_SECONDS))
+    return progress.saved or trained >= minimum

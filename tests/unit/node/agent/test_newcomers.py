@@ -32,6 +32,20 @@ def test_a_save_admits_newcomers_at_once():
     assert may_end_round(replace(IMPORTING, connected_seconds=1.0, saved=True), MINIMUM, 9)
 
 
+def test_files_of_workers_that_have_not_connected_may_be_prepared_data():
+    prepared = replace(IMPORTING, saved=True)
+    assert not may_end_round(prepared, MINIMUM, 0)
+    assert may_end_round(replace(prepared, seconds=300.0), MINIMUM, 0)  # they may connect by other means
+    run = Watch()
+    run.begin()
+    run.outputs.saved = True
+    assert not run.pass_(1)
+    run.connected = True
+    assert not run.pass_(1)
+    run.outputs.saved = True
+    assert run.pass_(1)
+
+
 def test_the_minimum_counts_from_the_connection_and_doubles():
     late = replace(IMPORTING, seconds=5000.0)
     assert not may_end_round(replace(late, connected_seconds=299.0), MINIMUM, 0)
