@@ -64,7 +64,8 @@ def test_a_single_worker_need_not_connect():
 def test_newcomers_wait_no_longer_than_the_bound(progress, configured, unsaved):
     limit = max(configured, LONGEST_SECONDS)
     assert minimum_seconds(configured, unsaved) <= limit
-    if min(progress.seconds, progress.connected_seconds or progress.seconds) >= limit:
+    connected = progress.seconds if progress.connected_seconds is None else progress.connected_seconds
+    if min(progress.seconds, connected) >= limit:
         assert may_end_round(progress, configured, unsaved)
 
 
