@@ -11,10 +11,9 @@ import typer
 from azureml_elastic.cli.failures import explained, require
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Recovery
 from azureml_elastic.errors import UsageError
+from azureml_elastic.local.faults.model import MOST_NODES
 
 __all__ = ["demo", "local", "parse_nodes", "report"]
-
-_MOST_NODES = 256
 
 RunFolder = Annotated[Path | None, typer.Option(help="A new folder for the run's files; by default one below ./runs.")]
 LiveOption = Annotated[
@@ -58,10 +57,10 @@ def local(
     The run continues when nodes are lost and grows when nodes are added; its report is in the run's folder.
     """
     from azureml_elastic.config.command.program import parse_program, require_script
+    from azureml_elastic.local.run_end import check_time_limit
 
     counts = parse_nodes(nodes)
-    if timeout is not None and timeout <= 0:
-        raise UsageError(f"--timeout {timeout:g} is no time to run; give seconds above 0, or leave it out.")
+    check_time_limit("--timeout", timeout)
     # Invalid options are refused before a folder is created.
     ElasticResources(min_instance_count=counts[0], max_instance_count=counts[1])
     distribution = ElasticDistribution(
@@ -166,6 +165,6 @@ def parse_nodes(text: str) -> tuple[int, int]:
         raise UsageError(f"--nodes {text!r} is below the limit of 1; a cluster has at least one node.")
     if minimum > maximum:
         raise UsageError(f"--nodes {text!r} has a minimum above its maximum; give {maximum}:{minimum}.")
-    if maximum > _MOST_NODES:
-        raise UsageError(f"--nodes {text!r} is above the limit of {_MOST_NODES} nodes on one machine; give fewer.")
+    if maximum > MOST_NODES:
+        raise UsageError(f"--nodes {text!r} is above the limit of {MOST_NODES} nodes on one machine; give fewer.")
     return minimum, maximum

@@ -26,6 +26,7 @@ from azureml_elastic.ledger.summary import Paths, Report
 from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.processes import NodeProcesses
+from azureml_elastic.local.run_end import check_time_limit
 from azureml_elastic.local.table_choice import TableChoice, check_table, open_table_choice
 from azureml_elastic.local.view import View
 from azureml_elastic.node.agent.session_detection import opens_session
@@ -62,6 +63,9 @@ class LocalCluster:
         view: view that shows the run; by default none is shown.
         node_command: command that starts a node; ``--`` and the program are appended.
         popen: function that starts the nodes, with the interface of ``subprocess.Popen``.
+
+    Raises:
+        UsageError: a time limit is not a positive, finite number of seconds.
     """
 
     nodes: tuple[int, int] = (1, 3)
@@ -82,6 +86,10 @@ class LocalCluster:
     view: View = field(default_factory=View)
     node_command: Sequence[str] = NODE_COMMAND
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+
+    def __post_init__(self) -> None:
+        check_time_limit("timeout_s", self.timeout_s)
+        check_time_limit("exit_grace_s", self.exit_grace_s)
 
     def run(self, argv: Sequence[str]) -> Report:
         """Run a program to its end and write ``report.json``; no process is left running afterwards.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.events import RunEnded, WorkerFailed
 from azureml_elastic.ledger.summary import NodeEnding
 
-__all__ = ["NO_NODES_LEFT", "PREEMPTED", "TIMED_OUT", "NodeStatus", "RunEnd", "outcome_of", "phase"]
+__all__ = ["NO_NODES_LEFT", "PREEMPTED", "TIMED_OUT", "NodeStatus", "RunEnd", "check_time_limit", "outcome_of", "phase"]
 
 PREEMPTED = 143
 """Exit code of a node that saved and left after SIGTERM."""
@@ -55,6 +57,18 @@ class RunEnd:
     outcome: Literal["succeeded", "failed"]
     exit_code: int
     message: str = ""
+
+
+def check_time_limit(name: str, seconds: float | None) -> None:
+    """Refuse a time limit that is no positive, finite number of seconds; ``None`` is no limit.
+
+    Raises:
+        UsageError: the value is out of range.
+    """
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UsageError(
+            f"{name} {seconds:g} is no time limit. Give a number of seconds above 0, or leave it out for the default."
+        )
 
 
 def phase(nodes: Collection[NodeStatus], ended: RunEnded | None, *, more_to_come: bool) -> Phase:

@@ -160,6 +160,14 @@ def test_the_timeout_stops_the_run(tmp_path):
     assert survivors(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize("name", ["timeout_s", "exit_grace_s"])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_impossible_time_limits_are_refused_before_a_folder_is_made(tmp_path, name, seconds):
+    with pytest.raises(UsageError, match=rf"{name} {seconds:g} is no time limit. Give a number of seconds"):
+        cluster(tmp_path, **{name: seconds})
+    assert not (tmp_path / "run").exists()
+
+
 def test_processes_that_outlive_their_agent_are_ended_and_counted(tmp_path):
     report = cluster(tmp_path, nodes=(1, 1)).run(["orphan", "5"])
     assert report.outcome == "succeeded"

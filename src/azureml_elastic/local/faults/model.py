@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from azureml_elastic.local.faults.disturbance import Disturbance, Trouble
 
 __all__ = [
+    "MOST_NODES",
     "Add",
     "AfterSeconds",
     "AtStep",
@@ -20,6 +21,9 @@ __all__ = [
 ]
 
 DEFAULT_NOTICE_S = 30.0
+
+MOST_NODES = 256
+"""Most nodes that a run may start with on one machine, and that one fault may add."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ time is ``step:<n>``, once n training steps are completed, or seconds since trai
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from azureml_elastic.errors import ChaosError
 from azureml_elastic.local.faults.disturbance import TROUBLES
 from azureml_elastic.local.faults.model import (
     DEFAULT_NOTICE_S,
+    MOST_NODES,
     Add,
     AfterSeconds,
     AtStep,
@@ -289,8 +291,8 @@ def _fault(entry: str) -> Fault:
         raise ValueError(f"has {'/' + match['extra']!r} at its end, which {verb} does not take")
     if verb == "add":
         count = "1" if match["target"] is None else target
-        if not count.isdecimal() or int(count) == 0:
-            raise ValueError(f"adds {count!r} nodes; give a number of at least 1")
+        if not count.isdecimal() or not 1 <= int(count) <= MOST_NODES:
+            raise ValueError(f"adds {count!r} nodes; give a number from 1 to {MOST_NODES}")
         return Add(when, int(count))
     duration_s = None if match["extra"] is None else _seconds(match["extra"].strip(), "duration")
     if verb == "table":
@@ -322,5 +324,7 @@ def _when(text: str) -> When:
 
 def _seconds(text: str, meaning: str) -> float:
     if seconds := _SECONDS.fullmatch(text):
-        return float(seconds[1])
+        if math.isinf(value := float(seconds[1])):
+            raise ValueError(f"has a {meaning} of {len(seconds[1])} digits, which is infinite; give fewer")
+        return value
     raise ValueError(f"has the invalid {meaning} {text!r}")
