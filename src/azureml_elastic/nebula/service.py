@@ -43,7 +43,7 @@ class Service:
         self.where = where
         self.keep = keep
         self.storage = folder_in(where)
-        self.storage.make("")
+        self.storage.prepare()
         self.control = ControlGroup() if dist.is_available() and dist.is_initialized() else None
         self.is_main = self.control is None or self.control.rank == 0
         mine = (secrets.token_hex(16), max((found.name.step for found in survey(self.storage)), default=0))

@@ -9,11 +9,13 @@ import contextlib
 import errno
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from typing_extensions import override
 
+from azureml_elastic.checkpoint.storage.local_errors import OUT_OF_SPACE, unusable
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
 
 __all__ = ["LocalStorage"]
@@ -27,6 +29,21 @@ class LocalStorage(Storage):
 
     def __str__(self) -> str:
         return str(self.root)
+
+    @override
+    def prepare(self) -> None:
+        probe = self.root / f".write-test-{uuid.uuid4().hex}"
+        try:
+            self.make("")
+            try:
+                os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            except OSError as error:
+                if error.errno not in OUT_OF_SPACE:  # space may be available again when the first checkpoint is due
+                    raise
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            raise unusable(self.root, error) from error
+        with contextlib.suppress(OSError):  # storage that permits no removal is usable
+            probe.unlink(missing_ok=True)
 
     @override
     def make(self, folder: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from azureml_elastic.checkpoint.storage.storage import Storage
+from azureml_elastic.errors import UsageError
 
 __all__ = ["is_remote", "join_path", "open_storage"]
 
@@ -24,7 +25,13 @@ def open_storage(where: str | Path) -> Storage:
 
     Raises:
         MissingExtra: the packages for this kind of URL are not installed.
+        UsageError: the name is empty, or no package knows this kind of URL.
     """
+    if not str(where).strip().removeprefix("file://"):
+        raise UsageError(
+            f"The checkpoint folder {str(where)!r} has no name. Give CheckpointPolicy(path=...) the path of a folder, "
+            "or None for the default."
+        )
     if is_remote(str(where)):
         from azureml_elastic.checkpoint.storage.remote import RemoteStorage
 

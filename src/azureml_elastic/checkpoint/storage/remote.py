@@ -15,7 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
-from azureml_elastic.errors import MissingExtra
+from azureml_elastic.errors import MissingExtra, UsageError
 
 __all__ = ["RemoteStorage"]
 
@@ -27,6 +27,7 @@ class RemoteStorage(Storage):
 
     Raises:
         MissingExtra: fsspec, or its package for this kind of URL, is not installed.
+        UsageError: fsspec does not know this kind of URL, or refuses its parts.
     """
 
     def __init__(self, url: str) -> None:
@@ -37,9 +38,18 @@ class RemoteStorage(Storage):
             self._files, self._root = url_to_fs(self._url, **_options(url))
         except ImportError as error:
             raise MissingExtra(error.name or "adlfs", "blob") from error
+        except ValueError as error:
+            raise UsageError(
+                f"The checkpoint URL {self._url!r} cannot be used: {error}. Give CheckpointPolicy(path=...) a "
+                "folder, or a URL such as abfs://container@account.dfs.core.windows.net/path."
+            ) from error
 
     def __str__(self) -> str:
         return self._url
+
+    @override
+    def prepare(self) -> None:
+        pass  # permissions appear with the first call, which track() makes before training
 
     @override
     def make(self, folder: str) -> None:

@@ -27,7 +27,9 @@ class FileSum:
 
 
 class Storage(ABC):
-    """Storage of a run's checkpoints, one folder each. Thread-safe. Every method may raise ``OSError``.
+    """Storage of a run's checkpoints, one folder each. Thread-safe.
+
+    Every method but :meth:`prepare` may raise ``OSError``.
 
     Files beside the folders are in the folder ``""``.
     """
@@ -35,6 +37,15 @@ class Storage(ABC):
     @abstractmethod
     def __str__(self) -> str:
         """Return the path or URL."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Create what a storage needs before its first checkpoint, and check that files can be created in it.
+
+        Raises:
+            UsageError: the location is impossible, or this user may not write to it.
+            CheckpointError: it cannot be used for another reason.
+        """
 
     @abstractmethod
     def make(self, folder: str) -> None:

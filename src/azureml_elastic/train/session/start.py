@@ -51,7 +51,8 @@ def start(
 
     Raises:
         PlanError: the plan in the environment cannot be read.
-        UsageError: the environment is contradictory.
+        UsageError: the environment is contradictory, or the checkpoint folder is impossible or may not be written to.
+        CheckpointError: the checkpoint folder cannot be used for another reason.
         OSError: the node's agent does not answer.
     """
     environment = WorkerEnvironment.read()
@@ -59,7 +60,7 @@ def start(
     policy = environment.policy(checkpoint)
     assert policy.path is not None
     storage = open_storage(policy.path)
-    storage.make("")
+    storage.prepare()
     agent: Agent
     if environment.channel is None:
         agent = StandaloneAgent(storage, identity)
