@@ -57,7 +57,7 @@ def local(
     The run continues when nodes are lost and grows when nodes are added; its report is in the run's folder.
     """
     from azureml_elastic.config.command.program import parse_program, require_script
-    from azureml_elastic.local.run_end import check_time_limit
+    from azureml_elastic.local.run_end import check_time_limit, command_exit_code
 
     counts = parse_nodes(nodes)
     check_time_limit("--timeout", timeout)
@@ -96,8 +96,7 @@ def local(
     )
     result = cluster.run(program)
     console.print(summary(result))
-    unproven = result.audit is not None and not result.audit.exactly_once
-    sys.exit(result.exit_code or int(unproven))
+    sys.exit(command_exit_code(result))
 
 
 @explained()

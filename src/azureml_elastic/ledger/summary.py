@@ -16,6 +16,7 @@ from azureml_elastic.ledger.samples import SampleAudit, audit_samples, restored_
 
 __all__ = [
     "FaultRecord",
+    "MissedFault",
     "NodeEnding",
     "NodeSummary",
     "Paths",
@@ -45,12 +46,19 @@ class NodeSummary(_Record):
 
 
 class FaultRecord(_Record):
-    """An injected fault with its affected or added nodes (none if its target had already ended) and its time."""
+    """An injected fault with its affected or added nodes (none for a fault of the table) and its time."""
 
     fault: str
     nodes: tuple[str, ...]
     step: int
     time: float
+
+
+class MissedFault(_Record):
+    """A fault of the schedule that did not happen, and why."""
+
+    fault: str
+    reason: str
 
 
 class Paths(_Record):
@@ -78,6 +86,7 @@ class Report(_Record):
         exit_code: exit code, 0 for success.
         message: reason of a failure.
         world_sizes: world sizes of successive rounds that trained, equal neighbours merged.
+        missed_faults: faults of the schedule that did not happen.
         audit: result of the sample audit, ``None`` without recorded samples.
         skipped_events: number of unreadable lines in the event files.
     """
@@ -92,6 +101,7 @@ class Report(_Record):
     recoveries: tuple[timeline.RecoverySpan, ...] = ()
     nodes: tuple[NodeSummary, ...] = ()
     faults: tuple[FaultRecord, ...] = ()
+    missed_faults: tuple[MissedFault, ...] = ()
     audit: SampleAudit | None = None
     skipped_events: int = 0
     paths: Paths

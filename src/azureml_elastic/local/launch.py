@@ -12,55 +12,25 @@ from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.reading import EventReader, LineReader
 from azureml_elastic.ledger.summary import (
     FaultRecord,
-    NodeEnding,
-    NodeSummary,
+    MissedFault,
     Paths,
     Report,
     RunState,
     audit_folder,
 )
 from azureml_elastic.local.board import Board
+from azureml_elastic.local.faults.missed import reason_missed
 from azureml_elastic.local.faults.model import Add, Freeze, Kill, Preempt, Schedule, TableTrouble
 from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add, training_seconds
-from azureml_elastic.local.processes import NodeProcess, NodeProcesses
-from azureml_elastic.local.run_end import TIMED_OUT, NodeStatus, RunEnd, outcome_of, phase
+from azureml_elastic.local.launched_node import LaunchedNode
+from azureml_elastic.local.processes import NodeProcesses
+from azureml_elastic.local.run_end import TIMED_OUT, RunEnd, outcome_of, phase
 from azureml_elastic.local.table_choice import TableChoice
 from azureml_elastic.local.view import View
 
 __all__ = ["Launch", "node_environment"]
 
 _POLL_S = 0.03
-
-
-@dataclass
-class _Node:
-    """A started node and the faults injected into it."""
-
-    process: NodeProcess
-    output: LineReader
-    forced: NodeEnding | None = None
-    """Ending that the launcher has caused."""
-    exit_code: int | None = None
-    leftovers: int = 0
-    last_line: str = ""
-    frozen: bool = False
-    resumes: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.process.name
-
-    @property
-    def status(self) -> NodeStatus:
-        ending: NodeEnding = "running" if self.resumes else "frozen"
-        if self.exit_code is not None:
-            ending = self.forced or "exited"
-        return NodeStatus(self.name, ending, self.exit_code, self.process.log, self.last_line)
-
-    @property
-    def summary(self) -> NodeSummary:
-        status = self.status
-        return NodeSummary(name=self.name, exit_code=self.exit_code, ending=status.ending, leftovers=self.leftovers)
 
 
 @dataclass(order=True)
@@ -96,7 +66,7 @@ class Launch:
     opens_session: bool
 
     def __post_init__(self) -> None:
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, LaunchedNode] = {}
         self._board = Board()
         self._reader = EventReader(self.paths.events)
         self._events: list[Event] = []
@@ -105,6 +75,7 @@ class Launch:
         self._workers_started: float | None = None
         self._first_step: float | None = None
         self._faults: list[FaultRecord] = []
+        self._missed: dict[int, str] = {}
         self._losses: list[tuple[str, float]] = []
 
     def watch(self, count: int, timeout_s: float | None, exit_grace_s: float) -> RunEnd:
@@ -157,6 +128,7 @@ class Launch:
             run_id=self.plan.run_id or "",
             nodes=tuple(node.summary for node in self._nodes.values()),
             faults=tuple(self._faults),
+            missed_faults=self._missed_faults(),
             audit=audit_folder(self.paths, self._events) if self.plan.audit else None,
             skipped_events=self._reader.skipped,
         )
@@ -167,7 +139,7 @@ class Launch:
         for name in names:
             variables = node_environment(name, self.plan, self.table, self.paths)
             process = self.processes.start(name, self.command, variables)
-            self._nodes[name] = _Node(process, LineReader(process.log))
+            self._nodes[name] = LaunchedNode(process, LineReader(process.log))
             self._board.add(name)
         return names
 
@@ -211,10 +183,26 @@ class Launch:
             fired=self._fired,
         )
 
+    def _missed_faults(self) -> tuple[MissedFault, ...]:
+        state = self._chaos_state()
+        endings = {node.name: node.status.ending for node in self._nodes.values()}
+        missed = self._missed | {
+            index: reason_missed(fault, state, endings)
+            for index, fault in enumerate(self.schedule.faults)
+            if index not in self._fired
+        }
+        return tuple(
+            MissedFault(fault=str(self.schedule.faults[index]), reason=missed[index]) for index in sorted(missed)
+        )
+
     def _inject(self, decision: Due) -> None:
-        """Carry out a fault."""
+        """Carry out a fault, unless its target has already ended."""
         self._fired |= {decision.index}
         fault = decision.fault
+        if not isinstance(fault, (Add, TableTrouble)) and decision.victim is None:
+            self._missed[decision.index] = f"{fault.target} had already ended"
+            self.view.note(f"fault {fault} has no effect: {self._missed[decision.index]}")
+            return
         hit: tuple[str, ...] = ()
         if isinstance(fault, Add):
             hit = self._start(fault.count)
@@ -230,8 +218,7 @@ class Launch:
             elif isinstance(fault, Freeze):
                 self._freeze(node, fault.duration_s)
         self._faults.append(FaultRecord(fault=str(fault), nodes=hit, step=self._board.step, time=time.time()))
-        otherwise = "all nodes" if isinstance(fault, TableTrouble) else "its target has already exited"
-        self.view.note(f"fault {fault}: {', '.join(hit) or otherwise}")
+        self.view.note(f"fault {fault}: {', '.join(hit) or 'all nodes'}")
 
     def _inject_into_table(self, fault: TableTrouble) -> None:
         proxy = self.table.proxy
@@ -240,12 +227,12 @@ class Launch:
         if fault.duration_s is not None:
             self._timers.append(_Timer(time.monotonic() + fault.duration_s, lambda: proxy.remove(disturbance)))
 
-    def _kill(self, node: _Node) -> None:
+    def _kill(self, node: LaunchedNode) -> None:
         node.forced = "killed"
         self._losses.append((node.name, time.time()))
         node.process.kill()
 
-    def _preempt(self, node: _Node, notice_s: float) -> None:
+    def _preempt(self, node: LaunchedNode, notice_s: float) -> None:
         node.forced = "preempted"
         self._board.set_state(node.name, "preempted")
         node.process.terminate()
@@ -257,7 +244,7 @@ class Launch:
 
         self._timers.append(_Timer(time.monotonic() + notice_s, end))
 
-    def _freeze(self, node: _Node, duration_s: float | None) -> None:
+    def _freeze(self, node: LaunchedNode, duration_s: float | None) -> None:
         node.frozen, node.resumes = True, duration_s is not None
         loss = (node.name, time.time())
         self._losses.append(loss)

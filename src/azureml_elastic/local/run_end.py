@@ -8,17 +8,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.events import RunEnded, WorkerFailed
-from azureml_elastic.ledger.summary import NodeEnding
+from azureml_elastic.ledger.summary import NodeEnding, Report
 
-__all__ = ["NO_NODES_LEFT", "PREEMPTED", "TIMED_OUT", "NodeStatus", "RunEnd", "check_time_limit", "outcome_of", "phase"]
+__all__ = [
+    "FAULTS_MISSED",
+    "NO_NODES_LEFT",
+    "PREEMPTED",
+    "TIMED_OUT",
+    "NodeStatus",
+    "RunEnd",
+    "check_time_limit",
+    "command_exit_code",
+    "outcome_of",
+    "phase",
+]
 
 PREEMPTED = 143
 """Exit code of a node that saved and left after SIGTERM."""
 
 TIMED_OUT = 124
 """Exit code of a run that exceeded its time limit."""
+
+FAULTS_MISSED = 125
+"""Exit code of the command for a run that succeeded without some faults of its schedule."""
 
 NO_NODES_LEFT = 1
 """Exit code of a run that lost all its nodes."""
@@ -115,3 +130,15 @@ def outcome_of(nodes: Collection[NodeStatus], ended: RunEnded | None, failure: W
     if code is None:
         return RunEnd("failed", NO_NODES_LEFT, message)
     return RunEnd("failed", code if code > 0 else 128 - code, message)  # after a signal as in a shell: 128 + its number
+
+
+def command_exit_code(report: Report) -> int:
+    """Return the exit code of ``azureml-elastic local``: that of the run, unless it succeeded and a check did not.
+
+    It is 1 if the audit found missed or repeated samples, otherwise :data:`FAULTS_MISSED` if a fault did not happen.
+    """
+    if report.exit_code:
+        return report.exit_code
+    if report.audit is not None and not report.audit.exactly_once:
+        return FAILED
+    return FAULTS_MISSED if report.missed_faults else 0

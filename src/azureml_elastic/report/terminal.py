@@ -116,6 +116,8 @@ def _outcome(report: Report) -> Text:
         text.append(f" at step {report.last_step}")
     if report.message:
         text.append(f": {report.message}")
+    for missed in report.missed_faults:
+        text.append(f"\nthe fault {missed.fault} did not happen: {missed.reason}", style="yellow")
     left = sum(node.leftovers for node in report.nodes)
     if left:
         text.append(f"\n{left} processes outlived their agent and were killed", style="yellow")

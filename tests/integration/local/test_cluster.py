@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,6 +119,22 @@ def test_seconds_of_a_program_with_a_session_count_from_its_first_step(tmp_path)
     events = read_events(tmp_path / "run" / "events")
     assert report.faults[0].nodes == ("node-2",)
     assert report.faults[0].time >= min(event.time for event in events if isinstance(event, Restored))
+
+
+def test_faults_that_never_happened_are_in_the_report(tmp_path):
+    chaos = "kill=node-9@step:3,kill=node-2@step:5,preempt=node-2@step:15,add@step:9999,freeze=any@600s"
+    report = cluster(tmp_path, chaos).run(["grow", "40", "2"])
+    assert (report.outcome, report.exit_code) == ("succeeded", 0)
+    assert [(fault.fault, fault.nodes) for fault in report.faults] == [("kill=node-2@step:5", ("node-2",))]
+    missed = {fault.fault: fault.reason for fault in report.missed_faults}
+    seconds = missed.pop("freeze=any@600s")
+    assert missed == {
+        "kill=node-9@step:3": "there was no node-9; started were node-0 to node-2",
+        "preempt=node-2@step:15/30s": "node-2 had already ended",
+        "add@step:9999": f"the run ended at step {report.last_step}",
+    }
+    assert re.fullmatch(r"the run ended after \d+\.\d s of training", seconds)
+    assert load_report(tmp_path / "run").missed_faults == report.missed_faults
 
 
 def test_a_run_without_nodes_ends_if_none_is_added(tmp_path):

@@ -1,9 +1,13 @@
 """The end of a local run and its outcome."""
 
+from pathlib import Path
+
 import pytest
 
 from azureml_elastic.ledger.events import RunEnded, WorkerFailed
-from azureml_elastic.local.run_end import NodeStatus, outcome_of, phase
+from azureml_elastic.ledger.samples import SampleAudit
+from azureml_elastic.ledger.summary import MissedFault, Paths, Report
+from azureml_elastic.local.run_end import NodeStatus, command_exit_code, outcome_of, phase
 
 RUNNING = NodeStatus("node-0")
 DONE = NodeStatus("node-1", "exited", 0)
@@ -66,3 +70,29 @@ def test_a_run_without_nodes_fails_with_a_reason():
     ending = outcome_of([KILLED, PREEMPTED], None, None)
     assert (ending.outcome, ending.exit_code) == ("failed", 1)
     assert "All nodes have ended (node-2 killed, node-3 preempted)" in ending.message
+
+
+@pytest.mark.parametrize(
+    ("code", "missing", "missed", "expected"),
+    [
+        (0, None, False, 0),
+        (0, 0, False, 0),
+        (0, 0, True, 125),
+        (0, None, True, 125),
+        (0, 3, True, 1),
+        (0, 3, False, 1),
+        (7, 3, True, 7),
+        (124, None, True, 124),
+    ],
+)
+def test_a_run_that_succeeded_without_its_faults_has_an_exit_code_of_its_own(code, missing, missed, expected):
+    audit = None if missing is None else SampleAudit(dataset_size=9, epochs=1, steps=9, seen=9, missing=missing)
+    faults = (MissedFault(fault="kill=node-9@step:3", reason="there was no node-9"),) if missed else ()
+    report = Report(
+        paths=Paths.of(Path("run")),
+        outcome="failed" if code else "succeeded",
+        exit_code=code,
+        audit=audit,
+        missed_faults=faults,
+    )
+    assert command_exit_code(report) == expected

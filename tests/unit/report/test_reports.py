@@ -10,7 +10,7 @@ from rich.console import Console
 
 from azureml_elastic.errors import MissingExtra, UsageError
 from azureml_elastic.ledger.samples import SampleAudit
-from azureml_elastic.ledger.summary import FaultRecord, NodeSummary, Paths, Report
+from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report
 from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.report.html import write_html
 from azureml_elastic.report.picture import lifelines, size_chart, time_axis
@@ -52,6 +52,12 @@ def test_the_summary_has_rounds_recoveries_and_outcome(tmp_path):
         str(tmp_path.name),
     ):
         assert part in text
+
+
+def test_faults_that_did_not_happen_are_shown(tmp_path):
+    missed = (MissedFault(fault="kill=node-9@step:3", reason="there was no node-9; started were node-0 to node-2"),)
+    text = rendered(summary(report(tmp_path, missed_faults=missed)))
+    assert "the fault kill=node-9@step:3 did not happen: there was no node-9; started were node-0 to node-2" in text
 
 
 def test_a_failure_s_message_is_shown_as_it_is(tmp_path):

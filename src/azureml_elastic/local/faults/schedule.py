@@ -53,6 +53,7 @@ __all__ = [
     "may_add",
     "parse_schedule",
     "random_schedule",
+    "reached",
     "training_seconds",
 ]
 
@@ -140,7 +141,7 @@ def due(schedule: Schedule, state: ChaosState) -> list[Due]:
     decided: list[Due] = []
     living = set(state.living)
     for index, fault in enumerate(schedule.faults):
-        if index in state.fired or not _reached(fault.when, state):
+        if index in state.fired or not reached(fault.when, state):
             continue
         if isinstance(fault, (Add, TableTrouble)) or fault.target in state.gone:
             decided.append(Due(index, fault))
@@ -152,12 +153,19 @@ def due(schedule: Schedule, state: ChaosState) -> list[Due]:
     return decided
 
 
+def reached(when: When, state: ChaosState) -> bool:
+    """Return whether the time of a fault has come."""
+    if isinstance(when, AtStep):
+        return state.step >= when.step
+    return state.seconds is not None and state.seconds >= when.seconds
+
+
 def may_add(schedule: Schedule, state: ChaosState) -> bool:
     """Return whether nodes can still be added when none is left: steps no longer advance then, but time does."""
     return any(
         isinstance(fault, Add)
         and index not in state.fired
-        and (_reached(fault.when, state) or (isinstance(fault.when, AfterSeconds) and state.seconds is not None))
+        and (reached(fault.when, state) or (isinstance(fault.when, AfterSeconds) and state.seconds is not None))
         for index, fault in enumerate(schedule.faults)
     )
 
@@ -256,12 +264,6 @@ def _draw_temporary(rng: random.Random, kind: str, when: When) -> Fault:
         return Freeze(rng.choice(["rank0", "any"]), when, duration_s)
     trouble = rng.choice(TROUBLES)
     return TableTrouble(trouble, when, duration_s, 100 if trouble == "outage" else rng.choice([20, 50, 100]))
-
-
-def _reached(when: When, state: ChaosState) -> bool:
-    if isinstance(when, AtStep):
-        return state.step >= when.step
-    return state.seconds is not None and state.seconds >= when.seconds
 
 
 def _victim(target: str, living: set[str], rank0: str | None, seed: str) -> str | None:

@@ -1,0 +1,20 @@
+"""The command ``azureml-elastic local`` with real nodes, in a process of its own."""
+
+import subprocess
+import sys
+
+COMMAND = (sys.executable, "-c", "from azureml_elastic.cli import main; main()", "local", "--plain")
+
+
+def test_a_run_that_succeeded_without_its_faults_exits_with_125_and_names_them(tmp_path):
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    options = ("--nodes", "1", "--run-dir", "run", "--chaos", "kill=node-9@0s,kill=any@3600s", "--timeout", "120")
+    done = subprocess.run(
+        [*COMMAND, *options, "train.py"], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=150
+    )
+    assert "node-0 | trained" in done.stdout, done.stderr
+    output = " ".join(done.stdout.split())
+    assert "the run succeeded" in output
+    assert "the fault kill=node-9@0s did not happen: there was no node-9; started were node-0" in output
+    assert "the fault kill=any@3600s did not happen: the run ended after" in output
+    assert done.returncode == 125
