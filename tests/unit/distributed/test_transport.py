@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-import torch.distributed as dist
+import os
+import sys
 
-from azureml_elastic.distributed.process import open_group
-from azureml_elastic.errors import UsageError
-from azureml_elastic.ipc.agent_interface import WorkerIdentity
+from tests.support.node_server import run_script
+
+SCRIPT = """
+from azureml_elastic import train
+train.start()
+"""
 
 
-def test_tls_is_refused_clearly_where_torch_was_built_without_it(monkeypatch):
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "a transport of another release")
-    with pytest.raises(UsageError, match="GLOO_DEVICE_TRANSPORT=a transport of another release is not supported"):
-        open_group(WorkerIdentity(0, 0, 1, 0), torch.device("cpu"))
-    assert not dist.is_initialized()
+def test_a_transport_that_torch_was_built_without_is_refused_clearly(tmp_path):
+    """torch reads the variable once in each process."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    outside = ("MASTER_ADDR", "MASTER_PORT", "RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in outside}
+    environment["GLOO_DEVICE_TRANSPORT"] = "ANOTHER"
+    command = [sys.executable, str(tmp_path / "script.py")]
+    ended = run_script(command, cwd=tmp_path, env=environment, timeout=120)
+    assert ended.returncode != 0
+    assert "UsageError: GLOO_DEVICE_TRANSPORT=ANOTHER is not supported" in ended.stderr

@@ -199,12 +199,12 @@ def test_without_torch_nothing_is_gained_by_a_fork(tmp_path, caplog):
 
 
 def test_the_readmes_script_starts_warm_where_pyarrow_is_installed(tmp_path):
-    """scikit-learn imports it, which would start a thread of its memory allocator."""
+    """scikit-learn imports it if pandas is there, which would start a thread of its memory allocator."""
     text = (ROOT / "README.md").read_text()
     (source,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "run.epochs" in block)
     assert "sklearn" in source
     check = "import os, sys\nassert 'pyarrow.lib' in sys.modules\nassert 'JE_ARROW_MALLOC_CONF' not in os.environ\n"
-    process = preload_server(script(tmp_path, f"{check}sys.exit()\n{source}"))
+    process = preload_server(script(tmp_path, f"{check}sys.exit()\nimport pyarrow\n{source}"))
     try:
         assert process.wait_ready(120), process.refusal
         assert process.excluded == {}
