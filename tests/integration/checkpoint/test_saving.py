@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 
 import pytest
@@ -151,6 +152,21 @@ def test_a_full_disk_leaves_nothing_behind(one, monkeypatch):
         assert one.checkpoints.settle().kind == "failed"
     assert LocalStorage(one.folder).folders() == [before.directory]
     assert one.checkpoints.committed() == before
+
+
+def test_a_folder_that_is_removed_during_the_commit_is_no_checkpoint(one):
+    one.agent.may.clear()
+    one.save(1)
+    assert one.agent.asked.wait(60)
+    shutil.rmtree(one.folder)
+    one.agent.may.set()
+    outcome = one.checkpoints.settle()
+    assert outcome.kind == "failed"
+    assert outcome.text.endswith("was removed while it was committed")
+    one.fill(2.0)
+    one.save(2)
+    assert one.checkpoints.settle().kind == "committed"
+    assert one.restored() == (2, [2.0, 2.0])
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,9 @@ class Checkpoints:
         elif outcome.kind == "failed":
             self._failures.append(f"step {step}: {outcome.text}")
         if outcome.kind in ("failed", "unavailable") and is_main:
-            last = "none" if self._committed is None else self._committed.directory
-            text = "The checkpoint of step %d in %s was not committed: %s Training goes on; the last commit is %s."
-            _LOG.warning(text, step, self._storage, outcome.text, last)
+            last = self._last_commit
+            text = "The checkpoint of step %d in %s was not committed: %s. Training goes on; the last commit is %s."
+            _LOG.warning(text, step, self._storage, outcome.text.rstrip("."), last)
         return outcome
 
     def require(self, *, at_once: bool = False) -> None:
@@ -162,15 +162,30 @@ class Checkpoints:
                 committed checkpoint stays.
             Fenced: a newer round has taken over.
         """
+        self.require_unfenced()
+        if len(self._failures) >= (1 if at_once else _FAILURES):
+            raise CheckpointError(
+                f"Checkpoints could not be written to {self._storage}: {'; '.join(self._failures)}. Repair the folder "
+                f"(space, permission, mount) and start again; the last commit is {self._last_commit}."
+            )
+
+    def require_unfenced(self) -> None:
+        """Check that no newer round has taken over, which :meth:`settle` has noticed. Like :meth:`require`.
+
+        Raises:
+            Fenced: a newer round has taken over.
+        """
         if self._fenced:
             raise Fenced(self._fenced)
-        if len(self._failures) >= (1 if at_once else _FAILURES):
-            raise CheckpointError(f"Checkpoints could not be written to {self._storage}: {'; '.join(self._failures)}")
 
     def abandon(self) -> None:
         """Stop using the process groups, which were aborted. Not a collective."""
         if self._task is not None:
             self._task.abandon()
+
+    @property
+    def _last_commit(self) -> str:
+        return "none" if self._committed is None else self._committed.directory
 
     def _ready(self, state: TrackedState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Collect the state, and wait until no task of an earlier round reads the memory that is to be overwritten."""

@@ -40,7 +40,8 @@ def commit(
     """Publish a complete manifest, commit the checkpoint, and remove all but ``keep`` of the run. For rank 0 alone.
 
     While the table is unavailable, the commit is tried again after each of the pauses in seconds. Nothing is committed
-    once the round has ended (``abandoned``).
+    once the round has ended (``abandoned``). Where the folder has been removed meanwhile, the outcome is ``failed``, so
+    that another checkpoint is taken.
     """
     try:
         storage.publish(manifest.directory, MANIFEST, manifest.to_bytes())
@@ -53,6 +54,12 @@ def commit(
         return failure
     try:
         storage.write(manifest.directory, COMMITTED, [])
+    except FileNotFoundError:
+        return TaskOutcome("failed", f"the folder {manifest.directory} was removed while it was committed")
+    except Exception as error:  # noqa: BLE001 - the checkpoint is committed all the same
+        _LOG.warning("The checkpoint %s/%s is committed, but not marked so: %s", storage, manifest.directory, error)
+        return TaskOutcome("committed")
+    try:
         retire(storage, manifest, keep)
     except Exception as error:  # noqa: BLE001 - the checkpoint is committed all the same
         _LOG.warning("Old checkpoints in %s could not be removed: %s", storage, error)

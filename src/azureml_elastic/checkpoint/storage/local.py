@@ -82,11 +82,16 @@ class LocalStorage(Storage):
         self.root.mkdir(parents=True, exist_ok=True)
         path = self.root / name
         temporary = path.with_name(f"{path.name}.tmp")
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
         _fsync_directory(path.parent)
 
     @override

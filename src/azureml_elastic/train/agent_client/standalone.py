@@ -52,6 +52,7 @@ class StandaloneAgent:
         self._storage = storage
         self._terminated = False
         self._latest: Reference | None = None
+        self._attempted: Reference | None = None
         self._previous: Any = None
         self._listens = identity.world_size == 1 and threading.current_thread() is threading.main_thread()
         if self._listens:
@@ -97,13 +98,14 @@ class StandaloneAgent:
         del stall_seconds
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # unreadable: it is replaced
             found = self._read()
-            if found is not None and found != self._latest:
+            if found is not None and found not in (self._latest, self._attempted):
                 raise Fenced(
                     f"Another run writes to {self._storage}: {POINTER} names {found.directory}, which this run has not "
                     "written. Give each run a folder of its own."
                 )
-        self._latest = reference
+        self._attempted = reference  # the pointer may name it even if an error is raised
         self._storage.replace(POINTER, json.dumps(reference.to_json()).encode() + b"\n")
+        self._latest = reference
 
     def damaged(self, directory: str, problems: str) -> None:
         """Nobody to tell."""

@@ -151,7 +151,10 @@ class TrainingState:
         """
         self._agent.busy()
         self.settle()
-        self._checkpoints.require()
+        if must_commit:  # tried however many have failed before it, as no later one follows
+            self._checkpoints.require_unfenced()
+        else:
+            self._checkpoints.require()
         self._schedule.saving(self.steps)
         if not self._check_finite("checkpoint"):
             self._schedule.saved()
