@@ -14,14 +14,12 @@ the shard, so that a torn shard is never used.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import mmap
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -30,6 +28,7 @@ from pathlib import Path
 import xxhash
 from pydantic import TypeAdapter
 
+from azureml_elastic.file_lock import is_abandoned, lock
 from azureml_elastic.ipc.shards import HeldShard, ShardDescription
 
 __all__ = ["LocalSnapshots"]
@@ -41,8 +40,6 @@ _PIECE_BYTES = 1 << 26
 
 _LOCK_SECONDS = 2.0
 """Time limit for an agent to lock its own folder: other agents that start lock it for a moment to test it."""
-
-_RETRY_SECONDS = 0.02
 
 _DESCRIPTION = TypeAdapter(ShardDescription)
 
@@ -61,8 +58,13 @@ class LocalSnapshots:
         self._run = folder
         self._own = folder / node
         self._own.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_own(self._own / _OWNER, lock_seconds)
-        self._abandoned = [path for path in sorted(folder.iterdir()) if path != self._own and _is_abandoned(path)]
+        try:
+            self._lock = lock(self._own / _OWNER, lock_seconds)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"{error}: two agents of this run have the same name") from error
+        self._abandoned = [
+            path for path in sorted(folder.iterdir()) if path != self._own and is_abandoned(path / _OWNER)
+        ]
         self._inherited = [shard for path in self._abandoned for shard in _read(path)]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local-snapshots")
         self._changed = threading.Lock()
@@ -135,33 +137,6 @@ class LocalSnapshots:
 def _close(shards: list[Shard]) -> None:
     for descriptor, _ in shards:
         os.close(descriptor)
-
-
-def _try_lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of a file, -1 where another process holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return -1
-    return descriptor
-
-
-def _lock_own(path: Path, seconds: float) -> int:
-    limit = time.monotonic() + seconds
-    while (descriptor := _try_lock(path)) < 0:
-        if time.monotonic() >= limit:
-            raise BlockingIOError(f"{path} is locked by another process: two agents of this run have the same name")
-        time.sleep(_RETRY_SECONDS)
-    return descriptor
-
-
-def _is_abandoned(path: Path) -> bool:
-    descriptor = _try_lock(path / _OWNER) if (path / _OWNER).exists() else -1
-    if descriptor >= 0:
-        os.close(descriptor)
-    return descriptor >= 0
 
 
 def _copy(descriptor: int, target: Path, shard: ShardDescription) -> None:

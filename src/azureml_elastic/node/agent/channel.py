@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.local_workers import LocalWorkers, RoundState, WorkerState
 from azureml_elastic.node.agent.pointer_service import PointerService
 from azureml_elastic.node.agent.shard_sender import ShardSender
+from azureml_elastic.node.agent.temporary_folder import TemporaryFolder
 from azureml_elastic.node.hangs.detector import HangDetector
 from azureml_elastic.node.rendezvous.hub.inbox import Inbox
 from azureml_elastic.node.rendezvous.state.round import Member
@@ -68,7 +68,8 @@ class Channel:
         self._watch = watch
         self._wake = wake
         self.workers = LocalWorkers(inbox, wake)
-        self.folder = Path(tempfile.mkdtemp(prefix="elastic-", dir=_folder_for_sockets()))
+        self._temporary = TemporaryFolder(_folder_for_sockets())
+        self.folder = self._temporary.path
         self.path = str(self.folder / "agent.sock")
         self.ended_well = False
         self._recorded = 0.0
@@ -107,7 +108,7 @@ class Channel:
         self._server.close()
         self._sender.close()
         self._pointers.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._temporary.close()
         self._memories.close(forget=self.ended_well)
 
     def _on_message(self, connection: Connection, fields: dict[str, Any]) -> None:
@@ -200,8 +201,7 @@ _IN_ANY_ROUND = (worker_messages.Parked, worker_messages.Expects, *get_args(work
 """Messages of a worker that may belong to an earlier round than the agent's."""
 
 
-def _folder_for_sockets() -> str | None:
+def _folder_for_sockets() -> Path:
     """Return where to put a socket: the path of one has at most 107 bytes, and temporary folders may lie deep."""
-    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER_BYTES:
-        return None
-    return "/tmp"  # noqa: S108 - mkdtemp makes a private folder in it
+    usual = tempfile.gettempdir()
+    return Path(usual if len(os.fsencode(usual)) <= _LONGEST_FOLDER_BYTES else "/tmp")  # noqa: S108 - mkdtemp follows

@@ -1,0 +1,90 @@
+"""The temporary folder of a node, and its removal after the node was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.agent.temporary_folder import TemporaryFolder, remove_abandoned
+from azureml_elastic.node.rendezvous.hub.inbox import Inbox
+from azureml_elastic.node.table.sqlite import SqliteTable
+from tests.support.channels import open_channel
+
+LOCK = "azureml-elastic.lock"
+
+
+def killed(make):
+    """Call a function in a process that then ends by SIGKILL, and return the path that it has returned."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writer, os.fsencode(make()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writer)
+    with open(reader, "rb") as stream:  # noqa: PTH123 - a descriptor
+        path = os.fsdecode(stream.read())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    return path
+
+
+def age(path):
+    os.utime(path, (time.time() - 100, time.time() - 100))
+
+
+def test_the_folder_of_a_killed_node_is_removed_by_the_next_one(tmp_path):
+    recorder = Recorder(tmp_path, "node-0", "inc", SqliteTable(tmp_path / "t.sqlite", "rows", "run"))
+    left = killed(lambda: open_channel(recorder, Inbox()).folder)
+    first = open_channel(recorder, Inbox())
+    assert not os.path.lexists(left)
+    second = open_channel(recorder, Inbox())
+    assert first.folder.is_dir()
+    for channel in (first, second):
+        channel.close()
+        assert not channel.folder.exists()
+    recorder.close()
+
+
+def test_a_folder_stays_while_its_node_lives(tmp_path):
+    living = TemporaryFolder(tmp_path)
+    (living.path / "agent.sock").write_text("")
+    age(living.path)
+    assert remove_abandoned(tmp_path) == []
+    assert sorted(path.name for path in living.path.iterdir()) == ["agent.sock", LOCK]
+    assert living.path.stat().st_mode & 0o777 == 0o700
+    living.close()
+    living.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_a_lock_is_removed_only_when_it_is_old_and_empty(tmp_path):
+    for name in ("elastic-new", "elastic-old", "elastic-agent", "elastic-other", "other-old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "elastic-file").write_text("")
+    (tmp_path / "elastic-other" / "content").write_text("")
+    for name in ("elastic-old", "elastic-other", "other-old"):
+        age(tmp_path / name)
+    assert remove_abandoned(tmp_path) == [tmp_path / "elastic-old"]
+
+
+def test_a_link_to_a_folder_and_a_linked_lock_stay(tmp_path):
+    target, linked = tmp_path / "target", tmp_path / "elastic-locked"
+    for folder in (target, linked):
+        folder.mkdir()
+    (target / LOCK).write_text("")
+    (tmp_path / "elastic-link").symlink_to(target)
+    (linked / LOCK).symlink_to(target / LOCK)
+    assert remove_abandoned(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_the_folder_of_another_user_stays(tmp_path):
+    folder = tmp_path / "elastic-x"
+    folder.mkdir()
+    (folder / LOCK).write_text("")
+    os.chown(folder, 65534, 65534)
+    assert remove_abandoned(tmp_path) == []
+    os.chown(folder, 0, 0)
+    assert remove_abandoned(tmp_path) == [folder]
