@@ -76,6 +76,7 @@ def chaos(session: nox.Session) -> None:
     install_wheel(session, "all", groups=("test",))
     many = {"CHAOS_SEEDS": "0:100", "NOTICE_SEEDS": "0:50", "CHECKPOINT_CASES": "10000"}
     files = ("runs/test_random_schedules.py", "runs/test_faulty_table.py", "runs/test_notices.py")
+    files += ("runs/test_recovery.py::test_a_frozen_node_costs_no_step_and_comes_back",)
     files += ("integration/checkpoint/test_damage.py",)
     arguments = session.posargs or PARALLEL
     paths = [f"tests/{file}" for file in files]
