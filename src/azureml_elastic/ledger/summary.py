@@ -124,8 +124,10 @@ class Report(_Record):
         return self.model_copy(update={"rounds": rounds, "recoveries": recoveries, "world_sizes": sizes})
 
     def write(self) -> Path:
-        """Write the file and return its path."""
-        self.paths.report.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        """Replace the file atomically and return its path."""
+        part = self.paths.report.with_name(f"{REPORT_FILE}.part")
+        part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        part.replace(self.paths.report)
         return self.paths.report
 
 

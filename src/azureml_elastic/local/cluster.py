@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,14 +22,16 @@ from azureml_elastic.config import (
     TableRendezvous,
 )
 from azureml_elastic.config.command.program import parse_program
+from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.errors import CommandError, UsageError
 from azureml_elastic.ledger.summary import Paths, Report
 from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_end import check_time_limit
+from azureml_elastic.local.stop_signals import StopSignals
 from azureml_elastic.local.table_choice import TableChoice, check_table, open_table_choice
-from azureml_elastic.local.view import View
+from azureml_elastic.local.view import UntilBroken, View
 from azureml_elastic.node.agent.session_detection import opens_session
 
 __all__ = ["NODE_COMMAND", "LocalCluster", "new_run_dir"]
@@ -59,7 +62,7 @@ class LocalCluster:
         batch: batch policy.
         distribution: all other settings of the processes; the arguments above take precedence.
         timeout_s: seconds after which the run is stopped and counted as failed.
-        exit_grace_s: seconds that the other nodes have to exit after the run has ended.
+        exit_grace_s: seconds that the other nodes have to exit after the run has ended, and all after a signal.
         view: view that shows the run; by default none is shown.
         node_command: command that starts a node; ``--`` and the program are appended.
         popen: function that starts the nodes, with the interface of ``subprocess.Popen``.
@@ -97,13 +100,28 @@ class LocalCluster:
         Args:
             argv: program and its arguments.
 
+        SIGINT, SIGTERM and SIGHUP stop the nodes as a preemption does; a second one kills them. In both cases the
+        report is written first, then ``KeyboardInterrupt`` or ``SystemExit`` is raised.
+
         Raises:
             UsageError: the run folder is already used, the table is not recognised, or the faults do not apply to it.
         """
         check_table(self.table, self.chaos)  # before a folder is made
-        paths = _prepare(self.run_dir or new_run_dir())
+        with StopSignals() as signals:
+            paths = _prepare(self.run_dir or new_run_dir())
+            try:
+                report = self._run(argv, paths, signals)
+            except (KeyboardInterrupt, SystemExit) as error:
+                if not paths.report.exists():
+                    _early_report(paths, error).write()
+                raise
+            signals.raise_received()
+        return report
+
+    def _run(self, argv: Sequence[str], paths: Paths, signals: StopSignals) -> Report:
         with contextlib.ExitStack() as stack:
             table = stack.enter_context(open_table_choice(self.table, paths, self.chaos))
+            signals.hold()
             processes = stack.enter_context(NodeProcesses(paths.logs, self.popen))
             launch = Launch(
                 plan=self.plan(table, paths),
@@ -112,20 +130,21 @@ class LocalCluster:
                 command=(*self.node_command, "--", *argv),
                 processes=processes,
                 schedule=self.chaos or Schedule(),
-                view=stack.enter_context(self.view),
+                view=stack.enter_context(UntilBroken(self.view)),
+                signals=signals,
                 opens_session=_opens_session(argv),
             )
             try:
                 end = launch.watch(self.nodes[1], self.timeout_s, self.exit_grace_s)
-            except KeyboardInterrupt:
+            except BaseException as error:
                 launch.stop_all()
-                launch.report("interrupted", 130, "Interrupted.").write()
+                launch.report("interrupted", _exit_code(error), f"The launcher was ended by {error!r}.").write()
                 raise
             launch.stop_all()
+            report = launch.report(end.outcome, end.exit_code, end.message)
+            report.write()
             if left := processes.remaining():
                 raise RuntimeError(f"Processes of the run outlived it: {left}")
-        report = launch.report(end.outcome, end.exit_code, end.message)
-        report.write()
         return report
 
     def plan(self, table: TableChoice, paths: Paths) -> Plan:
@@ -155,6 +174,23 @@ class LocalCluster:
             run_id=f"local-{secrets.token_hex(4)}",
             audit=self.audit,
         )
+
+
+def _early_report(paths: Paths, error: BaseException) -> Report:
+    """Return the report of a run that was interrupted before its nodes were started."""
+    return Report(
+        paths=paths,
+        outcome="interrupted",
+        exit_code=_exit_code(error),
+        message="The run was interrupted before its nodes were started.",
+    )
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that this exception ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else FAILED
 
 
 def _opens_session(argv: Sequence[str]) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from azureml_elastic.config import Plan, environment
+from azureml_elastic.config import Plan
 from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.reading import EventReader, LineReader
 from azureml_elastic.ledger.summary import (
@@ -22,13 +22,14 @@ from azureml_elastic.local.board import Board
 from azureml_elastic.local.faults.missed import reason_missed
 from azureml_elastic.local.faults.model import Add, Freeze, Kill, Preempt, Schedule, TableTrouble
 from azureml_elastic.local.faults.schedule import ChaosState, Due, due, may_add, training_seconds
-from azureml_elastic.local.launched_node import LaunchedNode
+from azureml_elastic.local.launched_node import LaunchedNode, node_environment
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_end import TIMED_OUT, RunEnd, outcome_of, phase
+from azureml_elastic.local.stop_signals import StopSignals
 from azureml_elastic.local.table_choice import TableChoice
 from azureml_elastic.local.view import View
 
-__all__ = ["Launch", "node_environment"]
+__all__ = ["Launch"]
 
 _POLL_S = 0.03
 
@@ -53,6 +54,7 @@ class Launch:
         processes: context in which the nodes are started.
         schedule: faults to inject.
         view: view that shows the run.
+        signals: signals that stop the run.
         opens_session: whether the program uses this library, so that it reports its steps.
     """
 
@@ -63,6 +65,7 @@ class Launch:
     processes: NodeProcesses
     schedule: Schedule
     view: View
+    signals: StopSignals
     opens_session: bool
 
     def __post_init__(self) -> None:
@@ -84,7 +87,7 @@ class Launch:
         Args:
             count: number of nodes to start.
             timeout_s: time limit of the run; ``None`` for no limit.
-            exit_grace_s: seconds that the other nodes have to exit after the run has ended.
+            exit_grace_s: seconds that the other nodes have to exit after the run has ended, and all after a signal.
         """
         started = time.monotonic()
         ending_since: float | None = None
@@ -97,8 +100,11 @@ class Launch:
             now = time.monotonic()
             if current == "ending" and ending_since is None:
                 ending_since = now
-            if current == "over" or (ending_since is not None and now - ending_since > exit_grace_s):
+            hurried = self.signals.hurried or (ending_since is not None and now - ending_since > exit_grace_s)
+            if current == "over" or (current == "ending" and hurried):
                 return outcome_of(statuses, self._board.ended, self._board.failure)
+            if current == "going" and self.signals.first is not None:
+                return self._leave(self.signals.first, exit_grace_s)
             if current == "going":
                 for decision in due(self.schedule, state):
                     self._inject(decision)
@@ -110,13 +116,34 @@ class Launch:
                 return RunEnd("failed", TIMED_OUT, f"{message}{self._board.step}. The nodes' logs: {self.paths.logs}")
             time.sleep(_POLL_S)
 
+    def _leave(self, first: signal.Signals, grace_s: float) -> RunEnd:
+        """Let all nodes save and leave like preempted ones, until their time is up or another signal hurries them."""
+        self.view.note(f"{first.name}: all nodes save and leave within {grace_s:g} s; another signal kills them")
+        deadline = time.monotonic() + grace_s
+        self._timers.clear()
+        for node in self._nodes.values():
+            if node.frozen:
+                self._stop(node)
+            elif node.exit_code is None and node.forced is None:
+                node.forced = "stopped"
+                node.process.terminate()
+        while any(node.exit_code is None for node in self._nodes.values()):
+            if self.signals.hurried or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+            self._update()
+        return RunEnd("interrupted", 128 + first, f"{first.name} stopped the run at step {self._board.step}.")
+
     def stop_all(self) -> None:
         """Kill the remaining processes, and read the last events and output."""
         for node in self._nodes.values():
-            if node.exit_code is None:
-                node.forced = node.forced or ("stopped" if node.resumes else "frozen")
-                node.process.kill()
+            self._stop(node)
         self._update()
+
+    def _stop(self, node: LaunchedNode) -> None:
+        if node.exit_code is None:
+            node.forced = node.forced or ("stopped" if node.resumes else "frozen")
+            node.process.kill()
 
     def report(self, outcome: RunState, exit_code: int, message: str) -> Report:
         """Return the run's report."""
@@ -261,17 +288,3 @@ class Launch:
             node.process.thaw()
 
         self._timers.append(_Timer(time.monotonic() + duration_s, thaw))
-
-
-def node_environment(name: str, plan: Plan, table: TableChoice, paths: Paths) -> dict[str, str]:
-    """Return the environment of a node: this process's own, with the node's plan, name and folders."""
-    return {
-        "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        **table.environment,
-        environment.PLAN: plan.to_json(),
-        environment.NODE_ID: name,
-        environment.RUN_DIR: str(paths.run_dir),
-        environment.LOCAL_ADDRESS: "127.0.0.1",
-    }

@@ -1,15 +1,18 @@
-"""A node that the launcher has started."""
+"""A node that the launcher has started, and the environment that it starts in."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from azureml_elastic.config import Plan, environment
 from azureml_elastic.ledger.reading import LineReader
-from azureml_elastic.ledger.summary import NodeEnding, NodeSummary
+from azureml_elastic.ledger.summary import NodeEnding, NodeSummary, Paths
 from azureml_elastic.local.processes import NodeProcess
 from azureml_elastic.local.run_end import NodeStatus
+from azureml_elastic.local.table_choice import TableChoice
 
-__all__ = ["LaunchedNode"]
+__all__ = ["LaunchedNode", "node_environment"]
 
 
 @dataclass
@@ -44,3 +47,17 @@ class LaunchedNode:
         """State for the report."""
         status = self.status
         return NodeSummary(name=self.name, exit_code=self.exit_code, ending=status.ending, leftovers=self.leftovers)
+
+
+def node_environment(name: str, plan: Plan, table: TableChoice, paths: Paths) -> dict[str, str]:
+    """Return the environment of a node: this process's own, with the node's plan, name and folders."""
+    return {
+        "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        **table.environment,
+        environment.PLAN: plan.to_json(),
+        environment.NODE_ID: name,
+        environment.RUN_DIR: str(paths.run_dir),
+        environment.LOCAL_ADDRESS: "127.0.0.1",
+    }

@@ -69,7 +69,7 @@ class NodeStatus:
 class RunEnd:
     """Outcome of a run as the launcher sees it."""
 
-    outcome: Literal["succeeded", "failed"]
+    outcome: Literal["succeeded", "failed", "interrupted"]
     exit_code: int
     message: str = ""
 

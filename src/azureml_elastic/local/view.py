@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -29,7 +30,9 @@ from azureml_elastic.ledger.events import (
 from azureml_elastic.ledger.timeline import headline, reason_and_losses
 from azureml_elastic.local.board import Board
 
-__all__ = ["LiveView", "PlainView", "View", "choose_view", "describe", "sparkline"]
+__all__ = ["LiveView", "PlainView", "UntilBroken", "View", "choose_view", "describe", "sparkline"]
+
+_log = logging.getLogger(__name__)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {
@@ -64,6 +67,44 @@ class View:
 
     def output(self, node: str, lines: Iterable[str]) -> None:
         """Show output lines of a node."""
+
+
+class UntilBroken(View):
+    """View that shows a run in another view until that one fails, as when its terminal is closed.
+
+    Args:
+        view: the other view.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view: View | None = view
+
+    def __enter__(self) -> Self:
+        self._show(lambda view: view.__enter__())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._show(lambda view: view.__exit__(None, None, None))
+
+    def note(self, text: str) -> None:
+        """Show the line."""
+        self._show(lambda view: view.note(text))
+
+    def events(self, board: Board, events: Sequence[Event]) -> None:
+        """Show the events."""
+        self._show(lambda view: view.events(board, events))
+
+    def output(self, node: str, lines: Iterable[str]) -> None:
+        """Show the lines."""
+        self._show(lambda view: view.output(node, lines))
+
+    def _show(self, action: Callable[[View], object]) -> None:
+        if self._view is not None:
+            try:
+                action(self._view)
+            except OSError as error:
+                self._view = None
+                _log.warning("The run can no longer be shown, and continues: %s", error)
 
 
 class PlainView(View):

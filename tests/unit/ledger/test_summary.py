@@ -1,6 +1,7 @@
 """The report of a run, written and read back, or recreated from the events."""
 
 import json
+import threading
 
 import pytest
 
@@ -30,6 +31,20 @@ def test_a_report_is_written_and_read_back(tmp_path):
     assert report.recoveries[0].since == "loss"
     assert report.write() == tmp_path / "report.json"
     assert load_report(tmp_path) == report
+
+
+def test_a_report_is_replaced_as_a_whole(tmp_path):
+    faults = tuple(FaultRecord(fault="kill=any@1s", nodes=("node-0",), step=n, time=23.0) for n in range(3000))
+    report = Report(paths=Paths.of(tmp_path), outcome="succeeded", exit_code=0, faults=faults)
+    report.write()
+    thread = threading.Thread(target=lambda: [report.write() for _ in range(30)])
+    thread.start()
+    reads = 0
+    while thread.is_alive() or not reads:
+        assert load_report(tmp_path) == report
+        reads += 1
+    thread.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
 def test_a_report_is_recreated_from_the_events(tmp_path):
