@@ -74,6 +74,16 @@ def test_rank_0_is_lost_and_replaced(tmp_path, table, request, monkeypatch):
     assert third.first_step == second.last_step + 1
 
 
+def test_workers_do_not_inherit_the_tables_connection_string(tmp_path, azurite, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azurite.connection_string)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "of-the-script")
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint('found', [name for name in os.environ if name.startswith('AZURE_STORAGE')])")
+    report = run(tmp_path, "", str(script), nodes=(1, 1), table="azurite", audit=False)
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert "found ['AZURE_STORAGE_ACCOUNT_NAME']" in log(report, "node-0")
+
+
 def test_a_plain_script_with_its_own_checkpoint_is_elastic_too(tmp_path):
     script = str(SAMPLES / "plain_ddp.py")
     arguments = ("--epochs", "14", "--step-delay", "0.1", "--checkpoint", str(tmp_path / "own.pt"))

@@ -77,7 +77,7 @@ class TableRendezvous(ConfigModel):
         credential: identity with which the table is opened.
         client_id: client ID of a user-assigned managed identity; ``None`` for the compute's default.
         connection_string_variable: name of the environment variable that holds a connection string, which itself is
-            never part of the plan.
+            never part of the plan. Workers do not inherit it, unless it opens their checkpoints, too.
         port_range: first and last port on which nodes listen for each other, for firewalls; ``None`` for any free
             ports. ``docs/how-to/network.md`` lists what else needs to be open.
         advertise: address under which the other nodes reach a node: the name of a network interface (``"eth0"``), a

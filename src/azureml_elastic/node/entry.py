@@ -25,7 +25,7 @@ from azureml_elastic.node.agent.output_files import output_paths
 from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender
-from azureml_elastic.node.agent.worker_environment import set_inherited_variables
+from azureml_elastic.node.agent.worker_environment import set_inherited_variables, withheld_variables
 from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
@@ -40,6 +40,7 @@ from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.replacement.on_node import start_replacement_thread
 from azureml_elastic.node.table import open_table
+from azureml_elastic.node.table.opening import connection_string_variable
 from azureml_elastic.node.table.server_time import ServerClock
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ class _Node:
         self._channel = Channel(recorder, rendezvous.inbox, wake.set, self._watch, memory, sender)
         stack.callback(self._channel.close)
         set_inherited_variables(identity, self._channel.path, os.environ)
+        secret = connection_string_variable(table, distribution.rendezvous)
+        for name in withheld_variables(secret, plan.checkpoint.path):
+            os.environ.pop(name, None)
         self._preload_server = start_preload(program, os.environ) if distribution.preload_workers else None
         if self._preload_server is not None:
             stack.callback(self._preload_server.close)

@@ -7,7 +7,18 @@ from pathlib import Path
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import UsageError
 
-__all__ = ["is_remote", "join_path", "open_storage"]
+__all__ = ["AZURE_CONNECTION_STRING", "is_azure", "is_remote", "join_path", "open_storage"]
+
+
+AZURE_CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
+"""The environment variable from which adlfs reads a connection string."""
+
+_AZURE = ("abfs", "abfss", "az")
+
+
+def is_azure(where: str) -> bool:
+    """Return whether a location is a URL that adlfs serves."""
+    return where.partition("://")[0] in _AZURE and is_remote(where)
 
 
 def is_remote(where: str) -> bool:

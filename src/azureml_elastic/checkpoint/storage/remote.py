@@ -14,12 +14,11 @@ from typing import Any
 
 from typing_extensions import override
 
+from azureml_elastic.checkpoint.storage.opening import AZURE_CONNECTION_STRING, is_azure
 from azureml_elastic.checkpoint.storage.storage import BLOCK_BYTES, Storage
 from azureml_elastic.errors import MissingExtra, UsageError
 
 __all__ = ["RemoteStorage"]
-
-_AZURE = ("abfs", "abfss", "az")
 
 
 class RemoteStorage(Storage):
@@ -143,8 +142,9 @@ class RemoteStorage(Storage):
 
 def _options(url: str) -> dict[str, Any]:
     """Return the options that select the node's identity, where neither a key nor a connection string is set."""
-    if url.partition("://")[0] not in _AZURE or any(
-        os.environ.get(f"AZURE_STORAGE_{name}") for name in ("CONNECTION_STRING", "ACCOUNT_KEY", "SAS_TOKEN")
+    if not is_azure(url) or any(
+        os.environ.get(name)
+        for name in (AZURE_CONNECTION_STRING, "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN")
     ):
         return {}
     return {"anon": False}  # selects DefaultAzureCredential in adlfs

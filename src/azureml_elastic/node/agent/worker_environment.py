@@ -1,16 +1,17 @@
-"""The environment that workers find, as under torchrun."""
+"""The environment that workers find: as under torchrun, and that of the agent without the table's secret."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
 
+from azureml_elastic.checkpoint.storage.opening import AZURE_CONNECTION_STRING, is_azure
 from azureml_elastic.config import environment as variables
 from azureml_elastic.node.host.addresses import interface_of, machine_interfaces
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 
-__all__ = ["set_inherited_variables", "worker_environments"]
+__all__ = ["set_inherited_variables", "withheld_variables", "worker_environments"]
 
 
 def set_inherited_variables(identity: NodeIdentity, channel: str, environ: MutableMapping[str, str]) -> None:
@@ -30,6 +31,21 @@ def set_inherited_variables(identity: NodeIdentity, channel: str, environ: Mutab
     if interface is not None:  # the workers' data goes the same way, unless the job configures another
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def withheld_variables(table_variable: str | None, checkpoints: str | None) -> frozenset[str]:
+    """Return the environment variables of the agent that workers do not inherit.
+
+    Workers never access the table. They get its connection string only where the same variable opens their checkpoints.
+
+    Args:
+        table_variable: variable with the connection string that opened the table, ``None`` without one.
+        checkpoints: path or URL of the checkpoints in the job's policy.
+    """
+    if table_variable is None:
+        return frozenset()
+    needed = table_variable == AZURE_CONNECTION_STRING and checkpoints is not None and is_azure(checkpoints)
+    return frozenset() if needed else frozenset({table_variable})
 
 
 def worker_environments(assignment: Assignment, run_id: str, max_restarts: int) -> dict[int, dict[str, str]]:

@@ -87,6 +87,7 @@ class AzureTable:
         *,
         timeout: timedelta = CALL_TIMEOUT,
     ) -> None:
+        self.by_connection_string = credential.connection_string is not None
         self._timeout = timeout
         self._partition = write_key(partition)
         self._client = _client(endpoint, table, credential)

@@ -21,7 +21,13 @@ from azureml_elastic.node.table.sqlite import SqliteTable
 if TYPE_CHECKING:
     from azureml_elastic.node.azure.credentials import TableCredential
 
-__all__ = ["EMULATOR_ACCOUNT", "OPENING_TIMEOUT", "emulator_connection_string", "open_table"]
+__all__ = [
+    "EMULATOR_ACCOUNT",
+    "OPENING_TIMEOUT",
+    "connection_string_variable",
+    "emulator_connection_string",
+    "open_table",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -90,6 +96,17 @@ def open_table(
     if not separator and endpoint.strip() and not _HOST_AND_PORT.fullmatch(endpoint):
         return SqliteTable(Path(endpoint), rendezvous.table, run_id)
     raise _bad_form(endpoint)
+
+
+def connection_string_variable(table: Table, rendezvous: TableRendezvous) -> str | None:
+    """Return the name of the environment variable that opened a table, ``None`` where an identity or a file did."""
+    if isinstance(table, SqliteTable):
+        return None
+    from azureml_elastic.node.table.azure import AzureTable
+
+    return (
+        rendezvous.connection_string_variable if isinstance(table, AzureTable) and table.by_connection_string else None
+    )
 
 
 def _open_azure(rendezvous: TableRendezvous, run_id: str, environ: Mapping[str, str], timeout: timedelta) -> Table:
