@@ -66,6 +66,13 @@ def started(run_dir):
     return len(logs) == 2 and all(log.stat().st_size for log in logs)
 
 
+def ended(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @contextlib.contextmanager
 def launched(run_dir, program, *options, **popen):
     argv = [sys.executable, "-c", LAUNCHER, str(run_dir), FAKE_NODE, program, *options]
@@ -135,10 +142,34 @@ def test_nodes_that_do_not_leave_in_time_are_killed(tmp_path):
     assert marked(run_dir) == []
 
 
+def test_a_signal_before_the_nodes_start_leaves_a_report_and_no_emulator(tmp_path):
+    run_dir = tmp_path / "run"
+    before = set(psutil.Process().children(recursive=True))
+
+    def emulator():
+        fresh = set(psutil.Process().children(recursive=True)) - before
+        return [process for process in fresh if not ended(process)]
+
+    def interrupt():
+        until(emulator, 30)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    cluster = LocalCluster((1, 2), run_dir=run_dir, node_command=(sys.executable, FAKE_NODE), table="azurite")
+    with pytest.raises(SystemExit):
+        cluster.run(["steps", "5"])
+    thread.join()
+    report = load_report(run_dir)
+    assert (report.outcome, report.exit_code, report.nodes) == ("interrupted", 128 + signal.SIGTERM, ())
+    assert report.message == "The run was interrupted before its nodes were started."
+    until(lambda: not emulator(), 30)
+
+
 def test_signals_without_end_neither_tear_the_report_nor_leave_a_process(tmp_path):
     run_dir = tmp_path / "run"
     with launched(run_dir, "steps 100000", "--chaos", "freeze=any@step:2") as launcher:
-        until(lambda: trains(run_dir), 30)
+        until(lambda: trains(run_dir, 1), 30)  # a frozen node may block the other one
         for number in itertools.cycle((signal.SIGINT, signal.SIGHUP, signal.SIGTERM)):
             if launcher.poll() is not None:
                 break
