@@ -55,14 +55,19 @@ class ElasticDataParallel(DistributedDataParallel):
         self._elastic = _Elastic(absorb, discarded, options)
 
     def reform(self) -> None:
-        """Continue with the present default process group. A collective, as the constructor is."""
+        """Continue with the present default process group. A collective, as the constructor is.
+
+        If another rank is lost meanwhile, this fails, and can be called again with the next process group.
+        """
         kept = {name: getattr(self, name) for name in _KEPT if hasattr(self, name)}
         module, elastic = self.module, self._elastic
-        del self.reducer  # removes its hooks on the parameters
-        DistributedDataParallel.__init__(self, module, **elastic.options)
-        self._elastic = elastic
-        for name, value in kept.items():
-            setattr(self, name, value)
+        self.__dict__.pop("reducer", None)  # removes its hooks on the parameters; none after a failure
+        try:
+            DistributedDataParallel.__init__(self, module, **elastic.options)
+        finally:
+            self.module, self._elastic = module, elastic
+            for name, value in kept.items():
+                setattr(self, name, value)
 
     def dissolve(self) -> None:
         """Release the process group at the end of training."""

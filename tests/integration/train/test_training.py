@@ -239,6 +239,14 @@ def test_a_pass_without_gradients_involves_no_other_rank(tmp_path):
     assert issubclass(ElasticDataParallel, nn.parallel.DistributedDataParallel)
 
 
+def test_a_model_goes_on_after_a_rank_is_lost_while_its_process_group_is_replaced():
+    survivor, lost = World(2, training.reform_again_after_a_loss).outcomes()
+    assert (survivor.code, lost.code) == (0, 0), survivor.error
+    failure, calls, gradient = survivor.value
+    assert "gloo/transport" in failure
+    assert (calls, gradient) == (["called"], [[1.0] * 4])
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torch; torchdata calls it
 def test_a_stateful_data_loader_serves(tmp_path):
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader

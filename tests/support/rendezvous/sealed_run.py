@@ -86,6 +86,19 @@ class Run:
         until(lambda: self.leader.inbox.take(self.round.number))
         return time.monotonic() - began
 
+    def change_round(self):
+        """Reopen the round, let both nodes join the next one, and return the seconds until both have."""
+        began = time.monotonic()
+        self.leader.round_end.reopen("a test")
+        follower = next(node for node in self.nodes if node is not self.leader)
+        until(lambda: follower.status().over)
+        with ThreadPoolExecutor(2) as pool:
+            self.round = next(iter(pool.map(Rendezvous.join, self.nodes))).round
+        seconds = time.monotonic() - began
+        self.leader = next(node for node in self.nodes if node.membership.leads)
+        self.row = self.table.get(ROUND_KEY)
+        return seconds
+
     def assert_unharmed(self):
         """Check that nothing has changed, and that the agents still receive each other's messages."""
         for node in self.nodes:

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from azureml_elastic import train
 from azureml_elastic.config import environment as names
+from azureml_elastic.distributed.data_parallel import ElasticDataParallel
 from azureml_elastic.ledger.reading import read_samples
 from azureml_elastic.ledger.samples import audit_samples
 from tests.support.train import workers
@@ -122,3 +123,25 @@ def forward_on_rank_0(folder):
             model(torch.randn(4, 4))
     run.finish()
     return "passed" if run.is_main else "waited"
+
+
+def reform_again_after_a_loss():
+    """Replace the process group of a model; rank 1 is lost meanwhile, and rank 0 goes on alone."""
+    dist.init_process_group("gloo")
+    calls = []
+    model = ElasticDataParallel(nn.Linear(4, 1), lambda _: False, lambda: False)
+    model.eval()
+    model.register_forward_hook(lambda *_: calls.append("called"))
+    if dist.get_rank() == 1:
+        os._exit(0)
+    try:
+        model.reform()
+    except RuntimeError as error:
+        failure = str(error)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model.reform()
+    assert not model.training
+    model(torch.ones(1, 4)).sum().backward()
+    dist.destroy_process_group()
+    return failure, calls, model.module.weight.grad.tolist()
