@@ -71,13 +71,19 @@ def tests(session: nox.Session) -> None:
 def chaos(session: nox.Session) -> None:
     """Run a hundred random schedules of losses, freezes, new nodes and faults of the table, over real processes.
 
-    With them fifty preemptions, and ten thousand kills and damages of checkpoints.
+    With them fifty preemptions, bursts of losses among twelve nodes, a flood of connections, and ten thousand kills and
+    damages of checkpoints.
     """
     install_wheel(session, "all", groups=("test",))
     many = {"CHAOS_SEEDS": "0:100", "NOTICE_SEEDS": "0:50", "CHECKPOINT_CASES": "10000"}
-    files = ("runs/test_random_schedules.py", "runs/test_faulty_table.py", "runs/test_notices.py")
+    files = (
+        "runs/test_random_schedules.py",
+        "runs/test_faulty_table.py",
+        "runs/test_notices.py",
+        "runs/test_bursts.py",
+    )
     files += ("runs/test_recovery.py::test_a_frozen_node_costs_no_step_and_comes_back",)
-    files += ("integration/checkpoint/test_damage.py",)
+    files += ("integration/checkpoint/test_damage.py", "integration/node/attacks/test_flood.py")
     arguments = session.posargs or PARALLEL
     paths = [f"tests/{file}" for file in files]
     session.run("python", "-m", "pytest", "-m", "", *arguments, "--timeout", "1800", *paths, env=many)
