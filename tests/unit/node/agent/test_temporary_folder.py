@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -17,17 +19,16 @@ from tests.support.channels import open_channel
 LOCK = "azureml-elastic.lock"
 
 
-def killed(make):
-    """Call a function in a process that then ends by SIGKILL, and return the path that it has returned."""
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        os.write(writer, os.fsencode(make()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.close(writer)
-    with open(reader, "rb") as stream:  # noqa: PTH123 - a descriptor
-        path = os.fsdecode(stream.read())
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    return path
+KILLED = """
+import os, signal, tempfile
+from pathlib import Path
+from azureml_elastic.node.agent.temporary_folder import TemporaryFolder
+
+folder = TemporaryFolder(Path(tempfile.gettempdir()))
+(folder.path / "agent.sock").write_text("")
+print(folder.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def age(path):
@@ -36,11 +37,13 @@ def age(path):
 
 def test_the_folder_of_a_killed_node_is_removed_by_the_next_one(tmp_path):
     recorder = Recorder(tmp_path, "node-0", "inc", SqliteTable(tmp_path / "t.sqlite", "rows", "run"))
-    left = killed(lambda: open_channel(recorder, Inbox()).folder)
+    killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     first = open_channel(recorder, Inbox())
-    assert not os.path.lexists(left)
+    assert killed.stdout.startswith(f"{first.folder.parent}/elastic-")
+    assert not os.path.lexists(killed.stdout.strip())
     second = open_channel(recorder, Inbox())
-    assert first.folder.is_dir()
+    assert (first.folder / LOCK).is_file()
     for channel in (first, second):
         channel.close()
         assert not channel.folder.exists()
