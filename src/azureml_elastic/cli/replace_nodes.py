@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["replace_nodes"]
 
+_LONGEST_PAUSE = 86400.0
+
 
 @explained(CONTINUES)
 def replace_nodes(
     run: RunName,
     every: Annotated[
-        float | None, typer.Option(min=0.5, help="Seconds between two checks; by default as the job says.")
+        float | None,
+        typer.Option(min=0.5, max=_LONGEST_PAUSE, help="Seconds between two checks; by default as the job says."),
     ] = None,
     max_replacements: Annotated[
         int | None, typer.Option(min=0, help="Maximum number of node jobs to submit; by default as the job says.")

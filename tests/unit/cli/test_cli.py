@@ -68,6 +68,14 @@ def test_wrong_options_are_explained_before_anything_starts(options, said, scrip
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e9"])
+def test_a_pause_between_checks_is_at_most_a_day(seconds):
+    result = RUN.invoke(app, ["replace-nodes", "run", "--every", seconds])
+    assert result.exit_code == 2
+    assert "--every" in result.output + result.stderr
+    assert "Traceback" not in result.output
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [
