@@ -155,6 +155,9 @@ def open_group(identity: WorkerIdentity, device: torch.device) -> bool:
 
 
 def _open(backend: str, identity: WorkerIdentity) -> None:
+    # The number of groups is part of the keys under which ranks find each other. One that could not be opened, because
+    # a rank was lost meanwhile, has been counted on the ranks that tried.
+    dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - destroy_process_group() needs a group
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ and "RANK" in os.environ:
         dist.init_process_group(backend, rank=identity.rank, world_size=identity.world_size)
     else:

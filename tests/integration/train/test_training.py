@@ -247,6 +247,13 @@ def test_a_model_goes_on_after_a_rank_is_lost_while_its_process_group_is_replace
     assert (calls, gradient) == (["called"], [[1.0] * 4])
 
 
+def test_ranks_find_each_other_after_one_has_failed_to_before():
+    """torch numbers the groups of a process, also those that it could not open."""
+    outcomes = World(2, training.open_after_a_failure).outcomes()
+    assert [(each.code, each.error) for each in outcomes] == [(0, None)] * 2
+    assert [each.value for each in outcomes] == [2.0, 2.0]
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torch; torchdata calls it
 def test_a_stateful_data_loader_serves(tmp_path):
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader

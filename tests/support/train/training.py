@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils.data import TensorDataset
 from azureml_elastic import train
 from azureml_elastic.config import environment as names
 from azureml_elastic.distributed.data_parallel import ElasticDataParallel
+from azureml_elastic.distributed.process import WorkerEnvironment, close_group, open_group
 from azureml_elastic.ledger.reading import read_samples
 from azureml_elastic.ledger.samples import audit_samples
 from tests.support.train import workers
@@ -145,3 +148,17 @@ def reform_again_after_a_loss():
     model(torch.ones(1, 4)).sum().backward()
     dist.destroy_process_group()
     return failure, calls, model.module.weight.grad.tolist()
+
+
+def open_after_a_failure():
+    """Fail to open a group on rank 0, and return what both ranks add up after that."""
+    identity = WorkerEnvironment.read().identity
+    if identity.rank == 0:
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=1))
+        assert not dist.is_initialized()
+    open_group(identity, torch.device("cpu"))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    close_group()
+    return float(total)
