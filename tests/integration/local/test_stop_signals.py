@@ -26,7 +26,8 @@ FAKE_NODE = str(SUPPORT / "fake_node.py")
 PROGRAM = str(SUPPORT.parent / "runs" / "scripts" / "chaos_train.py")
 
 LAUNCHER = """
-import sys, typer
+import signal, sys, typer
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
 from pathlib import Path
 from rich.console import Console
 from azureml_elastic.cli.failures import explained
