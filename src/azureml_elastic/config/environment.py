@@ -6,6 +6,7 @@ __all__ = [
     "CHANNEL",
     "FIRST_JOB",
     "HISTORY",
+    "INTEGRATIONS",
     "LOCAL_ADDRESS",
     "NODE_ID",
     "PLAN",
@@ -41,6 +42,9 @@ CHANNEL = "AZUREML_ELASTIC_CHANNEL"
 
 ROUND = "AZUREML_ELASTIC_ROUND"
 """Number of the round that the worker belongs to."""
+
+INTEGRATIONS = "AZUREML_ELASTIC_INTEGRATIONS"
+"""``off`` leaves training stacks such as transformers to themselves in scripts without a session."""
 
 HISTORY = "AZUREML_ELASTIC_HISTORY"
 """Number of node and worker losses of the run, and seconds of training before this round."""

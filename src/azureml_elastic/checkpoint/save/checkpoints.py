@@ -71,6 +71,7 @@ class Checkpoints:
         self.snapshots = agent.holds_snapshots and (policy.snapshot_every or policy.snapshot_every_steps) is not None
         self._shard = LocalShard(groups, spare=self.snapshots)
         self._committed: Reference | None = None
+        self._selected: Manifest | None = None
         self._task: BackgroundTask | None = None
         self._abandoned: BackgroundTask | None = None
         self._fenced = ""
@@ -270,6 +271,26 @@ class Checkpoints:
             )  # fmt: skip
         return found
 
+    def select(self) -> Manifest | None:
+        """Return the manifest of what :meth:`restore` would restore, ``None`` where the run has no checkpoint yet.
+
+        Raises:
+            CheckpointDamaged: every committed checkpoint is damaged.
+            CheckpointError: the pointer could not be looked up.
+            Fenced: a newer round has taken over.
+        """
+        self._selected = self._select()
+        return self._selected
+
+    def _select(self) -> Manifest | None:
+        pointer, control, agent = self._committed or self.committed(), self._groups.control, self._agent
+        if self.snapshots:
+            identity = self._groups.identity
+            pointer = recover_from_replicas(self._storage, control, agent, identity, pointer, self._policy) or pointer
+        if pointer is None:
+            return None
+        return CheckpointSelector(self._storage, control, self._stale_seconds, agent.damaged).newest_whole(pointer)
+
     def restore(self, state: TrackedState) -> Manifest | None:
         """Restore the newest undamaged state: a snapshot that replicas hold, else the newest committed checkpoint.
 
@@ -282,13 +303,10 @@ class Checkpoints:
             Fenced: a newer round has taken over.
             UsageError: the checkpoint does not fit what is tracked.
         """
-        pointer, control, agent = self._committed or self.committed(), self._groups.control, self._agent
-        if self.snapshots:
-            identity = self._groups.identity
-            pointer = recover_from_replicas(self._storage, control, agent, identity, pointer, self._policy) or pointer
-        if pointer is None:
+        manifest, self._selected = self._selected or self._select(), None
+        if manifest is None:
             return None
-        manifest = CheckpointSelector(self._storage, control, self._stale_seconds, agent.damaged).newest_whole(pointer)
+        control = self._groups.control
         where, present = f"{self._storage}/{manifest.directory}", state.targets(manifest.state)
         own = random_state.tensor_name(control.rank)
         tensors = load(

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from azureml_elastic.node.preload import import_loader, script_runner
+from azureml_elastic.node.preload import import_loader, script_runner, stack_imports
 from azureml_elastic.node.preload.fork_safety import leftover_threads, trial_fork, why_unsafe
 from azureml_elastic.node.preload.import_scan import find_imports
 
@@ -104,6 +104,7 @@ class _Server:
             self.refuse(obstacle)
             return
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() opens no GPU then
+        stack_imports.register()
         before = dict(os.environ)
         gc.disable()
         try:

@@ -12,10 +12,18 @@ __all__ = ["Batching"]
 
 @dataclass(frozen=True)
 class Batching:
-    """Division of windows into micro-batches of at most ``micro_batch_size`` samples, ``None`` for no limit."""
+    """Division of windows into micro-batches.
+
+    Args:
+        policy: batch policy of the run
+        micro_batch_size: limit on the samples of a micro-batch, ``None`` for no limit
+        equal_counts: whether all ranks have the same number of micro-batches in each window of an epoch, as training
+            stacks with a fixed number of accumulation steps require; those without samples have a weight of 0
+    """
 
     policy: BatchPolicy
     micro_batch_size: int | None = None
+    equal_counts: bool = False
 
     def __post_init__(self) -> None:
         if self.micro_batch_size is not None and self.micro_batch_size < 1:

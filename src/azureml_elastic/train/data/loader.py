@@ -91,7 +91,7 @@ class ElasticLoader(ABC):
             begin = (state.cursor.epoch, state.cursor.consumed)
             self._generator.manual_seed(seed_of(self._spec.seed, *begin, position.identity.rank))
             for micro, batch in self.batches():
-                if micro.index == 0 and position.epoch_ending and generation == position.generation:
+                if micro.index == 0 and position.code_pending and generation == position.generation:
                     position.when_continued()
                 if generation != position.generation:
                     break  # the round has changed while the batch was fetched

@@ -58,9 +58,21 @@ class MapLoader(ElasticLoader):
         cursor, size = self._state.cursor, self._window_size
         consumed = 0 if self.over and not self._position.in_epochs else cursor.consumed
         whole, rest = divmod(len(range(consumed, self._spec.trained(consumed, size))), size)
-        found = whole * max(1, len(self._parts(size))) + (max(1, len(self._parts(rest))) if rest else 0)
+        least = self._least
+        found = whole * max(least, len(self._parts(size))) + (max(least, len(self._parts(rest))) if rest else 0)
         repeats = not found and self._position.in_epochs and self._last_epoch != cursor.epoch
         return 1 if repeats else found
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Limit on the samples of a micro-batch."""
+        return self._batching.micro_batch_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Largest number of micro-batches that a rank has in a whole window at this world size."""
+        world_size = self._position.identity.world_size
+        return max(1, *(len(self._parts_of(rank, self._window_size)) for rank in range(world_size)))
 
     @property
     def over(self) -> bool:
@@ -79,9 +91,9 @@ class MapLoader(ElasticLoader):
     def planned(self) -> Iterator[tuple[MicroBatch, list[int]]]:
         """Yield micro-batches and the ids of the samples to fetch; a rank without samples fetches a filler batch."""
         epoch, world_size, size = self._state.cursor.epoch, self._position.identity.world_size, self._window_size
-        samples_at = order(self._spec, epoch)
+        samples_at, least = order(self._spec, epoch), self._least
         for block in self._blocks(size):
-            fetched = [mine or [window[:FILLER_SAMPLES]] for window, mine in block]
+            fetched = [mine + [window[:FILLER_SAMPLES]] * (least - len(mine)) for window, mine in block]
             positions = np.concatenate([np.arange(part.start, part.stop) for each in fetched for part in each])
             ids = samples_at(positions).tolist()
             begin = 0
@@ -96,17 +108,24 @@ class MapLoader(ElasticLoader):
                     ends_epoch=window.stop >= trained,
                 )
                 for index, part in enumerate(ranges):
-                    own = len(part) if mine else 0
+                    own = len(part) if index < len(mine) else 0
                     share, last = weight(own, len(window), world_size), index == len(ranges) - 1
                     micro = MicroBatch(whole, own, share, index, last, seed=(self._spec.seed, epoch, part.start))
                     part_ids = ids[begin : begin + len(part)]
                     yield micro, SeededIds(part_ids, micro.seed) if self._batching.exact else part_ids
                     begin += len(part)
 
+    @property
+    def _least(self) -> int:
+        """Number of micro-batches of a window that has samples for fewer."""
+        return self.micro_batches if self._batching.equal_counts else 1
+
     def _parts(self, count: int) -> list[range]:
-        identity, batching = self._position.identity, self._batching
-        limits = {"logical_workers": batching.logical_workers, "most": batching.micro_batch_size}
-        return parts(count, identity.world_size, identity.rank, **limits)
+        return self._parts_of(self._position.identity.rank, count)
+
+    def _parts_of(self, rank: int, count: int) -> list[range]:
+        limits = {"logical_workers": self._batching.logical_workers, "most": self._batching.micro_batch_size}
+        return parts(count, self._position.identity.world_size, rank, **limits)
 
     def _blocks(self, size: int) -> Iterator[list[tuple[range, list[range]]]]:
         """Yield blocks of windows with this rank's parts of them: the order of many samples is computed at once."""

@@ -99,12 +99,13 @@ class Position:
         generation: number of round changes in this process
         epoch: current epoch of ``run.epochs()``
         in_epochs: whether the script is inside ``run.epochs()``
-        epoch_ending: whether the last step of the epoch is complete, and the body of ``run.epochs()`` is not
+        code_pending: whether a step is complete, but not the script's code that follows it: the rest of the body of
+            ``run.epochs()`` after an epoch's last step, or what a training stack does after a step
         loaders: loader states by name
         when_opened: callback before a micro-batch is trained
         when_ended: callback at the end of an epoch whose size was unknown before, with the cursor there
         when_entered: callback after the round has changed
-        when_continued: callback before another step of an epoch that seemed to be ending
+        when_continued: callback before another step, where the code after the last one was pending
         when_repeated: callback before a step that is discarded, see :meth:`repeat`
     """
 
@@ -112,7 +113,7 @@ class Position:
     generation: int = 0
     epoch: int = 0
     in_epochs: bool = False
-    epoch_ending: bool = False
+    code_pending: bool = False
     loaders: dict[str, LoaderState] = field(default_factory=dict)
     when_opened: Callable[[LoaderState, MicroBatch], None] = _ignore
     when_ended: Callable[[LoaderState, Cursor], None] = _ignore
@@ -179,7 +180,7 @@ class Position:
         """Open a step that is discarded, after the last one of the epoch."""
         loader.require_committed()
         loader.open = MicroBatch(Window((), 0, loader.cursor, loader.cursor, None, ends_epoch=True), 0, 0.0)
-        self.epoch_ending = True
+        self.code_pending = True
         self.when_repeated()
 
     def require_whole(self) -> None:
@@ -210,7 +211,7 @@ class Position:
             assert loader.open is not None
             ending = ending or loader.open.window.ends_epoch
             loader.cursor, loader.open = loader.open.window.after, None
-        self.epoch_ending = self.in_epochs and ending
+        self.code_pending = self.in_epochs and ending
 
     def drop(self) -> None:
         """Close the open windows without counting them."""
@@ -221,7 +222,7 @@ class Position:
         """Advance to the next epoch."""
         self.drop()
         self.epoch += 1
-        self.epoch_ending = False
+        self.code_pending = False
         for loader in self.loaders.values():
             loader.cursor = Cursor(self.epoch)
         self._saved = {name: each for name, each in self._saved.items() if name in self.loaders}

@@ -95,9 +95,12 @@ class ProcessGroupLifecycle:
         self.discarded = False
         self.position.drop()
 
-    def begin_epoch_end(self) -> None:
-        """Capture the state before the script's code at the end of an epoch, if this process may hand it over."""
-        self._undo = _capture(self._tracked, self.device) if self._hands_over else None
+    def begin_pending_code(self, *, changes_state: bool) -> None:
+        """Prepare for the script's code that follows a step; if it changes the state, capture what it may change."""
+        if not changes_state:
+            self._undo = lambda: None
+        else:
+            self._undo = _capture(self._tracked, self.device) if self._hands_over else None
 
     def leave_round(self, *, save: bool) -> None:
         """Leave the round at a step boundary, after a checkpoint if ``save`` or if a rank cannot keep its state.
@@ -157,7 +160,7 @@ class ProcessGroupLifecycle:
             and self.training_state.holds_full_state
             # The kernels of a GPU may be in the middle of a step that looks complete to this process.
             and self.device.type == "cpu"
-            and not (self.position.epoch_ending and self._tracked.scales_gradients)
+            and not (self.position.code_pending and self._tracked.scales_gradients)
         )
 
     def _is_interrupted(self, error: BaseException) -> bool:
@@ -169,7 +172,7 @@ class ProcessGroupLifecycle:
             self._agent.stays
             and self._hands_over
             and self.world.owns_group
-            and not self.position.epoch_ending
+            and not self.position.code_pending
             and not self._tracked.scales_gradients
         )
 
@@ -232,7 +235,7 @@ class ProcessGroupLifecycle:
 
     def _give_way(self) -> NoReturn:
         """Exit, so that a new process continues from the state that this one hands over."""
-        undo = self._undo if self.discarded or self.position.epoch_ending else lambda: None
+        undo = self._undo if self.discarded or self.position.code_pending else lambda: None
         if self._hands_over and undo is not None:
             undo()
             self._state.hand_over()

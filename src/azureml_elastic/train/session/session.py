@@ -136,6 +136,10 @@ class Session(Training):
             Fenced: a newer round has taken over.
             SystemExit: another process continues; the state is saved.
         """
+        self._commit()
+
+    def _commit(self, **pending: bool) -> None:
+        """Commit a step; for the arguments see :meth:`StepCommits.completed`."""
         self._require_tracked("commit")
         if self._position.loaders and not self._position.opened:
             raise UsageError("run.commit() was called without a batch: call it once in each iteration over the loader.")
@@ -146,7 +150,7 @@ class Session(Training):
             self._rate.begin()
             self._rate.commit(self._position.first_window)
             self._position.commit()
-        self._commits.completed()
+        self._commits.completed(**pending)
 
     def save(self, *, wait: bool = False) -> None:
         """Take a checkpoint of the last committed step, besides those of the checkpoint policy. A collective.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, Profile
@@ -17,7 +18,9 @@ from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.profiling import Profiling
 from azureml_elastic.train.session.session import Session
 
-__all__ = ["Recording", "start"]
+__all__ = ["Recording", "open_session", "start"]
+
+_SessionClass = TypeVar("_SessionClass", bound=Session)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,17 @@ def start(
         CheckpointError: the checkpoint folder cannot be used for another reason.
         OSError: the node's agent does not answer.
     """
+    return open_session(Session, checkpoint, batch=batch, recording=recording)
+
+
+def open_session(
+    kind: type[_SessionClass],
+    checkpoint: CheckpointPolicy | None = None,
+    *,
+    batch: BatchPolicy | None = None,
+    recording: Recording | None = None,
+) -> _SessionClass:
+    """Return a session of a class; see :func:`start`."""
     environment = WorkerEnvironment.read()
     plan, identity, run_dir = environment.plan, environment.identity, environment.run_dir
     policy = environment.policy(checkpoint)
@@ -74,7 +88,7 @@ def start(
     if profile:
         folder = trace_folder(profile.folder, run_dir)
         profiling = Profiling(profile, folder, environment.node, pick_device(identity), agent)
-    return Session(
+    return kind(
         SessionContext(
             identity,
             agent,

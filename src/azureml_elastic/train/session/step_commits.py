@@ -30,19 +30,25 @@ class StepCommits:
         self._save_deferred: bool | None = None
         """Whether the deferred ``run.save()`` waits for the commit; ``None`` without one."""
         self._position = lifecycle.position
-        self._position.when_continued = self._continue_epoch
+        self._position.when_continued = self.end_pending_code
         self._position.when_repeated = lifecycle.discard_step
 
-    def completed(self) -> None:
-        """Count a step, and do what is due after it. A collective after some steps."""
+    def completed(self, *, pending: bool = False, changes_state: bool = True) -> None:
+        """Count a step, and do what is due after it. A collective after some steps.
+
+        Args:
+            pending: whether code of the script follows that belongs to the step, up to :meth:`end_pending_code`
+            changes_state: whether that code, or the code at the end of the epoch, may change tracked objects
+        """
         if self._lifecycle.discarded:
             self._lifecycle.end_discarded_step()
         else:
             self._state.complete_step()
             self._context.audit.done(self._state.steps)
-            if self._position.epoch_ending:
+            self._position.code_pending |= pending
+            if self._position.code_pending:
                 self._boundary_deferred = True
-                self._lifecycle.begin_epoch_end()
+                self._lifecycle.begin_pending_code(changes_state=changes_state)
             else:
                 self._step_boundary()
         if self._context.profiling is not None:
@@ -53,9 +59,14 @@ class StepCommits:
         self._position.end_epoch()
         self._do_deferred()
 
+    def end_pending_code(self) -> None:
+        """Do what was deferred until the end of the script's code that follows a step. A collective at times."""
+        self._position.code_pending = False
+        self._do_deferred()
+
     def save(self, *, wait: bool) -> None:
         """Take a checkpoint of the last completed step, and wait for its commit if asked to. A collective."""
-        if self._position.epoch_ending:
+        if self._position.code_pending:
             self._save_deferred = wait or bool(self._save_deferred)
             return
         with self._lifecycle.guard():
@@ -66,7 +77,7 @@ class StepCommits:
         """Commit the last checkpoint. A collective."""
         if self._lifecycle.discarded:
             self._lifecycle.end_discarded_step()
-        if self._position.epoch_ending:
+        if self._position.code_pending:
             self._position.end_epoch()  # the script has left the epoch's body
         self._state.settle()
         if self._state.tracked is None:
@@ -88,10 +99,6 @@ class StepCommits:
             f"The checkpoint of step {self._state.steps} was written but could not be committed: the run's table was "
             "not available. Started again, the script resumes from the checkpoint before it."
         )
-
-    def _continue_epoch(self) -> None:
-        self._position.epoch_ending = False
-        self._do_deferred()
 
     def _do_deferred(self) -> None:
         boundary, self._boundary_deferred = self._boundary_deferred, False

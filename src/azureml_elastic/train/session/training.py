@@ -113,6 +113,7 @@ class Training:
         drop_last: bool = False,
         name: str = "train",
         loader_class: type[DataLoader[Any]] = DataLoader,
+        equal_counts: bool = False,
         **options: Any,
     ) -> ElasticLoader:
         """Make a training loader; for evaluation see :meth:`evaluate`.
@@ -131,13 +132,15 @@ class Training:
             drop_last: whether the incomplete batch at the end of an epoch is left out
             name: name of the loader, for scripts with several
             loader_class: ``DataLoader``, or a class of the same arguments such as torchdata's ``StatefulDataLoader``
+            equal_counts: whether all ranks have the same number of micro-batches in each step, where loops count them;
+                those without samples have a weight of 0
             options: further arguments of the class: ``num_workers``, ``collate_fn``, ...
 
         Raises:
             UsageError: the name is taken, the data differ from those of the checkpoint, or the dataset has neither a
                 length nor shards.
         """
-        batching = replace(self._batching, micro_batch_size=micro_batch_size)
+        batching = replace(self._batching, micro_batch_size=micro_batch_size, equal_counts=equal_counts)
         batching.require_fitting(global_batch_size)
         if batching.exact and self._position.loaders:
             raise UsageError('reduce="exact" works with one training loader; take reduce="allreduce" for several.')

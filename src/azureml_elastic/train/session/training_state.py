@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class TrainingState:
         snapshots = policy.model_copy(update=rarer)
         self._snapshot_schedule = CheckpointSchedule(snapshots, world.control, clock=time.monotonic)
         self.tracked: TrackedState | None = None
+        self._inherited: tuple[RecoverableState | None, Snapshot | None] | None = None
         self._last_saved: tuple[int, str] | None = None
         self._pending: tuple[int, str] | None = None
         self._entered_at = 0
@@ -76,12 +78,23 @@ class TrainingState:
     def _here(self) -> tuple[int, str]:
         return self.steps, self._position.key()
 
+    def find(self) -> Mapping[str, Any] | None:
+        """Return the state that :meth:`track` will restore, without tensors and by object, if any. A collective."""
+        self._inherited = local, snapshot = self._handed_over()
+        control, reference = self._world.control, self._checkpoints.committed()
+        source = choose(control.gather(local), None if reference is None else reference.step)
+        if source is None:
+            manifest = self._checkpoints.select()
+            return None if manifest is None else manifest.state
+        return control.from_rank(source, None if snapshot is None else snapshot.state)
+
     def track(self, tracked: TrackedState) -> None:
         """Set the tracked objects, and restore them if the run has a state. A collective."""
         self.tracked = tracked
         self._finiteness.attach(tracked)
+        inherited, self._inherited = self._inherited, None
         try:
-            self._restore(*self._handed_over())
+            self._restore(*(inherited if inherited and tracked.replicated else self._handed_over()))
             self._rate.enter(self._identity.world_size)
         except BaseException:
             self.tracked = None
@@ -244,7 +257,7 @@ class TrainingState:
     def _handed_over(self) -> tuple[RecoverableState | None, Snapshot | None]:
         """Return the state that the previous worker of this node has handed over."""
         held = self._agent.handed_over()
-        if held is None or not self._objects.replicated:
+        if held is None or (self.tracked is not None and not self.tracked.replicated):
             return None, None
         try:
             snapshot = Snapshot.from_memory(held.path)

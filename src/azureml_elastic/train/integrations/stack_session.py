@@ -1,0 +1,166 @@
+"""The session that a training stack's integration drives, one in a process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from azureml_elastic.checkpoint.state import tree
+from azureml_elastic.config import FixedGlobalBatch
+from azureml_elastic.config import environment as variables
+from azureml_elastic.distributed.process import WorkerEnvironment
+from azureml_elastic.train.data.map_loader import MapLoader
+from azureml_elastic.train.data.sampling import Cursor
+from azureml_elastic.train.integrations.window_loader import WindowLoader
+from azureml_elastic.train.session.session import Session
+from azureml_elastic.train.session.start import open_session
+
+__all__ = ["StackSession", "stack_session"]
+
+_LOG = logging.getLogger(__name__)
+
+_LOADER = "train"
+
+_opened: list[StackSession | None] = []
+
+
+def stack_session() -> StackSession | None:
+    """Return the session of this process, opened by the first call; ``None`` where the process is no worker of a run.
+
+    Raises:
+        OSError: the node's agent does not answer.
+    """
+    if not _opened:
+        _opened.append(_open())
+    return _opened[0]
+
+
+def _open() -> StackSession | None:
+    if variables.CHANNEL not in os.environ or "RANK" not in os.environ:
+        return None
+    environment = WorkerEnvironment.read()
+    batch = environment.plan.batch if environment.plan else FixedGlobalBatch()
+    if not isinstance(batch, FixedGlobalBatch) or batch.reduce == "exact":
+        _LOG.warning(
+            "The script has no session, and its training stack cannot follow the batch policy %s: it trains without "
+            'this library. Take FixedGlobalBatch() with reduce="allreduce", or open a session with train.start().',
+            batch,
+        )
+        return None
+    session = open_session(StackSession)
+    session.reference_world_size = batch.logical_workers or _largest_world_size(environment)
+    return session
+
+
+def _largest_world_size(environment: WorkerEnvironment) -> int:
+    """Return the number of ranks of a run with all nodes that the plan allows."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (environment.plan.resources.max_instance_count if environment.plan else 1) * per_node
+
+
+class StackSession(Session):
+    """A session whose steps are those of a training stack.
+
+    Attributes:
+        reference_world_size: number of ranks for which the script's batch sizes are meant; their product with it is the
+            global batch size at any world size
+    """
+
+    reference_world_size = 1
+
+    def windows(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        accumulation: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> WindowLoader:
+        """Return a loader with equal numbers of batches on all ranks, from the position in the data.
+
+        Args:
+            dataset: map-style dataset
+            batch_size: samples of a forward pass of a rank, and their limit at any world size
+            accumulation: batches of a rank in an optimizer step at the reference world size
+            seed: random seed of the order
+            shuffle: whether the order is random
+            drop_last: whether the incomplete window at the end of an epoch is left out
+            options: further arguments of ``DataLoader``
+        """
+        loader = self.loader(
+            dataset,
+            global_batch_size=batch_size * accumulation * self.reference_world_size,
+            micro_batch_size=batch_size,
+            equal_counts=True,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            name=_LOADER,
+            **options,
+        )
+        assert isinstance(loader, MapLoader)
+        self._position.in_epochs = True
+        return WindowLoader(loader, dataset, self._position)
+
+    def find(self, name: str) -> Any:
+        """Return the state of one object, without tensors, that :meth:`track` will restore, if any. A collective."""
+        with self._lifecycle.guard(stay=False):
+            found = self._state.find()
+        return None if found is None or name not in found else tree.join(found[name], {})
+
+    def begin_at(self, steps: int, epoch: int, windows: int) -> None:
+        """Continue after steps that the script has restored by itself, in a run that has no state yet.
+
+        Args:
+            steps: optimizer steps completed
+            epoch: epoch of the next one
+            windows: number of steps of that epoch which are completed
+        """
+        self._state.steps = steps
+        self._position.epoch = epoch
+        for loader in self._position.loaders.values():
+            loader.cursor = Cursor(epoch, windows * loader.spec.global_batch_size)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a training of this process uses the session."""
+        return self._state.tracked is not None or bool(self._position.loaders)
+
+    @property
+    def epoch_ending(self) -> bool:
+        """Whether the last step of the current epoch is complete, and what follows it in the epoch is not."""
+        return any(loader.spec.over(loader.cursor) for loader in self._position.loaders.values())
+
+    def complete_step(self, *, changes_state: bool) -> None:
+        """Commit a step that the stack has taken; its code that follows may run again in another process.
+
+        Args:
+            changes_state: whether that code may change the state: an evaluation, for instance
+        """
+        self._commit(pending=True, changes_state=changes_state)
+
+    def end_step(self) -> None:
+        """End the code that belongs to a step. The process may be replaced in here. A collective at times."""
+        self._commits.end_pending_code()
+
+    def end_epoch(self) -> None:
+        """End the code that belongs to an epoch. The process may be replaced in here. A collective at times."""
+        self._commits.end_epoch()
+
+    def expects(self, steps: int) -> None:
+        """Report the number of steps that the whole run will have."""
+        self._context.agent.expects(steps)
+
+    def observe(self, loss: Any) -> None:
+        """Take the loss of a backward pass into account, to notice a NaN."""
+        self._state.observe(loss)
+
+    def adopt(self, objects: Mapping[str, Any]) -> None:
+        """Track objects whose gradients the stack averages, see :meth:`track`."""
+        self._not_averaged.extend(value for value in objects.values() if hasattr(value, "parameters"))
+        self.track(**objects)

@@ -1,0 +1,92 @@
+"""Wraps the functions of transformers on which the integration depends, when the script imports them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from wrapt import wrap_function_wrapper
+
+from azureml_elastic.train.integrations.stack_session import stack_session
+from azureml_elastic.train.integrations.transformers import checkpoint_folders
+from azureml_elastic.train.integrations.transformers.training_loop import TrainingLoop, obstacle
+from azureml_elastic.train.integrations.window_loader import WindowLoader
+
+__all__ = ["attach_to_arguments", "attach_to_trainer", "attach_to_utilities"]
+
+_LOOP = "_azureml_elastic_loop"
+"""Attribute of a trainer with the :class:`TrainingLoop` while it trains."""
+
+Wrapped = Callable[..., Any]
+
+
+def attach_to_arguments(module: ModuleType) -> None:
+    """Attach to ``transformers.training_args``: the session opens the process group before the stack would."""
+
+    def setup_devices(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+        stack_session()
+        return wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(module, "TrainingArguments.__post_init__", setup_devices)
+
+
+def attach_to_utilities(module: ModuleType) -> None:
+    """Attach to ``transformers.trainer_utils``: folders that are not complete are no checkpoints."""
+    wrap_function_wrapper(
+        module,
+        "get_last_checkpoint",
+        lambda wrapped, instance, args, kwargs: checkpoint_folders.newest(*args, **kwargs),
+    )
+
+
+def attach_to_trainer(module: ModuleType) -> None:
+    """Attach to ``transformers.trainer``."""
+    wrap = functools.partial(wrap_function_wrapper, module)
+    wrap("Trainer.train", _train)
+    wrap("skip_first_batches", _skip_first_batches)
+    wrap("Trainer._save_checkpoint", _save_checkpoint)
+    for name in (
+        "get_train_dataloader",
+        "get_total_train_batch_size",
+        "training_step",
+        "_get_num_items_in_batch",
+        "_maybe_log_save_evaluate",
+    ):
+        wrap(f"Trainer.{name}", _during_training(name.lstrip("_")))
+    for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"):
+        wrap(f"Trainer.{name}", _during_training("load"))
+
+
+def _during_training(name: str) -> Callable[..., Any]:
+    """Return a wrapper that calls a method of the training loop while there is one."""
+
+    def wrapper(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+        loop = getattr(instance, _LOOP, None)
+        return wrapped(*args, **kwargs) if loop is None else getattr(loop, name)(wrapped, *args, **kwargs)
+
+    return wrapper
+
+
+def _train(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    session = stack_session()
+    if session is None or obstacle(session, trainer, args, kwargs) is not None:
+        return wrapped(*args, **kwargs)
+    loop = TrainingLoop(session, trainer)
+    setattr(trainer, _LOOP, loop)
+    try:
+        return loop.train(wrapped, *args, **kwargs)
+    finally:
+        delattr(trainer, _LOOP)
+
+
+def _skip_first_batches(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    loader = args[0] if args else kwargs.get("dataloader")
+    return loader if isinstance(loader, WindowLoader) else wrapped(*args, **kwargs)
+
+
+def _save_checkpoint(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
+    if stack_session() is None:
+        return wrapped(*args, **kwargs)
+    return checkpoint_folders.save(trainer, functools.partial(wrapped, *args, **kwargs))

@@ -1,0 +1,262 @@
+"""One call of ``Trainer.train`` within a run.
+
+The trainer counts its position in an epoch by the number of its steps. So it gets a loader with the same number of
+windows at any world size, and a ``trainer_state.json`` with the step at which the run continues; weights, optimizer,
+scheduler and random generators are restored by the session.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from transformers import TrainerCallback
+
+from azureml_elastic.train.integrations.stack_session import StackSession
+from azureml_elastic.train.integrations.transformers.progress import Progress
+from azureml_elastic.train.integrations.window_loader import WindowLoader
+
+__all__ = ["TrainingLoop", "obstacle"]
+
+_LOG = logging.getLogger(__name__)
+
+_IGNORED_LABEL = -100
+_PROGRESS = "trainer"
+
+Wrapped = Callable[..., Any]
+
+
+def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return why a call of ``Trainer.train`` is left to the stack alone, and log it; ``None`` if it is not."""
+    arguments = trainer.args
+    trial = args[1] if len(args) > 1 else kwargs.get("trial")
+    reasons = {
+        "another training of this process has used the session": session.trains,
+        "DeepSpeed has checkpoints of its own": trainer.is_deepspeed_enabled,
+        "FSDP shards the model": trainer.is_fsdp_enabled,
+        "auto_find_batch_size changes the batch size": arguments.auto_find_batch_size,
+        "a process has several GPUs": arguments.n_gpu > 1,
+        "a search of hyperparameters trains several times": trial is not None,
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason is not None and session.is_main:
+        _LOG.warning("Trainer.train() does not use the elastic session: %s.", reason)
+    return reason
+
+
+class TrainingLoop(TrainerCallback):  # type: ignore[misc]
+    """The integration's part in a training; the methods that take ``wrapped`` are called in place of the trainer's."""
+
+    def __init__(self, session: StackSession, trainer: Any) -> None:
+        self._session = session
+        self._trainer = trainer
+        self._progress = Progress(trainer)
+        self._loader: WindowLoader | None = None
+        self._resumes = False
+        self._accumulation = trainer.args.gradient_accumulation_steps
+        self._in_epoch_end = False
+        self._labels: Any = None
+        self._folder = ""
+
+    def train(self, wrapped: Wrapped, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train from the state of the run, if it has one."""
+        trainer, arguments = self._trainer, self._trainer.args
+        found = self._session.find(_PROGRESS)
+        before = {
+            "gradient_accumulation_steps": self._accumulation,
+            "restore_callback_states_from_checkpoint": arguments.restore_callback_states_from_checkpoint,
+        }
+        arguments.average_tokens_across_devices = arguments.world_size > 1
+        backward = trainer.accelerator.backward
+        trainer.accelerator.backward = self._backward_of(backward)
+        _remove_checkpoints_on_signals(trainer)
+        trainer.add_callback(self)
+        try:
+            with tempfile.TemporaryDirectory(prefix="trainer-state-") as folder:
+                if found:
+                    self._resumes, self._folder = True, folder
+                    arguments.restore_callback_states_from_checkpoint = True
+                    text = json.dumps(found["state"])
+                    Path(folder, "trainer_state.json").write_text(text, encoding="utf-8")
+                    resume_from_checkpoint = folder
+                return wrapped(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            trainer.remove_callback(self)
+            trainer.accelerator.backward = backward
+            for name, value in before.items():
+                setattr(arguments, name, value)
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self, wrapped: Wrapped) -> Any:
+        """Return a loader of windows over the data of the trainer's own, where the order of those is known."""
+        prepared, trainer, arguments = wrapped(), self._trainer, self._trainer.args
+        sampler = None if isinstance(prepared.dataset, IterableDataset) else trainer._get_train_sampler()  # noqa: SLF001
+        shuffle = type(sampler) is RandomSampler
+        if not isinstance(prepared, DataLoader) or not (shuffle or type(sampler) is SequentialSampler):
+            if self._session.is_main:
+                _LOG.warning(
+                    "The training data of Trainer come from %s with %s: transformers divides them among the ranks, and "
+                    "samples may repeat or be left out after a change of the world size.",
+                    type(prepared.dataset).__name__,
+                    "no sampler" if sampler is None else type(sampler).__name__,
+                )
+            return prepared
+        self._loader = self._session.windows(
+            prepared.dataset,
+            batch_size=trainer._train_batch_size,  # noqa: SLF001 - what the trainer's own loader has
+            accumulation=self._accumulation,
+            seed=arguments.seed if arguments.data_seed is None else arguments.data_seed,
+            shuffle=shuffle,
+            drop_last=arguments.dataloader_drop_last,
+            **_options(prepared),
+        )
+        arguments.gradient_accumulation_steps = self._loader.micro_batches
+        return self._loader
+
+    def get_total_train_batch_size(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Return the global batch size."""
+        if self._loader is None:
+            return wrapped(*args, **kwargs)
+        return self._trainer._train_batch_size * self._accumulation * self._session.reference_world_size  # noqa: SLF001
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def get_num_items_in_batch(self, wrapped: Wrapped, batches: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Count the labels of all ranks' micro-batches, without those that have no samples of their own."""
+        if self._loader is None or not self._loader.untrained:  # a batch of an evaluation
+            return wrapped(batches, *args, **kwargs)
+        micros = self._loader.untrained
+        batches = [
+            batch if micro.samples else _without_labels(batch) for batch, micro in zip(batches, micros, strict=True)
+        ]
+        self._labels = wrapped(batches, *args, **kwargs)
+        return self._labels
+
+    def training_step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Train a micro-batch, and return its loss so that the mean over the ranks is the mean over the samples."""
+        if self._loader is None:
+            return wrapped(*args, **kwargs)
+        factor = self._factor()
+        loss = wrapped(*args, **kwargs)
+        self._loader.untrained.popleft()
+        return loss * factor
+
+    def _factor(self) -> float:
+        """Return the factor of the current micro-batch's loss."""
+        assert self._loader is not None
+        trainer, micro = self._trainer, self._loader.untrained[0]
+        own = getattr(trainer, "loss_is_scaled_for_ga", None)
+        by_labels = trainer.model_accepts_loss_kwargs and self._labels is not None
+        if own if own is not None else (by_labels or trainer.compute_loss_func is not None):
+            return 1.0 if micro.samples else 0.0  # divided by the labels of all ranks
+        return micro.weight * int(trainer.current_gradient_accumulation_steps)
+
+    def _backward_of(self, backward: Wrapped) -> Wrapped:
+        def weighed(loss: torch.Tensor, **kwargs: Any) -> Any:
+            self._session.observe(loss)
+            return backward(loss if self._loader is None else loss * self._factor(), **kwargs)
+
+        return weighed
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def load(self, wrapped: Wrapped, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a part of a checkpoint of the trainer's own; the session restores what the run continues from."""
+        return None if self._resumes and checkpoint == self._folder else wrapped(checkpoint, *args, **kwargs)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Restore the state of the run, and do what followed its last step and was interrupted."""
+        trainer, session, progress = self._trainer, self._session, self._progress
+        objects = {"model": trainer.model_wrapped, "optimizer": trainer.optimizer, _PROGRESS: progress}
+        if trainer.lr_scheduler is not None:
+            objects["scheduler"] = trainer.lr_scheduler
+        if trainer.accelerator.scaler is not None:
+            objects["scaler"] = trainer.accelerator.scaler
+        progress.capture()
+        session.adopt(objects)
+        session.expects(state.max_steps)
+        restored = progress.restored
+        if restored is not None:
+            trainer._total_loss_scalar = restored["loss"]  # noqa: SLF001 - see Progress
+            trainer._initial_global_step = 0  # noqa: SLF001 - of the whole training, in transformers 5
+            if restored["pending"]:
+                progress.pending = True
+                progress.apply_flags(restored)
+                self._after_step()
+            if self._loader is not None and session.epoch_ending:
+                trainer.control = trainer.callback_handler.on_epoch_end(args, state, trainer.control)
+                self._after_step()
+        elif state.global_step and self._loader is not None:  # the script has resumed from a checkpoint of another run
+            windows = len(self._loader) // self._loader.micro_batches
+            session.begin_at(state.global_step, *divmod(state.global_step, windows))
+        if self._loader is not None:
+            self._loader.closed = state.global_step >= state.max_steps
+        return trainer.control
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Complete a step."""
+        self._progress.pending = changes = control.should_evaluate or control.should_save
+        self._progress.capture()
+        self._session.complete_step(changes_state=changes)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note that the code which follows belongs to the epoch."""
+        self._in_epoch_end = True
+
+    def maybe_log_save_evaluate(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Log, evaluate and save if the step or epoch is due to, then end it."""
+        result = wrapped(*args, **kwargs)
+        in_epoch_end, self._in_epoch_end = self._in_epoch_end, False
+        self._progress.pending = False
+        self._progress.capture()
+        if in_epoch_end:
+            self._session.end_epoch()
+        elif not (self._loader is not None and self._session.epoch_ending):
+            self._session.end_step()
+        return result
+
+    def _after_step(self) -> None:
+        trainer = self._trainer
+        nothing = torch.tensor(0.0, device=trainer.args.device)
+        trainer._maybe_log_save_evaluate(  # noqa: SLF001
+            nothing, None, trainer.model_wrapped, None, trainer.state.epoch, None, 0.0
+        )
+
+
+def _options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of a ``DataLoader`` besides those that select samples."""
+    options = {
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+    }
+    if loader.num_workers:
+        options["multiprocessing_context"] = loader.multiprocessing_context
+        options["prefetch_factor"] = loader.prefetch_factor
+        options["persistent_workers"] = loader.persistent_workers
+    return options
+
+
+def _without_labels(batch: Any) -> Any:
+    """Return a batch whose labels do not count."""
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        return batch
+    names = [name for name in ("labels", "shift_labels") if name in batch]
+    return {**batch, **{name: torch.full_like(batch[name], _IGNORED_LABEL) for name in names}}
+
+
+def _remove_checkpoints_on_signals(trainer: Any) -> None:
+    """Remove the callback that saves on SIGTERM on each rank's own timer: the ranks would diverge."""
+    for callback in list(trainer.callback_handler.callbacks):
+        if type(callback).__name__ == "JITCheckpointCallback":
+            trainer.remove_callback(callback)
+            _LOG.info("enable_jit_checkpoint is not used: notices of preemption reach all ranks at a step boundary.")

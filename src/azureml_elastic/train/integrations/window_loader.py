@@ -1,0 +1,51 @@
+"""A data loader whose length is the same at any world size, for training stacks that count steps by it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from azureml_elastic.train.data.map_loader import MapLoader
+from azureml_elastic.train.data.position import MicroBatch, Position
+
+__all__ = ["WindowLoader"]
+
+
+class WindowLoader:
+    """Iterable over this rank's micro-batches; the number of windows of an epoch does not depend on the world size.
+
+    An iteration begins at the position in the data. Its length is that of a whole epoch nevertheless: stacks compute
+    their position in an epoch from the number of steps, and skip what is trained.
+
+    Attributes:
+        micro_batches: micro-batches of each window, on every rank
+        untrained: micro-batches that were yielded and not trained yet
+        closed: whether iterations yield nothing, because the training is complete
+    """
+
+    _is_accelerate_prepared = True  # accelerate divides other loaders among the ranks
+
+    def __init__(self, loader: MapLoader, dataset: Any, position: Position) -> None:
+        self._loader = loader
+        self._position = position
+        self.dataset = dataset
+        self.micro_batches = loader.micro_batches
+        self.batch_size = loader.micro_batch_size
+        self.untrained: deque[MicroBatch] = deque()
+        self.closed = False
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of a whole epoch."""
+        return self._loader.steps_per_epoch * self.micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the micro-batches of the rest of the epoch."""
+        self.untrained.clear()
+        if self.closed:
+            return
+        for batch in self._loader:
+            (opened,) = self._position.opened
+            assert opened.open is not None
+            self.untrained.append(opened.open)
+            yield batch
