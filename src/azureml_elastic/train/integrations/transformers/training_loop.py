@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from transformers import TrainerCallback
 
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.transformers.progress import Progress
@@ -50,8 +49,11 @@ def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs:
     return reason
 
 
-class TrainingLoop(TrainerCallback):  # type: ignore[misc]
-    """The integration's part in a training; the methods that take ``wrapped`` are called in place of the trainer's."""
+class TrainingLoop:
+    """The integration's part in a training, and a callback of the trainer.
+
+    The methods that take ``wrapped`` are called in place of the trainer's.
+    """
 
     def __init__(self, session: StackSession, trainer: Any) -> None:
         self._session = session
@@ -63,6 +65,12 @@ class TrainingLoop(TrainerCallback):  # type: ignore[misc]
         self._in_epoch_end = False
         self._labels: Any = None
         self._folder = ""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method that does nothing for each event that this callback does not need."""
+        if name.startswith("on_"):
+            return lambda *_, **__: None
+        raise AttributeError(name)
 
     def train(self, wrapped: Wrapped, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train from the state of the run, if it has one."""
