@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
+from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import Program, require_script
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
@@ -142,6 +143,8 @@ class _Node:
         secret = connection_string_variable(table, distribution.rendezvous)
         for name in withheld_variables(secret, plan.checkpoint.path):
             os.environ.pop(name, None)
+        if program.kind == "script" and opens_session(program):
+            os.environ.setdefault(variables.INTEGRATIONS, "off")  # the script has a session of its own
         self._preload_server = start_preload(program, os.environ) if distribution.preload_workers else None
         if self._preload_server is not None:
             stack.callback(self._preload_server.close)

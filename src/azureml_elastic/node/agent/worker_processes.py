@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure,
 
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.preload.client import PreloadServer
-from azureml_elastic.node.preload.context import PreloadContext
+from azureml_elastic.node.preload.context import PreloadContext, plain_environments
 
 __all__ = ["Workers"]
 
@@ -74,7 +74,7 @@ class Workers:
         if self._preload_server is not None and self._preload_server.wait_ready(left):
             self._context = PreloadContext(self._preload_server, **arguments)
         else:
-            self._context = SubprocessContext(**arguments)
+            self._context = SubprocessContext(**{**arguments, "envs": plain_environments(environments)})
         self._context.start()
         return self.pids
 

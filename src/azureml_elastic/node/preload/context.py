@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,16 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SubprocessContext
 
 from azureml_elastic.node.preload.client import ForkedWorker, ForkRefused, PreloadServer
+from azureml_elastic.node.preload.stack_imports import for_plain_start
 
-__all__ = ["ForkedHandler", "PreloadContext"]
+__all__ = ["ForkedHandler", "PreloadContext", "plain_environments"]
 
 _LOG = logging.getLogger(__name__)
+
+
+def plain_environments(environments: Mapping[int, Mapping[str, str]]) -> dict[int, dict[str, str]]:
+    """Return the additional environment variables of workers that are not forked, by local rank."""
+    return {local_rank: for_plain_start({**os.environ, **each}) for local_rank, each in environments.items()}
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class PreloadContext(SubprocessContext):
             for handler in handlers.values():
                 handler.close(signal.SIGKILL)
                 handler.proc.wait()
+            self.envs = plain_environments(self.envs)
             super()._start()  # type: ignore[no-untyped-call]
             return
         self.subprocess_handlers = handlers  # type: ignore[assignment] # all that torch uses of them

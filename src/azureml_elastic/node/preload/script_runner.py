@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, TracebackType
 from typing import Any, NoReturn
 
+from azureml_elastic.node.preload.stack_imports import for_plain_start
+
 __all__ = [
     "OUTERMOST",
     "adopt_descriptors",
@@ -146,7 +148,7 @@ def execute(command: Sequence[str]) -> NoReturn:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a new interpreter would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
-        os.execvpe(command[0], list(command), os.environ)  # noqa: S606
+        os.execvpe(command[0], list(command), for_plain_start(os.environ))  # noqa: S606
     except OSError as error:
         os.write(2, f"{command[0]} cannot be executed: {error.strerror}\n".encode(errors="replace"))
         os._exit(127)

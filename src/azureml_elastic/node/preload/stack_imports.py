@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 
 from wrapt import register_post_import_hook
 
 from azureml_elastic.config import environment as variables
 
-__all__ = ["ATTACHMENTS", "STACKS", "register"]
+__all__ = ["ATTACHMENTS", "for_plain_start", "is_off", "register"]
 
 _INTEGRATIONS = "azureml_elastic.train.integrations"
 
@@ -25,16 +26,29 @@ ATTACHMENTS = {
 }
 """Module of the integration and its function, by module of the stack."""
 
-STACKS = frozenset(name.partition(".")[0] for name in ATTACHMENTS)
-"""Top-level packages of the stacks."""
+_START_UP = str(Path(__file__).with_name("plain_start"))
+"""Folder of the module that Python runs at the start of a worker that is not forked."""
 
 
 def register(environ: Mapping[str, str] = os.environ) -> None:
     """Attach the integrations to all stacks that this process imports, unless they are switched off."""
-    if variables.CHANNEL not in environ or environ.get(variables.INTEGRATIONS) == "off":
+    if variables.CHANNEL not in environ or is_off(environ):
         return
     for name, (module, function) in ATTACHMENTS.items():
         register_post_import_hook(_hook(f"{_INTEGRATIONS}.{module}", function), name)
+
+
+def is_off(environ: Mapping[str, str]) -> bool:
+    """Return whether the integrations are switched off."""
+    return environ.get(variables.INTEGRATIONS) == "off"
+
+
+def for_plain_start(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a worker that is not forked, with which it attaches the integrations by itself."""
+    if is_off(environ):
+        return dict(environ)
+    path = environ.get("PYTHONPATH")
+    return {**environ, "PYTHONPATH": f"{_START_UP}{os.pathsep}{path}" if path else _START_UP}
 
 
 def _hook(module: str, function: str):  # type: ignore[no-untyped-def] # noqa: ANN202

@@ -15,7 +15,7 @@ from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.integrations.window_loader import WindowLoader
 from azureml_elastic.train.session.session import Session
-from azureml_elastic.train.session.start import open_session
+from azureml_elastic.train.session.start import has_session, open_session
 
 __all__ = ["StackSession", "stack_session"]
 
@@ -38,7 +38,7 @@ def stack_session() -> StackSession | None:
 
 
 def _open() -> StackSession | None:
-    if variables.CHANNEL not in os.environ or "RANK" not in os.environ:
+    if variables.CHANNEL not in os.environ or "RANK" not in os.environ or has_session():
         return None
     environment = WorkerEnvironment.read()
     batch = environment.plan.batch if environment.plan else FixedGlobalBatch()

@@ -44,6 +44,11 @@ class Session(Training):
         self._not_averaged: list[nn.Module] = []
         self._exit_hooks = ExitHooks(self._finish_at_exit, self._close_at_exit, self._lifecycle.on_uncaught)
 
+    @property
+    def over(self) -> bool:
+        """Whether the session has ended."""
+        return self._lifecycle.over
+
     def wrap(self, model: nn.Module, *, average_gradients: bool = True, **options: Any) -> nn.Module:
         """Move a model to this process's device, and average its gradients over the ranks.
 

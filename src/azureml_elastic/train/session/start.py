@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakSet
 
 from azureml_elastic.checkpoint.storage.opening import open_storage
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, Profile
@@ -18,9 +19,11 @@ from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.profiling import Profiling
 from azureml_elastic.train.session.session import Session
 
-__all__ = ["Recording", "open_session", "start"]
+__all__ = ["Recording", "has_session", "open_session", "start"]
 
 _SessionClass = TypeVar("_SessionClass", bound=Session)
+
+_sessions: WeakSet[Session] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def open_session(
     if profile:
         folder = trace_folder(profile.folder, run_dir)
         profiling = Profiling(profile, folder, environment.node, pick_device(identity), agent)
-    return kind(
+    session = kind(
         SessionContext(
             identity,
             agent,
@@ -100,3 +103,10 @@ def open_session(
             can_grow=environment.channel is not None and environment.max_world_size > 1,
         )
     )
+    _sessions.add(session)
+    return session
+
+
+def has_session() -> bool:
+    """Return whether this process has a session that is not over."""
+    return any(not session.over for session in _sessions)

@@ -1,0 +1,23 @@
+"""Attaches the integrations of training stacks in a worker that is started plainly, by Python's own start-up hook.
+
+Its folder comes first in ``PYTHONPATH``. It takes the folder out again, and runs the ``sitecustomize`` that it hides.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib would slow each start down
+
+sys.path[:] = [entry for entry in sys.path if entry != _FOLDER]
+_left = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != _FOLDER]
+if any(_left):
+    os.environ["PYTHONPATH"] = os.pathsep.join(_left)
+else:
+    os.environ.pop("PYTHONPATH", None)
+sys.modules.pop("sitecustomize", None)
+with contextlib.suppress(ModuleNotFoundError):
+    importlib.import_module("sitecustomize")
+with contextlib.suppress(ModuleNotFoundError):  # the script's interpreter may be another one than the agent's
+    importlib.import_module("azureml_elastic.node.preload.stack_imports").register()
