@@ -1,0 +1,80 @@
+"""Stock scripts of ``transformers.Trainer``, which do not mention this library, in elastic runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from azureml_elastic.config import FixedGlobalBatch
+from tests.support.stacks import FAULTS, run_stock
+
+pytest.importorskip("transformers")
+
+SCRIPT = Path(__file__).with_name("trainer_script.py")
+EPOCHS, SAMPLES = 3, 1000
+STEPS = EPOCHS * 42  # windows of 24 samples
+
+
+def seen(run):
+    """Return how often each sample was given to the model."""
+    lines = (line for file in run.folder.glob("seen.*") for line in file.read_text().splitlines())
+    return Counter(index for line in lines for index in json.loads(line))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return run_stock(SCRIPT, tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
+
+
+def test_each_sample_is_trained_once_an_epoch(undisturbed):
+    assert undisturbed.report.audit.complete, undisturbed.report.audit
+    assert undisturbed.record["max_steps"] == STEPS
+    counts = seen(undisturbed)
+    assert set(counts) == set(range(SAMPLES))
+    # A rank without samples of its own in the last window takes some of it, with a weight of 0.
+    assert set(counts.values()) == {EPOCHS}
+
+
+def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed):
+    run = run_stock(SCRIPT, tmp_path / "run", chaos=FAULTS)
+    report = run.report
+    assert report.audit.complete, report.audit
+    assert not report.missed_faults
+    assert len(report.world_sizes) > 2
+    assert report.audit.rolled_back_steps == 0
+    assert run.record["max_steps"] == STEPS
+    assert run.curve("learning_rate") == undisturbed.curve("learning_rate")
+    assert [step for step, _ in run.curve("eval_loss")] == [STEPS // 3, STEPS // 3 * 2, STEPS]
+    assert run.record["loss"] == pytest.approx(undisturbed.record["loss"], rel=0.05)
+
+
+@pytest.mark.parametrize("accumulate", ["1", "2"])
+def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
+    """Shares of unequal size and ranks without samples count by their samples."""
+    options = ("--pause", "0", "--dropout", "0", "--accumulate", accumulate)
+    policy = FixedGlobalBatch(logical_workers=3)
+    one, three = (
+        torch.load(
+            run_stock(SCRIPT, tmp_path / str(nodes), *options, nodes=(nodes, nodes), batch=policy).folder / "model.pt"
+        )
+        for nodes in (1, 2)
+    )
+    for name, weight in one.items():
+        torch.testing.assert_close(three[name], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_workers_that_are_started_plainly(tmp_path):
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", preload=False, nodes=(1, 2), chaos="kill=rank0@step:33")
+    assert run.report.audit.complete, run.report.audit
+    assert run.record["max_steps"] == EPOCHS * 63
+
+
+def test_the_integration_can_be_switched_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("AZUREML_ELASTIC_INTEGRATIONS", "off")
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", nodes=(2, 2))
+    assert run.report.audit is None
+    assert max(seen(run).values()) > EPOCHS  # the last samples of an epoch repeat its first ones

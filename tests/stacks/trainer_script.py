@@ -1,0 +1,86 @@
+"""Fine-tunes a small classifier with ``Trainer``, as the documentation of transformers shows it.
+
+It records the samples that it trains, what it logs, and the final weights in the folder that it is given.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--folder", type=Path)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--pause", type=float, default=0.02)
+parser.add_argument("--dropout", type=float, default=0.1)
+options = parser.parse_args()
+
+
+class Sentences(Dataset):
+    """Sentences whose class is whether their mean token is above the middle."""
+
+    def __init__(self, count):
+        self.tokens = torch.randint(5, 100, (count, 16), generator=torch.Generator().manual_seed(count))
+        self.classes = (self.tokens.float().mean(1) > 52).long()
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index], "labels": self.classes[index], "index": torch.tensor(index)}
+
+
+class Classifier(BertForSequenceClassification):
+    """A classifier that records what it is trained on."""
+
+    accepts_loss_kwargs = False  # its loss is a mean over samples
+
+    def forward(self, input_ids=None, labels=None, index=None):
+        if self.training:
+            with (options.folder / f"seen.{os.getpid()}").open("a") as file:
+                file.write(json.dumps(index.tolist()) + "\n")
+            time.sleep(options.pause)
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+torch.manual_seed(0)
+model = Classifier(
+    BertConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        hidden_dropout_prob=options.dropout,
+        attention_probs_dropout_prob=options.dropout,
+    )
+)
+arguments = TrainingArguments(
+    output_dir=str(options.folder / "output"),
+    per_device_train_batch_size=8,
+    gradient_accumulation_steps=options.accumulate,
+    num_train_epochs=3,
+    learning_rate=1e-3,
+    logging_steps=1,
+    save_steps=20,
+    save_total_limit=2,
+    eval_strategy="epoch",
+    report_to=[],
+    remove_unused_columns=False,
+    disable_tqdm=True,
+    use_cpu=True,
+    dataloader_pin_memory=False,
+)
+trainer = Trainer(model=model, args=arguments, train_dataset=Sentences(1000), eval_dataset=Sentences(100))
+output = Path(arguments.output_dir)
+result = trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if output.is_dir() else None)
+if trainer.is_world_process_zero():
+    torch.save(model.state_dict(), options.folder / "model.pt")
+    record = {"log": trainer.state.log_history, "max_steps": trainer.state.max_steps, "loss": result.training_loss}
+    (options.folder / "record.json").write_text(json.dumps(record))

@@ -1,0 +1,69 @@
+"""Runs of stock scripts of training stacks on local clusters, and what they have recorded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.ledger.summary import Report
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.whole_runs import GATHERING
+
+__all__ = ["FAULTS", "StockRun", "run_stock"]
+
+FAULTS = "kill=rank0@step:33,add@step:60,preempt=any@step:90"
+"""The loss of rank 0's node, a node's arrival and a preemption with notice."""
+
+
+@dataclass(frozen=True)
+class StockRun:
+    """A finished run.
+
+    Args:
+        report: the run's report.
+        record: what the script has recorded of its training, as JSON.
+        folder: folder that the script was given.
+    """
+
+    report: Report
+    record: Any
+    folder: Path
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """Return the logged values of a name, by step."""
+        return [(each["step"], each[name]) for each in self.record["log"] if name in each]
+
+
+def run_stock(
+    script: Path, folder: Path, *arguments: str, chaos: str = "", preload: bool = True, **options: Any
+) -> StockRun:
+    """Run a script to its end, with a folder for its output as the first argument.
+
+    Args:
+        script: script of a training stack.
+        folder: new folder for the run and the script.
+        arguments: further arguments of the script.
+        chaos: faults.
+        preload: whether the workers are forked from a preload server.
+        options: further arguments of the cluster.
+    """
+    output = folder / "script"
+    output.mkdir(parents=True)
+    cluster = LocalCluster(
+        options.pop("nodes", (1, 3)),
+        chaos=parse_schedule(chaos) if chaos else None,
+        run_dir=folder / "run",
+        timeout_s=200,
+        audit=True,
+        distribution=ElasticDistribution(rendezvous=GATHERING, preload_workers=preload),
+        **options,
+    )
+    report = cluster.run([sys.executable, str(script), "--folder", str(output), *arguments])
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert all(node.leftovers == 0 for node in report.nodes)
+    return StockRun(report, json.loads((output / "record.json").read_text()), output)
