@@ -11,12 +11,13 @@ import nox
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "docs", "tests", "oldest_sdk", "deepspeed"]
+nox.options.sessions = ["lint", "types", "docs", "tests", "oldest_sdk", "deepspeed", "stacks"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_SDK = "1.28.1"
 DEEPSPEED = "0.19.8"
 OLDEST_DEEPSPEED = "0.16.9"
+OLDEST_TRANSFORMERS = "4.57.6"
 PARALLEL = ("-n", "4", "--dist", "loadgroup", "--no-loadscope-reorder")
 SDK_TESTS = (
     "unit/submit",
@@ -64,7 +65,7 @@ def tests(session: nox.Session) -> None:
     """Run all tests against the installed wheel."""
     install_wheel(session, "all", groups=("test", "integrations", "notebooks"))
     # Most of the time is spent waiting for processes to start and to die, so more run at once than there are cores.
-    session.run("python", "-m", "pytest", *(session.posargs or (*PARALLEL, "--durations=10")))
+    session.run("python", "-m", "pytest", *(session.posargs or (*PARALLEL, "--durations=10", "--ignore=tests/stacks")))
 
 
 @nox.session
@@ -108,6 +109,21 @@ def bench_checkpoints(session: nox.Session) -> None:
     """Measure what checkpoints cost beside torch's own; writes docs/reference/benchmarks-checkpoints.md."""
     install_wheel(session, "node", groups=("test",))
     session.run("python", "benchmarks/saving.py", *session.posargs)
+
+
+@nox.session
+def stacks(session: nox.Session) -> None:
+    """Run stock scripts of training stacks under faults: a node's loss, an arrival and a preemption with notice."""
+    install_wheel(session, "node", "transformers", "accelerate", "lightning", groups=("test",))
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=10")), "tests/stacks")
+
+
+@nox.session
+def stacks_oldest(session: nox.Session) -> None:
+    """Run stock scripts of the stacks' oldest supported releases; not by default."""
+    install_wheel(session, "node", "transformers", groups=("test",))
+    session.install(f"transformers=={OLDEST_TRANSFORMERS}")
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/stacks/test_transformers.py")
 
 
 @nox.session

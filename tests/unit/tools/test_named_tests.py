@@ -1,4 +1,4 @@
-"""The tests that the page about security names for each threat exist."""
+"""The tests that the pages about security and training stacks name exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "explanation" / "security.md").read_text()
-NAMED = sorted(set(re.findall(r"`(test_\w+?)(?:_?…)?`", PAGE)))
+STACKS = (ROOT / "docs" / "how-to" / "stacks" / "index.md").read_text()
+NAMED = sorted(set(re.findall(r"`(test_\w+?)(?:_?…)?`", PAGE + STACKS)))
 THERE = [
     name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
 ]
@@ -17,7 +18,7 @@ THERE = [
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_named_test_exists(name):
-    assert any(each.startswith(name) for each in THERE), f"docs/explanation/security.md names {name}, which is nowhere"
+    assert any(each.startswith(name) for each in THERE), f"a page names {name}, which is nowhere"
 
 
 def test_each_threat_has_its_test():
