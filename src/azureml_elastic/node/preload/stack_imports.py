@@ -20,6 +20,11 @@ __all__ = ["ATTACHMENTS", "for_plain_start", "is_off", "register"]
 _INTEGRATIONS = "azureml_elastic.train.integrations"
 
 ATTACHMENTS = {
+    "accelerate.accelerator": ("accelerate.attachment", "attach_to_accelerator"),
+    "accelerate.data_loader": ("accelerate.attachment", "attach_to_data_loader"),
+    "accelerate.optimizer": ("accelerate.attachment", "attach_to_optimizer"),
+    "accelerate.scheduler": ("accelerate.attachment", "attach_to_scheduler"),
+    "accelerate.state": ("accelerate.attachment", "attach_to_state"),
     "transformers.training_args": ("transformers.attachment", "attach_to_arguments"),
     "transformers.trainer_utils": ("transformers.attachment", "attach_to_utilities"),
     "transformers.trainer": ("transformers.attachment", "attach_to_trainer"),

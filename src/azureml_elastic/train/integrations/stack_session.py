@@ -79,6 +79,8 @@ class StackSession(Session):
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        global_batch_size: int | None = None,
+        multiple: int = 1,
         **options: Any,
     ) -> WindowLoader:
         """Return a loader with equal numbers of batches on all ranks, from the position in the data.
@@ -90,12 +92,18 @@ class StackSession(Session):
             seed: random seed of the order
             shuffle: whether the order is random
             drop_last: whether the incomplete window at the end of an epoch is left out
+            global_batch_size: samples of an optimizer step, in place of the product of the others
+            multiple: number of which the micro-batches of a window are a multiple, where their sizes allow it
             options: further arguments of ``DataLoader``
         """
+        if global_batch_size is None:
+            global_batch_size = batch_size * accumulation * self.reference_world_size
+        share = -(-global_batch_size // self.world_size)
+        count = -(-share // (batch_size * multiple)) * multiple
         loader = self.loader(
             dataset,
-            global_batch_size=batch_size * accumulation * self.reference_world_size,
-            micro_batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            micro_batch_size=batch_size if multiple == 1 else -(-share // count),
             equal_counts=True,
             seed=seed,
             shuffle=shuffle,
@@ -125,6 +133,16 @@ class StackSession(Session):
         self._position.epoch = epoch
         for loader in self._position.loaders.values():
             loader.cursor = Cursor(epoch, windows * loader.spec.global_batch_size)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch of the next step, and the number of steps of that epoch which are completed."""
+        loader = self._position.first
+        if loader is None:
+            return self.epoch, 0
+        if loader.spec.over(loader.cursor):
+            return loader.cursor.epoch + 1, 0
+        return loader.cursor.epoch, loader.cursor.consumed // loader.spec.global_batch_size
 
     @property
     def trains(self) -> bool:

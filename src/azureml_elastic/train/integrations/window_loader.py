@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.position import MicroBatch, Position
 
-__all__ = ["WindowLoader"]
+__all__ = ["WindowLoader", "loader_options"]
 
 
 class WindowLoader:
@@ -49,3 +51,19 @@ class WindowLoader:
             assert opened.open is not None
             self.untrained.append(opened.open)
             yield batch
+
+
+def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of a ``DataLoader`` besides those that select samples."""
+    options = {
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+    }
+    if loader.num_workers:
+        options["multiprocessing_context"] = loader.multiprocessing_context
+        options["prefetch_factor"] = loader.prefetch_factor
+        options["persistent_workers"] = loader.persistent_workers
+    return options

@@ -45,6 +45,7 @@ def attach_to_trainer(module: ModuleType) -> None:
     """Attach to ``transformers.trainer``."""
     wrap = functools.partial(wrap_function_wrapper, module)
     wrap("Trainer.train", _train)
+    wrap("Trainer.create_accelerator_and_postprocess", _create_accelerator)
     wrap("skip_first_batches", _skip_first_batches)
     wrap("Trainer._save_checkpoint", _save_checkpoint)
     for name in (
@@ -79,6 +80,12 @@ def _train(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[s
         return loop.train(wrapped, *args, **kwargs)
     finally:
         delattr(trainer, _LOOP)
+
+
+def _create_accelerator(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    trainer.accelerator._azureml_elastic_apart = True  # the integration of accelerate leaves it alone  # noqa: SLF001
+    return result
 
 
 def _skip_first_batches(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from azureml_elastic.train.integrations.durable_files import all_arrive, flush
 
 __all__ = ["INCOMPLETE", "newest", "save"]
 
@@ -43,29 +43,15 @@ def save(trainer: Any, write: Callable[[], Any]) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         marker = folder / INCOMPLETE
         marker.write_text("This checkpoint is being written, or its writer has ended meanwhile.\n")
-        _flush(marker)
-        _flush(folder)
-    _all_arrive()
+        flush(marker)
+        flush(folder)
+    all_arrive()
     result = write()
-    _all_arrive()
+    all_arrive()
     if trainer.args.should_save:
         with contextlib.suppress(OSError):  # save_total_limit may have removed the folder
             for path in folder.rglob("*"):
-                _flush(path)
+                flush(path)
             (folder / INCOMPLETE).unlink()
-            _flush(folder)
+            flush(folder)
     return result
-
-
-def _all_arrive() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _flush(path: Path) -> None:
-    """Have the kernel write a file or folder to its device."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

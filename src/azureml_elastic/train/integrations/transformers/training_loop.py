@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.transformers.progress import Progress
-from azureml_elastic.train.integrations.window_loader import WindowLoader
+from azureml_elastic.train.integrations.window_loader import WindowLoader, loader_options
 
 __all__ = ["TrainingLoop", "obstacle"]
 
@@ -123,7 +123,7 @@ class TrainingLoop:
             seed=arguments.seed if arguments.data_seed is None else arguments.data_seed,
             shuffle=shuffle,
             drop_last=arguments.dataloader_drop_last,
-            **_options(prepared),
+            **loader_options(prepared),
         )
         arguments.gradient_accumulation_steps = self._loader.micro_batches
         return self._loader
@@ -236,22 +236,6 @@ class TrainingLoop:
         trainer._maybe_log_save_evaluate(  # noqa: SLF001
             nothing, None, trainer.model_wrapped, None, trainer.state.epoch, None, 0.0
         )
-
-
-def _options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of a ``DataLoader`` besides those that select samples."""
-    options = {
-        "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-    }
-    if loader.num_workers:
-        options["multiprocessing_context"] = loader.multiprocessing_context
-        options["prefetch_factor"] = loader.prefetch_factor
-        options["persistent_workers"] = loader.persistent_workers
-    return options
 
 
 def _without_labels(batch: Any) -> Any:

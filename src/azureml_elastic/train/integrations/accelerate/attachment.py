@@ -1,0 +1,125 @@
+"""Wraps the functions of accelerate on which the integration depends, when the script imports them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, RandomSampler
+from wrapt import wrap_function_wrapper
+
+from azureml_elastic.train.integrations.accelerate.epoch_loader import EpochLoader
+from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, obstacle
+from azureml_elastic.train.integrations.stack_session import stack_session
+
+__all__ = [
+    "attach_to_accelerator",
+    "attach_to_data_loader",
+    "attach_to_optimizer",
+    "attach_to_scheduler",
+    "attach_to_state",
+]
+
+_LOG = logging.getLogger(__name__)
+
+_APART = "_azureml_elastic_apart"
+"""Attribute of an accelerator that belongs to another stack, such as ``transformers.Trainer``."""
+
+_loops: list[TrainingLoop] = []
+
+Wrapped = Callable[..., Any]
+
+
+def attach_to_state(module: ModuleType) -> None:
+    """Attach to ``accelerate.state``: the session opens the process group before the stack would."""
+
+    def begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+        if not dist.is_initialized():
+            stack_session()
+        return wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(module, "PartialState.__init__", begin)
+
+
+def attach_to_data_loader(module: ModuleType) -> None:
+    """Attach to ``accelerate.data_loader``: batches that are trained are skipped without the script."""
+
+    def skip(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+        loader = args[0] if args else kwargs.get("dataloader")
+        return loader if isinstance(loader, EpochLoader) else wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(module, "skip_first_batches", skip)
+
+
+def attach_to_optimizer(module: ModuleType) -> None:
+    """Attach to ``accelerate.optimizer``."""
+    wrap_function_wrapper(module, "AcceleratedOptimizer.step", _in_loop("optimizer_step"))
+    wrap_function_wrapper(module, "AcceleratedOptimizer.zero_grad", _in_loop("zero_grad"))
+
+
+def attach_to_scheduler(module: ModuleType) -> None:
+    """Attach to ``accelerate.scheduler``."""
+
+    def step(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        return _loops[0].scheduler_step(wrapped, scheduler, *args, **kwargs) if _loops else wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(module, "AcceleratedScheduler.step", step)
+
+
+def attach_to_accelerator(module: ModuleType) -> None:
+    """Attach to ``accelerate.accelerator``."""
+    wrap = functools.partial(wrap_function_wrapper, module)
+    wrap("Accelerator.prepare_data_loader", _prepare_data_loader)
+    wrap("Accelerator._do_sync", _do_sync)
+    for name in ("backward", "save_state", "load_state"):
+        wrap(f"Accelerator.{name}", _in_loop(name))
+    for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"):
+        wrap(f"Accelerator.{name}", _after_step)
+
+
+def _in_loop(name: str) -> Wrapped:
+    """Return a wrapper that calls a method of the training loop where there is one."""
+
+    def wrapper(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+        return getattr(_loops[0], name)(wrapped, *args, **kwargs) if _loops else wrapped(*args, **kwargs)
+
+    return wrapper
+
+
+def _after_step(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
+    if _loops:
+        _loops[0].complete_step()
+    return wrapped(*args, **kwargs)
+
+
+def _do_sync(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
+    return None if _loops and _loops[0].synchronize() else wrapped(*args, **kwargs)
+
+
+def _prepare_data_loader(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
+    loader = args[0] if args else kwargs.get("data_loader")
+    if isinstance(loader, EpochLoader):
+        return loader
+    session = None if getattr(accelerator, _APART, False) else stack_session()
+    if session is None or not isinstance(loader, DataLoader) or getattr(loader, "_is_accelerate_prepared", False):
+        return wrapped(*args, **kwargs)
+    reason = obstacle(accelerator, loader)
+    if reason is None and type(loader.sampler) is not RandomSampler:
+        return wrapped(*args, **kwargs)  # an evaluation's
+    if reason is None and (_loops or session.trains):
+        reason = "another loader with random order is the one of the training"
+    if reason is not None:
+        if session.is_main:
+            _LOG.warning(
+                "accelerate divides the data of a loader over %s by itself: %s. Samples may repeat or be left out "
+                "after a change of the world size.",
+                type(loader.dataset).__name__,
+                reason,
+            )
+        return wrapped(*args, **kwargs)
+    _loops.append(TrainingLoop(session, accelerator, loader))
+    return _loops[0].loader

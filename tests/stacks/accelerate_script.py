@@ -1,0 +1,109 @@
+"""Trains a small classifier with a loop of its own, as the documentation of accelerate shows it.
+
+It records the samples and learning rate of its steps, the accuracies, and the final weights in the folder that it is
+given.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--folder", type=Path)
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--resume", action="store_true")
+parser.add_argument("--pause", type=float, default=0.03)
+parser.add_argument("--dropout", type=float, default=0.1)
+args = parser.parse_args()
+
+
+class Points(Dataset):
+    """Points whose class is whether the sum of their coordinates is positive."""
+
+    def __init__(self, count):
+        self.points = torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
+        self.classes = (self.points.sum(1) > 0).long()
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        return {"points": self.points[index], "labels": self.classes[index], "index": torch.tensor(index)}
+
+
+def record(**line):
+    """Append a line to the file of this process."""
+    with (args.folder / f"steps.{os.getpid()}").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate)
+set_seed(0)
+model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(args.dropout), nn.ReLU(), nn.Linear(32, 2))
+train_dataloader = DataLoader(Points(1000), shuffle=True, batch_size=8)
+eval_dataloader = DataLoader(Points(100), batch_size=16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+total = len(train_dataloader) * args.epochs // args.accumulate
+lr_scheduler = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
+model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
+    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
+)
+
+starting_epoch, resume_step = 0, None
+folders = sorted(args.folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+if args.resume and folders:
+    accelerator.print(f"Resumed from checkpoint: {folders[-1]}")
+    accelerator.load_state(str(folders[-1]))
+    resume_step = int(folders[-1].name.removeprefix("step_")) * args.accumulate
+    starting_epoch = resume_step // len(train_dataloader)
+    resume_step -= starting_epoch * len(train_dataloader)
+completed_steps = (starting_epoch * len(train_dataloader) + (resume_step or 0)) // args.accumulate
+
+accuracies, samples = {}, []
+for epoch in range(starting_epoch, args.epochs):
+    model.train()
+    active_dataloader = train_dataloader
+    if args.resume and epoch == starting_epoch and resume_step is not None:
+        active_dataloader = accelerator.skip_first_batches(train_dataloader, resume_step)
+    for batch in active_dataloader:
+        with accelerator.accumulate(model):
+            time.sleep(args.pause)
+            loss = nn.functional.cross_entropy(model(batch["points"]), batch["labels"])
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+        samples += batch["index"].tolist()
+        if accelerator.sync_gradients:
+            completed_steps += 1
+            record(main=accelerator.is_main_process, epoch=epoch, rate=lr_scheduler.get_last_lr()[0], samples=samples)
+            samples = []
+            if args.resume and completed_steps % 10 == 0:
+                accelerator.save_state(str(args.folder / f"step_{completed_steps}"))
+    model.eval()
+    correct = count = 0
+    for batch in eval_dataloader:
+        with torch.no_grad():
+            predictions = model(batch["points"]).argmax(dim=-1)
+        predictions, labels = accelerator.gather_for_metrics((predictions, batch["labels"]))
+        correct, count = correct + int((predictions == labels).sum()), count + len(labels)
+    accuracies[epoch] = correct / count
+    accelerator.print(f"epoch {epoch}: accuracy {correct / count:.3f} of {count}")
+
+accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    torch.save(accelerator.unwrap_model(model).state_dict(), args.folder / "model.pt")
+    text = json.dumps({"accuracies": accuracies, "count": count, "rate": lr_scheduler.get_last_lr()[0]})
+    (args.folder / "record.json").write_text(text)

@@ -1,0 +1,97 @@
+"""Stock loops with ``accelerate.Accelerator``, which do not mention this library, in elastic runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from azureml_elastic.config import FixedGlobalBatch
+from tests.support.stacks import FAULTS, run_stock
+
+pytest.importorskip("accelerate")
+
+SCRIPT = Path(__file__).with_name("accelerate_script.py")
+EPOCHS, SAMPLES = 3, 1000
+STEPS = EPOCHS * 42  # windows of 24 samples
+
+
+def recorded(run):
+    """Return the lines that all processes have recorded."""
+    return [json.loads(line) for file in run.folder.glob("steps.*") for line in file.read_text().splitlines()]
+
+
+def rates(run):
+    """Return the learning rates after the steps, which decrease."""
+    return sorted((line["rate"] for line in recorded(run) if line["main"]), reverse=True)
+
+
+def seen(run):
+    """Return by epoch how often each sample was trained."""
+    counts = defaultdict(Counter)
+    for line in recorded(run):
+        counts[line["epoch"]].update(line["samples"])
+    return counts
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return run_stock(SCRIPT, tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
+
+
+def test_each_sample_is_trained_once_an_epoch(undisturbed):
+    assert undisturbed.report.audit.complete, undisturbed.report.audit
+    for counts in seen(undisturbed).values():
+        assert counts == dict.fromkeys(range(SAMPLES), 1)
+
+
+def test_the_schedule_is_that_of_a_run_without_this_library(undisturbed):
+    """A scheduler advances three times a step on three nodes, as accelerate has it."""
+    total = EPOCHS * 125
+    assert rates(undisturbed) == pytest.approx(
+        [1e-2 * max(0.0, 1 - 3 * step / total) for step in range(1, STEPS + 1)], abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, resumes):
+    """So it is with a script that continues from the folders of its own, and with one that begins anew."""
+    run = run_stock(SCRIPT, tmp_path / "run", *(["--resume"] if resumes else []), chaos=FAULTS)
+    report = run.report
+    assert report.audit.complete, report.audit
+    assert not report.missed_faults
+    assert len(report.world_sizes) > 2
+    assert report.audit.rolled_back_steps == 0
+    assert report.last_step == STEPS
+    assert rates(run) == pytest.approx(rates(undisturbed), abs=1e-9)
+    for counts in seen(run).values():
+        assert set(counts) == set(range(SAMPLES))
+    assert set(run.record["accuracies"].values()) <= {share / 100 for share in range(90, 101)}
+
+
+def test_accumulated_gradients(tmp_path):
+    run = run_stock(SCRIPT, tmp_path / "run", "--accumulate", "2", "--epochs", "5", chaos=FAULTS)
+    assert run.report.audit.complete, run.report.audit
+    assert run.report.audit.rolled_back_steps == 0
+    assert run.report.last_step == 5 * 21
+    assert rates(run) == pytest.approx(
+        [1e-2 * max(0.0, 1 - 3 * step / (5 * 125 // 2)) for step in range(1, 5 * 21 + 1)], abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("accumulate", ["1", "2"])
+def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
+    """Shares of unequal size and ranks without samples count by their samples."""
+    options = ("--pause", "0", "--dropout", "0", "--accumulate", accumulate)
+    policy = FixedGlobalBatch(logical_workers=3)
+    one, two = (
+        torch.load(
+            run_stock(SCRIPT, tmp_path / str(nodes), *options, nodes=(nodes, nodes), batch=policy).folder / "model.pt"
+        )
+        for nodes in (1, 2)
+    )
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
