@@ -52,10 +52,10 @@ def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed):
     assert run.record["loss"] == pytest.approx(undisturbed.record["loss"], rel=0.05)
 
 
-@pytest.mark.parametrize("accumulate", ["1", "2"])
-def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
-    """Shares of unequal size and ranks without samples count by their samples."""
-    options = ("--pause", "0", "--dropout", "0", "--accumulate", accumulate)
+@pytest.mark.parametrize(("accumulate", "loss"), [("1", "mean"), ("2", "ignored"), ("2", "divided")])
+def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate, loss):
+    """Shares of unequal size and ranks without samples count by their samples or labels."""
+    options = ("--pause", "0", "--dropout", "0", "--accumulate", accumulate, "--loss", loss)
     policy = FixedGlobalBatch(logical_workers=3)
     one, three = (
         torch.load(

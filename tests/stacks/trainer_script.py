@@ -18,6 +18,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--pause", type=float, default=0.02)
+parser.add_argument("--loss", choices=["mean", "ignored", "divided"], default="mean")
 parser.add_argument("--dropout", type=float, default=0.1)
 options = parser.parse_args()
 
@@ -39,14 +40,21 @@ class Sentences(Dataset):
 class Classifier(BertForSequenceClassification):
     """A classifier that records what it is trained on."""
 
-    accepts_loss_kwargs = False  # its loss is a mean over samples
-
-    def forward(self, input_ids=None, labels=None, index=None):
+    def forward(self, input_ids=None, labels=None, index=None, num_items_in_batch=None):
         if self.training:
             with (options.folder / f"seen.{os.getpid()}").open("a") as file:
                 file.write(json.dumps(index.tolist()) + "\n")
             time.sleep(options.pause)
-        return super().forward(input_ids=input_ids, labels=labels)
+        result = super().forward(input_ids=input_ids, labels=labels)
+        if options.loss == "divided" and num_items_in_batch is not None:
+            result["loss"] = (
+                torch.nn.functional.cross_entropy(result.logits, labels, reduction="sum") / num_items_in_batch
+            )
+        return result
+
+
+if options.loss != "mean":
+    Classifier.accepts_loss_kwargs = True  # "ignored": nevertheless the loss is a mean, as that of T5
 
 
 torch.manual_seed(0)

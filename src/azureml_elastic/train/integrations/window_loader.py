@@ -49,6 +49,8 @@ class WindowLoader:
         for batch in self._loader:
             (opened,) = self._position.opened
             assert opened.open is not None
+            if opened.open.index == 0:
+                self.untrained.clear()
             self.untrained.append(opened.open)
             yield batch
 

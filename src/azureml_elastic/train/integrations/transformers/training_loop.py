@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from azureml_elastic.train.integrations.stack_session import StackSession
+from azureml_elastic.train.integrations.transformers.label_count import LabelCount, count_labels
 from azureml_elastic.train.integrations.transformers.progress import Progress
 from azureml_elastic.train.integrations.window_loader import WindowLoader, loader_options
 
@@ -64,6 +66,8 @@ class TrainingLoop:
         self._accumulation = trainer.args.gradient_accumulation_steps
         self._in_epoch_end = False
         self._labels: Any = None
+        self._counts: deque[int] = deque()
+        self._last_factor = 1.0
         self._folder = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -145,31 +149,41 @@ class TrainingLoop:
             batch if micro.samples else _without_labels(batch) for batch, micro in zip(batches, micros, strict=True)
         ]
         self._labels = wrapped(batches, *args, **kwargs)
+        if isinstance(self._labels, torch.Tensor) and not self._trainer.args.torch_compile:
+            self._counts = deque(count_labels(self._trainer, batch) for batch in batches)
+            self._labels = LabelCount.of(self._labels)
         return self._labels
 
     def training_step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Train a micro-batch, and return its loss so that the mean over the ranks is the mean over the samples."""
         if self._loader is None:
             return wrapped(*args, **kwargs)
-        factor = self._factor()
-        loss = wrapped(*args, **kwargs)
+        self._last_factor = 1.0
+        loss = wrapped(*args, **kwargs) * self._last_factor
         self._loader.untrained.popleft()
-        return loss * factor
+        if self._counts:
+            self._counts.popleft()
+        return loss
 
     def _factor(self) -> float:
-        """Return the factor of the current micro-batch's loss."""
+        """Return the factor of the loss that was computed of the current micro-batch."""
         assert self._loader is not None
         trainer, micro = self._trainer, self._loader.untrained[0]
         own = getattr(trainer, "loss_is_scaled_for_ga", None)
         by_labels = trainer.model_accepts_loss_kwargs and self._labels is not None
         if own if own is not None else (by_labels or trainer.compute_loss_func is not None):
-            return 1.0 if micro.samples else 0.0  # divided by the labels of all ranks
+            if isinstance(self._labels, LabelCount) and not self._labels.used[0]:
+                # The trainer has multiplied a mean over the micro-batch by the number of ranks.
+                return self._counts[0] / max(1.0, float(self._labels.as_subclass(torch.Tensor)))
+            return 1.0 if micro.samples else 0.0  # a sum, divided by the labels of all ranks
         return micro.weight * int(trainer.current_gradient_accumulation_steps)
 
     def _backward_of(self, backward: Wrapped) -> Wrapped:
         def weighed(loss: torch.Tensor, **kwargs: Any) -> Any:
             self._session.observe(loss)
-            return backward(loss if self._loader is None else loss * self._factor(), **kwargs)
+            if self._loader is not None:
+                self._last_factor = self._factor()
+            return backward(loss * self._last_factor, **kwargs)
 
         return weighed
 
