@@ -105,5 +105,5 @@ for epoch in range(starting_epoch, args.epochs):
 accelerator.wait_for_everyone()
 if accelerator.is_main_process:
     torch.save(accelerator.unwrap_model(model).state_dict(), args.folder / "model.pt")
-    text = json.dumps({"accuracies": accuracies, "count": count, "rate": lr_scheduler.get_last_lr()[0]})
+    text = json.dumps({"accuracies": accuracies, "completed_steps": completed_steps})
     (args.folder / "record.json").write_text(text)

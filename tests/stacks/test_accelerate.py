@@ -25,12 +25,17 @@ def recorded(run):
 
 
 def rates(run):
-    """Return the learning rates after the steps, which decrease."""
-    return sorted((line["rate"] for line in recorded(run) if line["main"]), reverse=True)
+    """Return the learning rates after the steps, each of which is lower than the one before it."""
+    return sorted({line["rate"] for line in recorded(run) if line["main"]}, reverse=True)
+
+
+def schedule(steps, total):
+    """Return the learning rates after the steps of a linear decay that advances three times a step."""
+    return sorted({1e-2 * max(0.0, 1 - 3 * step / total) for step in range(1, steps + 1)}, reverse=True)
 
 
 def seen(run):
-    """Return by epoch how often each sample was trained."""
+    """Return by epoch how often each sample was given to the model."""
     counts = defaultdict(Counter)
     for line in recorded(run):
         counts[line["epoch"]].update(line["samples"])
@@ -50,10 +55,7 @@ def test_each_sample_is_trained_once_an_epoch(undisturbed):
 
 def test_the_schedule_is_that_of_a_run_without_this_library(undisturbed):
     """A scheduler advances three times a step on three nodes, as accelerate has it."""
-    total = EPOCHS * 125
-    assert rates(undisturbed) == pytest.approx(
-        [1e-2 * max(0.0, 1 - 3 * step / total) for step in range(1, STEPS + 1)], abs=1e-9
-    )
+    assert rates(undisturbed) == pytest.approx(schedule(STEPS, EPOCHS * 125), abs=1e-9)
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -67,6 +69,8 @@ def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, resumes):
     assert report.audit.rolled_back_steps == 0
     assert report.last_step == STEPS
     assert rates(run) == pytest.approx(rates(undisturbed), abs=1e-9)
+    if resumes:
+        assert run.record["completed_steps"] == STEPS  # a counter of the script's own
     for counts in seen(run).values():
         assert set(counts) == set(range(SAMPLES))
     assert set(run.record["accuracies"].values()) <= {share / 100 for share in range(90, 101)}
@@ -77,9 +81,7 @@ def test_accumulated_gradients(tmp_path):
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps == 0
     assert run.report.last_step == 5 * 21
-    assert rates(run) == pytest.approx(
-        [1e-2 * max(0.0, 1 - 3 * step / (5 * 125 // 2)) for step in range(1, 5 * 21 + 1)], abs=1e-9
-    )
+    assert rates(run) == pytest.approx(schedule(5 * 21, 5 * 125 // 2), abs=1e-9)
 
 
 @pytest.mark.parametrize("accumulate", ["1", "2"])

@@ -170,6 +170,14 @@ class StackSession(Session):
         """End the code that belongs to an epoch. The process may be replaced in here. A collective at times."""
         self._commits.end_epoch()
 
+    def begin_repeated_steps(self) -> None:
+        """Begin steps that are trained already: nothing that they change is kept."""
+        self._lifecycle.discard_step()
+
+    def end_repeated_steps(self) -> None:
+        """Undo what those steps have changed."""
+        self._lifecycle.end_discarded_step()
+
     def expects(self, steps: int) -> None:
         """Report the number of steps that the whole run will have."""
         self._context.agent.expects(steps)

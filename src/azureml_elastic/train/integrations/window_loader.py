@@ -41,6 +41,10 @@ class WindowLoader:
         """Return the number of micro-batches of a whole epoch."""
         return self._loader.steps_per_epoch * self.micro_batches
 
+    def filler(self) -> Any:
+        """Return a batch of one or two samples, for a step that is not trained."""
+        return self._loader.filler()
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the epoch."""
         self.untrained.clear()

@@ -2,7 +2,8 @@
 
 A restarted script runs from its beginning: its iterations over the training data count the epochs, and those that are
 trained have no batches left. Weights, optimizers, schedulers and registered objects are restored by the session when
-the first iteration begins.
+the first iteration begins. A script that continues from a folder of its own, which is older than that state, repeats
+the steps in between without training, so that its counters are right.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from azureml_elastic.train.data.loader import to_device
 from azureml_elastic.train.data.position import MicroBatch
 from azureml_elastic.train.integrations.accelerate import state_folders
 from azureml_elastic.train.integrations.accelerate.epoch_loader import EpochLoader
@@ -104,12 +106,17 @@ class TrainingLoop:
         steps = len(self._windows) // self._windows.micro_batches
         self.loader = EpochLoader(loader, steps * accumulation, self._epoch, self._expect)
         self.repeats = False
+        self._steps_per_epoch = steps
         self._scheduler_steps = 1 if split else session.reference_world_size
         self._begun = False
         self._next_epoch = 0
         self._found: Mapping[str, Any] | None = None
         self._searched = False
-        self._reload: tuple[Place | None, Callable[[], Any]] | None = None
+        self._place: Place | None = None  # of the folder that the script has loaded
+        self._reload: Callable[[], Any] | None = None
+        self._behind = 0  # steps that are trained already, and that the script is about to count
+        self._first_window = 0
+        self._repeated: int | None = None  # batches of those that were yielded
         self._micro: MicroBatch | None = None
         self._accumulated = False  # gradients of the current step
         self._stepped = False
@@ -131,9 +138,27 @@ class TrainingLoop:
             if first:  # the script believes to be further than the state of the run
                 yield from self._rest()
             session.end_epoch()
+        count = min(self._behind, self._steps_per_epoch - self._first_window)
+        self._behind, self._first_window = self._behind - count, 0
+        if count:
+            yield from self._repeat(count)
         self.repeats = session.epoch > epoch
         if not self.repeats:
             yield from self._rest()
+
+    def _repeat(self, count: int) -> Iterator[Any]:
+        """Yield batches for steps that are trained already."""
+        session, accumulation = self._session, self._accelerator.gradient_accumulation_steps
+        session.begin_repeated_steps()
+        try:
+            for index in range(count * accumulation):
+                self._repeated = index + 1
+                self.synchronize()
+                yield to_device(self._windows.filler(), session.device)
+        finally:
+            self._repeated = None
+            session.end_repeated_steps()
+            self._accelerator.gradient_state._set_sync_gradients(True)  # noqa: SLF001
 
     def _rest(self) -> Iterator[Any]:
         """Yield the rest of the session's epoch."""
@@ -173,8 +198,10 @@ class TrainingLoop:
         }
         self._session.adopt({**objects, _PROGRESS: Progress(self._session)})
         if self._reload is None:
+            self._behind = 0 if self._place is None else max(0, self._session.steps - self._place.steps)
+            self._first_window = 0 if self._place is None else self._place.windows
             return
-        place, load = self._reload
+        place, load = self._place, self._reload
         if self._found is not None:
             load()  # the folder has more steps than the state that the session has restored
         if place is not None:
@@ -184,6 +211,10 @@ class TrainingLoop:
 
     def synchronize(self) -> bool:
         """Tell accelerate whether the current micro-batch completes a step; return whether there is one."""
+        if self._repeated is not None:
+            last = self._repeated % self._accelerator.gradient_accumulation_steps == 0
+            self._accelerator.gradient_state._set_sync_gradients(last)  # noqa: SLF001
+            return True
         if self._micro is None:
             return False
         self._accelerator.gradient_state._set_sync_gradients(self._micro.last)  # noqa: SLF001
@@ -191,6 +222,8 @@ class TrainingLoop:
 
     def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
+        if self._repeated is not None:
+            return None
         if self._micro is not None:
             self._session.observe(loss)
             self._accumulated = True
@@ -200,6 +233,8 @@ class TrainingLoop:
 
     def optimizer_step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Note that the optimizer has stepped."""
+        if self._repeated is not None:
+            return None
         result = wrapped(*args, **kwargs)
         if self._micro is not None and self._micro.last:
             if not self._accumulated and not self._stepped:
@@ -222,7 +257,7 @@ class TrainingLoop:
 
     def scheduler_step(self, wrapped: Wrapped, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Advance a scheduler as at the reference world size, and only once where epochs are repeated."""
-        if self.repeats:
+        if self.repeats or self._repeated is not None:
             return None
         if self._micro is None or not scheduler.step_with_optimizer or not scheduler.gradient_state.sync_gradients:
             return wrapped(*args, **kwargs)
@@ -269,8 +304,8 @@ class TrainingLoop:
             if session.is_main:
                 folder.mkdir(parents=True, exist_ok=True)
         saved = state_folders.read(folder)
-        if self.repeats and saved is not None and saved.complete:
-            return None  # the epoch's own state is in it
+        if self._repeated is not None or (self.repeats and saved is not None and saved.complete):
+            return None  # the state is that of a later step
         return state_folders.save(folder, Place(session.steps, *session.place), write, is_main=session.is_main)
 
     def load_state(self, wrapped: Wrapped, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -285,6 +320,7 @@ class TrainingLoop:
         if not self._searched:
             self._found, self._searched = self._session.find(_PROGRESS), True
         place = None if input_dir is None else state_folders.read(Path(input_dir).expanduser())
+        self._place = place
         if place is not None:
             self._next_epoch = place.epoch
         if self._found is not None and (place is None or place.steps <= self._found["steps"]):
@@ -296,5 +332,5 @@ class TrainingLoop:
                     "it, or start anew without load_state()."
                 )
             return None
-        self._reload = place, load
+        self._reload = load
         return load()
