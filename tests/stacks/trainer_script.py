@@ -82,7 +82,6 @@ arguments = TrainingArguments(
     report_to=[],
     remove_unused_columns=False,
     disable_tqdm=True,
-    use_cpu=True,
     dataloader_pin_memory=False,
 )
 trainer = Trainer(model=model, args=arguments, train_dataset=Sentences(1000), eval_dataset=Sentences(100))

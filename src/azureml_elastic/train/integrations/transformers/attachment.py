@@ -26,7 +26,9 @@ def attach_to_arguments(module: ModuleType) -> None:
     """Attach to ``transformers.training_args``: the session opens the process group before the stack would."""
 
     def setup_devices(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        stack_session()
+        session = stack_session()
+        if session is not None and session.device.type == "cpu":
+            instance.use_cpu = True  # without it the ranks of a machine without a GPU train apart
         return wrapped(*args, **kwargs)
 
     wrap_function_wrapper(module, "TrainingArguments.__post_init__", setup_devices)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.transformers.label_count import LabelCount, count_labels
 from azureml_elastic.train.integrations.transformers.progress import Progress
@@ -34,7 +35,11 @@ Wrapped = Callable[..., Any]
 
 
 def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return why a call of ``Trainer.train`` is left to the stack alone, and log it; ``None`` if it is not."""
+    """Return why a call of ``Trainer.train`` is left to the stack alone, and log it; ``None`` if it is not.
+
+    Raises:
+        UsageError: the stack does not work with the ranks of the run.
+    """
     arguments = trainer.args
     trial = args[1] if len(args) > 1 else kwargs.get("trial")
     reasons = {
@@ -45,6 +50,12 @@ def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs:
         "a process has several GPUs": arguments.n_gpu > 1,
         "a search of hyperparameters trains several times": trial is not None,
     }
+    if arguments.world_size != session.world_size:
+        raise UsageError(
+            f"The run has {session.world_size} ranks, but transformers works with {arguments.world_size}, so that each "
+            "would train a model of its own. Make the TrainingArguments in the script that the workers run, or set "
+            "AZUREML_ELASTIC_INTEGRATIONS=off."
+        )
     reason = next((text for text, applies in reasons.items() if applies), None)
     if reason is not None and session.is_main:
         _LOG.warning("Trainer.train() does not use the elastic session: %s.", reason)
