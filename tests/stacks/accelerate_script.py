@@ -47,7 +47,7 @@ def record(**line):
         file.write(json.dumps(line) + "\n")
 
 
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate)
+accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)
 set_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(args.dropout), nn.ReLU(), nn.Linear(32, 2))
 train_dataloader = DataLoader(Points(1000), shuffle=True, batch_size=8)

@@ -38,8 +38,9 @@ def attach_to_state(module: ModuleType) -> None:
     """Attach to ``accelerate.state``: the session opens the process group before the stack would."""
 
     def begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        if not dist.is_initialized():
-            stack_session()
+        session = None if dist.is_initialized() else stack_session()
+        if session is not None and session.device.type == "cpu":
+            args, kwargs = (), {**kwargs, "cpu": True}  # else the ranks of a machine without a GPU train apart
         return wrapped(*args, **kwargs)
 
     wrap_function_wrapper(module, "PartialState.__init__", begin)
