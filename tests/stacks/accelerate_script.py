@@ -5,8 +5,10 @@ given.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -23,6 +25,8 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--pause", type=float, default=0.03)
+parser.add_argument("--die-in-evaluation", action="store_true")
+parser.add_argument("--by-hand", action="store_true")
 parser.add_argument("--dropout", type=float, default=0.1)
 args = parser.parse_args()
 
@@ -75,16 +79,17 @@ for epoch in range(starting_epoch, args.epochs):
     active_dataloader = train_dataloader
     if args.resume and epoch == starting_epoch and resume_step is not None:
         active_dataloader = accelerator.skip_first_batches(train_dataloader, resume_step)
-    for batch in active_dataloader:
-        with accelerator.accumulate(model):
+    for step, batch in enumerate(active_dataloader):
+        with contextlib.nullcontext() if args.by_hand else accelerator.accumulate(model):
             time.sleep(args.pause)
             loss = nn.functional.cross_entropy(model(batch["points"]), batch["labels"])
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            lr_scheduler.step()
-            optimizer.zero_grad()
+            if not args.by_hand or (step + 1) % args.accumulate == 0:
+                optimizer.step()
+                lr_scheduler.step()
+                optimizer.zero_grad()
         samples += batch["index"].tolist()
         if accelerator.sync_gradients:
             completed_steps += 1
@@ -95,6 +100,9 @@ for epoch in range(starting_epoch, args.epochs):
     model.eval()
     correct = count = 0
     for batch in eval_dataloader:
+        if args.die_in_evaluation and accelerator.is_main_process and not (args.folder / "died").exists():
+            (args.folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         with torch.no_grad():
             predictions = model(batch["points"]).argmax(dim=-1)
         predictions, labels = accelerator.gather_for_metrics((predictions, batch["labels"]))

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from azureml_elastic.config import FixedGlobalBatch
+from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.ledger.samples import restored_steps
 from tests.support.stacks import FAULTS, run_stock
 
 pytest.importorskip("accelerate")
@@ -76,8 +78,31 @@ def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, resumes):
     assert set(run.record["accuracies"].values()) <= {share / 100 for share in range(90, 101)}
 
 
-def test_accumulated_gradients(tmp_path):
-    run = run_stock(SCRIPT, tmp_path / "run", "--accumulate", "2", "--epochs", "5", chaos=FAULTS)
+def test_a_worker_is_lost_in_an_evaluation(tmp_path, undisturbed):
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", "--die-in-evaluation")
+    assert run.report.audit.complete, run.report.audit
+    assert run.report.audit.rolled_back_steps == 0
+    restored = restored_steps(read_events(run.report.paths.run_dir / "events"))
+    assert list(restored.values()) == [0, STEPS // 3]
+    assert rates(run) == pytest.approx(rates(undisturbed), abs=1e-9)
+    assert set(run.record["accuracies"]) == {"0", "1", "2"}
+
+
+def test_workers_that_are_started_plainly(tmp_path):
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", preload=False, nodes=(1, 2), chaos="kill=rank0@step:33")
+    assert run.report.audit.complete, run.report.audit
+    assert run.report.last_step == EPOCHS * 63
+
+
+def test_the_integration_can_be_switched_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("AZUREML_ELASTIC_INTEGRATIONS", "off")
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", nodes=(2, 2))
+    assert run.report.audit is None
+
+
+@pytest.mark.parametrize("style", [[], ["--by-hand"]], ids=["accumulate", "by hand"])
+def test_accumulated_gradients(tmp_path, style):
+    run = run_stock(SCRIPT, tmp_path / "run", "--accumulate", "2", "--epochs", "5", *style, chaos=FAULTS)
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps == 0
     assert run.report.last_step == 5 * 21
