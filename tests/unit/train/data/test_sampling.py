@@ -230,3 +230,31 @@ def test_impossible_data_are_refused(fields, text):
     good = {"length": 50, "global_batch_size": 8, "seed": 0, "shuffle": True, "drop_last": False}
     with pytest.raises(UsageError, match=text):
         DataSpec(**{**good, **fields})
+
+
+@given(
+    spec=SPECS,
+    world_size=st.integers(1, 7),
+    most=st.integers(1, 30),
+    workers=st.none() | st.integers(1, 12),
+)
+def test_equal_counts_give_all_ranks_the_same_micro_batches(spec, world_size, most, workers):
+    batching = Batching(FixedGlobalBatch(logical_workers=workers), most, equal_counts=True)
+    ranks = [rank_loader(spec, Cursor(), rank, world_size, batching) for rank in range(world_size)]
+    plans = [list(loader.planned()) for loader in ranks]
+    expected = ranks[0].micro_batches * spec.windows
+    assert {len(plan) for plan in plans} == {len(loader) for loader in ranks} == {expected}
+    assert {(micro.index, micro.last) for plan in plans for micro, _ in plan} == {
+        (index, index == ranks[0].micro_batches - 1) for index in range(ranks[0].micro_batches)
+    }
+    assert all(
+        len(ids) <= max(most, 2) and (len(ids) == micro.samples or not micro.samples)
+        for plan in plans
+        for micro, ids in plan
+    )
+    trained = sorted(index for plan in plans for micro, ids in plan if micro.samples for index in ids)
+    assert trained == sorted(order(spec, 0)(np.arange(spec.usable)).tolist())
+    recorded = sorted(index for plan in plans for micro, _ in plan if micro.last for index in micro.window.ids)
+    assert recorded == trained
+    total = sum(micro.weight for plan in plans for micro, _ in plan)
+    assert total == pytest.approx(spec.windows * world_size)
