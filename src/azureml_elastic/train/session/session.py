@@ -86,7 +86,7 @@ class Session(Training):
             config = {**config, "train_batch_size": size}
         return config_for(config, size, self.world_size, micro_batch_size)
 
-    def track(self, *, partial: Collection[str] = (), **objects: Any) -> None:
+    def track(self, *, partial: Collection[str] = (), **objects: Any) -> int:
         """Register what a checkpoint holds, and restore it if the run has a checkpoint.
 
         Called once on all ranks, after the model is wrapped and the optimizer made.
@@ -98,6 +98,9 @@ class Session(Training):
             objects: modules, optimizers, a DeepSpeed engine in place of both, and objects with ``state_dict`` and
                 ``load_state_dict``, which are saved from rank 0; under any names. The gradients of modules must be
                 averaged over the ranks if the run has, or may get, more than one: see :meth:`wrap`.
+
+        Returns:
+            The number of optimizer steps that the run has completed, where a loop that counts them begins.
 
         Raises:
             UsageError: called twice, an object has no state, a module's gradients are not averaged, or a checkpoint
@@ -127,6 +130,7 @@ class Session(Training):
             self._state.track(state)
         if self._context.profiling is not None:
             self._context.profiling.between_steps(self._lifecycle.world.identity, self.steps)
+        return self.steps
 
     def commit(self) -> None:
         """Commit an optimizer step: count its samples as trained. A collective.
