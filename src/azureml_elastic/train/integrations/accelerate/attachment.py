@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.train.integrations.accelerate.epoch_loader import EpochLoader
-from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, obstacle
+from azureml_elastic.train.integrations.accelerate.training_data import obstacle
+from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop
 from azureml_elastic.train.integrations.stack_session import stack_session
 
 __all__ = [

@@ -15,60 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from azureml_elastic.train.data.loader import to_device
 from azureml_elastic.train.data.position import MicroBatch
 from azureml_elastic.train.integrations.accelerate import state_folders
 from azureml_elastic.train.integrations.accelerate.epoch_loader import EpochLoader
+from azureml_elastic.train.integrations.accelerate.progress import Progress
 from azureml_elastic.train.integrations.accelerate.state_folders import Place
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.window_loader import loader_options
 
-__all__ = ["TrainingLoop", "obstacle"]
+__all__ = ["TrainingLoop"]
 
 _LOG = logging.getLogger(__name__)
 
 _PROGRESS = "accelerate"
-_SHARDING = {
-    "DEEPSPEED": "DeepSpeed has checkpoints of its own",
-    "FSDP": "FSDP shards the model",
-    "MEGATRON_LM": "Megatron-LM has checkpoints of its own",
-    "XLA": "the device is an XLA device",
-}
 
 Wrapped = Callable[..., Any]
-
-
-def obstacle(accelerator: Any, loader: DataLoader[Any]) -> str | None:
-    """Return why training data are left to accelerate alone, ``None`` if they are not or are none."""
-    if isinstance(loader.dataset, IterableDataset):
-        return "the dataset is an IterableDataset, whose samples have no index"
-    sampler = loader.sampler
-    if isinstance(sampler, SequentialSampler):
-        return None
-    reasons = {
-        _SHARDING.get(accelerator.distributed_type.value): True,
-        "dispatch_batches=True has rank 0 read all data": bool(accelerator.dispatch_batches),
-        "the loader has a batch sampler of its own": loader.batch_size is None,
-        f"the loader has a {type(sampler).__name__}": type(sampler) is not RandomSampler,
-        "the sampler draws with replacement": bool(getattr(sampler, "replacement", False)),
-    }
-    return next((text for text, applies in reasons.items() if text is not None and applies), None)
-
-
-class Progress:
-    """The number of steps, as a tracked object that the state can be compared by before it is restored."""
-
-    def __init__(self, session: StackSession) -> None:
-        self._session = session
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps completed."""
-        return {"steps": self._session.steps}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: the session restores the number."""
 
 
 class TrainingLoop:
