@@ -25,6 +25,18 @@ ATTACHMENTS = {
     "accelerate.optimizer": ("accelerate.attachment", "attach_to_optimizer"),
     "accelerate.scheduler": ("accelerate.attachment", "attach_to_scheduler"),
     "accelerate.state": ("accelerate.attachment", "attach_to_state"),
+    **{
+        f"{package}.{module}": ("lightning.attachment", function)
+        for package in ("lightning.pytorch", "pytorch_lightning")
+        for module, function in (
+            ("loops.fit_loop", "attach_to_fit_loop"),
+            ("loops.training_epoch_loop", "attach_to_epoch_loop"),
+            ("strategies.strategy", "attach_to_strategy"),
+            ("trainer.connectors.checkpoint_connector", "attach_to_checkpoints"),
+            ("trainer.connectors.signal_connector", "attach_to_signals"),
+            ("trainer.trainer", "attach_to_trainer"),
+        )
+    },
     "transformers.training_args": ("transformers.attachment", "attach_to_arguments"),
     "transformers.trainer_utils": ("transformers.attachment", "attach_to_utilities"),
     "transformers.trainer": ("transformers.attachment", "attach_to_trainer"),

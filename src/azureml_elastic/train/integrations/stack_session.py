@@ -117,9 +117,17 @@ class StackSession(Session):
 
     def find(self, name: str) -> Any:
         """Return the state of one object, without tensors, that :meth:`track` will restore, if any. A collective."""
-        with self._lifecycle.guard(stay=False):
-            found = self._state.find()
+        found = self._find()
         return None if found is None or name not in found else tree.join(found[name], {})
+
+    def has_state(self) -> bool:
+        """Return whether the run has a state that :meth:`track` will restore. A collective."""
+        return self._find() is not None
+
+    def _find(self) -> Mapping[str, Any] | None:
+        with self._lifecycle.guard(stay=False):
+            return self._state.find()
+        raise AssertionError  # the guard has ended the process
 
     def begin_at(self, steps: int, epoch: int, windows: int) -> None:
         """Continue after steps that the script has restored by itself, in a run that has no state yet.

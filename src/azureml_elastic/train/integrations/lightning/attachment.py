@@ -1,0 +1,105 @@
+"""Wraps the functions of Lightning on which the integration depends, when the script imports them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from wrapt import wrap_function_wrapper
+
+from azureml_elastic.train.integrations.lightning.training_loop import TrainingLoop, obstacle
+from azureml_elastic.train.integrations.stack_session import stack_session
+
+__all__ = [
+    "attach_to_checkpoints",
+    "attach_to_epoch_loop",
+    "attach_to_fit_loop",
+    "attach_to_signals",
+    "attach_to_strategy",
+    "attach_to_trainer",
+]
+
+_LOOP = "_azureml_elastic_loop"
+"""Attribute of a trainer with the :class:`TrainingLoop` while it trains."""
+
+Wrapped = Callable[..., Any]
+
+
+def attach_to_trainer(module: ModuleType) -> None:
+    """Attach to ``trainer.trainer``."""
+    wrap_function_wrapper(module, "Trainer.__init__", _initialize)
+    wrap_function_wrapper(module, "Trainer._run", _run)
+
+
+def attach_to_checkpoints(module: ModuleType) -> None:
+    """Attach to ``trainer.connectors.checkpoint_connector``."""
+    name = "_CheckpointConnector.restore_training_state"
+    wrap_function_wrapper(module, name, _in_loop("restore", lambda connector: connector.trainer))
+
+
+def attach_to_fit_loop(module: ModuleType) -> None:
+    """Attach to ``loops.fit_loop``."""
+
+    def process(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+        loop = getattr(args[0], _LOOP, None)
+        return wrapped(*args, **kwargs) if loop is None else loop.process_dataloader(wrapped, *args, **kwargs)
+
+    wrap_function_wrapper(module, "_process_dataloader", process)
+    wrap_function_wrapper(module, "_FitLoop.on_advance_end", _in_loop("end_epoch", lambda loop: loop.trainer))
+
+
+def attach_to_epoch_loop(module: ModuleType) -> None:
+    """Attach to ``loops.training_epoch_loop``."""
+    name = "_TrainingEpochLoop"
+    wrap_function_wrapper(module, f"{name}.on_advance_end", _in_loop("end_step", lambda loop: loop.trainer))
+    wrap_function_wrapper(module, f"{name}._broadcast_sigterm_tensor", _unless_elastic)
+
+
+def attach_to_strategy(module: ModuleType) -> None:
+    """Attach to ``strategies.strategy``."""
+    trainer_of = lambda strategy: getattr(strategy.lightning_module, "_trainer", None)  # noqa: E731
+    wrap_function_wrapper(module, "Strategy.backward", _in_loop("backward", trainer_of))
+
+
+def attach_to_signals(module: ModuleType) -> None:
+    """Attach to ``trainer.connectors.signal_connector``: notices come at a step boundary, not by a signal."""
+    wrap_function_wrapper(module, "_SignalConnector._sigterm_notifier_fn", _unless_elastic)
+    wrap_function_wrapper(module, "_SignalConnector.register_signal_handlers", _unless_elastic)
+
+
+def _in_loop(name: str, trainer_of: Callable[[Any], Any]) -> Wrapped:
+    """Return a wrapper that calls a method of the training loop where there is one."""
+
+    def wrapper(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+        loop = getattr(trainer_of(instance), _LOOP, None)
+        return wrapped(*args, **kwargs) if loop is None else getattr(loop, name)(wrapped, *args, **kwargs)
+
+    return wrapper
+
+
+def _unless_elastic(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    return wrapped(*args, **kwargs) if stack_session() is None else None
+
+
+def _initialize(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
+    session = stack_session()
+    if session is not None and not args:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # The script's numbers are those of all nodes; Lightning refuses others than there are.
+        kwargs = {**kwargs, "devices": per_node, "num_nodes": session.world_size // per_node}
+    return wrapped(*args, **kwargs)
+
+
+def _run(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
+    session = stack_session()
+    if session is None or trainer.state.fn != "fit" or obstacle(session, trainer, *args) is not None:
+        return wrapped(*args, **kwargs)
+    loop = TrainingLoop(session, trainer)
+    setattr(trainer, _LOOP, loop)
+    try:
+        return loop.run(functools.partial(wrapped), *args, **kwargs)
+    finally:
+        delattr(trainer, _LOOP)

@@ -1,0 +1,190 @@
+"""One call of ``Trainer.fit`` within a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.train.integrations.lightning.progress import Progress
+from azureml_elastic.train.integrations.stack_session import StackSession
+from azureml_elastic.train.integrations.window_loader import WindowLoader, loader_options
+
+__all__ = ["TrainingLoop", "obstacle"]
+
+_LOG = logging.getLogger(__name__)
+
+_PROGRESS = "lightning"
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+
+Wrapped = Callable[..., Any]
+
+
+def obstacle(session: StackSession, trainer: Any, model: Any, *_: Any) -> str | None:
+    """Return why a call of ``Trainer.fit`` is left to the stack alone, and log it; ``None`` if it is not.
+
+    Raises:
+        UsageError: the stack does not work with the ranks of the run.
+    """
+    if trainer.world_size != session.world_size:
+        raise UsageError(
+            f"The run has {session.world_size} ranks, but Lightning works with {trainer.world_size}, so that each "
+            'would train a model of its own. Give Trainer(strategy="ddp"), or set AZUREML_ELASTIC_INTEGRATIONS=off.'
+        )
+    strategy = type(trainer.strategy).__name__
+    reasons = {
+        "another training of this process has used the session": session.trains,
+        f"the strategy is {strategy}": strategy not in _STRATEGIES,
+        "the optimization is manual": not model.automatic_optimization,
+        "the training data are loaded anew in each epoch": bool(trainer.reload_dataloaders_every_n_epochs),
+        "only a part of the training data is used": trainer.limit_train_batches != 1.0 or trainer.overfit_batches > 0,
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason is not None and session.is_main:
+        _LOG.warning("Trainer.fit() does not use the elastic session: %s.", reason)
+    return reason
+
+
+class TrainingLoop:
+    """The integration's part in a training; the methods that take ``wrapped`` are called in place of Lightning's."""
+
+    def __init__(self, session: StackSession, trainer: Any) -> None:
+        self._session = session
+        self._trainer = trainer
+        self._progress = Progress(trainer)
+        self._loader: WindowLoader | None = None
+        self._accumulation = trainer.accumulate_grad_batches
+        self._completed = False
+
+    def run(self, wrapped: Wrapped, model: Any, ckpt_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Fit from the state of the run, if it has one, else from the script's checkpoint."""
+        trainer = self._trainer
+        if self._session.has_state():
+            ckpt_path = trainer.ckpt_path = None
+            trainer._checkpoint_connector._loaded_checkpoint = {}  # noqa: SLF001 - read before this call
+        try:
+            return wrapped(model, ckpt_path, *args, **kwargs)
+        finally:
+            trainer.accumulate_grad_batches = self._accumulation
+
+    # --- data and gradients ------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, wrapped: Wrapped, trainer: Any, function: Any, stage: Any, loader: Any) -> Any:
+        """Return a loader of windows over the training data, where the order of those is known."""
+        if stage != "train":
+            return wrapped(trainer, function, stage, loader)
+        if self._loader is not None:
+            return self._loader
+        sampler = getattr(loader, "sampler", None)
+        known = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or not known:
+            if self._session.is_main:
+                _LOG.warning(
+                    "The training data come from %s with %s: Lightning divides them among the ranks, and samples may "
+                    "repeat or be left out after a change of the world size.",
+                    type(loader).__name__,
+                    type(sampler).__name__,
+                )
+            return wrapped(trainer, function, stage, loader)
+        generator = getattr(sampler, "generator", None)
+        self._loader = self._session.windows(
+            loader.dataset,
+            batch_size=loader.batch_size or 1,
+            accumulation=self._accumulation,
+            seed=0 if generator is None else generator.initial_seed(),
+            shuffle=type(sampler) is RandomSampler,
+            drop_last=loader.drop_last,
+            **loader_options(loader),
+        )
+        trainer.accumulate_grad_batches = self._progress.micro_batches = self._loader.micro_batches
+        return self._loader
+
+    def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
+        self._session.observe(loss)
+        if self._loader is not None:
+            loss = loss * (self._loader.untrained[-1].weight * self._loader.micro_batches)
+        return wrapped(loss, *args, **kwargs)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def restore(self, wrapped: Wrapped) -> Any:
+        """Restore the state of the run, or what the script's checkpoint holds."""
+        trainer, session = self._trainer, self._session
+        loaded = wrapped()
+        if self._loader is None:
+            trainer.fit_loop.setup_data()
+        objects = {"model": trainer.strategy.model, _PROGRESS: self._progress}
+        for index, optimizer in enumerate(trainer.strategy.optimizers):
+            objects[f"optimizer_{index}" if index else "optimizer"] = optimizer
+        for index, config in enumerate(trainer.lr_scheduler_configs):
+            objects[f"scheduler_{index}" if index else "scheduler"] = config.scheduler
+        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
+            objects["scaler"] = scaler
+        own_step = trainer.global_step
+        self._progress.capture()
+        session.adopt(objects)
+        if own_step and not session.steps and self._loader is not None:  # of a checkpoint of another run
+            windows = len(self._loader) // self._loader.micro_batches
+            session.begin_at(own_step, *divmod(own_step, windows))
+        if self._loader is not None and session.epoch_ending:
+            session.end_epoch()
+        trainer.callbacks.insert(0, _AfterBatch(self._complete))
+        return loaded
+
+    def _complete(self) -> None:
+        """Complete a step after its last micro-batch."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        if self._loader is None:
+            if epoch_loop._should_accumulate():  # noqa: SLF001
+                return
+        elif not self._loader.untrained[-1].last:
+            return
+        self._completed = True
+        self._progress.capture()
+        due = epoch_loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher)  # noqa: SLF001
+        self._session.complete_step(changes_state=due or epoch_loop.batch_progress.is_last_batch)
+
+    def end_step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Validate if it is due, then end the step."""
+        result = wrapped(*args, **kwargs)
+        if self._completed and not (self._loader is not None and self._session.epoch_ending):
+            self._completed = False
+            self._progress.capture()
+            self._session.end_step()
+        return result
+
+    def end_epoch(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Run what belongs to the epoch's end, then end it."""
+        result = wrapped(*args, **kwargs)
+        self._completed = False
+        self._progress.capture(between_epochs=True)
+        self._session.end_epoch()
+        return result
+
+
+class _AfterBatch:
+    """A callback of Lightning that knows one event; callbacks that save come after it."""
+
+    state_key = _legacy_state_key = "azureml_elastic"
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """Note the end of a batch."""
+        self._act()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return no state."""
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method that does nothing for each other event."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None

@@ -1,0 +1,91 @@
+"""Stock scripts of Lightning's ``Trainer``, which do not mention this library, in elastic runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from azureml_elastic.config import FixedGlobalBatch
+from tests.support.stacks import FAULTS, run_stock
+
+pytest.importorskip("lightning")
+pytest.importorskip("pytorch_lightning")
+
+SCRIPT = Path(__file__).with_name("lightning_script.py")
+EPOCHS, SAMPLES = 3, 1000
+STEPS = EPOCHS * 42  # windows of 24 samples
+VALIDATIONS = [[0, 42], [1, 84], [2, STEPS]]
+
+
+def lines(run):
+    return [json.loads(line) for file in run.folder.glob("steps.*") for line in file.read_text().splitlines()]
+
+
+def rates(run):
+    """Return the learning rate of each step; one that a lost node has interrupted is begun twice."""
+    by_step = dict(run.record["rates"])
+    assert sorted(by_step) == list(range(len(by_step)))
+    return [by_step[step] for step in sorted(by_step)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return run_stock(SCRIPT, tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
+
+
+def test_each_sample_is_trained_once_an_epoch(undisturbed):
+    assert undisturbed.report.audit.complete, undisturbed.report.audit
+    counts = Counter(index for each in lines(undisturbed) for index in each.get("seen", ()))
+    assert set(counts) == set(range(SAMPLES))
+    assert set(counts.values()) == {EPOCHS}
+    assert undisturbed.record["steps"] == STEPS
+    assert rates(undisturbed) == pytest.approx([1e-2 * (1 - step / STEPS) for step in range(STEPS)])
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, package):
+    run = run_stock(SCRIPT, tmp_path / "run", "--package", package, chaos=FAULTS)
+    report = run.report
+    assert report.audit.complete, report.audit
+    assert report.audit.rolled_back_steps == 0
+    assert not report.missed_faults
+    assert len(report.world_sizes) > 2
+    assert (run.record["steps"], run.record["epoch"]) == (STEPS, EPOCHS)
+    assert rates(run) == rates(undisturbed)
+    assert run.record["validated"] == VALIDATIONS
+    assert run.record["loss"] == pytest.approx(undisturbed.record["loss"], abs=0.05)
+
+
+def test_a_node_is_lost_after_the_last_step_of_an_epoch(tmp_path):
+    run = run_stock(SCRIPT, tmp_path / "run", nodes=(1, 2), chaos="kill=rank0@step:63")
+    assert run.report.audit.complete, run.report.audit
+    assert run.report.audit.rolled_back_steps == 0
+    assert (run.record["steps"], run.record["epoch"]) == (EPOCHS * 63, EPOCHS)
+
+
+@pytest.mark.parametrize("accumulate", ["1", "2"])
+def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
+    """Shares of unequal size and ranks without samples count by their samples."""
+    options = ("--pause", "0", "--dropout", "0", "--accumulate", accumulate)
+    policy = FixedGlobalBatch(logical_workers=3)
+    runs = (run_stock(SCRIPT, tmp_path / str(n), *options, nodes=(n, n), batch=policy) for n in (1, 2))
+    one, two = (torch.load(run.folder / "model.pt") for run in runs)
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_workers_that_are_started_plainly(tmp_path):
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", preload=False, nodes=(1, 2), chaos="kill=rank0@step:33")
+    assert run.report.audit.complete, run.report.audit
+    assert run.record["steps"] == EPOCHS * 63
+
+
+def test_the_integration_can_be_switched_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("AZUREML_ELASTIC_INTEGRATIONS", "off")
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", nodes=(3, 3))
+    assert run.report.audit is None
+    assert run.record["steps"] == EPOCHS * 42
