@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 
@@ -122,16 +123,33 @@ def test_addresses_of_this_machine_are_listened_on_alone(host, listens_on):
     assert listening_address(host) == listens_on
 
 
+@contextlib.contextmanager
+def listening_where_another_address_is_silent(host, other):
+    """Listen on a port of the host on whose number nothing listens at the other address."""
+    family = socket.AF_INET6 if ":" in other else socket.AF_INET
+    with contextlib.ExitStack() as unused:
+        while True:
+            listener = Ports().listen(listening_address(host), 5)
+            silent = unused.enter_context(socket.socket(family))
+            try:
+                silent.bind((other, listener.getsockname()[1]))  # who does not listen refuses
+                break
+            except OSError:  # another process has this port
+                unused.enter_context(listener)
+        with listener:
+            yield listener.getsockname()[:2]
+
+
 def test_an_address_of_this_machine_is_not_reached_over_another_one():
     for host in {str(address) for found in machine_interfaces().values() for address in found}:
-        with Ports().listen(listening_address(host), 5) as listener:
-            address = listener.getsockname()[:2]
+        other = "::1" if ":" in host else "127.0.0.1" if host != "127.0.0.1" else "127.0.0.2"
+        if other == host:
+            continue
+        with listening_where_another_address_is_silent(host, other) as address:
             assert address[0] == host
             socket.create_connection(address, 20).close()
-            other = "::1" if ":" in host else "127.0.0.1" if host != "127.0.0.1" else "127.0.0.2"
-            if other != host:
-                with pytest.raises(ConnectionRefusedError):
-                    socket.create_connection((other, address[1]), 20)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((other, address[1]), 20).close()
 
 
 INTERFACES = {

@@ -20,8 +20,14 @@ print(json.dumps([os.environ.get("PYTHONPATH"), sys.path, "hidden" in sys.module
 """
 
 
+@pytest.fixture(params=[True, False], ids=["over another sitecustomize", "alone"])
+def hides(request):
+    """Return whether the environment has a ``sitecustomize`` of its own."""
+    return request.param
+
+
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, hides):
     """Return a function that starts an interpreter which imports a package of the stack's name."""
     package = tmp_path / "stack" / "transformers"
     package.mkdir(parents=True)
@@ -33,21 +39,23 @@ def start(tmp_path):
     hidden.mkdir()
     (hidden / "hidden.py").write_text("")
     (hidden / "sitecustomize.py").write_text("import hidden\n")
-    path = os.pathsep.join([str(tmp_path / "stack"), str(hidden), os.environ.get("PYTHONPATH", "")])
+    inherited = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    path = os.pathsep.join([str(tmp_path / "stack"), *([str(hidden)] if hides else []), *inherited])
 
     def run(**environ):
         wanted = for_plain_start({**os.environ, "PYTHONPATH": path, variables.CHANNEL: "/nowhere", **environ})
         shown = subprocess.run([sys.executable, "-c", SHOW], env=wanted, capture_output=True, text=True, check=True)
+        assert not shown.stderr
         return path, json.loads(shown.stdout)
 
     return run
 
 
-def test_the_integration_is_attached_and_the_path_is_the_scripts(start):
+def test_the_integration_is_attached_and_the_path_is_the_scripts(start, hides):
     path, (found, entries, hidden, kind) = start()
-    assert found == path.rstrip(os.pathsep)
+    assert found == path
     assert not any(entry.endswith("plain_start") for entry in entries)
-    assert hidden, "the environment's own sitecustomize runs"
+    assert hidden == hides, "the environment's own sitecustomize runs"
     assert kind == "FunctionWrapper"
 
 

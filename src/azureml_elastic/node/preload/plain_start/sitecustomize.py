@@ -16,8 +16,9 @@ if any(_left):
     os.environ["PYTHONPATH"] = os.pathsep.join(_left)
 else:
     os.environ.pop("PYTHONPATH", None)
-sys.modules.pop("sitecustomize", None)
+_own = sys.modules.pop("sitecustomize")
 with contextlib.suppress(ModuleNotFoundError):
     importlib.import_module("sitecustomize")
+sys.modules.setdefault("sitecustomize", _own)  # the import of this module looks for one when it ends
 with contextlib.suppress(ModuleNotFoundError):  # the script's interpreter may be another one than the agent's
     importlib.import_module("azureml_elastic.node.preload.stack_imports").register()
