@@ -7,12 +7,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-import torch
 
-from azureml_elastic.config import FixedGlobalBatch
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.samples import restored_steps
-from tests.support.stacks import FAULTS, run_stock
+from tests.support.stacks import FAULTS, assert_weights_do_not_depend_on_the_world_size, run_stock
 
 pytest.importorskip("accelerate")
 
@@ -112,13 +110,4 @@ def test_accumulated_gradients(tmp_path, style):
 @pytest.mark.parametrize("accumulate", ["1", "2"])
 def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
     """Shares of unequal size and ranks without samples count by their samples."""
-    options = ("--pause", "0", "--dropout", "0", "--accumulate", accumulate)
-    policy = FixedGlobalBatch(logical_workers=3)
-    one, two = (
-        torch.load(
-            run_stock(SCRIPT, tmp_path / str(nodes), *options, nodes=(nodes, nodes), batch=policy).folder / "model.pt"
-        )
-        for nodes in (1, 2)
-    )
-    for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
+    assert_weights_do_not_depend_on_the_world_size(SCRIPT, tmp_path, "--accumulate", accumulate)

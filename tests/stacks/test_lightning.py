@@ -7,10 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
-from azureml_elastic.config import FixedGlobalBatch
-from tests.support.stacks import FAULTS, run_stock
+from tests.support.stacks import FAULTS, assert_weights_do_not_depend_on_the_world_size, run_stock
 
 pytest.importorskip("lightning")
 pytest.importorskip("pytorch_lightning")
@@ -70,12 +68,7 @@ def test_a_node_is_lost_after_the_last_step_of_an_epoch(tmp_path):
 @pytest.mark.parametrize("accumulate", ["1", "2"])
 def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
     """Shares of unequal size and ranks without samples count by their samples."""
-    options = ("--pause", "0", "--dropout", "0", "--accumulate", accumulate)
-    policy = FixedGlobalBatch(logical_workers=3)
-    runs = (run_stock(SCRIPT, tmp_path / str(n), *options, nodes=(n, n), batch=policy) for n in (1, 2))
-    one, two = (torch.load(run.folder / "model.pt") for run in runs)
-    for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
+    assert_weights_do_not_depend_on_the_world_size(SCRIPT, tmp_path, "--accumulate", accumulate)
 
 
 def test_workers_that_are_started_plainly(tmp_path):

@@ -7,10 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
-from azureml_elastic.config import FixedGlobalBatch
-from tests.support.stacks import FAULTS, run_stock
+from tests.support.stacks import FAULTS, assert_weights_do_not_depend_on_the_world_size, run_stock
 
 pytest.importorskip("transformers")
 
@@ -55,16 +53,7 @@ def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed):
 @pytest.mark.parametrize(("accumulate", "loss"), [("1", "mean"), ("2", "ignored"), ("2", "divided")])
 def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate, loss):
     """Shares of unequal size and ranks without samples count by their samples or labels."""
-    options = ("--pause", "0", "--dropout", "0", "--accumulate", accumulate, "--loss", loss)
-    policy = FixedGlobalBatch(logical_workers=3)
-    one, three = (
-        torch.load(
-            run_stock(SCRIPT, tmp_path / str(nodes), *options, nodes=(nodes, nodes), batch=policy).folder / "model.pt"
-        )
-        for nodes in (1, 2)
-    )
-    for name, weight in one.items():
-        torch.testing.assert_close(three[name], weight, rtol=1e-3, atol=1e-4)
+    assert_weights_do_not_depend_on_the_world_size(SCRIPT, tmp_path, "--accumulate", accumulate, "--loss", loss)
 
 
 def test_workers_that_are_started_plainly(tmp_path):

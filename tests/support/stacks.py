@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.config import ElasticDistribution
+import torch
+
+from azureml_elastic.config import ElasticDistribution, FixedGlobalBatch
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.whole_runs import GATHERING
 
-__all__ = ["FAULTS", "StockRun", "run_stock"]
+__all__ = ["FAULTS", "StockRun", "assert_weights_do_not_depend_on_the_world_size", "run_stock"]
 
 FAULTS = "kill=rank0@step:33,add@step:60,preempt=any@step:90"
 """The loss of rank 0's node, a node's arrival and a preemption with notice."""
@@ -67,3 +69,13 @@ def run_stock(
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert all(node.leftovers == 0 for node in report.nodes)
     return StockRun(report, json.loads((output / "record.json").read_text()), output)
+
+
+def assert_weights_do_not_depend_on_the_world_size(script: Path, folder: Path, *arguments: str) -> None:
+    """Run a script without random layers on one node and on two, which share three parts of a step unequally."""
+    policy = FixedGlobalBatch(logical_workers=3)
+    options = ("--pause", "0", "--dropout", "0", *arguments)
+    runs = (run_stock(script, folder / str(n), *options, nodes=(n, n), batch=policy) for n in (1, 2))
+    one, two = (torch.load(run.folder / "model.pt") for run in runs)
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)

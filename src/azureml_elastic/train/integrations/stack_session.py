@@ -127,7 +127,6 @@ class StackSession(Session):
     def _find(self) -> Mapping[str, Any] | None:
         with self._lifecycle.guard(stay=False):
             return self._state.find()
-        raise AssertionError  # the guard has ended the process
 
     def begin_at(self, steps: int, epoch: int, windows: int) -> None:
         """Continue after steps that the script has restored by itself, in a run that has no state yet.

@@ -54,13 +54,11 @@ class LabelCount(torch.Tensor):
         return result.as_subclass(torch.Tensor) if isinstance(result, LabelCount) else result
 
 
-def count_labels(trainer: Any, batch: Any) -> int:
-    """Return the number of labels of a micro-batch, as the trainer counts those of a step."""
-    if not isinstance(batch, Mapping):
-        return 0
+def count_labels(trainer: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the number of labels of a micro-batch, counted as the trainer does, without waiting for a GPU."""
     labels = batch.get("shift_labels")
     if labels is None:
         labels = batch["labels"]
         if getattr(trainer, "_loss_shifts_labels", False):
             labels = labels[..., 1:]
-    return int(labels.ne(_IGNORED_LABEL).sum())
+    return torch.as_tensor(labels.ne(_IGNORED_LABEL).sum())

@@ -77,8 +77,8 @@ class TrainingLoop:
         self._accumulation = trainer.args.gradient_accumulation_steps
         self._in_epoch_end = False
         self._labels: Any = None
-        self._counts: deque[int] = deque()
-        self._last_factor = 1.0
+        self._counts: deque[torch.Tensor] = deque()
+        self._last_factor: float | torch.Tensor = 1.0
         self._folder = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -176,7 +176,7 @@ class TrainingLoop:
             self._counts.popleft()
         return loss
 
-    def _factor(self) -> float:
+    def _factor(self) -> float | torch.Tensor:
         """Return the factor of the loss that was computed of the current micro-batch."""
         assert self._loader is not None
         trainer, micro = self._trainer, self._loader.untrained[0]
@@ -185,7 +185,8 @@ class TrainingLoop:
         if own if own is not None else (by_labels or trainer.compute_loss_func is not None):
             if isinstance(self._labels, LabelCount) and not self._labels.used[0]:
                 # The trainer has multiplied a mean over the micro-batch by the number of ranks.
-                return self._counts[0] / max(1.0, float(self._labels.as_subclass(torch.Tensor)))
+                labels = self._labels.as_subclass(torch.Tensor)
+                return self._counts[0].to(labels.device) / labels.clamp(min=1)
             return 1.0 if micro.samples else 0.0  # a sum, divided by the labels of all ranks
         return micro.weight * int(trainer.current_gradient_accumulation_steps)
 
