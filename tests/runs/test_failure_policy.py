@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from azureml_elastic.config import ElasticDistribution, RendezvousTimings, TableRendezvous
 from azureml_elastic.ledger.events import Event, WorkerFailed
@@ -14,7 +16,7 @@ from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from tests.support.node_server import start_node
-from tests.support.paths import PROGRAMS
+from tests.support.paths import PROGRAMS, SAMPLES
 
 TRAINING = PROGRAMS
 
@@ -104,6 +106,27 @@ def test_an_exit_code_of_the_programs_own_is_the_runs(tmp_path):
     report = run(tmp_path, "code", 3, nodes=(1, 1))
     assert_failed(report, 9, rounds=2)
     assert {failure.failure_kind for failure in failures(report)} == {"exit"}
+
+
+@pytest.mark.parametrize("preload", [True, False], ids=["forked", "plain"])
+def test_a_script_s_own_torn_checkpoint_is_named(tmp_path, preload):
+    checkpoint = tmp_path / "state.pt"
+    torch.save({"model": torch.zeros(1000)}, checkpoint)
+    os.truncate(checkpoint, 1500)
+    cluster = LocalCluster(
+        (1, 1),
+        run_dir=tmp_path / "run",
+        timeout_s=150,
+        max_restarts=1,
+        distribution=ElasticDistribution(preload_workers=preload),
+    )
+    report = cluster.run([str(SAMPLES / "plain_ddp.py"), "--checkpoint", str(checkpoint)])
+    assert_failed(report, 1, rounds=2)
+    error = f"RuntimeError: while reading {checkpoint} (1500 bytes, modified "
+    assert_reported_by_every_node(report, error, "max_restarts=1 allows 1")
+    assert [error in round_.reason for round_ in report.rounds] == [True, True]
+    assert all("\n" not in round_.reason for round_ in report.rounds)
+    assert [error in failure.message for failure in failures(report)] == [True, True]
 
 
 def diverge(tmp_path, policy, step, times=1):

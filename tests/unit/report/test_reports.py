@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from azureml_elastic.errors import MissingExtra, UsageError
+from azureml_elastic.ledger.events import NodeLeft, RoundReopened, RunEnded
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report
 from azureml_elastic.ledger.timeline import RoundSpan
+from azureml_elastic.node.failures.classification import Failure
 from azureml_elastic.report.html import write_html
 from azureml_elastic.report.picture import lifelines, size_chart, time_axis
 from azureml_elastic.report.terminal import audit_text, summary
-from tests.support.histories import loss_and_newcomer
+from tests.support.histories import enter, loss_and_newcomer
 
 
 def report(tmp_path, **changes):
@@ -63,6 +65,38 @@ def test_faults_that_did_not_happen_are_shown(tmp_path):
 def test_a_failure_s_message_is_shown_as_it_is(tmp_path):
     failed = report(tmp_path, outcome="failed", exit_code=3, message="list[index] is [red]out[/red] of range")
     assert "the run failed at step 30: list[index] is [red]out[/red] of range" in rendered(summary(failed))
+
+
+MESSAGE = """\
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    state = torch.load(path)
+_pickle.UnpicklingError: while reading /data/state.pt (3 bytes, modified 2026-01-02 03:04:05 UTC; \
+remove it if it is incomplete): Weights only load failed.
+    (1) Re-running `torch.load`
+Traceback of the file: none
+
+Worker 0 on node-1 failed in round 3 with exit code 1: its program raised an exception."""
+
+
+def test_a_table_s_cell_has_one_line_of_a_message_of_many(tmp_path):
+    """The whole message stands once, below the tables."""
+    failure = Failure(rank=0, exit_code=1, message=MESSAGE)
+    events = [
+        *(each for each in loss_and_newcomer() if not isinstance(each, RunEnded | NodeLeft)),
+        RoundReopened(time=60.0, node="node-1", round=3, reason=f"worker 0 on node-1 failed with {failure.ending}"),
+        *enter(4, ["node-1"], at=61.0),
+        RunEnded(time=62.0, node="node-1", round=4, succeeded=False, message=MESSAGE),
+    ]
+    failed = report(tmp_path).with_timeline(events).model_copy(update={"outcome": "failed", "message": MESSAGE})
+    reasons = [round_.reason for round_ in failed.rounds[2:]]
+    for start, reason in zip(("worker 0 on node-1 failed with exit code 1", "the run failed"), reasons, strict=True):
+        assert reason.startswith(f"{start}: _pickle.UnpicklingError: while reading /data/state.pt (3 bytes")
+        assert len(reason.splitlines()) == 1
+    tables, _, below = rendered(summary(failed), width=200).partition("the run failed at step")
+    assert "Traceback" not in tables
+    assert "UnpicklingError" in tables
+    assert below.count("Traceback (most recent call last)") == 1
 
 
 def test_a_run_without_rounds_has_a_summary_too(tmp_path):

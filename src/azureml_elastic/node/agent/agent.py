@@ -322,7 +322,7 @@ class NodeAgent:
         if self._died_after_training(result):
             return self._end_round("a worker was aborted after its training had ended", lost=frozenset())
         self._strike(self._strikes.host, worker_fault(failure.exit_code, failure.message))
-        reason = f"worker {failure.rank} on {self._rdzv.node} failed with exit code {failure.exit_code}"
+        reason = f"worker {failure.rank} on {self._rdzv.node} failed with {failure.ending}"
         # Where processes stay, the others do not wait for this node's new ones.
         return self._charge(failure, reason, lost=frozenset({self._rdzv.node}) if self._group.stays else frozenset())
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from azureml_elastic.config.exit_codes import AGENT_LOST
+from azureml_elastic.ledger.timeline import headline
 from azureml_elastic.node.failures.restart_policy import FailureKind, FailureRecord
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, ParsedError, find_dump, find_error
 from azureml_elastic.node.host.memory import OomKillCounter
@@ -82,6 +83,12 @@ class Failure:
     signature: str = ""
     conclusive: bool = False
 
+    @property
+    def ending(self) -> str:
+        """The exit code, and the exception in one line where there is one."""
+        raised = f": {headline(self.message)}" if find_error(self.message) else ""
+        return f"exit code {self.exit_code}{raised}"
+
     def record(self, node: str, step: int | None) -> FailureRecord:
         """Return the record for the round's row; ``step`` is the last completed step of the node, if known."""
         return FailureRecord(self.signature, self.kind, step, node, self.rank, self.exit_code)
@@ -148,7 +155,7 @@ def _examine(rank: int, failure: Any, stderr: str | None, *, oom_killed: bool) -
     text = _read(Path(stderr)) if stderr else ""
     code = failure.exitcode if failure.exitcode > 0 else _SIGNAL_BASE - failure.exitcode
     name = _signal_name(failure.exitcode, text)
-    parsed = _recorded_error(failure) or find_error(text)
+    parsed = _fuller(_recorded_error(failure), find_error(text))
     stopped = bool(name) or failure.exitcode == AGENT_LOST
     if parsed is not None and (not stopped or parsed.uncaught or _was_fatal(parsed, text, name)):
         chain = _without_cleanup_errors(parsed.chain)
@@ -256,6 +263,15 @@ def _recorded_error(failure: Any) -> ParsedError | None:
     data = getattr(failure, "error_file_data", {}).get("message")
     stack = data.get("extraInfo", {}).get("py_callstack") if isinstance(data, Mapping) else None
     return find_error(stack) if isinstance(stack, str) else None
+
+
+def _fuller(recorded: ParsedError | None, printed: ParsedError | None) -> ParsedError | None:
+    """Return the recorded error, or the same one as printed later, when its message names the unreadable file."""
+    if recorded is None or printed is None:
+        return recorded or printed
+    last, later = recorded.chain[-1], printed.chain[-1]
+    same = (last.type, len(recorded.chain)) == (later.type, len(printed.chain)) and later.message.endswith(last.message)
+    return printed if same else recorded
 
 
 def _read(path: Path) -> str:

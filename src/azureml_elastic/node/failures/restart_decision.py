@@ -106,7 +106,7 @@ def apply_restart_policy(
         step=step,
     )
     if decision.restart:
-        _LOG.warning("%s: %s; %s.", reason, failure.signature, decision.why)
+        _LOG.warning("%s (%s); %s.", reason, failure.signature, decision.why)
         if round_end.reopen(reason, lost=lost, failures=decision.failures, round_failed=decision.round_failed):
             recorder.record(RoundReopened, number, reason=reason, lost=tuple(lost))
         return None

@@ -22,6 +22,7 @@ from types import CodeType, TracebackType
 from typing import Any, NoReturn
 
 from azureml_elastic.node.preload.stack_imports import for_plain_start
+from azureml_elastic.node.preload.unreadable_file import add_file_name
 
 __all__ = [
     "OUTERMOST",
@@ -157,6 +158,7 @@ def execute(command: Sequence[str]) -> NoReturn:
 def on_uncaught() -> None:
     """Remove the outermost frame, which is not the user's, from the traceback of an uncaught exception.
 
+    The message gets the name of the file that could not be read.
     ``sys.excepthook``, which the interpreter calls, is replaced for this one call.
     """
     hook = sys.excepthook
@@ -165,6 +167,7 @@ def on_uncaught() -> None:
         sys.excepthook = hook
         inner = traceback.tb_next if traceback is not None else None
         error.__traceback__ = sys.last_traceback = inner
+        add_file_name(error)
         try:
             hook(kind, error, inner)
         except BaseException as failed:

@@ -6,6 +6,7 @@ The texts in ``endings`` were written by real programs: see ``endings/produce.py
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,9 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from azureml_elastic.config import environment as variables
 from azureml_elastic.node.failures.classification import hang_failure, last_error, root_cause, signature_of
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, find_dump, find_error
 from azureml_elastic.node.host.memory import OomKillCounter
+from azureml_elastic.node.preload.stack_imports import for_plain_start
 
 ENDINGS = Path(__file__).parent / "worker_output"
 NAMES = sorted(path.stem for path in ENDINGS.glob("*.txt"))
@@ -263,6 +266,26 @@ def test_torchs_error_file_is_believed_first(tmp_path):
     assert found.message.startswith("Traceback (most recent call last):")
     assert found.signature.endswith("ValueError: sample # is torn (train.py:5 main)")
     assert examined(tmp_path, 1, "", error_file_data={"message": "<NONE>"}).kind == "exit"
+
+
+def test_the_same_error_as_printed_later_is_preferred_because_it_names_the_file(tmp_path):
+    """torch's decorator writes its file before the message has the name."""
+    script, torn = tmp_path / "train.py", tmp_path / "state.json"
+    script.write_text(
+        "import json, sys\nfrom torch.distributed.elastic.multiprocessing.errors import record\n\n"
+        "@record\ndef main(path):\n    with open(path) as file:\n        json.load(file)\n\nmain(sys.argv[1])\n"
+    )
+    torn.write_text("{")
+    error_file = tmp_path / "error.json"
+    environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), variables.CHANNEL: "/nowhere"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(torn)], env=for_plain_start(environ), capture_output=True, check=False
+    )
+    data = json.loads(error_file.read_text())
+    assert "while reading" not in str(data)
+    found = examined(tmp_path, done.returncode, done.stderr, error_file_data=data)
+    assert f"JSONDecodeError: while reading {torn} (1 bytes, " in found.message
+    assert "while reading" not in examined(tmp_path, 1, "another\n", error_file_data=data).message
 
 
 class Kernel:
