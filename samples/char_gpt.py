@@ -1,6 +1,7 @@
 """A small GPT with a loop of its own, in the shape of nanoGPT: batches are drawn at random, steps counted by hand.
 
 azureml-elastic local --nodes 1:3 samples/char_gpt.py --max-iters 400
+azureml-elastic local --nodes 1:3 samples/char_gpt.py --max-iters 400 --shard
 
 The lines with ``elastic`` are all that differs from the script for torchrun.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,12 +43,20 @@ class CharGPT(nn.Module):
         return self.head(self.blocks(self.tokens(x) + self.places(torch.arange(x.shape[1])), mask=mask, is_causal=True))
 
 
+def sharded(model: CharGPT) -> CharGPT:
+    """Shard each layer, then what is left."""
+    for layer in model.blocks.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
 def main() -> None:
     """Train, and print the loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="text to learn")
     parser.add_argument("--max-iters", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=12, help="blocks of a step on each rank")
+    parser.add_argument("--shard", action="store_true", help="shard the model with FSDP2 instead of replicating it")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step, to watch it")
     parser.add_argument("--draws", type=Path, help="folder for a record of what was drawn")
     options = parser.parse_args()
@@ -66,7 +76,7 @@ def main() -> None:
             torch.stack([data[start + 1 : start + 1 + BLOCK] for start in starts]),
         )
 
-    model = DistributedDataParallel(CharGPT())
+    model = sharded(CharGPT()) if options.shard else DistributedDataParallel(CharGPT())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     iter_num = run.track(model=model, optimizer=optimizer)  # elastic: in place of 0
     while iter_num < options.max_iters:

@@ -2,36 +2,81 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
 
 from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from tests.support.paths import SAMPLES
+from tests.support.paths import ROOT, SAMPLES
 from tests.support.stacks import FAULTS
 from tests.support.whole_runs import GATHERING
 
 STEPS = 150
+SAMPLE = SAMPLES / "char_gpt.py"
+PAGE = (ROOT / "docs/how-to/stacks/raw-loops.md").read_text()
+DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+
+
+def train(folder: Path, *options: str, **cluster) -> Report:
+    """Run the sample under faults to its end."""
+    made = LocalCluster(
+        (1, 3),
+        chaos=parse_schedule(FAULTS),
+        run_dir=folder / "run",
+        timeout_s=150,
+        distribution=ElasticDistribution(rendezvous=GATHERING),
+        **cluster,
+    )
+    report = made.run([sys.executable, str(SAMPLE), "--max-iters", str(STEPS), "--pause", "0.03", *options])
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert not report.missed_faults
+    assert len(report.world_sizes) > 2
+    assert report.rounds[-1].last_step == STEPS
+    return report
+
+
+def trained_again(report: Report) -> list[tuple[str, int]]:
+    """Return the reason of each round's end, and the number of steps that were trained a second time after it.
+
+    The number is negative where the restored step was completed, but not reported.
+    """
+    return [(before.reason, before.last_step - after.restored_step) for before, after in pairwise(report.rounds)]
 
 
 def test_a_loop_that_draws_at_random_never_repeats_its_draws(tmp_path):
     draws = tmp_path / "draws"
     draws.mkdir()
-    cluster = LocalCluster(
-        (1, 3),
-        chaos=parse_schedule(FAULTS),
-        run_dir=tmp_path / "run",
-        timeout_s=150,
-        distribution=ElasticDistribution(rendezvous=GATHERING),
-    )
-    options = ["--max-iters", str(STEPS), "--pause", "0.03", "--draws", str(draws)]
-    report = cluster.run([sys.executable, str(SAMPLES / "char_gpt.py"), *options])
-    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
-    assert not report.missed_faults
-    assert len(report.world_sizes) > 2
-    restored = [each.restored_step for each in report.rounds[1:]]
-    assert restored == [each.last_step for each in report.rounds[:-1]], "no step is lost"
-    assert report.rounds[-1].last_step == STEPS
+    report = train(tmp_path, "--draws", str(draws))
+    assert all(steps <= 0 for _, steps in trained_again(report)), "no step is lost"
     drawn = [line for file in draws.iterdir() for line in file.read_text().splitlines()]
     assert len(drawn) >= STEPS
     assert len(set(drawn)) == len(drawn)
+
+
+def test_a_sharded_loop_continues_from_its_last_snapshot(tmp_path):
+    report = train(tmp_path, "--shard", snapshot_steps=1)
+    by_loss = [steps for reason, steps in trained_again(report) if reason.startswith("lost ")]
+    agreed = [steps for reason, steps in trained_again(report) if not reason.startswith("lost ")]
+    assert len(by_loss) == 1
+    assert by_loss[0] <= 5, "the step of the loss, and those whose snapshots were on their way"
+    assert all(steps <= 0 for steps in agreed), "no step is lost at an arrival or a notice"
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=["replicated", "sharded"])
+def test_the_page_shows_lines_of_the_sample(diff):
+    sample = [line.partition("  # elastic")[0].strip() for line in SAMPLE.read_text().splitlines()]
+    added = [line[1:].strip() for line in diff.splitlines() if line.startswith("+")]
+    assert 0 < len(added) <= 3
+    assert [line for line in sample if line in added] == added, "in this order"
+    removed = [line[1:] for line in diff.splitlines() if line.startswith("-")]
+    assert len(removed) <= len(added)
+    assert not set(removed) & set(sample)
+    kept = [line.strip() for line in diff.splitlines() if line.strip() and line[0] == " " and "..." not in line]
+    names = set(re.findall(r"\w+", SAMPLE.read_text()))
+    assert set(re.findall(r"\w+", " ".join(kept))) <= names, "all that it keeps is in the sample, too"
