@@ -5,30 +5,41 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["no_free_descriptor"]
+__all__ = ["TakenDescriptors", "no_free_descriptor"]
+
+
+class TakenDescriptors:
+    """Descriptors of this process that nobody else in it can have."""
+
+    def __init__(self) -> None:
+        self._taken: list[int] = []
+
+    def fill(self) -> None:
+        """Take all free descriptors, those too that other threads have closed since."""
+        with contextlib.suppress(OSError):
+            while True:
+                self._taken.append(os.dup(0))
+
+    def free(self, count: int | None = None) -> None:
+        """Free a number of descriptors, by default all."""
+        for _ in range(len(self._taken) if count is None else count):
+            os.close(self._taken.pop())
 
 
 @contextlib.contextmanager
-def no_free_descriptor() -> Iterator[Callable[[int], None]]:
-    """Take all of this process's descriptors; yields a function that frees a number of them."""
+def no_free_descriptor() -> Iterator[TakenDescriptors]:
+    """Take all of this process's descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-
-    def free(count: int) -> None:
-        for _ in range(count):
-            os.close(taken.pop())
-
+    taken = TakenDescriptors()
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, _open())) + 64, hard))
     try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        yield free
+        taken.fill()
+        yield taken
     finally:
-        free(len(taken))
+        taken.free()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 

@@ -49,7 +49,7 @@ def test_connections_are_served_and_new_ones_wait(server, caplog):
     client = MessageClient(server.address, lambda *_: None)
     client.request({"op": "echo"}, 10)
     with socket.socket() as first, socket.socket() as second:
-        with no_free_descriptor() as free:
+        with no_free_descriptor() as taken:
             newcomer(server, first)
             newcomer(server, second)
             until(lambda: caplog.records)
@@ -64,7 +64,7 @@ def test_connections_are_served_and_new_ones_wait(server, caplog):
             busy = time.process_time() - process
             assert busy < 0.9 * (time.monotonic() - began), "the server's thread waits, rather than trying all the time"
             assert len(server.connections) == 1
-            free(1)
+            taken.free(1)
             assert first.recv(100) == encode({"re": 1})
             # A connection that ends frees its descriptor for one that waits.
             first.shutdown(socket.SHUT_RDWR)

@@ -197,21 +197,26 @@ def test_a_flood_of_idle_connections_leaves_room_for_nodes(run):
 
 
 def test_a_hub_without_free_descriptors_serves_its_members_and_later_the_others(run, caplog):
-    with socket.socket() as newcomer:
-        newcomer.settimeout(60)
-        with no_free_descriptor() as free:
-            newcomer.connect(run.address)
-            newcomer.sendall(b"x" * 8)  # no handshake
+    """Another thread of this process may have closed a descriptor, which a newcomer then gets; so several come."""
+    with contextlib.ExitStack() as stack:
+        newcomers = [stack.enter_context(socket.socket()) for _ in range(5)]
+        with no_free_descriptor() as taken:
+            for newcomer in newcomers:
+                taken.fill()
+                newcomer.settimeout(60)
+                newcomer.connect(run.address)
+                newcomer.sendall(b"x" * 8)  # no handshake
             until(lambda: "could not accept a connection" in caplog.text)
             slowest = max(run.exchange() for _ in range(20))
-            free(20)
-            assert newcomer.recv(1) == b""  # accepted, and refused
+            taken.free(20)
+            for newcomer in newcomers:
+                assert newcomer.recv(1) == b""  # accepted, and refused
             answered = threading.Event()
             spare = run.member("spare", "i-spare", lambda *_: answered.set())
             spare.send(encoded(messages.Watch(run.round.number)))
             assert answered.wait(HANDSHAKE_SECONDS)
             spare.close()
-        until(lambda: not run.leader.hub.view().waiting)
+    until(lambda: not run.leader.hub.view().waiting)
     assert slowest < 1.0, "a message takes milliseconds, also on a busy machine"
     assert caplog.text.count("could not accept a connection") == 1
     run.assert_unharmed()

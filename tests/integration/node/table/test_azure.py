@@ -1,13 +1,11 @@
 """The Azure backend on a network that fails, with the real emulator behind it."""
 
-import contextlib
 import logging
 import socket
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -19,9 +17,13 @@ from azureml_elastic.errors import (
     TableUnavailable,
     UsageError,
 )
+from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.node.azure.credentials import TableCredential
 from azureml_elastic.node.table.azure import AzureTable
 from azureml_elastic.node.table.opening import EMULATOR_ACCOUNT, emulator_connection_string
+
+UNUSED_ADDRESS = "127.0.0.77"
+"""A local address on which nothing else listens: on the usual one, another test's service may come by a free port."""
 
 
 @pytest.fixture
@@ -180,8 +182,8 @@ def test_a_server_that_accepts_and_never_answers_is_noticed(open_azure, monkeypa
 
 
 def test_an_account_that_cannot_be_reached(serve, azurite, faulty, open_azure):
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}/{EMULATOR_ACCOUNT}"
+    with socket.create_server((UNUSED_ADDRESS, 0)) as closed:
+        url = f"http://{UNUSED_ADDRESS}:{closed.getsockname()[1]}/{EMULATOR_ACCOUNT}"
     with pytest.raises(TableNotFound, match="cannot be reached"):
         open_azure(emulator_connection_string(url), timeout=0.3)
     unknown = "AccountName=nobody;AccountKey=AAAA;TableEndpoint=https://nobody.table.azure.invalid"
@@ -227,21 +229,11 @@ def test_connection_strings_that_cannot_be_used(azurite, open_azure):
     open_azure(azurite.connection_string, endpoint=azurite.endpoint + "/")
 
 
-def test_the_service_gone_later_is_unavailable_and_not_missing(azurite, serve, open_azure):
-    with pytest.raises(TableUnavailable, match="cannot be reached"):
-        _get_after_the_end(azurite, open_azure)
-
-
-def _get_after_the_end(azurite, open_azure):
-    from azureml_elastic.local.azurite import Azurite
-
-    with Azurite() as short_lived:
+def test_the_service_gone_later_is_unavailable_and_not_missing(open_azure):
+    with Azurite(host=UNUSED_ADDRESS) as short_lived:
         table = open_azure(short_lived.connection_string)
     table._timeout = timedelta(seconds=0.3)
-    with socket.socket() as nobody:  # else another test's service may come by the port, with the same account
-        nobody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):  # what we cannot have yet, nobody can
-            nobody.bind(("127.0.0.1", urlsplit(short_lived.endpoint).port))
+    with pytest.raises(TableUnavailable, match="cannot be reached"):
         table.get("key")
 
 
