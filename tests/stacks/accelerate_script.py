@@ -73,7 +73,7 @@ if args.resume and folders:
     resume_step -= starting_epoch * len(train_dataloader)
 completed_steps = (starting_epoch * len(train_dataloader) + (resume_step or 0)) // args.accumulate
 
-accuracies, samples = {}, []
+accuracies = {}
 for epoch in range(starting_epoch, args.epochs):
     model.train()
     active_dataloader = train_dataloader
@@ -81,6 +81,7 @@ for epoch in range(starting_epoch, args.epochs):
         active_dataloader = accelerator.skip_first_batches(train_dataloader, resume_step)
     for step, batch in enumerate(active_dataloader):
         with contextlib.nullcontext() if args.by_hand else accelerator.accumulate(model):
+            record(epoch=epoch, samples=batch["index"].tolist())
             time.sleep(args.pause)
             loss = nn.functional.cross_entropy(model(batch["points"]), batch["labels"])
             accelerator.backward(loss)
@@ -90,11 +91,10 @@ for epoch in range(starting_epoch, args.epochs):
                 optimizer.step()
                 lr_scheduler.step()
                 optimizer.zero_grad()
-        samples += batch["index"].tolist()
         if accelerator.sync_gradients:
             completed_steps += 1
-            record(main=accelerator.is_main_process, epoch=epoch, rate=lr_scheduler.get_last_lr()[0], samples=samples)
-            samples = []
+            if accelerator.is_main_process:
+                record(rate=lr_scheduler.get_last_lr()[0])
             if args.resume and completed_steps % 10 == 0:
                 accelerator.save_state(str(args.folder / f"step_{completed_steps}"))
     model.eval()

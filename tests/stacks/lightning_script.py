@@ -5,25 +5,22 @@ given.
 """
 
 import argparse
-import importlib
 import json
 import os
 import time
 from pathlib import Path
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
-parser.add_argument("--package", default="lightning.pytorch")
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--pause", type=float, default=0.03)
 parser.add_argument("--dropout", type=float, default=0.1)
 options = parser.parse_args()
-
-pl = importlib.import_module(options.package)
 
 
 class Points(Dataset):

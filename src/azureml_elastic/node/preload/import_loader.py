@@ -1,8 +1,8 @@
 """Imports of the preload server, made as the script would make them.
 
 Output of the imports and their changes of the environment are recorded, for each worker to repeat. A package is left
-to the workers if its import reads ``RANK`` or another variable of a single worker, or starts threads that a fork would
-not copy.
+to the workers if its import reads ``RANK`` or another variable of a single worker for more than logging (see
+:mod:`.rank_at_import`), or starts threads that a fork would not copy.
 """
 
 from __future__ import annotations
@@ -14,14 +14,27 @@ import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from azureml_elastic.node.preload.environment_variables import is_per_worker
 from azureml_elastic.node.preload.fork_safety import count_threads, trial_fork
 from azureml_elastic.node.preload.import_scan import Import
+from azureml_elastic.node.preload.rank_at_import import reads_rank_only
 
-__all__ = ["LATER", "Output", "Unsuitable", "difference", "import_all", "import_later", "prepare", "shadowed"]
+__all__ = [
+    "LATER",
+    "Output",
+    "Unsuitable",
+    "difference",
+    "import_all",
+    "import_later",
+    "later_of_packages",
+    "prepare",
+    "shadowed",
+    "watched",
+]
 
 _BASICS = (Import("torch"), Import("torch.distributed"))
 _OWN = "azureml_elastic.train"
@@ -46,6 +59,9 @@ LATER = (
 ``DistributedDataParallel``, optimizers, a ``DataLoader`` with workers and ``torch.save``. They were measured, and are
 ordered so that none takes more than 0.5 s: ``torch._dynamo`` alone would take 1.2 s without the modules before it.
 """
+
+LATER_OF_PACKAGES = {"accelerate": ("deepspeed",), "lightning": ("adlfs",), "pytorch_lightning": ("adlfs",)}
+"""Packages that others import, where they are installed, between a script's imports and its third step."""
 
 _MOST_BYTES = 1 << 20
 
@@ -139,7 +155,7 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
     """
     made = 0
     threads = count_threads()
-    with _watched(os.environ) as read:
+    with watched(os.environ) as read:
         for wanted in (*found, *_BASICS):
             if wanted.package in excluded:
                 continue
@@ -162,8 +178,20 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
     return made
 
 
+def later_of_packages(excluded: Container[str]) -> list[str]:
+    """Return the packages that imported ones are known to import later, and that are installed.
+
+    Args:
+        excluded: top-level packages left to the workers.
+    """
+    wanted = dict.fromkeys(
+        name for package in LATER_OF_PACKAGES if package in sys.modules for name in LATER_OF_PACKAGES[package]
+    )
+    return [name for name in wanted if name not in sys.modules and name not in excluded and find_spec(name) is not None]
+
+
 def import_later(name: str, output: Output) -> None:
-    """Import one of :data:`LATER` if this release of torch has it; discard output and new warning filters."""
+    """Import a module, if it can be imported; discard output and new warning filters."""
     before = output.sizes()
     filters = warnings.filters[:]
     with contextlib.suppress(Exception):
@@ -180,7 +208,7 @@ def _import_below(package: str) -> None:
 
 
 @contextlib.contextmanager
-def _watched(environ: os._Environ[str]) -> Iterator[list[str]]:
+def watched(environ: os._Environ[str]) -> Iterator[list[str]]:
     """Record which variables of single workers are read in this context.
 
     Modules keep references to ``os.environ``, so the object stays the same and only its class is replaced.
@@ -190,7 +218,7 @@ def _watched(environ: os._Environ[str]) -> Iterator[list[str]]:
 
     class Watched(usual):  # type: ignore[valid-type,misc]
         def __getitem__(self, name: str) -> str:
-            if is_per_worker(name):
+            if is_per_worker(name) and not reads_rank_only(sys._getframe(1)):  # noqa: SLF001
                 read.append(name)
             return str(super().__getitem__(name))
 

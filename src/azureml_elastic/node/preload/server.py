@@ -32,9 +32,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from azureml_elastic.node.preload import import_loader, script_runner, stack_imports
+from azureml_elastic.node.preload import import_loader, rank_at_import, script_runner, stack_imports
 from azureml_elastic.node.preload.fork_safety import leftover_threads, trial_fork, why_unsafe
 from azureml_elastic.node.preload.import_scan import find_imports
+from azureml_elastic.node.preload.rehearsal import Rehearsal
 
 __all__ = ["serve"]
 
@@ -79,6 +80,8 @@ class _Server:
         """Whether the end was reported, by process id."""
         self._unsafe: str | None = None
         self._later = list(import_loader.LATER)
+        self._later_packages: list[str] = []
+        self._rehearsal: Rehearsal | None = None
         self._quiet_until = time.monotonic() + _IDLE_SECONDS
         self._prctl = ctypes.CDLL(None).prctl
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -121,13 +124,14 @@ class _Server:
         if reason := trial_fork():
             self.refuse(f"the script's imports {reason}")
             return
+        self._later_packages = import_loader.later_of_packages(self._excluded)
         seconds = round(time.monotonic() - start, 3)
         self._send(op="ready", seconds=seconds, imports=made, excluded=self._excluded)
         self._quiet_until = time.monotonic() + _IDLE_SECONDS
 
     def refuse(self, reason: str) -> None:
         """Refuse all further forks."""
-        self._unsafe, self._later = reason, []
+        self._unsafe, self._later, self._later_packages = reason, [], []
         self._send(op="unsafe", reason=reason)
 
     def _start_again(self, excluded: dict[str, str]) -> NoReturn:
@@ -140,7 +144,18 @@ class _Server:
         os.execvpe(words[0], words, self._environment)  # noqa: S606
 
     def _import_next(self) -> None:
-        name = self._later.pop(0)
+        """Import one of the modules that the script's imports need later, or rehearse that of a package."""
+        if self._later:
+            name = self._later.pop(0)
+        else:
+            self._rehearsal = self._rehearsal or Rehearsal(self._later_packages[0])
+            result = self._rehearsal.result()
+            if result is None:
+                self._quiet_until = time.monotonic() + _IDLE_SECONDS
+                return
+            self._rehearsal, name = None, self._later_packages.pop(0)
+            if not result:
+                return
         import_loader.import_later(name, self._output)
         gc.collect()
         gc.freeze()
@@ -153,7 +168,9 @@ class _Server:
 
     def handle_one(self) -> Callable[[], Any] | None:
         """Handle one request, or use the idle time for an import; in a new worker, return what runs the script."""
-        milliseconds = max(0.0, self._quiet_until - time.monotonic()) * 1000 if self._later else None
+        milliseconds = (
+            max(0.0, self._quiet_until - time.monotonic()) * 1000 if self._later or self._later_packages else None
+        )
         if not self._poll.poll(milliseconds):
             self._import_next()
             return None
@@ -231,6 +248,7 @@ class _Server:
         script_runner.reset_process_state()
         run = script_runner.become(self._kind, self._target, self._command)
         script_runner.adopt_imports(self._printed, self._variables_set)
+        rank_at_import.set_rank(os.environ)
         return run
 
     # --- signals -----------------------------------------------------------------------------------------------------
