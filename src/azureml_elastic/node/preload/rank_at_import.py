@@ -19,7 +19,7 @@ _READERS = frozenset(
         "torchmetrics.utilities.prints",
     }
 )
-_KEEPERS = {"lightning_utilities.core.rank_zero": "RANK", "torchmetrics.utilities.prints": "LOCAL_RANK"}
+_RANKS = {"lightning_utilities.core.rank_zero": "RANK", "torchmetrics.utilities.prints": "LOCAL_RANK"}
 """Variable of the rank that the function ``rank_zero_only`` of a module has as an attribute."""
 
 _BETWEEN = frozenset({"os", "collections.abc"})
@@ -38,7 +38,7 @@ def reads_rank_only(reader: FrameType | None) -> bool:
 
 def set_rank(environ: Mapping[str, str]) -> None:
     """Set the rank that imported modules keep, from the variables of a worker."""
-    for module, variable in _KEEPERS.items():
+    for module, variable in _RANKS.items():
         function = getattr(sys.modules.get(module), "rank_zero_only", None)
         if hasattr(function, "rank") and variable in environ:
             function.rank = int(environ[variable])

@@ -11,7 +11,7 @@ import pytest
 from azureml_elastic.node.preload.import_loader import watched
 from azureml_elastic.node.preload.rank_at_import import set_rank
 
-KEEPER = "lightning_utilities.core.rank_zero"
+HOLDER = "lightning_utilities.core.rank_zero"
 READER = "lightning.fabric.utilities.rank_zero"
 
 
@@ -34,14 +34,14 @@ def test_only_known_modules_may_read_the_rank(module, name, noticed):
 
 
 def test_a_worker_sets_its_own_rank(module):
-    keeper = module(KEEPER, "def rank_zero_only(): ...")
+    holder = module(HOLDER, "def rank_zero_only(): ...")
     set_rank({"RANK": "3"})
-    assert not hasattr(keeper.rank_zero_only, "rank"), "set at the first import only"
-    keeper.rank_zero_only.rank = 0
+    assert not hasattr(holder.rank_zero_only, "rank"), "set at the first import only"
+    holder.rank_zero_only.rank = 0
     set_rank({})
-    assert keeper.rank_zero_only.rank == 0
+    assert holder.rank_zero_only.rank == 0
     set_rank({"RANK": "3"})
-    assert keeper.rank_zero_only.rank == 3
+    assert holder.rank_zero_only.rank == 3
 
 
 def test_lightning_keeps_its_rank_there():
@@ -49,5 +49,5 @@ def test_lightning_keeps_its_rank_there():
     pytest.importorskip("lightning")
     import lightning.fabric.utilities.rank_zero as reader
 
-    assert reader.rank_zero_only is sys.modules[KEEPER].rank_zero_only
+    assert reader.rank_zero_only is sys.modules[HOLDER].rank_zero_only
     assert isinstance(reader.rank_zero_only.rank, int)
