@@ -40,5 +40,5 @@ def set_rank(environ: Mapping[str, str]) -> None:
     """Set the rank that imported modules keep, from the variables of a worker."""
     for module, variable in _RANKS.items():
         function = getattr(sys.modules.get(module), "rank_zero_only", None)
-        if hasattr(function, "rank") and variable in environ:
+        if function is not None and hasattr(function, "rank") and variable in environ:
             function.rank = int(environ[variable])
