@@ -129,6 +129,24 @@ def test_a_script_s_own_torn_checkpoint_is_named(tmp_path, preload):
     assert [error in failure.message for failure in failures(report)] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [("os.environ['RANK']", "failed before it could take part"), ("", "ended without train.start()")],
+    ids=["reads its rank", "has no session"],
+)
+def test_a_program_that_in_process_recovery_does_not_suit_says_what_to_do(tmp_path, body, problem):
+    script = tmp_path / "train.py"
+    script.write_text(f"import os  # without azureml_elastic\n{body}\n")
+    distribution = ElasticDistribution(recovery="in_process")
+    report = LocalCluster((1, 1), run_dir=tmp_path / "run", timeout_s=60, distribution=distribution).run([str(script)])
+    assert report.outcome == "failed"
+    (log,) = report.paths.logs.iterdir()
+    last = log.read_text().strip().splitlines()[-1]
+    assert problem in last
+    assert "RANK and WORLD_SIZE are not set until train.start() returns" in last
+    assert 'recovery="restart"' in last
+
+
 def diverge(tmp_path, policy, step, times=1):
     return run(tmp_path, policy, step, times, program="diverging.py", checkpoint_steps=3)
 

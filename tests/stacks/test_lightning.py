@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stacks import FAULTS, assert_same_rates, assert_weights_do_not_depend_on_the_world_size, run_stock
+from tests.support.stacks import (
+    FAULTS,
+    assert_in_process_recovery_is_a_restart,
+    assert_same_rates,
+    assert_weights_do_not_depend_on_the_world_size,
+    run_stock,
+)
 
 pytest.importorskip("lightning")
 pytest.importorskip("pytorch_lightning")
@@ -75,6 +81,11 @@ def test_workers_that_are_started_plainly(tmp_path):
     run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", preload=False, nodes=(1, 2), chaos="kill=rank0@step:33")
     assert run.report.audit.complete, run.report.audit
     assert run.record["steps"] == EPOCHS * 63
+
+
+def test_in_process_recovery_falls_back_to_a_restart(tmp_path):
+    run = assert_in_process_recovery_is_a_restart(SCRIPT, tmp_path / "run")
+    assert run.record["steps"] == STEPS
 
 
 def test_the_integration_can_be_switched_off(tmp_path, monkeypatch):

@@ -13,12 +13,22 @@ import pytest
 import torch
 
 from azureml_elastic.config import ElasticDistribution, FixedGlobalBatch
+from azureml_elastic.config.distribution import Recovery
+from azureml_elastic.ledger.events import WorkersStarted
+from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.whole_runs import GATHERING
 
-__all__ = ["FAULTS", "StockRun", "assert_same_rates", "assert_weights_do_not_depend_on_the_world_size", "run_stock"]
+__all__ = [
+    "FAULTS",
+    "StockRun",
+    "assert_in_process_recovery_is_a_restart",
+    "assert_same_rates",
+    "assert_weights_do_not_depend_on_the_world_size",
+    "run_stock",
+]
 
 FAULTS = "kill=rank0@step:33,add@step:60,preempt=any@step:90"
 """The loss of rank 0's node, a node's arrival and a preemption with notice."""
@@ -44,7 +54,13 @@ class StockRun:
 
 
 def run_stock(
-    script: Path, folder: Path, *arguments: str, chaos: str = "", preload: bool = True, **options: Any
+    script: Path,
+    folder: Path,
+    *arguments: str,
+    chaos: str = "",
+    preload: bool = True,
+    recovery: Recovery = "restart",
+    **options: Any,
 ) -> StockRun:
     """Run a script to its end, with a folder for its output as the first argument.
 
@@ -54,6 +70,7 @@ def run_stock(
         arguments: further arguments of the script.
         chaos: faults.
         preload: whether the workers are forked from a preload server.
+        recovery: what becomes of the workers when the round changes.
         options: further arguments of the cluster.
     """
     output = folder / "script"
@@ -64,7 +81,7 @@ def run_stock(
         run_dir=folder / "run",
         timeout_s=200,
         audit=True,
-        distribution=ElasticDistribution(rendezvous=GATHERING, preload_workers=preload),
+        distribution=ElasticDistribution(rendezvous=GATHERING, preload_workers=preload, recovery=recovery),
         **options,
     )
     report = cluster.run([sys.executable, str(script), "--folder", str(output), *arguments])
@@ -81,6 +98,20 @@ def assert_same_rates(found: Mapping[int, float], expected: Mapping[int, float])
     missing = expected.keys() - found.keys()
     assert len(missing) <= 1, f"no line of the steps {sorted(missing)}"
     assert found == pytest.approx({step: rate for step, rate in expected.items() if step not in missing}, abs=1e-9)
+
+
+def assert_in_process_recovery_is_a_restart(script: Path, folder: Path) -> StockRun:
+    """Run a script under faults with in-process recovery: new processes continue with the state in memory."""
+    run = run_stock(script, folder, chaos=FAULTS, recovery="in_process")
+    audit = run.report.audit
+    assert audit is not None
+    assert audit.complete, audit
+    assert audit.rolled_back_steps == 0
+    assert not run.report.missed_faults
+    events = read_events(run.report.paths.events)
+    started = [(event.node, event.pids) for event in events if isinstance(event, WorkersStarted)]
+    assert len(set(started)) == len(started) > len(run.report.nodes), "no worker stays over a round"
+    return run
 
 
 def assert_weights_do_not_depend_on_the_world_size(script: Path, folder: Path, *arguments: str) -> None:

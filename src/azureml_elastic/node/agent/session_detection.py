@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from azureml_elastic.config.command.program import Program
@@ -16,20 +18,25 @@ def opens_session(program: Program) -> bool:
     """Return whether the program, or a local module that it imports, mentions this library.
 
     Nothing is executed. Imports inside functions count as well. Local modules are those below the folder that Python
-    puts first on the path: the script's folder, or the working directory for ``python -m``.
+    puts first on the path: the script's folder, or the working directory for ``python -m``. Those of an installed
+    program are the modules of its own package.
 
     Args:
         program: the training program.
 
     Returns:
-        True also where the program's own file cannot be found, since it may be an installed module.
+        True also where the program's own file cannot be found.
     """
     if program.kind == "script":
         main = Path(program.target)
-        root = main.parent
+        root = within = main.parent
     else:
-        main = Path(*program.target.split(".")).with_suffix(".py")
-        root = Path()
+        parts = program.target.split(".")
+        main = Path(*parts).with_suffix(".py")
+        root = within = Path()
+        if not main.is_file() and (installed := _installed(parts)) is not None:
+            main, root = installed
+            within = root / parts[0]
     if not main.is_file():
         return True
     seen: set[Path] = set()
@@ -45,8 +52,27 @@ def opens_session(program: Program) -> bool:
             continue
         if b"azureml_elastic" in text:
             return True
-        pending.extend(_local_imports(text, path, root))
+        pending.extend(found for found in _local_imports(text, path, root) if found.is_relative_to(within))
     return False
+
+
+def _installed(parts: list[str]) -> tuple[Path, Path] | None:
+    """Return the file that ``python -m`` runs for a module on the path, and the folder that has its top package."""
+    folders: Iterable[str] | None = [str(Path.cwd()), *sys.path]
+    spec: ModuleSpec | None = None
+    for end in range(1, len(parts) + 1):
+        if folders is None:
+            return None
+        spec = PathFinder.find_spec(".".join(parts[:end]), list(folders))
+        if spec is None:
+            return None
+        folders = spec.submodule_search_locations
+    if folders is not None:
+        spec = PathFinder.find_spec(".".join([*parts, "__main__"]), list(folders))
+    if spec is None or spec.origin is None:
+        return None
+    main = Path(spec.origin)
+    return main, main.parents[len(parts) - (folders is None)]
 
 
 def _local_imports(text: bytes, path: Path, root: Path) -> Iterator[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 
@@ -31,6 +32,13 @@ _CHECK_SECONDS = 10.0
 
 _FINAL_MESSAGE_SECONDS = 5.0
 """How long the channel has to deliver messages that workers sent before they ended."""
+
+_NEEDS_SESSION = (
+    'recovery="in_process" starts workers before their ranks are known, so RANK and WORLD_SIZE are not set until '
+    'train.start() returns. Call it before they are read, or submit with recovery="restart".'
+)
+
+_RANKS = re.compile(r"\b(RANK|WORLD_SIZE)\b")
 
 
 class WorkerGroup:
@@ -187,10 +195,7 @@ class WorkerGroup:
     def _early_end(self) -> RunFailed:
         failures = self._workers.failures()
         if not failures:
-            return RunFailed(
-                'A worker ended without train.start(), which recovery="in_process" needs. Call it, or submit with '
-                'recovery="restart".',
-                1,
-            )
+            return RunFailed(f"A worker ended without train.start(). {_NEEDS_SESSION}", 1)
         failure = root_cause(failures, self._workers.stderrs)
-        return RunFailed(f"{failure.message}\nA worker failed before it could take part.", failure.exit_code)
+        advice = f" {_NEEDS_SESSION}" if _RANKS.search(failure.message) else ""
+        return RunFailed(f"{failure.message}\nA worker failed before it could take part.{advice}", failure.exit_code)
