@@ -8,6 +8,7 @@ from pathlib import Path
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program
 from azureml_elastic.errors import CommandError, SubmitError
+from azureml_elastic.submit.expressions import check_expressions
 from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.launchers import refuse_launcher
 
@@ -33,6 +34,7 @@ def check(job: JobFields) -> FoundProgram:
         _check_pools(job)
     if job.resources.effective_placement == "fan_out":
         _check_fan_out(job)
+    check_expressions(job.command, job.inputs, job.outputs, reserved=RESERVED_PREFIX)
     refuse_launcher(job.command)
     found = find_program(job.command)
     _check_script(job, found)

@@ -82,6 +82,8 @@ def test_fields_that_contradict_each_other(fields, parts):
         ("python -m torch.distributed.run --nproc_per_node 2 train.py", "process_count_per_instance=2"),
         ("accelerate launch train.py", "command='python train.py'"),
         ("python other.py", "'other.py', which is not in code='src'"),
+        ("python train.py --data ${{inputs.data}}", "'${{inputs.data}}', but the job declares no inputs. Add 'data'"),
+        ("python train.py > ${{ outputs.log }}/a", "'${{ outputs.log }}', but the job declares no outputs"),
         ("python src/train.py", "'src/train.py', which is not in code='src'"),
     ],
 )
@@ -91,13 +93,25 @@ def test_commands_that_start_no_program_of_the_job(command, part):
     assert part in str(caught.value)
 
 
+def test_the_refusal_of_an_undeclared_input_names_the_one_that_is_close():
+    with pytest.raises(CommandError) as caught:
+        check(make(command="python train.py ${{inputs.epoch}}", inputs={"epochs": 3, "data": "x"}))
+    assert "declares the inputs data, epochs. Did you mean ${{inputs.epochs}}?" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"command": "cd sub && python other.py"},
         {"command": "python -m package.module"},
         {"command": "python /opt/train.py"},
-        {"command": "python ${{inputs.code}}/other.py"},
+        {"command": "python ${{inputs.code}}/other.py", "inputs": {"code": 1}},
+        {
+            "command": "python train.py ${{ inputs.a.b }} ${{outputs.o}}",
+            "inputs": {"a": 1, "b": 2},
+            "outputs": {"o": {}},
+        },
+        {"command": "python train.py ${{outputs.azureml_elastic_checkpoints}} ${{search_space.lr}}"},
         {"command": "python other.py", "code": None},
         {"command": "python other.py", "code": "azureml:code:1"},
         {"command": "python other.py", "code": "git+https://example.org/x.git"},

@@ -1,0 +1,59 @@
+"""The expressions of Azure ML (``${{inputs.data}}``) in a command, which it replaces before the shell reads them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from azureml_elastic.errors import CommandError
+from azureml_elastic.submit.fields import field_of
+
+__all__ = ["check_expressions", "literal_of", "with_literals"]
+
+_EXPRESSION = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)[\w.]*\s*\}\}", re.ASCII)
+
+
+def check_expressions(command: str, inputs: Collection[str], outputs: Collection[str], *, reserved: str) -> None:
+    """Check that a command names only inputs and outputs that the job declares.
+
+    Args:
+        command: shell command of the job.
+        inputs: names of the job's inputs.
+        outputs: names of the job's outputs.
+        reserved: beginning of the names that are added to the job.
+
+    Raises:
+        CommandError: the command names another one.
+    """
+    for match in _EXPRESSION.finditer(command):
+        kind, name = match.groups()
+        declared = inputs if kind == "inputs" else outputs
+        if name in declared or name.startswith(reserved):
+            continue
+        close = difflib.get_close_matches(name, declared, 1)
+        known = f"the {kind} {', '.join(sorted(declared))}" if declared else f"no {kind}"
+        instead = f" Did you mean ${{{{{kind}.{close[0]}}}}}?" if close else ""
+        raise CommandError(
+            f"The command has {match.group()!r}, but the job declares {known}.{instead} Add {name!r} to {kind}, or "
+            "correct the command."
+        )
+
+
+def with_literals(text: str, inputs: Mapping[str, Any]) -> str:
+    """Return a text with the values of the inputs that are numbers, texts or truth values."""
+
+    def value(match: re.Match[str]) -> str:
+        literal = literal_of(inputs.get(match[2])) if match[1] == "inputs" else None
+        return match.group() if literal is None else str(literal)
+
+    return _EXPRESSION.sub(value, text)
+
+
+def literal_of(value: Any) -> bool | float | str | None:
+    """Return the value of an input that is a literal, or an ``Input`` of one; ``None`` for data."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    literal = field_of(value, "default")
+    return literal if isinstance(literal, (bool, int, float, str)) else None
