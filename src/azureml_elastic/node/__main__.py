@@ -7,6 +7,7 @@ without it, 2 the input is wrong, otherwise the failing worker's.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
@@ -38,10 +39,11 @@ def main(argv: Sequence[str] | None = None, start_preload: Callable[..., Preload
         description="Run one node of an elastic job. The plan is read from the environment.",
     )
     parser.add_argument("--checkpoint-dir", help="folder or mount for the checkpoints of all runs")
+    parser.add_argument("--placeholders", metavar="NAME", help="name in the arguments' placeholders: %%{NAME:RANK}")
     parser.add_argument("program", nargs="+", metavar="-- python train.py ...", help="the training program")
     arguments = parser.parse_args(argv)
     try:
-        program = parse_program(arguments.program)
+        program = dataclasses.replace(parse_program(arguments.program), placeholders=arguments.placeholders)
         if program.kind == "module" and program.target == _DOCTOR:
             from azureml_elastic.node.diagnostics.doctor import main as examine
 

@@ -230,7 +230,7 @@ class _Node:
         logs = self._identity.folder / "workers" / self._identity.node
         logs.mkdir(parents=True, exist_ok=True)
         workers = Workers(
-            self._program.command,
+            self._program,
             DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL, tee=Std.ALL),
             self._channel,
             self._preload_server,

@@ -7,6 +7,7 @@ import shlex
 from azureml_elastic.config.command.program import FoundProgram, parse_program
 from azureml_elastic.config.environment import PLAN
 from azureml_elastic.submit.fields import JobFields
+from azureml_elastic.submit.translation import translated_command
 
 __all__ = ["CHECKPOINTS", "RUNTIME", "checkpoint_output", "command_text", "environment_variables"]
 
@@ -39,13 +40,18 @@ def checkpoint_output(job: JobFields) -> str | None:
 
 def command_text(job: JobFields, found: FoundProgram) -> str:
     """Return the job's command with the node's entry point inserted before the program."""
+    translated = translated_command(job, found)
+    found = translated.found
     interpreter = _quoted(parse_program([found.program]).interpreter or "python")
     script = f"${{{{inputs.{RUNTIME}}}}}/start.py" if job.delivery == "ship" else "-m azureml_elastic.node"
     if checkpoint_output(job) is not None:
         folder = f"${{{{outputs.{CHECKPOINTS}}}}}"
     else:
         folder = _quoted(str(job.checkpoint.path))
-    return f"{found.before}{interpreter} {script} --checkpoint-dir {folder} -- {found.program}{found.after}"
+    options = f"--checkpoint-dir {folder}"
+    if translated.name is not None:
+        options += f" --placeholders {translated.name}"
+    return f"{found.before}{interpreter} {script} {options} -- {found.program}{found.after}"
 
 
 def _quoted(word: str) -> str:

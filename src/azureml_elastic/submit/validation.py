@@ -11,6 +11,7 @@ from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.submit.expressions import check_expressions
 from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.launchers import refuse_launcher
+from azureml_elastic.submit.translation import translated_command
 
 __all__ = ["RESERVED_PREFIX", "check"]
 
@@ -38,6 +39,7 @@ def check(job: JobFields) -> FoundProgram:
     refuse_launcher(job.command)
     found = find_program(job.command)
     _check_script(job, found)
+    translated_command(job, found)
     return found
 
 

@@ -26,8 +26,8 @@ def main(script: str, folder: Path) -> None:
         context = PreloadContext(
             server,
             name="worker",
-            entrypoint=server.command[0],
-            args=dict.fromkeys(environments, server.command[1:]),
+            entrypoint=server.program.command[0],
+            args=dict.fromkeys(environments, server.program.command[1:]),
             envs=environments,
             logs_specs=DefaultLogsSpecs(str(folder / name), redirects=Std.ALL, tee=Std.OUT),
             log_line_prefixes={rank: f"[worker{rank}]:" for rank in environments},

@@ -266,3 +266,12 @@ def test_checkpoints_in_a_folder_of_the_nodes_are_passed_as_they_are(path, word)
     entity = make(checkpoint=CheckpointPolicy(path=path), resources=ElasticResources(max_instance_count=1)).compile()
     assert list(entity.outputs) == ["model"]
     assert f"--checkpoint-dir {word} -- python train.py" in entity.command
+
+
+def test_the_variables_of_the_workers_become_placeholders_with_a_name_that_the_agent_receives():
+    command = "pip list && python train.py --rank $RANK '$RANK' ${{inputs.a}} | tee log"
+    single = ElasticResources(max_instance_count=1)
+    entity = make(command=command, inputs={"a": "%{worker:X}"}, resources=single).compile()
+    assert entity.command.endswith(
+        " --placeholders worker2 -- python train.py --rank %{worker2:RANK} '$RANK' ${{inputs.a}} | tee log"
+    )

@@ -84,6 +84,7 @@ def test_fields_that_contradict_each_other(fields, parts):
         ("python other.py", "'other.py', which is not in code='src'"),
         ("python train.py --data ${{inputs.data}}", "'${{inputs.data}}', but the job declares no inputs. Add 'data'"),
         ("python train.py > ${{ outputs.log }}/a", "'${{ outputs.log }}', but the job declares no outputs"),
+        ("echo $RANK && python train.py", "$RANK in '$RANK', outside the arguments of its program"),
         ("python src/train.py", "'src/train.py', which is not in code='src'"),
     ],
 )
@@ -91,6 +92,14 @@ def test_commands_that_start_no_program_of_the_job(command, part):
     with pytest.raises(CommandError) as caught:
         check(make(command=command))
     assert part in str(caught.value)
+
+
+def test_workers_that_stay_have_no_arguments_that_change():
+    stay = {"recovery": "in_process"}
+    assert check(make(command="python train.py $LOCAL_RANK", distribution=stay)).program
+    with pytest.raises(CommandError, match=r"have \$RANK, which changes") as caught:
+        check(make(command="python train.py $RANK", distribution=stay))
+    assert 'give recovery="restart"' in str(caught.value)
 
 
 def test_the_refusal_of_an_undeclared_input_names_the_one_that_is_close():

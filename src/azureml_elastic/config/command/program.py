@@ -11,11 +11,12 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from azureml_elastic.config.command.placeholders import fill
 from azureml_elastic.config.command.shell import simple_commands
 from azureml_elastic.errors import CommandError
 
@@ -46,6 +47,8 @@ class Program:
     target: str
     """Path of the script, or dotted name of the module."""
     arguments: tuple[str, ...]
+    placeholders: str | None = None
+    """Name in the placeholders of the arguments, which stand for variables of a worker; ``None`` if there are none."""
 
     @property
     def interpreter_command(self) -> tuple[str, ...]:
@@ -56,9 +59,17 @@ class Program:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Command that starts the program on a node."""
+        """Command that starts the program on a node, with the placeholders."""
         module = ("-m",) if self.kind == "module" else ()
         return *self.interpreter_command, *module, self.target, *self.arguments
+
+    def arguments_for(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the arguments of the worker that has this environment."""
+        return fill(self.arguments, self.placeholders, environ)
+
+    def command_for(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the command that starts the worker that has this environment."""
+        return *self.command[: len(self.command) - len(self.arguments)], *self.arguments_for(environ)
 
 
 class FoundProgram(NamedTuple):

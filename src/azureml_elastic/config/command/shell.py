@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 from azureml_elastic.errors import CommandError
 
-__all__ = ["Word", "simple_commands"]
+__all__ = ["Word", "all_words", "simple_commands"]
 
 _OPERATOR = re.compile(r"&&|\|\||\|&|;;|[|;&()\n]")
 _REDIRECTION = re.compile(r"&>>?|\d*(?:<<|>>|>\||[<>]&|<>|[<>])")
 _SPACE = re.compile(r"(?:\\\r?\n|[^\S\n])+")
 _COMMENT = re.compile(r"#[^\n]*")
-_PLAIN = re.compile(r"[^\s\\'\"`$|&;()<>]+|\$")
+_PLAIN = re.compile(r"[^\s\\'\"`$|&;()<>]+")
 _ESCAPED = re.compile(r'\\([\\"$`])')
+_PARAMETER = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])?", re.ASCII)
 
 
 class Word(NamedTuple):
@@ -29,6 +30,8 @@ class Word(NamedTuple):
     """Text without quotes, as a program would receive it before expansion."""
     start: int
     end: int
+    expansions: tuple[tuple[int, int], ...] = ()
+    """Ranges of what the shell replaces: ``$A``, ``${A}``, ``$(a)`` and the like, but not ``${{a}}``."""
 
 
 def simple_commands(text: str) -> Iterator[list[Word]]:
@@ -38,7 +41,29 @@ def simple_commands(text: str) -> Iterator[list[Word]]:
         CommandError: a quotation or expression is not closed, or the text has a here-document.
     """
     words: list[Word] = []
-    redirected = False  # whether the next word is the file of a redirection
+    for word, redirected in _tokens(text):
+        if word is None:
+            if words:
+                yield words
+            words = []
+        elif not redirected:
+            words.append(word)
+    if words:
+        yield words
+
+
+def all_words(text: str) -> Iterator[Word]:
+    """Yield the words of all commands, and the files of their redirections.
+
+    Raises:
+        CommandError: as for :func:`simple_commands`.
+    """
+    yield from (word for word, _ in _tokens(text) if word is not None)
+
+
+def _tokens(text: str) -> Iterator[tuple[Word | None, bool]]:
+    """Yield each word and whether it is the file of a redirection; ``None`` for an operator."""
+    redirected = False
     position = 0
     while position < len(text):
         if match := _SPACE.match(text, position) or _COMMENT.match(text, position):
@@ -52,28 +77,24 @@ def simple_commands(text: str) -> Iterator[list[Word]]:
             redirected = True
             position = match.end()
         elif match := _OPERATOR.match(text, position):
-            if words:
-                yield words
-            words, redirected = [], False
+            yield None, False
+            redirected = False
             position = match.end()
         else:
             word = _word(text, position)
             position = word.end
-            if not redirected:
-                words.append(word)
+            yield word, redirected
             redirected = False
-    if words:
-        yield words
 
 
 def _word(text: str, start: int) -> Word:
     content = ""
+    expansions: list[tuple[int, int]] = []
     position = start
     while position < len(text):
         if match := _PLAIN.match(text, position):
-            expansion = match.group() == "$" and text.startswith(("${", "$("), position)
-            end = _end_of_expansion(text, position) if expansion else match.end()
-            content += text[position:end]
+            end = match.end()
+            content += match.group()
         elif text[position] == "\\":
             end = min(position + 2, len(text))
             content += text[position + 1 : end].replace("\n", "")
@@ -81,45 +102,65 @@ def _word(text: str, start: int) -> Word:
             end = _end_at(text, position, "'", 1)
             content += text[position + 1 : end - 1]
         elif text[position] == '"':
-            end = _end_of_double_quotes(text, position)
+            end, inner = _double_quotes(text, position)
+            expansions += inner
             content += _ESCAPED.sub(r"\1", text[position + 1 : end - 1].replace("\\\n", ""))
-        elif text[position] == "`":
-            end = _end_at(text, position, "`", 1)
+        elif text[position] in "$`":
+            end = _end_of_expansion(text, position)
+            if _is_replaced(text, position, end):
+                expansions.append((position, end))
             content += text[position:end]
         else:
             break
         position = end
-    return Word(content, start, position)
+    return Word(content, start, position, tuple(expansions))
+
+
+def _is_replaced(text: str, start: int, end: int) -> bool:
+    return end - start > 1 and not text.startswith("${{", start)
 
 
 def _end_of_expansion(text: str, start: int) -> int:
-    """Return the index after the ``${{...}}``, ``${...}`` or ``$(...)`` that begins at ``start``."""
+    """Return the index after the ``${{...}}``, ``${...}``, ``$(...)``, ``$A`` or backquotes that begin at ``start``."""
+    if text[start] == "`":
+        return _end_at(text, start, "`", 1)
     if text.startswith("${{", start):
         return _end_at(text, start, "}}", 3)
-    if text.startswith("${", start):
-        return _end_at(text, start, "}", 2)
+    braces = text.startswith("${", start)
+    if not braces and not text.startswith("$(", start):
+        match = _PARAMETER.match(text, start)
+        assert match is not None
+        return match.end()
+    opening, closing = ("", "}") if braces else ("(", ")")
     position, depth = start + 2, 1
     while depth:
         if position >= len(text):
-            raise _not_closed(text, start, ")")
+            raise _not_closed(text, start, closing)
         character = text[position]
-        if character == "'":
+        if character == "'" and not braces:
             position = _end_at(text, position, "'", 1)
         elif character == '"':
-            position = _end_of_double_quotes(text, position)
+            position, _ = _double_quotes(text, position)
+        elif text.startswith("${", position):
+            position = _end_of_expansion(text, position)
         else:
-            depth += {"(": 1, ")": -1}.get(character, 0)
+            depth += (character == opening) - (character == closing)
             position += 2 if character == "\\" else 1
     return position
 
 
-def _end_of_double_quotes(text: str, start: int) -> int:
+def _double_quotes(text: str, start: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return the index after the closing quote, and the ranges of the expansions before it."""
+    expansions: list[tuple[int, int]] = []
     position = start + 1
     while position < len(text):
         if text[position] == '"':
-            return position + 1
-        if text.startswith(("${", "$("), position):
-            position = _end_of_expansion(text, position)
+            return position + 1, expansions
+        if text[position] in "$`":
+            end = _end_of_expansion(text, position)
+            if _is_replaced(text, position, end):
+                expansions.append((position, end))
+            position = end
         else:
             position += 2 if text[position] == "\\" else 1
     raise _not_closed(text, start, '"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SubprocessContext
 
+from azureml_elastic.config.command.program import Program
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.preload.context import PreloadContext, plain_environments
@@ -26,7 +28,7 @@ class Workers:
     """The processes of one round, or of several where they stay. For the agent's thread.
 
     Args:
-        command: command that starts a worker without the preload server.
+        program: program of the workers.
         logs: where their output goes.
         channel: server for their sessions.
         preload_server: server that forks the workers; ``None`` starts each one as a new interpreter.
@@ -36,7 +38,7 @@ class Workers:
 
     def __init__(
         self,
-        command: tuple[str, ...],
+        program: Program,
         logs: LogsSpecs,
         channel: Channel,
         preload_server: PreloadServer | None,
@@ -44,7 +46,7 @@ class Workers:
         handover_seconds: float,
         stop_seconds: float,
     ) -> None:
-        self._command = command
+        self._program = program
         self._logs = logs
         self._channel = channel
         self._preload_server = preload_server
@@ -62,10 +64,11 @@ class Workers:
             prefixes: prefix of each output line, by local rank.
         """
         self.finish_stopping()
+        commands = {rank: self._program.command_for({**os.environ, **each}) for rank, each in environments.items()}
         arguments: dict[str, Any] = {
             "name": "worker",
-            "entrypoint": self._command[0],
-            "args": dict.fromkeys(environments, self._command[1:]),
+            "entrypoint": self._program.command[0],
+            "args": {local_rank: command[1:] for local_rank, command in commands.items()},
             "envs": {local_rank: dict(each) for local_rank, each in environments.items()},
             "logs_specs": self._logs,
             "log_line_prefixes": dict(prefixes),

@@ -56,8 +56,8 @@ class PreloadServer:
         *,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
-        self.command = program.command
-        """Command for a plain start of the same worker."""
+        self.program = program
+        """Program of the workers."""
         self.excluded: dict[str, str] = {}
         """Packages that each worker imports itself, with the reasons."""
         self._environ = lasting(environ)
@@ -143,7 +143,8 @@ class PreloadServer:
             raise ForkRefused(f"{', '.join(names)} in the environment changed after the imports")
         with contextlib.ExitStack() as files:
             content = files.enter_context(_anonymous_file())
-            content.write(json.dumps(dict(environ)).encode())
+            arguments = None if self.program.placeholders is None else self.program.arguments_for(environ)
+            content.write(json.dumps({"environment": dict(environ), "arguments": arguments}).encode())
             content.flush()
             descriptors = [content.fileno()]
             for path, inherited in ((stdout, 1), (stderr, 2)):
@@ -228,7 +229,7 @@ class PreloadServer:
                     self._workers[message["pid"]].end(message["code"])
             else:
                 if operation == "started":
-                    worker = ForkedWorker(message["pid"], self.command, self._changes, self._reap)
+                    worker = ForkedWorker(message["pid"], self.program.command, self._changes, self._reap)
                     self._workers[worker.pid] = worker
                 self._answers[message["id"]] = message
             self._changes.notify_all()

@@ -84,10 +84,11 @@ class PreloadContext(SubprocessContext):
         _LOG.info("Forked %d workers in %.0f ms from the preload server.", self.nprocs, milliseconds)
 
     def _fork(self, local_rank: int) -> ForkedWorker:
-        if (self.entrypoint, *self.args[local_rank]) != self._server.command:
+        environ = {**os.environ, **self.envs[local_rank]}
+        if (self.entrypoint, *self.args[local_rank]) != self._server.program.command_for(environ):
             raise ForkRefused("torch changes the arguments of each worker")
         # torch denotes the console by an empty file name.
         stdout, stderr = (
             Path(names[local_rank]) if names[local_rank] else None for names in (self.stdouts, self.stderrs)
         )
-        return self._server.start({**os.environ, **self.envs[local_rank]}, stdout, stderr)
+        return self._server.start(environ, stdout, stderr)

@@ -33,7 +33,7 @@ __all__ = [
     "execute",
     "on_end",
     "on_uncaught",
-    "read_environment",
+    "read_start",
     "reset_process_state",
 ]
 
@@ -255,9 +255,9 @@ def _reopen(stream: Any, descriptor: int, mode: str) -> None:
     stream.mode = "w" if writes else "r"
 
 
-def read_environment(descriptor: int) -> dict[str, str]:
-    """Read a JSON object of variables from the start of a file."""
+def read_start(descriptor: int) -> tuple[dict[str, str], list[str] | None]:
+    """Read the environment of a worker and its own arguments, if it has any, from a file of JSON."""
     with os.fdopen(descriptor, "rb") as file:
         file.seek(0)
-        found: dict[str, str] = json.loads(file.read())
-    return found
+        start = json.loads(file.read())
+    return start["environment"], start["arguments"]

@@ -3,11 +3,15 @@
 It is started as ``python <options> -c <OUTERMOST> <descriptor> <excluded> <kind> <target> <arguments>`` and uses the
 ``SOCK_SEQPACKET`` socket with that descriptor, on which each message is sent or received whole::
 
-    agent:  {"op": "fork", "id": 7, "folder": "/home"}   with three descriptors: environment as JSON, stdout, stderr
+    agent:  {"op": "fork", "id": 7, "folder": "/home"}   with three descriptors: start as JSON, stdout, stderr
     server: {"op": "started", "id": 7, "pid": 4711}  or  {"op": "declined", "id": 7, "reason": "..."}
     server: {"op": "ended", "pid": 4711, "code": -9}     the worker stays a zombie, which reserves its id, until
     agent:  {"op": "reap", "pid": 4711}
     server: {"op": "ready", "seconds": 2.1, "imports": 12, "excluded": {}}  or  {"op": "unsafe", "reason": "..."}
+
+The start of a worker has its environment, and its arguments where they differ between workers::
+
+    {"environment": {"RANK": "0"}, "arguments": null}
 
 When the agent's end of the socket closes, the server kills its workers and exits. If the server is killed, the kernel
 kills the workers (``PR_SET_PDEATHSIG``).
@@ -232,7 +236,7 @@ class _Server:
         here = os.getcwd()  # noqa: PTH109
         return None if here == folder else f"the working directory was {here!r} and is {folder!r} now"
 
-    def _become_worker(self, server: int, environment: int, stdout: int, stderr: int) -> Callable[[], Any]:
+    def _become_worker(self, server: int, start: int, stdout: int, stderr: int) -> Callable[[], Any]:
         self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server:
             os._exit(1)
@@ -240,7 +244,10 @@ class _Server:
         self._link.close()
         self._restore_signals()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        wanted = script_runner.read_environment(environment)
+        wanted, arguments = script_runner.read_start(start)
+        if arguments is not None:
+            sys.argv[1:] = arguments
+            self._command[len(self._command) - len(arguments) :] = arguments
         if "LC_CTYPE" in self._environment:
             wanted.setdefault("LC_CTYPE", self._environment["LC_CTYPE"])  # Python sets it in the C locale
         script_runner.adopt_environment(wanted)

@@ -40,7 +40,7 @@ def test_forked_and_plain_workers_are_equal(server, tmp_path, probe):
         pytest.skip("Python 3.10 shows one frame of ours")
     environ = environment(probe)
     forked = run_forked(server, environ, tmp_path, "forked")
-    started = run_plain(server.command, environ, tmp_path, "plain")
+    started = run_plain(server.program.command, environ, tmp_path, "plain")
     if forked.stdout.startswith("{"):
         assert json.loads(forked.stdout) == json.loads(started.stdout)
     assert forked == started
@@ -54,7 +54,7 @@ def test_workers_have_different_random_numbers(server, tmp_path):
 
 def test_the_stack_has_at_most_one_more_frame(server, tmp_path):
     forked = run_forked(server, environment("recurse"), tmp_path, "forked")
-    started = run_plain(server.command, environment("recurse"), tmp_path, "plain")
+    started = run_plain(server.program.command, environment("recurse"), tmp_path, "plain")
     assert int(started.stdout) - int(forked.stdout) in (0, 1, 2)  # it takes room on two stacks
 
 
@@ -82,12 +82,12 @@ def test_a_module_with_packages_of_its_own(tmp_path, monkeypatch):
     try:
         assert process.wait_ready(120), process.refusal
         forked = run_forked(process, ENVIRON, tmp_path, "forked")
-        started = run_plain(process.command, ENVIRON, tmp_path, "plain")
+        started = run_plain(process.program.command, ENVIRON, tmp_path, "plain")
         assert forked == started
         assert "ZeroDivisionError" in forked.stderr
         (package / "main.py").unlink()
         forked = run_forked(process, ENVIRON, tmp_path, "forked")
-        assert forked == run_plain(process.command, ENVIRON, tmp_path, "plain")
+        assert forked == run_plain(process.program.command, ENVIRON, tmp_path, "plain")
         assert "No module named own.deep.main" in forked.stderr
     finally:
         process.close()
@@ -128,7 +128,7 @@ def test_changed_scripts_and_effects_of_imports(tmp_path, monkeypatch):
         for name, text in texts.items():
             script.write_bytes(text if isinstance(text, bytes) else text.encode())
             forked = run_forked(process, environ, tmp_path, "forked")
-            started = run_plain(process.command, environ, tmp_path, "plain")
+            started = run_plain(process.program.command, environ, tmp_path, "plain")
             if name == "fails later":
                 assert "5 1" in forked.stdout
             if "local" in str(text):
@@ -137,7 +137,7 @@ def test_changed_scripts_and_effects_of_imports(tmp_path, monkeypatch):
                 assert forked.code == started.code
         script.unlink()
         forked = run_forked(process, environ, tmp_path, "forked")
-        assert forked == run_plain(process.command, environ, tmp_path, "plain")
+        assert forked == run_plain(process.program.command, environ, tmp_path, "plain")
         assert forked.code == 2
     finally:
         process.close()

@@ -1,0 +1,110 @@
+"""The variables of a worker in the arguments of the program, such as ``$RANK`` in ``python train.py --rank $RANK``.
+
+The shell expands a command once per node, before any worker is started. At submission these variables are therefore
+replaced by placeholders, which the agent replaces by the values of each worker.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from azureml_elastic.config.command.placeholders import placeholder, unused_name
+from azureml_elastic.config.command.program import FoundProgram, parse_program
+from azureml_elastic.config.command.shell import Word, all_words, simple_commands
+from azureml_elastic.errors import CommandError
+
+__all__ = ["KEPT_VARIABLES", "Translated", "with_placeholders"]
+
+_NAMES = "GROUP_RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|RANK|WORLD_SIZE"
+_OTHER_NAMES = {"NODE_RANK": "GROUP_RANK"}
+"""Azure ML's name of a variable that torch's launcher, and so the agent, calls otherwise."""
+
+KEPT_VARIABLES = frozenset({"LOCAL_RANK", "LOCAL_WORLD_SIZE"})
+"""Those whose values a worker keeps over all rounds."""
+
+_PLAIN = re.compile(rf"\$(?:({_NAMES})|\{{({_NAMES})(?::?[-=?].*)?\}})", re.ASCII | re.DOTALL)
+"""The variable itself. Its value after ``:-`` is not needed, since each worker has the variable."""
+
+_USED = re.compile(rf"\$\{{?[#!]?({_NAMES})\b", re.ASCII)
+_USED_IN_ARITHMETIC = re.compile(rf"\b({_NAMES})\b", re.ASCII)
+
+
+class Translated(NamedTuple):
+    """A command whose program has placeholders."""
+
+    found: FoundProgram
+    name: str | None
+    """Name in the placeholders, as in ``%{name:RANK}``; ``None`` if there are none."""
+    variables: frozenset[str]
+    """The variables that were replaced."""
+
+
+def with_placeholders(found: FoundProgram, texts: Iterable[str] = ()) -> Translated:
+    r"""Replace the variables of a worker in the arguments of the program by placeholders.
+
+    Variables that the shell does not expand (``'$RANK'``, ``\$RANK``) stay as they are.
+
+    Args:
+        found: command.
+        texts: texts that may become part of the arguments, from which the placeholders must differ.
+
+    Raises:
+        CommandError: the shell would expand such a variable elsewhere, or as a part of an expression.
+    """
+    command = "".join(found)
+    starts = {word.start for word in _arguments(found)}
+    replaced: list[tuple[int, int, str]] = []
+    for word in all_words(command):
+        for start, end in word.expansions:
+            name = _variable(command[start:end])
+            if name is None:
+                continue
+            if word.start not in starts:
+                raise CommandError(_elsewhere(name, command[word.start : word.end]))
+            if not _PLAIN.fullmatch(command, start, end):
+                raise CommandError(_computed(name, command[start:end]))
+            replaced.append((start, end, name))
+    if not replaced:
+        return Translated(found, None, frozenset())
+    chosen = unused_name((command, *texts))
+    program, position = "", len(found.before)
+    for start, end, name in replaced:
+        program += command[position:start] + placeholder(chosen, _OTHER_NAMES.get(name, name))
+        position = end
+    program += command[position : len(command) - len(found.after)]
+    return Translated(found._replace(program=program), chosen, frozenset(name for _, _, name in replaced))
+
+
+def _arguments(found: FoundProgram) -> list[Word]:
+    """Return the words of the command that are arguments of the program."""
+    start = len(found.before)
+    for words in simple_commands("".join(found)):
+        inside = [word for word in words if word.start >= start]
+        if inside and inside[0].start == start:
+            return inside[len(inside) - len(parse_program([found.program]).arguments) :]
+    return []
+
+
+def _variable(expansion: str) -> str | None:
+    match = _PLAIN.fullmatch(expansion) or _USED.search(expansion)
+    if match is None and expansion.startswith("$(("):
+        match = _USED_IN_ARITHMETIC.search(expansion)
+    return None if match is None else next(name for name in match.groups() if name)
+
+
+def _elsewhere(name: str, word: str) -> str:
+    variable = _OTHER_NAMES.get(name, name)
+    return (
+        f"The command has ${name} in {word!r}, outside the arguments of its program. The shell reads it once per node, "
+        f"before the agent starts the workers that have it. Give it to the program, as in 'python train.py "
+        f"--{name.lower().replace('_', '-')} ${name}', or read os.environ[{variable!r}] in the script."
+    )
+
+
+def _computed(name: str, expansion: str) -> str:
+    return (
+        f"The command has {expansion!r}, which the shell would compute once per node, before the agent starts the "
+        f"workers that have ${name}. Give the program ${name} itself, and compute in the script."
+    )

@@ -1,0 +1,43 @@
+"""The arguments that the workers of a submitted job receive, with variables of each worker."""
+
+import pytest
+
+from azureml_elastic import ElasticCommandJob, ElasticDistribution, ElasticResources
+from azureml_elastic.testing import LocalWorkspace
+
+SCRIPT = """
+import os, sys
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+expected = [os.environ[name] for name in names]
+assert sys.argv[1:] == [*expected, "$RANK", "%{worker:RANK}", "%{worker:RANK}"], sys.argv
+assert sys.orig_argv[-10:] == sys.argv[1:], sys.orig_argv
+sys.stdout.write(f"arguments of rank {' '.join(sys.argv[1:5])}\\n")
+"""
+ARGUMENTS = (
+    '$RANK "${LOCAL_RANK}" ${WORLD_SIZE:-1} $LOCAL_WORLD_SIZE $NODE_RANK $MASTER_ADDR "$MASTER_PORT" '
+    "'$RANK' %{worker:RANK} ${{inputs.text}}"
+)
+
+
+@pytest.mark.parametrize("preload", [True, False], ids=["forked", "started"])
+@pytest.mark.parametrize("program", ["train.py", "-m train"])
+def test_each_worker_receives_its_own_arguments(script, preload, program):
+    script(SCRIPT)
+    job = ElasticCommandJob(
+        code="src",
+        command=f"python {program} {ARGUMENTS} | tee log.txt",
+        inputs={"text": "%{worker:RANK}"},
+        environment="anything@latest",
+        compute="cluster",
+        resources=ElasticResources(min_instance_count=2, max_instance_count=2),
+        distribution=ElasticDistribution(process_count_per_instance=2, preload_workers=preload),
+    )
+    with LocalWorkspace() as workspace:
+        submitted = workspace.ml_client.jobs.create_or_update(job)
+        status = workspace.wait(submitted.name, 200)
+        children = list(workspace.ml_client.jobs.list(parent_job_name=submitted.name))
+        text = "\n".join(workspace.log(child.name) for child in children)
+    assert status == "Completed", text
+    lines = sorted(line.partition("arguments of ")[2] for line in text.splitlines() if "arguments of" in line)
+    assert lines == ["rank 0 0 4 2", "rank 1 1 4 2", "rank 2 0 4 2", "rank 3 1 4 2"]
+    assert ("from the preload server" in text) == preload
