@@ -41,3 +41,17 @@ def test_each_worker_receives_its_own_arguments(script, preload, program):
     lines = sorted(line.partition("arguments of ")[2] for line in text.splitlines() if "arguments of" in line)
     assert lines == ["rank 0 0 4 2", "rank 1 1 4 2", "rank 2 0 4 2", "rank 3 1 4 2"]
     assert ("from the preload server" in text) == preload
+
+
+def test_prefixes_apply_to_the_agent_and_so_to_its_workers(script):
+    script("import os; assert (os.environ['A'], os.environ['B']) == ('1', '2'); assert os.nice(0) >= 5")
+    job = ElasticCommandJob(
+        code="src",
+        command="A=1 nice -n 5 env -u C B=2 stdbuf -oL python train.py",
+        environment="anything@latest",
+        compute="cluster",
+        resources=ElasticResources(max_instance_count=1),
+    )
+    with LocalWorkspace() as workspace:
+        submitted = workspace.ml_client.jobs.create_or_update(job)
+        assert workspace.wait(submitted.name, 200) == "Completed", workspace.log(submitted.name)

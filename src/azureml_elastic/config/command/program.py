@@ -8,7 +8,6 @@ node, :func:`parse_program` parses the words into which the shell has split the 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from azureml_elastic.config.command.placeholders import fill
+from azureml_elastic.config.command.prefixes import is_interpreter, is_program, program_start
 from azureml_elastic.config.command.shell import simple_commands
 from azureml_elastic.errors import CommandError
 
 __all__ = ["FoundProgram", "Program", "find_program", "parse_program", "require_script"]
 
-_INTERPRETER = re.compile(r"(?:.*[/\\])?python(?:\d+(?:\.\d+)*)?(?:\.exe)?", re.DOTALL)
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=", re.ASCII)
 _QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
@@ -31,7 +29,6 @@ _LAUNCHERS = frozenset({"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpi
 _LAUNCHER_MODULES = frozenset(
     {"accelerate.commands.launch", "deepspeed.launcher.launch", "torch.distributed.launch", "torch.distributed.run"}
 )
-_PREFIXES = frozenset({"!", "do", "elif", "else", "env", "exec", "if", "nohup", "then", "time", "{"})
 _LOOPS = (["for"], ["until"], ["while"])
 _NEXT_STEP = "Give the script itself, as in 'python train.py --epochs 10' or 'python -m package.module'"
 
@@ -95,7 +92,7 @@ def parse_program(argv: Sequence[str]) -> Program:
         words = _split(words[0])
     if not words:
         raise CommandError(f"The command is empty. {_NEXT_STEP}.")
-    if _INTERPRETER.fullmatch(words[0]):
+    if is_interpreter(words[0]):
         return _parse_interpreted(words)
     if words[0].endswith(".py"):
         return Program(None, (), "script", words[0], tuple(words[1:]))
@@ -129,10 +126,10 @@ def find_program(shell_command: str) -> FoundProgram:
     loops = 0
     for command in simple_commands(shell_command):
         words = [word.text for word in command]
-        skipped = _prefix_length(words)
+        skipped, problem = program_start(words)
         start = words[skipped:]
         loops += (start[:1] in _LOOPS) - (start[:1] == ["done"])
-        if not start or not (_INTERPRETER.fullmatch(start[0]) or start[0].endswith(".py")):
+        if not start or not is_program(start[0]):
             others.append(start or words)
             continue
         if _prepares(start):
@@ -144,11 +141,14 @@ def find_program(shell_command: str) -> FoundProgram:
                 f"The command starts {shlex.join(start)!r} in a shell loop; an elastic job runs its program once. "
                 "Move the loop into the training script, or submit one job per turn."
             )
+        if problem:
+            raise CommandError(f"In {shlex.join(words)!r}, {problem}.")
         cut = slice(command[skipped].start, command[-1].end)
         found.append(FoundProgram(shell_command[: cut.start], shell_command[cut], shell_command[cut.stop :]))
     if not found:
         launcher = next((words for words in others if words[0].rsplit("/", 1)[-1] in _LAUNCHERS), None)
-        raise CommandError(_no_python(launcher or (others[-1] if others else [])))
+        behind = next((words for words in others if any(is_interpreter(word) for word in words[1:])), None)
+        raise CommandError(_no_python(launcher or behind or (others[-1] if others else [])))
     if len(found) > 1:
         programs = ", ".join(repr(one.program) for one in found)
         raise CommandError(
@@ -211,11 +211,6 @@ def _prepares(words: list[str]) -> bool:
     return False
 
 
-def _prefix_length(words: list[str]) -> int:
-    positions = (at for at, word in enumerate(words) if word not in _PREFIXES and not _ASSIGNMENT.match(word))
-    return next(positions, len(words))
-
-
 def _no_python(words: Sequence[str]) -> str:
     if not words:
         return f"The command starts no Python program. {_NEXT_STEP}."
@@ -224,6 +219,11 @@ def _no_python(words: Sequence[str]) -> str:
         return (
             f"{text} but the launcher {words[0]!r}; the elastic agent takes the launcher's place and starts "
             f"the workers. {_NEXT_STEP}."
+        )
+    if any(is_interpreter(word) for word in words[1:]):
+        return (
+            f"{text} in whose place the agent could run: it is not known whether {words[0]!r} can start the agent. "
+            f"Leave {words[0]!r} out. {_NEXT_STEP}."
         )
     return f"{text}; the elastic agent has to start, watch and restart the workers itself. {_NEXT_STEP}."
 
