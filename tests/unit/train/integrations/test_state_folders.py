@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.train.integrations.accelerate.state_folders import Place, read, save
+from azureml_elastic.train.integrations.script_loop.state_folders import Place, read, save
 
 PLACE = Place(steps=50, epoch=1, windows=8)
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler
 from wrapt import wrap_function_wrapper
 
-from azureml_elastic.train.integrations.accelerate.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.accelerate.training_data import obstacle
 from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop
+from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.stack_session import stack_session
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The folders that ``Accelerator.save_state`` writes: whether they are complete, and the position that they hold."""
+"""The folders that a script has its stack write: whether they are complete, and the position that they hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = "azureml-elastic.json"
 
 @dataclass(frozen=True)
 class Place:
-    """The position in the data of a folder of ``Accelerator.save_state``.
+    """The position in the data of a folder.
 
     Args:
         steps: optimizer steps completed

@@ -1,11 +1,9 @@
-"""The data loader that a script with accelerate iterates over."""
+"""The data loader that a script iterates over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
-
-from torch.utils.data import DataLoader
 
 __all__ = ["EpochLoader"]
 
@@ -27,7 +25,7 @@ class EpochLoader:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: Any,
         length: int,
         batches: Callable[[], Iterator[Any]],
         begin_at: Callable[[int], None],
