@@ -25,6 +25,8 @@ ATTACHMENTS = {
     "accelerate.optimizer": ("accelerate.attachment", "attach_to_optimizer"),
     "accelerate.scheduler": ("accelerate.attachment", "attach_to_scheduler"),
     "accelerate.state": ("accelerate.attachment", "attach_to_state"),
+    "deepspeed": ("deepspeed.attachment", "attach_to_package"),
+    "deepspeed.runtime.engine": ("deepspeed.attachment", "attach_to_engine"),
     **{
         f"{package}.{module}": ("lightning.attachment", function)
         for package in ("lightning.pytorch", "pytorch_lightning")

@@ -42,19 +42,21 @@ class StandaloneAgent:
     Args:
         storage: storage of the checkpoints.
         identity: rank and world size of this process.
+        handles_signals: whether SIGTERM is taken for a notice, in a single process.
     """
 
     leave_code = EXIT_TERMINATED
     stays = False
     holds_snapshots = False
 
-    def __init__(self, storage: Storage, identity: WorkerIdentity) -> None:
+    def __init__(self, storage: Storage, identity: WorkerIdentity, *, handles_signals: bool = True) -> None:
         self._storage = storage
         self._terminated = False
         self._latest: Reference | None = None
         self._attempted: Reference | None = None
         self._previous: Any = None
-        self._listens = identity.world_size == 1 and threading.current_thread() is threading.main_thread()
+        main_thread = threading.current_thread() is threading.main_thread()
+        self._listens = handles_signals and identity.world_size == 1 and main_thread
         if self._listens:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from azureml_elastic.checkpoint.state import tree
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import FixedGlobalBatch
 from azureml_elastic.config import environment as variables
 from azureml_elastic.distributed.process import WorkerEnvironment
 from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.sampling import Cursor
+from azureml_elastic.train.integrations.durable_files import all_arrive
 from azureml_elastic.train.integrations.window_loader import WindowLoader
 from azureml_elastic.train.session.session import Session
 from azureml_elastic.train.session.start import has_session, open_session
@@ -39,6 +46,12 @@ def stack_session() -> StackSession | None:
 
 def _open() -> StackSession | None:
     if variables.CHANNEL not in os.environ or "RANK" not in os.environ or has_session():
+        return None
+    if dist.is_initialized():
+        _LOG.warning(
+            "The script has opened its process group before its training stack: it trains without this library. Leave "
+            "torch.distributed.init_process_group() to the stack, for instance deepspeed.init_distributed()."
+        )
         return None
     environment = WorkerEnvironment.read()
     batch = environment.plan.batch if environment.plan else FixedGlobalBatch()
@@ -140,6 +153,38 @@ class StackSession(Session):
         self._position.epoch = epoch
         for loader in self._position.loaders.values():
             loader.cursor = Cursor(epoch, windows * loader.spec.global_batch_size)
+
+    @property
+    def tracks_nothing(self) -> bool:
+        """Whether nothing is tracked yet."""
+        return self._state.tracked is None
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write the state of all tracked objects to a folder of its own, for any number of ranks. A collective.
+
+        Raises:
+            CheckpointError: a rank cannot write it.
+        """
+        with self._lifecycle.guard(stay=False):
+            self._state.write_to(self._emptied(folder))
+
+    def read_checkpoint(self, folder: Path, objects: Mapping[str, Any]) -> None:
+        """Restore objects, before they are tracked, from a folder of :meth:`write_checkpoint`. A collective.
+
+        Raises:
+            CheckpointDamaged: the checkpoint is not complete.
+            UsageError: it does not fit the objects.
+        """
+        with self._lifecycle.guard(stay=False):
+            self._state.read_from(LocalStorage(folder), TrackedState(objects, lambda: None, ()))
+
+    def _emptied(self, folder: Path) -> LocalStorage:
+        storage = LocalStorage(folder)
+        if self.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            storage.prepare()
+        all_arrive()
+        return storage
 
     @property
     def place(self) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.config import FixedPerWorkerBatch
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.deepspeed import config_for
+from azureml_elastic.train.integrations.deepspeed.session_config import config_for
 from azureml_elastic.train.optim.gradient_averaging import require_averaging
 from azureml_elastic.train.optim.schedule import Schedule
 from azureml_elastic.train.session.context import SessionContext

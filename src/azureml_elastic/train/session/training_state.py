@@ -14,8 +14,11 @@ from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule
 from azureml_elastic.checkpoint.snapshots.snapshot import RecoverableState, Snapshot, choose, position_key
 from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+from azureml_elastic.checkpoint.storage.storage import Storage
+from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken
+from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.data.position import Position
 from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.session.context import SessionContext
@@ -185,6 +188,37 @@ class TrainingState:
                 raise RoundBroken(f"Round {self._identity.round} ended while step {self.steps} was being saved.")
         self._agent.free()
         return self._last_saved == self._pending
+
+    def write_to(self, storage: Storage) -> None:
+        """Write the state to a storage of its own, and return when it is complete. A collective.
+
+        Raises:
+            CheckpointError: a rank cannot write it.
+        """
+        self._agent.busy()
+        self.settle()  # both use the process group of saves
+        checkpoints = self._apart(storage)
+        checkpoints.begin(self.steps, self._objects, self._data(), must_commit=True)
+        self.half_step = False  # reading the state of a new optimizer makes it take an empty step
+        checkpoints.settle()
+        checkpoints.require(at_once=True)
+        self._agent.free()
+
+    def read_from(self, storage: Storage, tracked: TrackedState) -> None:
+        """Restore objects, which are not tracked yet, from such a storage. A collective.
+
+        Raises:
+            CheckpointDamaged: the checkpoint is not complete.
+            UsageError: it does not fit the objects.
+        """
+        if self._apart(storage).restore(tracked) is None:
+            raise CheckpointDamaged(f"{storage} has no complete checkpoint. Load another folder.")
+
+    def _apart(self, storage: Storage) -> Checkpoints:
+        policy = CheckpointPolicy(keep=1, snapshot_every=None)
+        return Checkpoints(
+            policy, storage, self._world, StandaloneAgent(storage, self._identity, handles_signals=False)
+        )
 
     def _take_snapshot(self) -> None:
         """Take a snapshot, unless a save is in progress on a rank. A collective."""

@@ -50,7 +50,6 @@ class EngineState(Tracked):
 
     def __post_init__(self) -> None:
         self._partitions = partitions_of(self.engine)
-        self._boundary_set = False
         self._names = {parameter: key for key, parameter in self.engine.module.named_parameters()}
         self._sizes = {name: size_of(parameter) for parameter, name in self._names.items()}
 
@@ -71,7 +70,7 @@ class EngineState(Tracked):
         Raises:
             UsageError: the configuration or the release of DeepSpeed does not support several passes.
         """
-        if not last and self.engine.gradient_accumulation_steps() == 1:
+        if not last and self.engine._config.gradient_accumulation_steps == 1:  # noqa: SLF001
             raise UsageError(
                 "gradient_accumulation_steps is 1, but a step has several micro-batches. Give run.deepspeed_config() "
                 "the loader's micro_batch_size, and take what it returns."
@@ -82,7 +81,6 @@ class EngineState(Tracked):
                 "and offloads the optimizer at stage 1 or 2. Update it (0.19.8 does not), or leave out one of both."
             )
         self.engine.set_gradient_accumulation_boundary(last)
-        self._boundary_set = True
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of a weighted loss."""
@@ -91,7 +89,8 @@ class EngineState(Tracked):
     @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
         engine = self.engine
-        if not self._boundary_set and engine.micro_steps % engine.gradient_accumulation_steps():
+        counted = engine._is_gradient_accumulation_boundary is None  # noqa: SLF001 - else the loop sets it
+        if counted and engine.micro_steps % engine.gradient_accumulation_steps():
             raise UsageError(
                 f"A checkpoint was due after {engine.micro_steps} batches, in the middle of "
                 f"{engine.gradient_accumulation_steps()} that are accumulated. Call run.commit() after the last one."

@@ -140,7 +140,7 @@ class ScriptLoop(ABC):
     def _begin(self) -> None:
         """Restore the state of the run."""
         self._begun = True
-        self._session.adopt({**self._objects(), _PROGRESS: Progress(self._session)})
+        self._session.adopt(self._tracked())
         if self._reload is None:
             self._behind = 0 if self._place is None else max(0, self._session.steps - self._place.steps)
             self._first_window = 0 if self._place is None else self._place.windows
@@ -150,6 +150,9 @@ class ScriptLoop(ABC):
             load()  # the folder has more steps than the state that the session has restored
         if place is not None:
             self._session.begin_at(place.steps, place.epoch, place.windows)
+
+    def _tracked(self) -> dict[str, Any]:
+        return {**self._objects(), _PROGRESS: Progress(self._session)}
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

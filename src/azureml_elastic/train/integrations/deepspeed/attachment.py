@@ -1,0 +1,165 @@
+"""Wraps the functions of DeepSpeed on which the integration depends, when the script imports them."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import inspect
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import DataLoader, DistributedSampler
+from wrapt import wrap_function_wrapper
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, batch_sizes, for_engine
+from azureml_elastic.train.integrations.deepspeed.training_loop import TrainingLoop
+from azureml_elastic.train.integrations.stack_session import StackSession, stack_session
+
+__all__ = ["attach_to_engine", "attach_to_package"]
+
+_LOG = logging.getLogger(__name__)
+
+_LOOP = "_azureml_elastic_loop"
+"""Attribute of an engine with its :class:`TrainingLoop`."""
+
+_loops: list[TrainingLoop] = []
+
+Wrapped = Callable[..., Any]
+
+
+def attach_to_package(module: ModuleType) -> None:
+    """Attach to ``deepspeed``: the session opens the process group before the stack would."""
+    wrap_function_wrapper(module, "init_distributed", _init_distributed)
+    wrap_function_wrapper(module, "initialize", _initialize)
+    wrap_function_wrapper(torch.utils.data, "DataLoader.__iter__", _iterate)
+    wrap_function_wrapper(torch.utils.data, "DataLoader.__len__", _length)
+
+
+def attach_to_engine(module: ModuleType) -> None:
+    """Attach to ``deepspeed.runtime.engine``."""
+    for name in ("backward", "step", "save_checkpoint", "load_checkpoint", "deepspeed_io"):
+        wrap_function_wrapper(module, f"DeepSpeedEngine.{name}", _in_loop(name))
+
+
+def _in_loop(name: str) -> Wrapped:
+    """Return a wrapper that calls a method of the training loop where there is one."""
+
+    def wrapper(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+        loop = getattr(instance, _LOOP, None)
+        return wrapped(*args, **kwargs) if loop is None else getattr(loop, name)(wrapped, *args, **kwargs)
+
+    return wrapper
+
+
+def _init_distributed(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    stack_session()
+    return wrapped(*args, **kwargs)
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+def _initialize(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    session = stack_session()
+    if session is None:
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    reason = _obstacle(given)
+    if reason is not None:
+        if session.is_main:
+            _LOG.warning("deepspeed.initialize() does not use the elastic session: %s.", reason)
+        return wrapped(*args, **kwargs)
+    if session.trains or _loops:
+        raise UsageError(
+            "deepspeed.initialize() was called a second time in this process: the run saves the state of one engine. "
+            "Set AZUREML_ELASTIC_INTEGRATIONS=off to train without the elastic session."
+        )
+    config = _take_config(given)
+    sizes = batch_sizes(config, session.reference_world_size)
+    if sizes is not None:
+        given["config"] = for_engine(config, sizes, session.reference_world_size)
+    dataset, given["training_data"] = given["training_data"], None
+    engine, optimizer, loader, scheduler = wrapped(*call.args, **call.kwargs)
+    if sizes is not None:
+        _begin(session, engine, sizes)
+        if dataset is not None:
+            loader = engine.training_dataloader = engine.deepspeed_io(dataset)
+    return engine, optimizer, loader, scheduler
+
+
+def _obstacle(given: dict[str, Any]) -> str | None:
+    """Return why an engine is left to the stack alone, ``None`` if it is not."""
+    reasons = {
+        "the model is a pipeline": any(kind.__name__ == "PipelineModule" for kind in type(given["model"]).__mro__),
+        "the ranks are divided among several kinds of parallelism": any(
+            given.get(name) is not None for name in ("mpu", "mesh_param")
+        ),
+    }
+    return next((text for text, applies in reasons.items() if applies), None)
+
+
+def _take_config(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration that a call of ``deepspeed.initialize`` gives in one of four places, and remove it."""
+    config = given["config"] if given["config"] is not None else given.get("config_params")
+    given["config_params"] = None
+    arguments = given["args"]
+    for name in ("deepspeed_config", "deepscale_config"):
+        found = getattr(arguments, name, None)
+        if found is not None and config is None:
+            config = found
+            arguments = given["args"] = copy.copy(arguments)
+            setattr(arguments, name, None)
+    if config is None:
+        raise UsageError("deepspeed.initialize() has no configuration. Give config=, or the option --deepspeed_config.")
+    return config if isinstance(config, dict) else _read_config(str(config))
+
+
+def _read_config(config: str) -> dict[str, Any]:
+    """Return the configuration in a file, or in a string that Hugging Face's command-line options encode."""
+    text = Path(config).read_text(encoding="utf-8") if Path(config).is_file() else base64.urlsafe_b64decode(config)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _begin(session: StackSession, engine: Any, sizes: BatchSizes) -> None:
+    loop = TrainingLoop(session, engine, sizes)
+    setattr(engine, _LOOP, loop)
+    _loops.append(loop)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def _iterate(wrapped: Wrapped, loader: Any, args: Any, kwargs: Any) -> Any:
+    if _loops and _is_training_data(loader):
+        replaced = _loops[0].replaced(loader)
+        if replaced is not None:
+            return iter(replaced)
+    return wrapped(*args, **kwargs)
+
+
+def _length(wrapped: Wrapped, loader: Any, args: Any, kwargs: Any) -> Any:
+    """Return a length that does not depend on the world size, also before there is an engine."""
+    if _is_training_data(loader):
+        if _loops:
+            replaced = _loops[0].replaced(loader)
+            return wrapped(*args, **kwargs) if replaced is None else len(replaced)
+        session = stack_session()
+        if session is not None:
+            samples, size = len(loader.dataset), loader.batch_size * session.reference_world_size
+            return samples // size if loader.drop_last else -(-samples // size)
+    return wrapped(*args, **kwargs)
+
+
+def _is_training_data(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader of the script divides samples among the ranks in random order."""
+    sampler = getattr(loader, "sampler", None)
+    return type(sampler) is DistributedSampler and sampler.shuffle and loader.batch_size is not None

@@ -1,0 +1,185 @@
+"""The loop of a script with a DeepSpeed engine within a run.
+
+The engine's state is tracked whole; see :mod:`..script_loop.loop` for what a restarted script does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.train.integrations.deepspeed import checkpoint_folders
+from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes
+from azureml_elastic.train.integrations.script_loop import state_folders
+from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
+from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
+from azureml_elastic.train.integrations.stack_session import StackSession
+from azureml_elastic.train.integrations.window_loader import loader_options
+
+__all__ = ["TrainingLoop"]
+
+_LOG = logging.getLogger(__name__)
+
+Wrapped = Callable[..., Any]
+
+
+class TrainingLoop(ScriptLoop):
+    """The integration's part in a loop. The methods that take ``wrapped`` are called in place of the engine's.
+
+    Args:
+        session: session
+        engine: the script's engine
+        sizes: batch sizes that the script's configuration means
+    """
+
+    unstepped = "engine.step() was not called after the last batch of an optimizer step: call it after each batch."
+
+    def __init__(self, session: StackSession, engine: Any, sizes: BatchSizes) -> None:
+        super().__init__(session, sizes.accumulation)
+        self._engine = engine
+        self._sizes = sizes
+        self._source: Any = None
+        self._loader: EpochLoader | None = None
+        # What the script reads is what it has configured.
+        engine.gradient_accumulation_steps = lambda: sizes.accumulation
+        engine.train_batch_size = lambda: sizes.global_batch
+
+    def _objects(self) -> Mapping[str, Any]:
+        return {"engine": self._engine}
+
+    def _mark(self, *, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(self, wrapped: Wrapped, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a loader of windows over the data in place of the engine's, where those are the training's."""
+        loader, engine = wrapped(dataset, *args, **kwargs), self._engine
+        others = {
+            key: value for key, value in kwargs.items() if key in ("route", "data_sampler", "batch_size") and value
+        }
+        if args or others or self._loader is not None:
+            return loader
+        if isinstance(dataset, IterableDataset) or loader.curriculum_learning_enabled:
+            reason = "the engine has curriculum learning" if loader.curriculum_learning_enabled else "it has no index"
+            self._warn(f"DeepSpeed divides the samples of {type(dataset).__name__} among the ranks: {reason}. Samples "
+                       "may repeat or be left out after a change of the world size.")  # fmt: skip
+            return loader
+        workers = loader.num_local_io_workers or 0
+        return self._replace(
+            loader,
+            dataset,
+            seed=0,
+            drop_last=engine.dataloader_drop_last(),
+            collate_fn=loader.collate_fn,
+            num_workers=workers if torch.cuda.is_available() else 0,
+            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+        )
+
+    def replaced(self, loader: DataLoader[Any]) -> EpochLoader | None:
+        """Return the loader in place of one of the script's that divides its data among the ranks, if there is one."""
+        if self._source is loader:
+            return self._loader
+        if self._loader is not None or loader.batch_size != self._sizes.micro_batch:
+            known = "another loader is the one of the training" if self._loader is not None else (
+                f"its batch size is {loader.batch_size}, and that of the engine {self._sizes.micro_batch}"
+            )  # fmt: skip
+            self._warn(f"The script divides the samples of {type(loader.dataset).__name__} among the ranks by itself: "
+                       f"{known}. Samples may repeat or be left out after a change of the world size.")  # fmt: skip
+            return None
+        sampler: Any = loader.sampler
+        options = {"seed": sampler.seed, "drop_last": loader.drop_last, **loader_options(loader)}
+        return self._replace(loader, loader.dataset, **options)
+
+    def _replace(self, source: Any, dataset: Any, **options: Any) -> EpochLoader:
+        sizes = self._sizes
+        windows = self._session.windows(
+            dataset,
+            batch_size=sizes.micro_batch,
+            accumulation=sizes.accumulation,
+            global_batch_size=sizes.global_batch,
+            **options,
+        )
+        self._source, self._loader = source, self._loader_of(source, windows)
+        return self._loader
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
+        if self.repeating:
+            return loss
+        if self._micro is None:
+            return wrapped(loss, *args, **kwargs)
+        self._session.observe(loss)
+        wrapped(loss * self._micro.weight, *args, **{**kwargs, "scale_wrt_gas": False})
+        return loss / self._accumulation if kwargs.get("scale_wrt_gas", True) else loss
+
+    def step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Step, and complete the step after the last micro-batch: what follows may fail because a peer is lost."""
+        if self.repeating:
+            return None
+        result = wrapped(*args, **kwargs)
+        if self._micro is not None and self._micro.last:
+            self._stepped = True
+            self.complete_step()
+        return result
+
+    # --- folders -----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        wrapped: Wrapped,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Save a checkpoint for any number of ranks."""
+        session = self._session
+        if session.tracks_nothing:  # the beginning: only DeepSpeed's own format is known
+            return wrapped(save_dir, tag, client_state or {}, save_latest, *args, **kwargs)
+        tag = str(tag if tag is not None else f"global_step{self._engine.global_steps}")
+        folder = Path(save_dir).expanduser() / tag
+
+        def write() -> None:
+            session.write_checkpoint(checkpoint_folders.state_of(folder))
+            if session.is_main:
+                checkpoint_folders.write_client_state(folder, client_state or {})
+
+        if session.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._save(folder, write)
+        place = state_folders.read(folder)
+        if save_latest and session.is_main and place is not None and place.complete:
+            checkpoint_folders.set_latest(folder)
+        return True
+
+    def load_checkpoint(self, wrapped: Wrapped, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint where it is further than the state of the run, and return the script's part of it.
+
+        Raises:
+            UsageError: options ask for a part of a checkpoint that has no parts.
+            ValueError: the folder is not complete, and the run has no state of its own.
+        """
+        folder = checkpoint_folders.find(load_dir, tag)
+        if folder is None or state_folders.read(folder) is None:
+            return wrapped(load_dir, tag, *args, **kwargs)  # none, or one of DeepSpeed's own format
+        if kwargs.get("load_module_only") or not kwargs.get("load_optimizer_states", True):
+            raise UsageError(
+                f"{folder} holds the state of the engine as a whole, so that engine.load_checkpoint() cannot load the "
+                "weights alone. Export them: azureml-elastic checkpoints export FOLDER model.safetensors --object "
+                "engine/parameters."
+            )
+        state = checkpoint_folders.state_of(folder)
+        self._load(folder, partial(self._session.read_checkpoint, state, self._tracked()))
+        return str(folder), checkpoint_folders.read_client_state(folder)
