@@ -24,6 +24,7 @@ parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--own-loader", action="store_true", help="a DataLoader with a DistributedSampler")
 parser.add_argument("--resume", type=Path, help="folder of engine.save_checkpoint()")
 parser.add_argument("--save-every", type=int, default=0, help="steps")
+parser.add_argument("--skip", action="store_true", help="pass over the batches of the epoch that are trained")
 options = parser.parse_args()
 
 
@@ -78,7 +79,9 @@ if options.resume:
 
 loss = None
 for epoch in range(first_epoch, options.epochs):
-    for points, classes, index in loader:
+    for step, (points, classes, index) in enumerate(loader, start=epoch * len(loader)):
+        if options.skip and step < steps * options.accumulate:
+            continue
         record(epoch=epoch, samples=index.tolist())
         time.sleep(options.pause)
         loss = nn.functional.cross_entropy(engine(points), classes)
@@ -89,7 +92,7 @@ for epoch in range(first_epoch, options.epochs):
             continue
         steps += 1
         if torch.distributed.get_rank() == 0:
-            record(step=steps, rate=scheduler.get_last_lr()[0])
+            record(step=engine.global_steps, rate=scheduler.get_last_lr()[0])
         if options.save_every and steps % options.save_every == 0:
             engine.save_checkpoint(str(options.resume), client_state={"steps": steps, "epoch": epoch})
 

@@ -153,6 +153,7 @@ class StackSession(Session):
         self._position.epoch = epoch
         for loader in self._position.loaders.values():
             loader.cursor = Cursor(epoch, windows * loader.spec.global_batch_size)
+        self._context.agent.restored(steps, None)
 
     @property
     def tracks_nothing(self) -> bool:

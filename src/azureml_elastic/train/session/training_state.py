@@ -215,7 +215,7 @@ class TrainingState:
             raise CheckpointDamaged(f"{storage} has no complete checkpoint. Load another folder.")
 
     def _apart(self, storage: Storage) -> Checkpoints:
-        policy = CheckpointPolicy(keep=1, snapshot_every=None)
+        policy = CheckpointPolicy(snapshot_every=None)
         return Checkpoints(
             policy, storage, self._world, StandaloneAgent(storage, self._identity, handles_signals=False)
         )

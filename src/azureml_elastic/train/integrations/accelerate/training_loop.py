@@ -85,7 +85,8 @@ class TrainingLoop(ScriptLoop):
 
     def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
-        if self._repeated is not None:
+        self._used = True
+        if self.repeating:
             return None
         if self._micro is not None:
             self._session.observe(loss)
@@ -96,7 +97,7 @@ class TrainingLoop(ScriptLoop):
 
     def optimizer_step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Note that the optimizer has stepped."""
-        if self._repeated is not None:
+        if self.repeating:
             return None
         result = wrapped(*args, **kwargs)
         if self._micro is not None and self._micro.last:
@@ -120,7 +121,7 @@ class TrainingLoop(ScriptLoop):
 
     def scheduler_step(self, wrapped: Wrapped, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Advance a scheduler as at the reference world size, and only once where epochs are repeated."""
-        if self.repeats or self._repeated is not None:
+        if self.repeats or self.repeating:
             return None
         if self._micro is None or not scheduler.step_with_optimizer or not scheduler.gradient_state.sync_gradients:
             return wrapped(*args, **kwargs)
@@ -147,7 +148,7 @@ class TrainingLoop(ScriptLoop):
             folder = Path(output_dir).expanduser()
             if session.is_main:
                 folder.mkdir(parents=True, exist_ok=True)
-        return self._save(folder, write)
+        return self._save(folder, self._here, write)
 
     def load_state(self, wrapped: Wrapped, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load a folder where it is further than the state of the run, and take over its position.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
+from azureml_elastic.train.integrations.script_loop.state_folders import Place
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.window_loader import loader_options
 
@@ -114,6 +116,7 @@ class TrainingLoop(ScriptLoop):
 
     def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
+        self._used = True
         if self.repeating:
             return loss
         if self._micro is None:
@@ -158,11 +161,18 @@ class TrainingLoop(ScriptLoop):
 
         if session.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-        self._save(folder, write)
+        self._save(folder, self._place_for(client_state or {}), write)
         place = state_folders.read(folder)
         if save_latest and session.is_main and place is not None and place.complete:
             checkpoint_folders.set_latest(folder)
         return True
+
+    def _place_for(self, client_state: Mapping[str, Any]) -> Place:
+        """Return the position, after an epoch's last step in the epoch for which the script takes it."""
+        place = self._here
+        if self._micro is not None and not place.windows and client_state.get("epoch") == place.epoch - 1:
+            return replace(place, epoch=place.epoch - 1, windows=self._steps_per_epoch)
+        return place
 
     def load_checkpoint(self, wrapped: Wrapped, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint where it is further than the state of the run, and return the script's part of it.

@@ -3,7 +3,8 @@
 A restarted script runs from its beginning: its iterations over the training data count the epochs, and those that are
 trained have no batches left. The state is restored by the session when the first iteration begins. A script that
 continues from a folder of its own, which is older than that state, repeats the steps in between without training, so
-that its counters are right.
+that its counters are right. If it passes over the batches by hand that were trained when the folder was written, it is
+given the next batch as often.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class ScriptLoop(ABC):
         self._behind = 0  # steps that are trained already, and that the script is about to count
         self._first_window = 0
         self._repeated: int | None = None  # batches of those that were yielded
+        self._skippable = 0  # batches that the script may pass over
+        self._used = False  # whether it has trained the current one
         self._micro: MicroBatch | None = None
         self._stepped = False
         self._completed = False
@@ -110,7 +113,7 @@ class ScriptLoop(ABC):
             for index in range(count * self._accumulation):
                 self._repeated = index + 1
                 self.synchronize()
-                yield to_device(self._windows.filler(), session.device)
+                yield from self._offered(to_device(self._windows.filler(), session.device))
         finally:
             self._repeated = None
             session.end_repeated_steps()
@@ -126,7 +129,7 @@ class ScriptLoop(ABC):
                 self._micro, self._completed = self._windows.untrained.popleft(), False
                 self.synchronize()
                 try:
-                    yield batch
+                    yield from self._offered(batch)
                 except GeneratorExit:  # the script has left the loop
                     if self._stepped:
                         self._complete()
@@ -137,10 +140,20 @@ class ScriptLoop(ABC):
             self._micro = None
             self._mark(last=True)
 
+    def _offered(self, batch: Any) -> Iterator[Any]:
+        """Yield a batch, and once more for each that the script passes over."""
+        while True:
+            self._used = False
+            yield batch
+            if self._used or not self._skippable:
+                return
+            self._skippable -= 1
+
     def _begin(self) -> None:
         """Restore the state of the run."""
         self._begun = True
         self._session.adopt(self._tracked())
+        self._skippable = 0 if self._place is None else self._place.windows * self._accumulation
         if self._reload is None:
             self._behind = 0 if self._place is None else max(0, self._session.steps - self._place.steps)
             self._first_window = 0 if self._place is None else self._place.windows
@@ -191,12 +204,17 @@ class ScriptLoop(ABC):
 
     # --- folders -----------------------------------------------------------------------------------------------------
 
-    def _save(self, folder: Path, write: Callable[[], Any]) -> Any:
-        """Have a folder written with the position in the data, unless the state is that of a later step."""
-        saved, session = state_folders.read(folder), self._session
+    @property
+    def _here(self) -> Place:
+        """The position in the data after the last step."""
+        return Place(self._session.steps, *self._session.place)
+
+    def _save(self, folder: Path, place: Place, write: Callable[[], Any]) -> Any:
+        """Have a folder written with a position in the data, unless the state is that of a later step."""
+        saved = state_folders.read(folder)
         if self._repeated is not None or (self.repeats and saved is not None and saved.complete):
             return None
-        return state_folders.save(folder, Place(session.steps, *session.place), write, is_main=session.is_main)
+        return state_folders.save(folder, place, write, is_main=self._session.is_main)
 
     def _load(self, folder: Path | None, load: Callable[[], Any]) -> Any:
         """Have a folder loaded where it is further than the state of the run, and take over its position.

@@ -1,0 +1,93 @@
+"""Stock scripts with a DeepSpeed engine, which do not mention this library, in elastic runs.
+
+They need DeepSpeed, which the other tests do without: ``python -m nox -s deepspeed`` installs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.support.stacks import FAULTS, assert_same_rates, assert_weights_do_not_depend_on_the_world_size, run_stock
+
+if "DEEPSPEED_TESTS" not in os.environ:
+    pytest.skip("DeepSpeed is not installed", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("deepspeed_script.py")
+EPOCHS, SAMPLES = 3, 1000
+STEPS = EPOCHS * 42  # windows of 24 samples
+
+
+def seen(run):
+    """Return by epoch how often each sample was given to the model."""
+    counts = defaultdict(Counter)
+    for file in run.folder.glob("steps.*"):
+        for line in map(json.loads, file.read_text().splitlines()):
+            if "samples" in line:
+                counts[line["epoch"]].update(line["samples"])
+    return counts
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return run_stock(SCRIPT, tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
+
+
+def test_each_sample_is_trained_once_an_epoch(undisturbed):
+    assert undisturbed.report.audit.complete, undisturbed.report.audit
+    for counts in seen(undisturbed).values():
+        assert counts == dict.fromkeys(range(SAMPLES), 1)
+    assert undisturbed.record["global_steps"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("stage", "loader"),
+    [("2", []), ("3", []), ("2", ["--own-loader"])],
+    ids=["ZeRO 2", "ZeRO 3", "loader of the script"],
+)
+def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, stage, loader):
+    """Each rank holds a part of the state: what was trained since the last snapshot in memory is trained again."""
+    run = run_stock(SCRIPT, tmp_path / "run", "--stage", stage, *loader, chaos=FAULTS, snapshot_steps=1)
+    report = run.report
+    assert report.audit.complete, report.audit
+    assert not report.missed_faults
+    assert len(report.world_sizes) > 2
+    assert report.audit.rolled_back_steps <= 5
+    assert run.record["global_steps"] == STEPS
+    assert_same_rates(dict(run.record["rates"]), dict(undisturbed.record["rates"]))
+    assert run.record["loss"] == pytest.approx(undisturbed.record["loss"], abs=0.05)
+
+
+@pytest.mark.parametrize("skip", [[], ["--skip"]], ids=["", "passing over batches"])
+def test_a_script_that_continues_from_folders_of_its_own(tmp_path, undisturbed, skip):
+    """A run of another stage continues from the folders of the first one; a lost node changes no counter."""
+    folders = tmp_path / "folders"
+    options = ("--resume", str(folders), "--save-every", "14", "--pause", "0", *skip)
+    first = run_stock(SCRIPT, tmp_path / "first", *options, "--epochs", "1", nodes=(3, 3))
+    assert (first.record["steps"], first.record["global_steps"]) == (42, 42)
+    assert (folders / "latest").read_text() == "global_step42"
+    faults = {"chaos": "kill=rank0@step:64", "snapshot_steps": 1}
+    run = run_stock(SCRIPT, tmp_path / "second", *options, "--stage", "3", **faults)
+    assert run.report.rounds[0].restored_step == 42
+    assert (run.record["steps"], run.record["global_steps"]) == (STEPS, STEPS)
+    assert run.record["loss"] == pytest.approx(undisturbed.record["loss"], abs=0.05)
+    counts = seen(run)
+    assert set(counts) == {1, 2}
+    assert all(set(each) == set(range(SAMPLES)) for each in counts.values())
+
+
+@pytest.mark.parametrize("accumulate", ["1", "2"])
+def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
+    """Shares of unequal size and ranks without samples count by their samples."""
+    assert_weights_do_not_depend_on_the_world_size(SCRIPT, tmp_path, "--accumulate", accumulate)
+
+
+def test_the_integration_can_be_switched_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("AZUREML_ELASTIC_INTEGRATIONS", "off")
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", nodes=(2, 2))
+    assert run.report.audit is None
+    assert max(max(counts.values()) for counts in seen(run).values()) == 1
