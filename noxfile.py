@@ -141,14 +141,16 @@ def oldest_sdk(session: nox.Session) -> None:
 
 def run_deepspeed_tests(session: nox.Session, version: str) -> None:
     """Run the tests that need DeepSpeed."""
-    install_wheel(session, "node", groups=("test",))
+    install_wheel(session, "node", "transformers", "accelerate", groups=("test",))
     session.install("--constraint", str(CONSTRAINTS), f"deepspeed=={version}")
     extensions = Path(session.create_tmp()) / "extensions"
     shutil.rmtree(extensions, ignore_errors=True)
     env = {"DEEPSPEED_TESTS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions)}
     # It compiles a part of itself when it is first used: here, outside of the tests' time limits.
     session.run("python", "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()", env=env)
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/integration/deepspeed", env=env)
+    files = ("integration/deepspeed", "stacks/test_deepspeed.py", "unit/train/integrations", "unit/node/preload")
+    paths = [f"tests/{file}" for file in files]
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), *paths, env=env)
 
 
 @nox.session

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DeepSpeedPlugin, set_seed
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
@@ -28,6 +28,7 @@ parser.add_argument("--pause", type=float, default=0.03)
 parser.add_argument("--die-in-evaluation", action="store_true")
 parser.add_argument("--by-hand", action="store_true")
 parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--zero", type=int, help="stage of DeepSpeed's ZeRO")
 args = parser.parse_args()
 
 
@@ -51,7 +52,8 @@ def record(**line):
         file.write(json.dumps(line) + "\n")
 
 
-accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)
+plugin = None if args.zero is None else DeepSpeedPlugin(zero_stage=args.zero)
+accelerator = Accelerator(gradient_accumulation_steps=args.accumulate, deepspeed_plugin=plugin)
 set_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(args.dropout), nn.ReLU(), nn.Linear(32, 2))
 train_dataloader = DataLoader(Points(1000), shuffle=True, batch_size=8)

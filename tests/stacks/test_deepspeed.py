@@ -62,6 +62,31 @@ def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, stage, lo
     assert run.record["loss"] == pytest.approx(undisturbed.record["loss"], abs=0.05)
 
 
+@pytest.mark.parametrize(("stage", "options"), [("2", {}), ("3", {"snapshot_steps": 1})])
+def test_trainer_with_a_deepspeed_configuration(tmp_path, stage, options):
+    """Without snapshots in memory a lost node's run continues from the newest folder of the script."""
+    run = run_stock(SCRIPT.with_name("trainer_script.py"), tmp_path / "run", "--zero", stage, chaos=FAULTS, **options)
+    report = run.report
+    assert report.audit.complete, report.audit
+    assert not report.missed_faults
+    assert report.audit.rolled_back_steps <= (5 if options else 20)
+    assert run.record["max_steps"] == STEPS
+    rates = run.curve("learning_rate")
+    assert [step for step, _ in rates] == list(range(1, STEPS + 1))
+    assert [rate for _, rate in rates] == pytest.approx([1e-3 * (1 - step / STEPS) for step in range(STEPS)])
+    assert [step for step, _ in run.curve("eval_loss")] == [STEPS // 3, STEPS // 3 * 2, STEPS]
+
+
+def test_accelerate_with_a_deepspeed_plugin(tmp_path):
+    script = SCRIPT.with_name("accelerate_script.py")
+    run = run_stock(script, tmp_path / "run", "--zero", "2", "--resume", chaos=FAULTS, snapshot_steps=1)
+    report = run.report
+    assert report.audit.complete, report.audit
+    assert not report.missed_faults
+    assert report.audit.rolled_back_steps <= 5
+    assert (report.last_step, run.record["completed_steps"]) == (STEPS, STEPS)
+
+
 @pytest.mark.parametrize("skip", [[], ["--skip"]], ids=["", "passing over batches"])
 def test_a_script_that_continues_from_folders_of_its_own(tmp_path, undisturbed, skip):
     """A run of another stage continues from the folders of the first one; a lost node changes no counter."""

@@ -20,7 +20,17 @@ parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--pause", type=float, default=0.02)
 parser.add_argument("--loss", choices=["mean", "ignored", "divided"], default="mean")
 parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--zero", type=int, help="stage of DeepSpeed's ZeRO")
 options = parser.parse_args()
+
+deepspeed = None
+if options.zero is not None:
+    deepspeed = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": options.zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    }
 
 
 class Sentences(Dataset):
@@ -74,6 +84,7 @@ arguments = TrainingArguments(
     per_device_train_batch_size=8,
     gradient_accumulation_steps=options.accumulate,
     num_train_epochs=3,
+    deepspeed=deepspeed,
     learning_rate=1e-3,
     logging_steps=1,
     save_steps=20,

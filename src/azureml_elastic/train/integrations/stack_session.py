@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from azureml_elastic.checkpoint.state import tree
+from azureml_elastic.checkpoint.state.deepspeed.engine import EngineState, is_engine
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.local import LocalStorage
 from azureml_elastic.config import FixedGlobalBatch
@@ -155,29 +156,24 @@ class StackSession(Session):
             loader.cursor = Cursor(epoch, windows * loader.spec.global_batch_size)
         self._context.agent.restored(steps, None)
 
-    @property
-    def tracks_nothing(self) -> bool:
-        """Whether nothing is tracked yet."""
-        return self._state.tracked is None
-
-    def write_checkpoint(self, folder: Path) -> None:
-        """Write the state of all tracked objects to a folder of its own, for any number of ranks. A collective.
+    def write_checkpoint(self, folder: Path, objects: TrackedState) -> None:
+        """Write the state of objects to a folder of its own, for any number of ranks. A collective.
 
         Raises:
             CheckpointError: a rank cannot write it.
         """
         with self._lifecycle.guard(stay=False):
-            self._state.write_to(self._emptied(folder))
+            self._state.write_to(self._emptied(folder), objects)
 
-    def read_checkpoint(self, folder: Path, objects: Mapping[str, Any]) -> None:
-        """Restore objects, before they are tracked, from a folder of :meth:`write_checkpoint`. A collective.
+    def read_checkpoint(self, folder: Path, objects: TrackedState) -> None:
+        """Restore objects from a folder of :meth:`write_checkpoint`. A collective.
 
         Raises:
             CheckpointDamaged: the checkpoint is not complete.
             UsageError: it does not fit the objects.
         """
         with self._lifecycle.guard(stay=False):
-            self._state.read_from(LocalStorage(folder), TrackedState(objects, lambda: None, ()))
+            self._state.read_from(LocalStorage(folder), objects)
 
     def _emptied(self, folder: Path) -> LocalStorage:
         storage = LocalStorage(folder)
@@ -241,5 +237,14 @@ class StackSession(Session):
 
     def adopt(self, objects: Mapping[str, Any]) -> None:
         """Track objects whose gradients the stack averages, see :meth:`track`."""
-        self._not_averaged.extend(value for value in objects.values() if hasattr(value, "parameters"))
-        self.track(**objects)
+        parts = [part for value in objects.values() if is_engine(value) for part in EngineState.parts(value)]
+        kept = {name: value for name, value in objects.items() if not any(_holds(value, part) for part in parts)}
+        self._not_averaged.extend(value for value in kept.values() if hasattr(value, "parameters"))
+        self.track(**kept)
+
+
+def _holds(value: Any, part: Any) -> bool:
+    """Return whether an object is a part of a DeepSpeed engine, or accelerate's wrapper of one."""
+    wraps = type(value).__name__ in ("DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper")
+    inner = getattr(value, "scheduler", getattr(value, "optimizer", None)) if wraps else None
+    return value is part or (inner is not None and inner is part)

@@ -189,8 +189,8 @@ class TrainingState:
         self._agent.free()
         return self._last_saved == self._pending
 
-    def write_to(self, storage: Storage) -> None:
-        """Write the state to a storage of its own, and return when it is complete. A collective.
+    def write_to(self, storage: Storage, objects: TrackedState) -> None:
+        """Write objects to a storage of their own, and return when all is complete. A collective.
 
         Raises:
             CheckpointError: a rank cannot write it.
@@ -198,20 +198,20 @@ class TrainingState:
         self._agent.busy()
         self.settle()  # both use the process group of saves
         checkpoints = self._apart(storage)
-        checkpoints.begin(self.steps, self._objects, self._data(), must_commit=True)
+        checkpoints.begin(self.steps, objects, self._data(), must_commit=True)
         self.half_step = False  # reading the state of a new optimizer makes it take an empty step
         checkpoints.settle()
         checkpoints.require(at_once=True)
         self._agent.free()
 
-    def read_from(self, storage: Storage, tracked: TrackedState) -> None:
-        """Restore objects, which are not tracked yet, from such a storage. A collective.
+    def read_from(self, storage: Storage, objects: TrackedState) -> None:
+        """Restore objects from such a storage. A collective.
 
         Raises:
             CheckpointDamaged: the checkpoint is not complete.
             UsageError: it does not fit the objects.
         """
-        if self._apart(storage).restore(tracked) is None:
+        if self._apart(storage).restore(objects) is None:
             raise CheckpointDamaged(f"{storage} has no complete checkpoint. Load another folder.")
 
     def _apart(self, storage: Storage) -> Checkpoints:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.train.integrations.accelerate.training_data import obstacle
 from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop
+from azureml_elastic.train.integrations.deepspeed.other_stacks import preparing
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.stack_session import stack_session
 
@@ -39,9 +40,10 @@ def attach_to_state(module: ModuleType) -> None:
     """Attach to ``accelerate.state``: the session opens the process group before the stack would."""
 
     def begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        session = None if dist.is_initialized() else stack_session()
+        session = stack_session()
         if session is not None and session.device.type == "cpu":
-            args, kwargs = (), {**kwargs, "cpu": True}  # else the ranks of a machine without a GPU train apart
+            # else the ranks of a machine without a GPU train apart
+            args, kwargs = (), {**kwargs, **({"backend": "gloo"} if _uses_deepspeed() else {"cpu": True})}
         return wrapped(*args, **kwargs)
 
     wrap_function_wrapper(module, "PartialState.__init__", begin)
@@ -77,10 +79,16 @@ def attach_to_accelerator(module: ModuleType) -> None:
     wrap = functools.partial(wrap_function_wrapper, module)
     wrap("Accelerator.prepare_data_loader", _prepare_data_loader)
     wrap("Accelerator._do_sync", _do_sync)
+    wrap("Accelerator._prepare_deepspeed", _prepare_deepspeed)
     for name in ("backward", "save_state", "load_state"):
         wrap(f"Accelerator.{name}", _in_loop(name))
     for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"):
         wrap(f"Accelerator.{name}", _after_step)
+
+
+def _uses_deepspeed() -> bool:
+    """Return whether the accelerator that is being made has a DeepSpeed plugin, which a CPU of accelerate excludes."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def _in_loop(name: str) -> Wrapped:
@@ -100,6 +108,11 @@ def _after_step(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> A
 
 def _do_sync(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
     return None if _loops and _loops[0].synchronize() else wrapped(*args, **kwargs)
+
+
+def _prepare_deepspeed(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
+    with preparing():
+        return wrapped(*args, **kwargs)
 
 
 def _prepare_data_loader(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:

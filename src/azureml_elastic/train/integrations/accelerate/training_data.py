@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 __all__ = ["obstacle"]
 
 _SHARDING = {
-    "DEEPSPEED": "DeepSpeed has checkpoints of its own",
     "FSDP": "FSDP shards the model",
     "MEGATRON_LM": "Megatron-LM has checkpoints of its own",
     "XLA": "the device is an XLA device",

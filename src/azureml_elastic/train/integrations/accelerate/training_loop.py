@@ -62,6 +62,7 @@ class TrainingLoop(ScriptLoop):
         self.loader = self._loader_of(loader, windows)
         self._scheduler_steps = 1 if split else session.reference_world_size
         self._accumulated = False  # gradients of the current step
+        self._steps_in_backward = accelerator.distributed_type.value == "DEEPSPEED"
 
     def _objects(self) -> Mapping[str, Any]:
         accelerator = self._accelerator
@@ -93,7 +94,10 @@ class TrainingLoop(ScriptLoop):
             self._accumulated = True
             # accelerate divides by the number of batches that the script accumulates
             loss = loss * (self._micro.weight * self._accelerator.gradient_accumulation_steps)
-        return wrapped(loss, *args, **kwargs)
+        result = wrapped(loss, *args, **kwargs)
+        if self._micro is not None and self._micro.last and self._steps_in_backward:
+            self._stepped, self._accumulated = True, False
+        return result
 
     def optimizer_step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Note that the optimizer has stepped."""

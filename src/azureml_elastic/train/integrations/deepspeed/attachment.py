@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from wrapt import wrap_function_wrapper
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, batch_sizes, for_engine
+from azureml_elastic.train.integrations.deepspeed import other_stacks
+from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, batch_sizes, for_engine, show
+from azureml_elastic.train.integrations.deepspeed.checkpoint_folders import CheckpointFolders
 from azureml_elastic.train.integrations.deepspeed.training_loop import TrainingLoop
 from azureml_elastic.train.integrations.stack_session import StackSession, stack_session
 
@@ -28,7 +30,13 @@ _LOG = logging.getLogger(__name__)
 _LOOP = "_azureml_elastic_loop"
 """Attribute of an engine with its :class:`TrainingLoop`."""
 
+_FOLDERS = "_azureml_elastic_folders"
+"""Attribute of an engine that another stack drives, with its :class:`CheckpointFolders`."""
+
 _loops: list[TrainingLoop] = []
+
+_own_calls: list[bool] = []
+"""Whether the script calls DeepSpeed by itself: not empty."""
 
 Wrapped = Callable[..., Any]
 
@@ -43,22 +51,27 @@ def attach_to_package(module: ModuleType) -> None:
 
 def attach_to_engine(module: ModuleType) -> None:
     """Attach to ``deepspeed.runtime.engine``."""
-    for name in ("backward", "step", "save_checkpoint", "load_checkpoint", "deepspeed_io"):
-        wrap_function_wrapper(module, f"DeepSpeedEngine.{name}", _in_loop(name))
+    for name in ("backward", "step", "deepspeed_io"):
+        wrap_function_wrapper(module, f"DeepSpeedEngine.{name}", _instead(name, _LOOP))
+    for name in ("save_checkpoint", "load_checkpoint"):
+        wrap_function_wrapper(module, f"DeepSpeedEngine.{name}", _instead(name, _LOOP, _FOLDERS))
 
 
-def _in_loop(name: str) -> Wrapped:
-    """Return a wrapper that calls a method of the training loop where there is one."""
+def _instead(name: str, *attributes: str) -> Wrapped:
+    """Return a wrapper that calls a method of the first of an engine's attributes which it has."""
 
-    def wrapper(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        loop = getattr(instance, _LOOP, None)
-        return wrapped(*args, **kwargs) if loop is None else getattr(loop, name)(wrapped, *args, **kwargs)
+    def wrapper(wrapped: Wrapped, engine: Any, args: Any, kwargs: Any) -> Any:
+        for attribute in attributes:
+            if hasattr(engine, attribute):
+                return getattr(getattr(engine, attribute), name)(wrapped, *args, **kwargs)
+        return wrapped(*args, **kwargs)
 
     return wrapper
 
 
 def _init_distributed(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-    stack_session()
+    if stack_session() is not None:
+        _own_calls.append(True)
     return wrapped(*args, **kwargs)
 
 
@@ -72,6 +85,15 @@ def _initialize(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
+    if other_stacks.prepares_engine():
+        config, ranks = _take_config(given), session.reference_world_size
+        sizes = other_stacks.batch_sizes(config, ranks)
+        given["config"] = for_engine(config, sizes, ranks)
+        made = wrapped(*call.args, **call.kwargs)
+        show(made[0], sizes)
+        setattr(made[0], _FOLDERS, CheckpointFolders(session, made[0]))
+        return made
+    _own_calls.append(True)
     reason = _obstacle(given)
     if reason is not None:
         if session.is_main:
@@ -83,13 +105,13 @@ def _initialize(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
             "Set AZUREML_ELASTIC_INTEGRATIONS=off to train without the elastic session."
         )
     config = _take_config(given)
-    sizes = batch_sizes(config, session.reference_world_size)
-    if sizes is not None:
-        given["config"] = for_engine(config, sizes, session.reference_world_size)
+    known = batch_sizes(config, session.reference_world_size)
+    if known is not None:
+        given["config"] = for_engine(config, known, session.reference_world_size)
     dataset, given["training_data"] = given["training_data"], None
     engine, optimizer, loader, scheduler = wrapped(*call.args, **call.kwargs)
-    if sizes is not None:
-        _begin(session, engine, sizes)
+    if known is not None:
+        _begin(session, engine, known)
         if dataset is not None:
             loader = engine.training_dataloader = engine.deepspeed_io(dataset)
     return engine, optimizer, loader, scheduler
@@ -148,7 +170,7 @@ def _iterate(wrapped: Wrapped, loader: Any, args: Any, kwargs: Any) -> Any:
 
 def _length(wrapped: Wrapped, loader: Any, args: Any, kwargs: Any) -> Any:
     """Return a length that does not depend on the world size, also before there is an engine."""
-    if _is_training_data(loader):
+    if _own_calls and _is_training_data(loader):
         if _loops:
             replaced = _loops[0].replaced(loader)
             return wrapped(*args, **kwargs) if replaced is None else len(replaced)

@@ -12,7 +12,7 @@ from typing import Any
 
 from azureml_elastic.errors import UsageError
 
-__all__ = ["BatchSizes", "batch_sizes", "for_engine"]
+__all__ = ["BatchSizes", "batch_sizes", "for_engine", "show"]
 
 _BATCH, _MICRO, _ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _OURS = ("elasticity", "nebula")
@@ -76,6 +76,12 @@ def for_engine(config: Mapping[str, Any], sizes: BatchSizes, ranks: int) -> dict
     # DeepSpeed allocates buffers for sums if there is more than one batch, which fewer ranks have.
     accumulation = sizes.accumulation if ranks == 1 else max(2, sizes.accumulation)
     return {**rest, _MICRO: sizes.micro_batch, _ACCUMULATION: accumulation}
+
+
+def show(engine: Any, sizes: BatchSizes) -> None:
+    """Have an engine name the batch sizes that the script has configured, by which it counts."""
+    engine.gradient_accumulation_steps = lambda: sizes.accumulation
+    engine.train_batch_size = lambda: sizes.global_batch
 
 
 def _number(config: Mapping[str, Any], name: str) -> int | None:

@@ -9,15 +9,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.deepspeed import checkpoint_folders
-from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes
+from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, show
+from azureml_elastic.train.integrations.deepspeed.checkpoint_folders import CheckpointFolders
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
@@ -47,11 +45,10 @@ class TrainingLoop(ScriptLoop):
         super().__init__(session, sizes.accumulation)
         self._engine = engine
         self._sizes = sizes
+        self._folders = CheckpointFolders(session, engine)
         self._source: Any = None
         self._loader: EpochLoader | None = None
-        # What the script reads is what it has configured.
-        engine.gradient_accumulation_steps = lambda: sizes.accumulation
-        engine.train_batch_size = lambda: sizes.global_batch
+        show(engine, sizes)
 
     def _objects(self) -> Mapping[str, Any]:
         return {"engine": self._engine}
@@ -148,23 +145,13 @@ class TrainingLoop(ScriptLoop):
         **kwargs: Any,
     ) -> Any:
         """Save a checkpoint for any number of ranks."""
-        session = self._session
-        if session.tracks_nothing:  # the beginning: only DeepSpeed's own format is known
-            return wrapped(save_dir, tag, client_state or {}, save_latest, *args, **kwargs)
-        tag = str(tag if tag is not None else f"global_step{self._engine.global_steps}")
-        folder = Path(save_dir).expanduser() / tag
-
-        def write() -> None:
-            session.write_checkpoint(checkpoint_folders.state_of(folder))
-            if session.is_main:
-                checkpoint_folders.write_client_state(folder, client_state or {})
-
-        if session.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-        self._save(folder, self._place_for(client_state or {}), write)
+        del wrapped, args, kwargs
+        folders, content = self._folders, client_state or {}
+        folder = folders.prepare(save_dir, tag)
+        self._save(folder, self._place_for(content), lambda: folders.write(folder, content))
         place = state_folders.read(folder)
-        if save_latest and session.is_main and place is not None and place.complete:
-            checkpoint_folders.set_latest(folder)
+        if save_latest and place is not None and place.complete:
+            folders.set_latest(folder)
         return True
 
     def _place_for(self, client_state: Mapping[str, Any]) -> Place:
@@ -181,15 +168,8 @@ class TrainingLoop(ScriptLoop):
             UsageError: options ask for a part of a checkpoint that has no parts.
             ValueError: the folder is not complete, and the run has no state of its own.
         """
-        folder = checkpoint_folders.find(load_dir, tag)
-        if folder is None or state_folders.read(folder) is None:
-            return wrapped(load_dir, tag, *args, **kwargs)  # none, or one of DeepSpeed's own format
-        if kwargs.get("load_module_only") or not kwargs.get("load_optimizer_states", True):
-            raise UsageError(
-                f"{folder} holds the state of the engine as a whole, so that engine.load_checkpoint() cannot load the "
-                "weights alone. Export them: azureml-elastic checkpoints export FOLDER model.safetensors --object "
-                "engine/parameters."
-            )
-        state = checkpoint_folders.state_of(folder)
-        self._load(folder, partial(self._session.read_checkpoint, state, self._tracked()))
-        return str(folder), checkpoint_folders.read_client_state(folder)
+        folder = self._folders.find(load_dir, tag, **kwargs)
+        if folder is None:
+            return wrapped(load_dir, tag, *args, **kwargs)
+        self._load(folder, partial(self._folders.read, folder))
+        return str(folder), self._folders.client_state(folder)

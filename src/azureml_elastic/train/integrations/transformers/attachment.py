@@ -27,7 +27,7 @@ def attach_to_arguments(module: ModuleType) -> None:
 
     def setup_devices(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
         session = stack_session()
-        if session is not None and session.device.type == "cpu":
+        if session is not None and session.device.type == "cpu" and not instance.deepspeed:
             instance.use_cpu = True  # without it the ranks of a machine without a GPU train apart
         return wrapped(*args, **kwargs)
 
@@ -49,6 +49,7 @@ def attach_to_trainer(module: ModuleType) -> None:
     wrap("Trainer.train", _train)
     wrap("Trainer.create_accelerator_and_postprocess", _create_accelerator)
     wrap("skip_first_batches", _skip_first_batches)
+    wrap("deepspeed_load_checkpoint", _load_engine)
     wrap("Trainer._save_checkpoint", _save_checkpoint)
     for name in (
         "get_train_dataloader",
@@ -88,6 +89,12 @@ def _create_accelerator(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) 
     result = wrapped(*args, **kwargs)
     trainer.accelerator._azureml_elastic_apart = True  # the integration of accelerate leaves it alone  # noqa: SLF001
     return result
+
+
+def _load_engine(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    if TrainingLoop.restores(args[1] if len(args) > 1 else kwargs.get("checkpoint_path")):
+        return None
+    return wrapped(*args, **kwargs)
 
 
 def _skip_first_batches(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ _LOG = logging.getLogger(__name__)
 
 _IGNORED_LABEL = -100
 _PROGRESS = "trainer"
+_STATE_FOLDER = "trainer-state-"
 
 Wrapped = Callable[..., Any]
 
@@ -44,7 +45,6 @@ def obstacle(session: StackSession, trainer: Any, args: tuple[Any, ...], kwargs:
     trial = args[1] if len(args) > 1 else kwargs.get("trial")
     reasons = {
         "another training of this process has used the session": session.trains,
-        "DeepSpeed has checkpoints of its own": trainer.is_deepspeed_enabled,
         "FSDP shards the model": trainer.is_fsdp_enabled,
         "auto_find_batch_size changes the batch size": arguments.auto_find_batch_size,
         "a process has several GPUs": arguments.n_gpu > 1,
@@ -101,7 +101,7 @@ class TrainingLoop:
         _remove_checkpoints_on_signals(trainer)
         trainer.add_callback(self)
         try:
-            with tempfile.TemporaryDirectory(prefix="trainer-state-") as folder:
+            with tempfile.TemporaryDirectory(prefix=_STATE_FOLDER) as folder:
                 if found:
                     self._resumes, self._folder = True, folder
                     arguments.restore_callback_states_from_checkpoint = True
@@ -114,6 +114,11 @@ class TrainingLoop:
             trainer.accelerator.backward = backward
             for name, value in before.items():
                 setattr(arguments, name, value)
+
+    @staticmethod
+    def restores(checkpoint: Any) -> bool:
+        """Return whether a checkpoint folder stands for what the session restores."""
+        return Path(str(checkpoint)).name.startswith(_STATE_FOLDER)
 
     # --- data --------------------------------------------------------------------------------------------------------
 
