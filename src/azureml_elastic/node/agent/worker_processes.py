@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure,
 
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.host.extension_locks import remove_stale_locks
 from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.preload.context import PreloadContext, plain_environments
 
@@ -65,6 +66,7 @@ class Workers:
         """
         self.finish_stopping()
         commands = {rank: self._program.command_for({**os.environ, **each}) for rank, each in environments.items()}
+        remove_stale_locks()
         arguments: dict[str, Any] = {
             "name": "worker",
             "entrypoint": self._program.command[0],
