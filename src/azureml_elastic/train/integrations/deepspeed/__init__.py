@@ -1,4 +1,4 @@
 """DeepSpeed's own calls: exact data, checkpoints for any number of ranks, state in memory, and notices.
 
-No line of a script changes. Tested with DeepSpeed 0.16.9 and 0.19.8 on CPUs.
+No line of a script changes. Tested with DeepSpeed 0.19.8 on CPUs.
 """
