@@ -221,7 +221,7 @@ def _send(link: socket.socket, message: Any, descriptors: Sequence[int]) -> None
 
 def _receive(link: socket.socket, descriptors: int) -> tuple[Any, list[int]] | None:
     data, received, _, _ = socket.recv_fds(link, 1, descriptors + 1)
-    return (script_runner.read_environment(received[0]), received[1:]) if data else None
+    return (script_runner.read_json(received[0]), received[1:]) if data else None
 
 
 # --- in the server ---------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ __all__ = [
     "execute",
     "on_end",
     "on_uncaught",
-    "read_start",
+    "read_json",
     "reset_process_state",
 ]
 
@@ -255,9 +255,8 @@ def _reopen(stream: Any, descriptor: int, mode: str) -> None:
     stream.mode = "w" if writes else "r"
 
 
-def read_start(descriptor: int) -> tuple[dict[str, str], list[str] | None]:
-    """Read the environment of a worker and its own arguments, if it has any, from a file of JSON."""
+def read_json(descriptor: int) -> Any:
+    """Read a JSON document from the start of a file."""
     with os.fdopen(descriptor, "rb") as file:
         file.seek(0)
-        start = json.loads(file.read())
-    return start["environment"], start["arguments"]
+        return json.loads(file.read())

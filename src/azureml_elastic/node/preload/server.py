@@ -244,7 +244,8 @@ class _Server:
         self._link.close()
         self._restore_signals()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        wanted, arguments = script_runner.read_start(start)
+        document = script_runner.read_json(start)
+        wanted, arguments = document["environment"], document["arguments"]
         if arguments is not None:
             sys.argv[1:] = arguments
             self._command[len(self._command) - len(arguments) :] = arguments
