@@ -69,7 +69,7 @@ def fields_of(
         fields["code"] = located(str(job.code), base)
     launcher: Mapping[str, Any] = {}
     if "command" not in changes:
-        fields["command"], launcher = _without_launcher(str(job.command or ""))
+        fields["command"], launcher = _without_launcher(str(job.command or ""), fields["inputs"], distribution)
     if "environment" not in fields and "environment" not in changes:
         raise SubmitError(
             "The command job has no environment. Give environment='<name>@latest', or an Environment, to from_command."
@@ -77,7 +77,9 @@ def fields_of(
     return {
         **fields,
         "resources": _resources(job.resources, resources),
-        "distribution": _distribution(job.distribution, launcher) if distribution is None else distribution,
+        "distribution": _distribution(job.distribution, launcher)
+        if distribution is None
+        else _completed(distribution, launcher),
         **changes,
     }
 
@@ -93,14 +95,30 @@ def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:
             )
 
 
-def _without_launcher(command: str) -> tuple[str, Mapping[str, Any]]:
+def _without_launcher(
+    command: str, inputs: Mapping[str, Any], distribution: ElasticDistribution | Mapping[str, Any] | None
+) -> tuple[str, Mapping[str, Any]]:
     """Return the command without its launcher, and the distribution fields from the launcher's options."""
-    launched = read_launcher(command)
+    launched = read_launcher(command, inputs)
     if launched is None:
         return command, {}
     if launched.refused:
-        refuse_launcher(command)
+        given = None if distribution is None else ElasticDistribution.model_validate(distribution)
+        refuse_launcher(command, inputs, given)
     return launched.command, launched.fields
+
+
+def _completed(given: ElasticDistribution | Mapping[str, Any], launcher: Mapping[str, Any]) -> ElasticDistribution:
+    """Return the given distribution, completed from the options of a launcher."""
+    distribution = ElasticDistribution.model_validate(given)
+    fields = {name: getattr(distribution, name) for name in distribution.model_fields_set}
+    count, launched = (each.get("process_count_per_instance") for each in (fields, launcher))
+    if count is not None and launched is not None and count != launched:
+        raise SubmitError(
+            f"distribution= starts {count!r} workers on each node, and the launcher in the command {launched!r}. Give "
+            f"distribution=ElasticDistribution(process_count_per_instance={launched!r}), or change the launcher."
+        )
+    return ElasticDistribution.model_validate({**launcher, **fields})
 
 
 def _queue(settings: Any) -> dict[str, str]:

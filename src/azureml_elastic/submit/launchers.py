@@ -6,48 +6,25 @@ fields of the distribution. Options that only the launcher could handle are reje
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from azureml_elastic.config.command.prefixes import is_interpreter
+from azureml_elastic.config.command.program import left_to_the_shell
 from azureml_elastic.config.command.shell import Word, simple_commands
+from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError
+from azureml_elastic.submit.expressions import with_literals
+from azureml_elastic.submit.launcher_table import Launcher, LauncherCall, launcher_call
 
 __all__ = ["Launched", "read_launcher", "refuse_launcher"]
 
-_PYTHON = re.compile(r"(?:.*/)?python[\d.]*", re.DOTALL)
-_MODULES = {
-    "torch.distributed.run": "torchrun",
-    "torch.distributed.launch": "torch.distributed.launch",
-    "accelerate.commands.launch": "accelerate launch",
-    "deepspeed.launcher.runner": "deepspeed",
-}
-_PROGRAMS = {"torchrun": "torchrun", "accelerate": "accelerate launch", "deepspeed": "deepspeed"}
-_FIELDS = {
-    "nproc-per-node": "process_count_per_instance",
-    "max-restarts": "max_restarts",
-    "monitor-interval": "monitor_interval",
-}
-_RENDEZVOUS = frozenset(
-    {
-        *("nnodes", "node-rank", "master-addr", "master-port", "local-addr"),
-        *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"),
-    }
-)
-"""Options for the rendezvous of the nodes, which the table replaces."""
-
-_WITHOUT_VALUE = frozenset({"standalone", "use-env", "module", "no-python", "run-path"})
-_DROPPED = frozenset({"standalone", "use-env", "module"})
-_OTHERS = frozenset(
-    {
-        *("start-method", "event-log-handler", "role", "log-dir", "redirects", "tee", "local-ranks-filter"),
-        *("logs-specs", "numa-binding", "duplicate-stdout-filters", "duplicate-stderr-filters"),
-        *("signals-to-handle", "shutdown-timeout", "virtual-local-rank"),
-    }
-)
-_SHORT = {"-m": "module", "-r": "redirects", "-t": "tee"}
+_COUNT = "process_count_per_instance"
+_ALL_GPUS = {"gpu", "auto", "-1"}
+_SCRIPT_OPTIONS = frozenset({"nproc-per-node", "nnodes"})
+"""Options of which one makes a script a launcher, if another script follows."""
 
 
 @dataclass(frozen=True)
@@ -55,85 +32,127 @@ class Launched:
     """The equivalent of a command with a launcher: the command without it, and fields of ``ElasticDistribution``."""
 
     command: str
+    """Empty if there is none."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     refused: str = ""
     """Reasons why the command is not fully equivalent; empty if it is."""
 
 
-def read_launcher(command: str) -> Launched | None:
-    """Return the equivalent of a command whose program is started by a launcher; ``None`` if it has no launcher."""
+def read_launcher(command: str, inputs: Mapping[str, Any] | None = None) -> Launched | None:
+    """Return the equivalent of a command whose program is started by a launcher; ``None`` if it has no launcher.
+
+    Other Python programs in the command are left to the shell.
+
+    Args:
+        command: shell command of a job.
+        inputs: inputs of the job, whose literals may be values of the launcher's options.
+    """
+    found: list[tuple[Launched, int, int]] = []
+    others: list[int] = []
     for words in simple_commands(command):
-        for position in range(len(words)):
-            found = _launcher_at(command, words, position)
-            if found is not None:
-                name, python, rest = found
-                return _read(command, name, words[position], python, rest)
-            if not re.match(r"[A-Za-z_]\w*=|env$|exec$|nohup$|time$", words[position].text):
-                break
-    return None
+        call = launcher_call([word.text for word in words])
+        launched = None if call is None else _read(command, words, call, inputs or {})
+        if launched is not None:
+            found.append((launched, words[0].start, words[-1].end))
+        elif (position := left_to_the_shell([word.text for word in words])) is not None:
+            others.append(words[position].start)
+    if not found:
+        return None
+    launched, start, end = found[0]
+    if len(found) > 1:
+        return Launched("", refused=f"It starts {len(found)} of them; submit a job for each program.")
+    if not launched.command:
+        return launched
+    before, after = _marked(command, others, 0, start), _marked(command, others, end, len(command))
+    return Launched(f"{before}{launched.command}{after}", launched.fields, launched.refused)
 
 
-def refuse_launcher(command: str) -> None:
+def refuse_launcher(
+    command: str, inputs: Mapping[str, Any] | None = None, distribution: ElasticDistribution | None = None
+) -> None:
     """Check that a shell command starts no launcher.
+
+    Args:
+        command: shell command of a job.
+        inputs: inputs of the job.
+        distribution: the job's distribution, which the message does not repeat.
 
     Raises:
         CommandError: the command starts a launcher; the message has the equivalent command.
     """
-    launched = read_launcher(command)
+    launched = read_launcher(command, inputs)
     if launched is None:
         return
-    counts = "".join(f" and {name}={value!r} to ElasticDistribution" for name, value in launched.fields.items())
+    given = distribution or ElasticDistribution()
+    missing = {name: value for name, value in launched.fields.items() if not _equals(given, name, value)}
+    counts = "".join(f" and {name}={value!r} to ElasticDistribution" for name, value in missing.items())
     reasons = f" {launched.refused}" if launched.refused else ""
+    suggestion = f" Give command={launched.command!r}{counts}." if launched.command else ""
     raise CommandError(
         f"The command {command!r} starts a launcher; the elastic agent takes the launcher's place and starts the "
-        f"workers itself.{reasons} Give command={launched.command!r}{counts}."
+        f"workers itself.{reasons}{suggestion}"
     )
 
 
-def _launcher_at(command: str, words: Sequence[Word], position: int) -> tuple[str, str, list[Word]] | None:
-    """Return the launcher's name, the interpreter's command without it, and the words after it."""
-    first = words[position].text
-    rest = list(words[position + 1 :])
-    name = _PROGRAMS.get(first.rsplit("/", 1)[-1])
-    if name == "accelerate launch":
-        return (name, "python", rest[1:]) if rest and rest[0].text == "launch" else None
-    if name is not None:
-        return name, "python", rest
-    if not _PYTHON.fullmatch(first):
+def _equals(given: ElasticDistribution, name: str, value: Any) -> bool:
+    return bool(getattr(ElasticDistribution(**{name: value}), name) == getattr(given, name))
+
+
+def _marked(command: str, positions: Sequence[int], start: int, end: int) -> str:
+    """Return a part of a command in which the shell itself runs the commands at these positions."""
+    text = ""
+    for position in positions:
+        if start <= position < end:
+            text += f"{command[start:position]}command "
+            start = position
+    return text + command[start:end]
+
+
+def _read(command: str, words: Sequence[Word], call: LauncherCall, inputs: Mapping[str, Any]) -> Launched | None:
+    """Return the equivalent of the simple command that calls a launcher; ``None`` if a script is no launcher."""
+    launcher = call.launcher
+    options, rest = _options(launcher, words[call.end :], strict=call.is_script)
+    if call.is_script and not (_SCRIPT_OPTIONS & options.keys() and rest and rest[0].text.endswith(".py")):
         return None
-    while rest and rest[0].text.startswith("-") and rest[0].text != "-m":
-        rest.pop(0)
-    if len(rest) > 1 and rest[0].text == "-m" and rest[1].text in _MODULES:
-        return _MODULES[rest[1].text], command[words[position].start : rest[0].start].rstrip(" \t\r\n\\"), rest[2:]
-    return None
-
-
-def _read(command: str, name: str, first: Word, python: str, words: list[Word]) -> Launched:
-    if name in {"accelerate launch", "deepspeed"}:
-        return _of_another_library(command, name, first, python, words)
-    options, rest = _options(words)
-    module = "-m " if "module" in options else ""
     if not rest:
-        return Launched("python train.py", {}, f"{name} names no program.")
-    corrected = f"{command[: first.start]}{python} {module}{command[rest[0].start :]}"
-    fields: dict[str, Any] = {}
-    refused: list[str] = []
-    for option, value in options.items():
-        if option in _FIELDS:
-            read = _number(option, value)
-            if read is None:
-                refused.append(f"--{option} {value} cannot be read as a count.")
-            else:
-                fields[_FIELDS[option]] = read
-        elif option not in _RENDEZVOUS and option not in _DROPPED:
-            refused.append(f"--{option} of {name} has no equivalent in the agent.")
-    if name == "torch.distributed.launch" and "use-env" not in options:
-        refused.append("The script gets no --local-rank: read os.environ['LOCAL_RANK'] in it instead.")
-    return Launched(corrected, fields, " ".join(refused))
+        return Launched("python train.py", {}, f"{launcher.name} names no program.")
+    values = {name: with_literals(value, inputs) for name, value in options.items()}
+    fields, refused = _fields(launcher, values)
+    refused += _refused_options(launcher, options)
+    interpreter = "python"
+    if call.interpreter > call.start:
+        interpreter = command[words[call.start].start : words[call.interpreter - 1].end]
+    variables = [
+        f"{launcher.variables[name]}={value if '$' in value else shlex.quote(value)}"
+        for name, value in options.items()
+        if name in launcher.variables
+    ]
+    start = command[words[0].start : words[call.start].start] + (f"env {' '.join(variables)} " if variables else "")
+    program, arguments = rest[0], command[rest[0].end : words[-1].end]
+    if "no-python" in options:
+        if not is_interpreter(program.text):
+            what = command[program.start : words[-1].end]
+            return Launched(
+                "", {}, f"--no-python starts {what!r}, which is no Python program. Give the one that it starts."
+            )
+        return Launched(f"{start}{command[program.start : words[-1].end]}", fields, " ".join(refused))
+    if launcher.local_rank and launcher.no_local_rank not in options:
+        arguments = f" {launcher.local_rank}=$LOCAL_RANK{arguments}"
+    if call.is_script:
+        refused.append(f"{launcher.name!r} is given the number of processes and {program.text!r}, as a launcher is.")
+    module = "-m " if "module" in options else ""
+    text = f"{start}{interpreter} {module}{command[program.start : program.end]}{arguments}"
+    return Launched(text, fields, " ".join(refused))
 
 
-def _options(words: list[Word]) -> tuple[dict[str, str], list[Word]]:
-    """Return the options by their long names, and the words from the program onwards."""
+def _options(launcher: Launcher, words: Sequence[Word], *, strict: bool) -> tuple[dict[str, str], list[Word]]:
+    """Return the options by their names, and the words from the program onwards.
+
+    Args:
+        launcher: launcher.
+        words: words after the launcher.
+        strict: whether a script after an unknown option is its value, rather than the program.
+    """
     options: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].text.startswith("-"):
@@ -141,28 +160,48 @@ def _options(words: list[Word]) -> tuple[dict[str, str], list[Word]]:
         if word == "--":
             break
         name, equals, value = word.partition("=")
-        option = _SHORT.get(name, name.lstrip("-").replace("_", "-"))
-        known = option in _FIELDS or option in _RENDEZVOUS or option in _OTHERS
-        if not equals and option not in _WITHOUT_VALUE and known and rest:
-            value = rest.pop(0).text
+        option = launcher.short.get(name, name.lstrip("-").replace("_", "-"))
+        known = option in launcher.with_value
+        if not equals and rest and option not in launcher.without_value:
+            following = rest[0].text
+            if known or not (following.startswith("-") or (following.endswith(".py") and not strict)):
+                value = rest.pop(0).text
         options[option] = value
     return options, rest
 
 
-def _number(option: str, value: str) -> int | float | str | None:
-    if option == "nproc-per-node" and value in {"gpu", "auto"}:
-        return "auto"
-    try:
-        return float(value) if option == "monitor-interval" else int(value)
-    except ValueError:
-        return None
+def _fields(launcher: Launcher, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of the distribution, and why others cannot be determined."""
+    fields: dict[str, Any] = {}
+    refused: list[str] = []
+    for option, name in launcher.fields.items():
+        if option in options:
+            try:
+                fields[name] = float(options[option]) if name == "monitor_interval" else int(options[option])
+            except ValueError:
+                refused.append(f"--{option} {options[option]} cannot be read as a number.")
+    if launcher.count not in options:
+        return fields, refused
+    given, nodes = options[launcher.count], options.get(launcher.nodes, "1")
+    per_node = f"Give ElasticDistribution({_COUNT}=...) the number of workers per node."
+    if given in _ALL_GPUS:
+        fields[_COUNT] = "auto"
+    elif not (given.isdecimal() and nodes.isdecimal()) or int(nodes) < 1 or int(given) < 1:
+        over = f" over --{launcher.nodes} {nodes}" if launcher.nodes in options else ""
+        refused.append(f"--{launcher.count} {given}{over} cannot be read as a count. {per_node}")
+    elif int(given) % int(nodes):
+        refused.append(f"--{launcher.count} {given} are not equally many on each of {nodes} nodes. {per_node}")
+    else:
+        fields[_COUNT] = int(given) // int(nodes)
+    return fields, refused
 
 
-def _of_another_library(command: str, name: str, first: Word, python: str, words: list[Word]) -> Launched:
-    """Return the refusal of a launcher that also configures its library, and the command without it."""
-    start = next((word.start for word in words if word.text.endswith(".py")), None)
-    program = "train.py" if start is None else command[start:]
-    options = shlex.join(word.text for word in words if start is None or word.start < start)
-    settings = f" Move its options ({options}) to the script or its configuration." if options else ""
-    corrected = f"{command[: first.start]}{python} {program}"
-    return Launched(corrected, {}, f"{name!r} also sets up its library for the script.{settings}")
+def _refused_options(launcher: Launcher, options: Mapping[str, str]) -> list[str]:
+    """Return why options cannot be translated."""
+    kept = launcher.with_value - launcher.refused | launcher.flags | {launcher.no_local_rank, "no-python"}
+    names = [name for name in options if name not in kept]
+    if launcher.library and names:
+        given = " ".join(f"--{name} {options[name]}".rstrip() for name in names)
+        problem = f"{launcher.name!r} also sets up its library for the script."
+        return [f"{problem} Move its options ({given}) to the script or its configuration."]
+    return [f"--{name} of {launcher.name} has no equivalent in the agent." for name in names]

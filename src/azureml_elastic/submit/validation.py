@@ -36,7 +36,7 @@ def check(job: JobFields) -> FoundProgram:
     if job.resources.effective_placement == "fan_out":
         _check_fan_out(job)
     check_expressions(job.command, job.inputs, job.outputs, reserved=RESERVED_PREFIX)
-    refuse_launcher(job.command)
+    refuse_launcher(job.command, job.inputs, job.distribution)
     found = find_program(job.command)
     _check_script(job, found)
     translated_command(job, found)

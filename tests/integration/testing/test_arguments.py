@@ -55,3 +55,20 @@ def test_prefixes_apply_to_the_agent_and_so_to_its_workers(script):
     with LocalWorkspace() as workspace:
         submitted = workspace.ml_client.jobs.create_or_update(job)
         assert workspace.wait(submitted.name, 200) == "Completed", workspace.log(submitted.name)
+
+
+def test_a_command_left_to_the_shell_runs_once_per_node_before_the_workers(script):
+    script("print('prepared', flush=True); open('prepared', 'x')", "prepare.py")
+    script("import os; assert os.path.exists('prepared')")
+    job = ElasticCommandJob(
+        code="src",
+        command="command python prepare.py && python train.py",
+        environment="anything@latest",
+        compute="cluster",
+        resources=ElasticResources(max_instance_count=1),
+        distribution=ElasticDistribution(process_count_per_instance=2, preload_workers=False),
+    )
+    with LocalWorkspace() as workspace:
+        submitted = workspace.ml_client.jobs.create_or_update(job)
+        assert workspace.wait(submitted.name, 200) == "Completed", workspace.log(submitted.name)
+        assert workspace.log(submitted.name).count("prepared") == 1

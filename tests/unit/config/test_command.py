@@ -95,6 +95,7 @@ def test_refuses_what_starts_no_program(argv, part):
         ("/opt/conda/bin/conda run --name python3 ", "python train.py -n 1", ""),
         ("poetry run ", "python -m a.b", ""),
         ("uv run --python 3.11 --with numpy ", "train.py --x", ""),
+        ("command python prepare.py --x && ", "python train.py", " && command python after.py"),
         ("nice -n 5 stdbuf -oL -e L taskset -c 0-3 ", "python train.py", " | tee log"),
         ("time -p nice -10 ionice -c2 -n 0 ", "python train.py", ""),
         ("timeout 60 python -m pip install x && sudo apt-get install -y python3 && ", "python train.py", ""),
@@ -121,6 +122,10 @@ def test_what_was_found_can_be_read_again():
         ("export A=1 && torchrun --nproc-per-node 4 train.py; echo done", "takes the launcher's place"),
         ("python -c 'import train'", "starts no Python program"),
         ("python", "without a program"),
+        (
+            "python a.py && python b.py",
+            "'command python prepare.py && python train.py': the shell then runs them once per",
+        ),
         ("python a.py && python b.py", "starts 2 Python programs ('python a.py', 'python b.py')"),
         ("for i in 1 2; do python a.py; done", "in a shell loop"),
         ("cat > x.py <<EOF\nprint(1)\nEOF\npython x.py", "here-document"),

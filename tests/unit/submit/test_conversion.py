@@ -214,6 +214,21 @@ def test_the_distribution_and_the_launcher_say_how_many_workers_a_node_has(field
     assert job.distribution.process_count_per_instance == wanted
 
 
+def test_a_distribution_given_is_completed_by_the_launcher():
+    old = sdk_job(command="torchrun --nproc_per_node ${{inputs.n}} --max-restarts 7 train.py", inputs={"n": 4})
+    wanted = ElasticDistribution(process_count_per_instance=4, max_restarts=7)
+    for given in (
+        {"process_count_per_instance": 4},
+        ElasticDistribution(max_restarts=7),
+        ElasticDistribution(process_count_per_instance=4),
+    ):
+        assert ElasticCommandJob.from_command(old, resources=TWO, distribution=given).distribution == wanted
+    with pytest.raises(SubmitError) as caught:
+        ElasticCommandJob.from_command(old, resources=TWO, distribution={"process_count_per_instance": 2})
+    assert "distribution= starts 2 workers on each node, and the launcher in the command 4" in str(caught.value)
+    assert "process_count_per_instance=4)" in str(caught.value)
+
+
 def test_fields_and_distribution_given_go_before_those_of_the_job():
     job = ElasticCommandJob.from_command(
         everything(command="torchrun --log-dir x train.py", distribution=MpiDistribution()),
@@ -269,7 +284,7 @@ def test_what_cannot_be_carried_is_refused_by_name(make, parts):
 
 def test_a_launcher_that_cannot_be_translated_is_refused_with_the_command_to_write():
     with pytest.raises(CommandError, match=r"command='python train\.py --lr 1'"):
-        ElasticCommandJob.from_command(sdk_job(command="accelerate launch train.py --lr 1"), resources=TWO)
+        ElasticCommandJob.from_command(sdk_job(command="accelerate launch --use_fsdp train.py --lr 1"), resources=TWO)
 
 
 def test_a_change_that_is_no_field_is_refused_by_name():

@@ -2,7 +2,9 @@
 
 import pytest
 
+from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.errors import CommandError
+from azureml_elastic.submit.launcher_table import LAUNCHERS
 from azureml_elastic.submit.launchers import read_launcher, refuse_launcher
 
 
@@ -13,6 +15,11 @@ from azureml_elastic.submit.launchers import read_launcher, refuse_launcher
         "pip install torchrun && python -m torch.utils.collect_env",
         "accelerate config && python train.py",
         "echo torchrun; python -m package.train",
+        "python train.py --nproc_per_node 4",
+        "python train.py --nproc_per_node 4 --config config.py",
+        "python train.py config.py --nnodes 2",
+        "python -m accelerate.commands.accelerate_cli env && python train.py",
+        "torchrun_wrapper train.py && python train.py",
     ],
 )
 def test_without_a_launcher_there_is_nothing_to_read(command):
@@ -57,6 +64,60 @@ def test_without_a_launcher_there_is_nothing_to_read(command):
             "python train.py",
             {"process_count_per_instance": 2},
         ),
+        (
+            "python -m torch.distributed.launch --nproc_per_node 2 -m 'a.b' --x",
+            "python -m 'a.b' --local-rank=$LOCAL_RANK --x",
+            {"process_count_per_instance": 2},
+        ),
+        (
+            "python3 -u $(which torchrun) --nproc_per_node 2 train.py",
+            "python3 -u train.py",
+            {"process_count_per_instance": 2},
+        ),
+        ("`which torchrun` train.py > log", "python train.py > log", {}),
+        ("python $(command -v deepspeed) --no_local_rank train.py", "python train.py", {}),
+        (
+            "timeout 60 pip list; nice -n 5 torchrun --nproc-per-node=2 --max-restarts=1 train.py",
+            "timeout 60 pip list; nice -n 5 python train.py",
+            {"process_count_per_instance": 2, "max_restarts": 1},
+        ),
+        ("torchrun --no-python --nproc_per_node 2 python -O x.py", "python -O x.py", {"process_count_per_instance": 2}),
+        (
+            "deepspeed --hostfile=h --num_nodes 2 --num_gpus 8 --master_port 1 train.py --deepspeed z.json",
+            "python train.py --local_rank=$LOCAL_RANK --deepspeed z.json",
+            {"process_count_per_instance": 8},
+        ),
+        (
+            "python -m deepspeed.launcher.runner --num_gpus -1 --module a.b",
+            "python -m a.b --local_rank=$LOCAL_RANK",
+            {"process_count_per_instance": "auto"},
+        ),
+        (
+            "accelerate launch --multi_gpu --num_processes 8 train.py",
+            "python train.py",
+            {"process_count_per_instance": 8},
+        ),
+        (
+            "A=1 accelerate launch --num-processes=8 --num-machines=2 --machine_rank $NODE_RANK -m a.b --lr 1",
+            "A=1 python -m a.b --lr 1",
+            {"process_count_per_instance": 4},
+        ),
+        (
+            "pip list && accelerate launch --mixed_precision fp16 --num_cpu_threads_per_process=2 train.py --lr 1",
+            "pip list && env ACCELERATE_MIXED_PRECISION=fp16 OMP_NUM_THREADS=2 python train.py --lr 1",
+            {},
+        ),
+        ("python -m accelerate.commands.launch train.py", "python train.py", {}),
+        (
+            "python -u -m accelerate.commands.accelerate_cli launch --num_processes 2 train.py",
+            "python -u train.py",
+            {"process_count_per_instance": 2},
+        ),
+        (
+            "python a.py; if true; then A=1 nice python b.py; fi; torchrun x.py && ./c.py",
+            "command python a.py; if true; then A=1 command nice python b.py; fi; python x.py && command ./c.py",
+            {},
+        ),
     ],
 )
 def test_torchrun_becomes_the_program_and_fields_of_the_distribution(command, plain, fields):
@@ -68,18 +129,41 @@ def test_torchrun_becomes_the_program_and_fields_of_the_distribution(command, pl
     ("command", "parts"),
     [
         ("torchrun --nproc_per_node 4 train.py", ["command='python train.py'", "process_count_per_instance=4"]),
-        ("torchrun --no-python bash run.sh", ["--no-python"]),
+        (
+            "torchrun --no-python --nproc_per_node 2 bash run.sh",
+            ["--no-python starts 'bash run.sh', which is no Python program. Give the one that it starts."],
+        ),
         ("torchrun --nproc_per_node ${{inputs.n}} train.py", ["--nproc-per-node ${{inputs.n}} cannot be read"]),
+        ("torchrun --nproc_per_node $N train.py", ["process_count_per_instance=...) the number of workers per node"]),
         ("torchrun --log-dir logs --tee 3 train.py", ["--log-dir", "--tee", "command='python train.py'"]),
         ("torchrun --invented train.py", ["--invented", "command='python train.py'"]),
+        ("torchrun --invented x -m a.b", ["--invented", "command='python -m a.b'"]),
         ("torchrun --nproc_per_node 2", ["names no program"]),
-        ("python -m torch.distributed.launch train.py", ["LOCAL_RANK", "command='python train.py'"]),
+        ("torchrun --max_restarts $N train.py", ["--max-restarts $N cannot be read as a number"]),
+        ("torchrun a.py && torchrun b.py", ["starts 2 of them; submit a job for each"]),
         (
-            "pip list && accelerate launch --mixed_precision fp16 train.py --lr 1",
-            ["'accelerate launch'", "(--mixed_precision fp16)", "command='pip list && python train.py --lr 1'"],
+            "pip list && accelerate launch --use_fsdp --config_file c.yml train.py --lr 1",
+            ["'accelerate launch'", "(--use-fsdp --config-file c.yml)", "command='pip list && python train.py --lr 1'"],
         ),
-        ("deepspeed --num_gpus 4 train.py --ds z.json", ["'deepspeed'", "command='python train.py --ds z.json'"]),
-        ("python -m accelerate.commands.launch train.py", ["'accelerate launch'", "command='python train.py'"]),
+        (
+            "accelerate launch --num_processes 7 --num_machines 2 train.py",
+            ["--num-processes 7 are not equally many on each of 2 nodes", "the number of workers per node"],
+        ),
+        (
+            "accelerate launch --num_processes 8 --num_machines $N train.py",
+            ["--num-processes 8 over --num-machines $N cannot be read as a count"],
+        ),
+        ("deepspeed --include localhost:0,1 train.py", ["--include of deepspeed has no equivalent"]),
+        (
+            "python torchrun_wrapper.py --nproc_per_node 4 --standalone train.py --lr 1",
+            [
+                "'torchrun_wrapper.py' is given",
+                "'train.py'",
+                "'python train.py --lr 1'",
+                "process_count_per_instance=4",
+            ],
+        ),
+        ("./wrapper.py --nnodes=2 train.py", ["'./wrapper.py' is given", "command='python train.py'"]),
     ],
 )
 def test_a_refusal_has_the_command_to_write(command, parts):
@@ -87,3 +171,57 @@ def test_a_refusal_has_the_command_to_write(command, parts):
         refuse_launcher(command)
     for part in ["takes the launcher's place", *parts]:
         assert part in str(caught.value)
+
+
+INPUTS = {
+    "n": 4,
+    "precision": "bf16",
+    "data": {"type": "uri_folder", "path": "x"},
+    "m": {"type": "integer", "default": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "plain", "count"),
+    [
+        ("torchrun --nproc_per_node=${{inputs.n}} train.py ${{inputs.n}}", "python train.py ${{inputs.n}}", 4),
+        ("torchrun --nproc_per_node ${{ inputs.m }} train.py", "python train.py", 2),
+        ("accelerate launch --num_processes ${{inputs.n}} --num_machines ${{inputs.m}} train.py", "python train.py", 2),
+        (
+            "accelerate launch --num_processes ${{inputs.n}} --mixed_precision ${{inputs.precision}} train.py",
+            "env ACCELERATE_MIXED_PRECISION=${{inputs.precision}} python train.py",
+            4,
+        ),
+    ],
+)
+def test_counts_may_be_literal_inputs(command, plain, count):
+    launched = read_launcher(command, INPUTS)
+    assert (launched.command, launched.refused) == (plain, "")
+    assert launched.fields == {"process_count_per_instance": count}
+
+
+def test_a_refusal_repeats_no_count_that_the_distribution_has():
+    command = "torchrun --nproc_per_node 4 --max_restarts 7 train.py"
+    with pytest.raises(CommandError) as caught:
+        refuse_launcher(command, {}, ElasticDistribution(process_count_per_instance=4))
+    assert str(caught.value).endswith("Give command='python train.py' and max_restarts=7 to ElasticDistribution.")
+    with pytest.raises(CommandError, match="and process_count_per_instance=4 to ElasticDistribution"):
+        refuse_launcher(command, {}, ElasticDistribution(process_count_per_instance=8))
+
+
+def torchrun_parser():
+    return pytest.importorskip("torch.distributed.run").get_args_parser()
+
+
+def accelerate_parser():
+    return pytest.importorskip("accelerate.commands.launch").launch_command_parser()
+
+
+@pytest.mark.parametrize(("name", "make"), [("torchrun", torchrun_parser), ("accelerate launch", accelerate_parser)])
+def test_options_take_a_value_as_in_the_launcher(name, make):
+    (launcher,) = [each for each in LAUNCHERS if each.name == name]
+    for action in make()._actions:
+        for option in action.option_strings:
+            known = launcher.short.get(option, option.lstrip("-").replace("_", "-"))
+            if known not in {"h", "help"}:
+                assert (known in launcher.without_value) == (action.nargs == 0), option

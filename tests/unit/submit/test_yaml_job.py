@@ -320,7 +320,7 @@ def test_a_wrong_job_is_refused_with_its_place(write, fields, parts):
 
 
 def test_a_launcher_that_cannot_be_translated_is_refused(write):
-    assert "'python x.py'" in refused(write(command="accelerate launch x.py"), kind=CommandError)
+    assert "'python x.py'" in refused(write(command="accelerate launch --use_fsdp x.py"), kind=CommandError)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Start", "is_interpreter", "is_program", "program_start"]
+__all__ = ["Start", "is_assignment", "is_interpreter", "is_keyword", "is_program", "program_start"]
 
 _INTERPRETER = re.compile(r"(?:.*[/\\])?python(?:\d+(?:\.\d+)*)?(?:\.exe)?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=", re.ASCII)
+
+_KEYWORDS = frozenset({"!", "do", "elif", "else", "if", "then", "{"})
 
 _WORKERS_APART = (
     "would observe the agent of each node, not the workers that it forks and starts again. Leave it out; for a profile "
@@ -47,7 +49,7 @@ _OBSERVER = _Prefix(problem=_WORKERS_APART, anywhere=True)
 _CONDA = _Prefix("-n --name -p --prefix --cwd -e --env -a --attach -r --root-prefix")
 
 _PREFIXES: dict[tuple[str, ...], _Prefix] = {
-    **dict.fromkeys([("!",), ("do",), ("elif",), ("else",), ("if",), ("then",), ("{",)], _PLAIN),
+    **{(word,): _PLAIN for word in _KEYWORDS},
     **dict.fromkeys([("nohup",), ("setsid",), ("pdm", "run"), ("pipenv", "run"), ("poetry", "run")], _PLAIN),
     **dict.fromkeys([("conda", "run"), ("mamba", "run"), ("micromamba", "run")], _CONDA),
     ("env",): _Prefix(
@@ -96,6 +98,16 @@ class Start(NamedTuple):
     """Why the agent cannot take the program's place, with what to do; empty if it can."""
 
 
+def is_assignment(word: str) -> bool:
+    """Return whether a word assigns a variable of the shell."""
+    return _ASSIGNMENT.match(word) is not None
+
+
+def is_keyword(word: str) -> bool:
+    """Return whether a word is a keyword of the shell that stands before a command."""
+    return word in _KEYWORDS
+
+
 def is_interpreter(word: str) -> bool:
     """Return whether a word is a Python interpreter."""
     return _INTERPRETER.fullmatch(word) is not None
@@ -110,7 +122,7 @@ def program_start(words: Sequence[str]) -> Start:
     """Return where the program behind assignments, keywords of the shell and prefixes starts."""
     position, problem = 0, ""
     while position < len(words):
-        if _ASSIGNMENT.match(words[position]):
+        if is_assignment(words[position]):
             position += 1
             continue
         names = (words[position].rsplit("/", 1)[-1], *words[position + 1 : position + 2])

@@ -16,18 +16,28 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from azureml_elastic.config.command.placeholders import fill
-from azureml_elastic.config.command.prefixes import is_interpreter, is_program, program_start
+from azureml_elastic.config.command.prefixes import (
+    is_assignment,
+    is_interpreter,
+    is_keyword,
+    is_program,
+    program_start,
+)
 from azureml_elastic.config.command.shell import simple_commands
 from azureml_elastic.errors import CommandError
 
-__all__ = ["FoundProgram", "Program", "find_program", "parse_program", "require_script"]
+__all__ = ["FoundProgram", "Program", "find_program", "left_to_the_shell", "parse_program", "require_script"]
 
 _QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
 _LAUNCHERS = frozenset({"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "torchrun"})
 _LAUNCHER_MODULES = frozenset(
-    {"accelerate.commands.launch", "deepspeed.launcher.launch", "torch.distributed.launch", "torch.distributed.run"}
+    {
+        *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
+        *("deepspeed.launcher.launch", "deepspeed.launcher.runner"),
+        *("torch.distributed.launch", "torch.distributed.run"),
+    }
 )
 _LOOPS = (["for"], ["until"], ["while"])
 _NEXT_STEP = "Give the script itself, as in 'python train.py --epochs 10' or 'python -m package.module'"
@@ -152,10 +162,22 @@ def find_program(shell_command: str) -> FoundProgram:
     if len(found) > 1:
         programs = ", ".join(repr(one.program) for one in found)
         raise CommandError(
-            f"The command starts {len(found)} Python programs ({programs}); an elastic job runs exactly one. "
-            "Call the others from the training script, or submit them as jobs of their own."
+            f"The command starts {len(found)} Python programs ({programs}); the elastic agent runs exactly one. Write "
+            "'command' before the others, as in 'command python prepare.py && python train.py': the shell then runs "
+            "them once per node, without the agent. Or call them from the training script."
         )
     return found[0]
+
+
+def left_to_the_shell(words: Sequence[str]) -> int | None:
+    """Return before which word of a simple command ``command`` leaves its Python program to the shell.
+
+    ``None`` if the command starts no Python program that :func:`find_program` would return.
+    """
+    position = program_start(words).position
+    if position == len(words) or not is_program(words[position]) or _prepares(list(words[position:])):
+        return None
+    return next(at for at, word in enumerate(words) if not (is_keyword(word) or is_assignment(word)))
 
 
 def _parse_interpreted(words: list[str]) -> Program:
