@@ -141,7 +141,7 @@ class LauncherCall(NamedTuple):
     end: int
     """Index after its words."""
     is_script: bool
-    """Whether it is a script that only has the options of a launcher."""
+    """Whether it is a script or module that only has the options of a launcher."""
 
 
 def launcher_call(words: Sequence[str]) -> LauncherCall | None:
@@ -160,6 +160,8 @@ def launcher_call(words: Sequence[str]) -> LauncherCall | None:
     for call, launcher in _CALLS.items():
         if rest[: len(call)] == call and (call[0] != "-m" or position > start):
             return LauncherCall(launcher, start, position, position + len(call), is_script=False)
-    if words[position].endswith(".py"):
-        return LauncherCall(replace(_TORCHRUN, name=words[position]), start, position, position + 1, is_script=True)
-    return None
+    module = words[position] == "-m" and position > start and len(rest) > 1
+    if not module and not words[position].endswith(".py"):
+        return None
+    end = position + 1 + module
+    return LauncherCall(replace(_TORCHRUN, name=words[end - 1]), start, position, end, is_script=True)

@@ -139,7 +139,8 @@ def _read(command: str, words: Sequence[Word], call: LauncherCall, inputs: Mappi
     if launcher.local_rank and launcher.no_local_rank not in options:
         arguments = f" {launcher.local_rank}=$LOCAL_RANK{arguments}"
     if call.is_script:
-        refused.append(f"{launcher.name!r} is given the number of processes and {program.text!r}, as a launcher is.")
+        given = " and ".join(f"--{name}" for name in sorted(_SCRIPT_OPTIONS & options.keys()))
+        refused.append(f"{launcher.name!r} is given {given} and {program.text!r}, as a launcher is.")
     module = "-m " if "module" in options else ""
     text = f"{start}{interpreter} {module}{command[program.start : program.end]}{arguments}"
     return Launched(text, fields, " ".join(refused))

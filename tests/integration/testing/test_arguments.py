@@ -43,32 +43,31 @@ def test_each_worker_receives_its_own_arguments(script, preload, program):
     assert ("from the preload server" in text) == preload
 
 
-def test_prefixes_apply_to_the_agent_and_so_to_its_workers(script):
-    script("import os; assert (os.environ['A'], os.environ['B']) == ('1', '2'); assert os.nice(0) >= 5")
+def run(command, **distribution):
+    """Run a command on one node and return its output."""
     job = ElasticCommandJob(
         code="src",
-        command="A=1 nice -n 5 env -u C B=2 stdbuf -oL python train.py",
+        command=command,
         environment="anything@latest",
         compute="cluster",
         resources=ElasticResources(max_instance_count=1),
+        distribution=ElasticDistribution(preload_workers=False, **distribution),
     )
     with LocalWorkspace() as workspace:
         submitted = workspace.ml_client.jobs.create_or_update(job)
-        assert workspace.wait(submitted.name, 200) == "Completed", workspace.log(submitted.name)
+        status = workspace.wait(submitted.name, 200)
+        text = workspace.log(submitted.name)
+    assert status == "Completed", text
+    return text
+
+
+def test_prefixes_apply_to_the_agent_and_so_to_its_workers(script):
+    script("import os; assert (os.environ['A'], os.environ['B']) == ('1', '2'); assert os.nice(0) >= 5")
+    run("A=1 nice -n 5 env -u C B=2 stdbuf -oL $(which python) train.py")
 
 
 def test_a_command_left_to_the_shell_runs_once_per_node_before_the_workers(script):
     script("print('prepared', flush=True); open('prepared', 'x')", "prepare.py")
     script("import os; assert os.path.exists('prepared')")
-    job = ElasticCommandJob(
-        code="src",
-        command="command python prepare.py && python train.py",
-        environment="anything@latest",
-        compute="cluster",
-        resources=ElasticResources(max_instance_count=1),
-        distribution=ElasticDistribution(process_count_per_instance=2, preload_workers=False),
-    )
-    with LocalWorkspace() as workspace:
-        submitted = workspace.ml_client.jobs.create_or_update(job)
-        assert workspace.wait(submitted.name, 200) == "Completed", workspace.log(submitted.name)
-        assert workspace.log(submitted.name).count("prepared") == 1
+    text = run("command python prepare.py && python train.py", process_count_per_instance=2)
+    assert text.count("prepared") == 1

@@ -100,6 +100,7 @@ def test_refuses_what_starts_no_program(argv, part):
         ("time -p nice -10 ionice -c2 -n 0 ", "python train.py", ""),
         ("timeout 60 python -m pip install x && sudo apt-get install -y python3 && ", "python train.py", ""),
         ("sudo -u root python -m pip install x && ", "python train.py", ""),
+        ("", "$(which python3) train.py --x", ""),
         ("", "python a#b.py \\; $HOME", ";"),
     ],
 )
@@ -139,6 +140,7 @@ def test_what_was_found_can_be_read_again():
         ("coverage run train.py", "'coverage run' would observe"),
         ("ddtrace-run python train.py | tee log", "not known whether 'ddtrace-run' can start the agent"),
         ("command python train.py", "Leave 'command' out"),
+        ("bash -lc 'python train.py $RANK' | tee log", "Give what follows -c as the command"),
         ("nohup bash run.sh train.py", "'bash run.sh train.py' starts no Python program"),
         ("python x.py 'a", "not closed"),
         ('python x.py "a $(b', "not closed"),

@@ -163,7 +163,14 @@ def test_torchrun_becomes_the_program_and_fields_of_the_distribution(command, pl
                 "process_count_per_instance=4",
             ],
         ),
-        ("./wrapper.py --nnodes=2 train.py", ["'./wrapper.py' is given", "command='python train.py'"]),
+        (
+            "python -u -m a.launch --nnodes=2 train.py",
+            ["'a.launch' is given --nnodes and", "command='python -u train.py'"],
+        ),
+        (
+            "./wrapper.py --nnodes=2 train.py",
+            ["'./wrapper.py' is given --nnodes and 'train.py'", "command='python train.py'"],
+        ),
     ],
 )
 def test_a_refusal_has_the_command_to_write(command, parts):

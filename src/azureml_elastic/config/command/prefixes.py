@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 __all__ = ["Start", "is_assignment", "is_interpreter", "is_keyword", "is_program", "program_start"]
 
-_INTERPRETER = re.compile(r"(?:.*[/\\])?python(?:\d+(?:\.\d+)*)?(?:\.exe)?", re.DOTALL)
+_NAME = r"python(?:\d+(?:\.\d+)*)?"
+_INTERPRETER = re.compile(
+    rf"(?:.*[/\\])?{_NAME}(?:\.exe)?|\$\((?:which|command\s+-v)\s+{_NAME}\s*\)|`which\s+{_NAME}\s*`", re.DOTALL
+)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=", re.ASCII)
 
 _KEYWORDS = frozenset({"!", "do", "elif", "else", "if", "then", "{"})

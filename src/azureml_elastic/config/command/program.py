@@ -39,6 +39,7 @@ _LAUNCHER_MODULES = frozenset(
         *("torch.distributed.launch", "torch.distributed.run"),
     }
 )
+_SHELLS = frozenset({"bash", "dash", "sh", "zsh"})
 _LOOPS = (["for"], ["until"], ["while"])
 _NEXT_STEP = "Give the script itself, as in 'python train.py --epochs 10' or 'python -m package.module'"
 
@@ -157,7 +158,7 @@ def find_program(shell_command: str) -> FoundProgram:
         found.append(FoundProgram(shell_command[: cut.start], shell_command[cut], shell_command[cut.stop :]))
     if not found:
         launcher = next((words for words in others if words[0].rsplit("/", 1)[-1] in _LAUNCHERS), None)
-        behind = next((words for words in others if any(is_interpreter(word) for word in words[1:])), None)
+        behind = next((words for words in others if _may_hide_python(words)), None)
         raise CommandError(_no_python(launcher or behind or (others[-1] if others else [])))
     if len(found) > 1:
         programs = ", ".join(repr(one.program) for one in found)
@@ -233,6 +234,15 @@ def _prepares(words: list[str]) -> bool:
     return False
 
 
+def _may_hide_python(words: Sequence[str]) -> bool:
+    return _is_shell_text(words) or any(is_interpreter(word) for word in words[1:])
+
+
+def _is_shell_text(words: Sequence[str]) -> bool:
+    options = [word for word in words[1:3] if word.startswith("-") and not word.startswith("--")]
+    return words[0].rsplit("/", 1)[-1] in _SHELLS and any("c" in word for word in options)
+
+
 def _no_python(words: Sequence[str]) -> str:
     if not words:
         return f"The command starts no Python program. {_NEXT_STEP}."
@@ -241,6 +251,10 @@ def _no_python(words: Sequence[str]) -> str:
         return (
             f"{text} but the launcher {words[0]!r}; the elastic agent takes the launcher's place and starts "
             f"the workers. {_NEXT_STEP}."
+        )
+    if _is_shell_text(words):
+        return (
+            f"{text} but a shell of its own, whose program the agent cannot find. Give what follows -c as the command."
         )
     if any(is_interpreter(word) for word in words[1:]):
         return (
