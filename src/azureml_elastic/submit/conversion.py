@@ -16,7 +16,7 @@ from typing import Any
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.errors import SubmitError
-from azureml_elastic.submit.launchers import read_launcher, refuse_launcher
+from azureml_elastic.submit.launchers import Launched, read_launcher, refuse_launcher
 from azureml_elastic.submit.sdk_hooks import fields_of_command, plain_command_job
 
 __all__ = ["FIELDS_OF_COMMAND", "FIELDS_OF_RESOURCES", "fields_of", "located", "refuse_unknown"]
@@ -67,9 +67,10 @@ def fields_of(
     fields["outputs"] = {name: copy.deepcopy(value) or {} for name, value in (job.outputs or {}).items()}
     if job.code is not None:
         fields["code"] = located(str(job.code), base)
-    launcher: Mapping[str, Any] = {}
+    launched = Launched(str(job.command or ""))
     if "command" not in changes:
-        fields["command"], launcher = _without_launcher(str(job.command or ""), fields["inputs"], distribution)
+        launched = _without_launcher(launched.command, fields["inputs"], distribution)
+        fields["command"] = launched.command
     if "environment" not in fields and "environment" not in changes:
         raise SubmitError(
             "The command job has no environment. Give environment='<name>@latest', or an Environment, to from_command."
@@ -77,9 +78,9 @@ def fields_of(
     return {
         **fields,
         "resources": _resources(job.resources, resources),
-        "distribution": _distribution(job.distribution, launcher)
+        "distribution": _distribution(job.distribution, launched)
         if distribution is None
-        else _completed(distribution, launcher),
+        else _completed(distribution, launched.fields),
         **changes,
     }
 
@@ -97,15 +98,15 @@ def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:
 
 def _without_launcher(
     command: str, inputs: Mapping[str, Any], distribution: ElasticDistribution | Mapping[str, Any] | None
-) -> tuple[str, Mapping[str, Any]]:
+) -> Launched:
     """Return the command without its launcher, and the distribution fields from the launcher's options."""
     launched = read_launcher(command, inputs)
     if launched is None:
-        return command, {}
+        return Launched(command)
     if launched.refused:
         given = None if distribution is None else ElasticDistribution.model_validate(distribution)
         refuse_launcher(command, inputs, given)
-    return launched.command, launched.fields
+    return launched
 
 
 def _completed(given: ElasticDistribution | Mapping[str, Any], launcher: Mapping[str, Any]) -> ElasticDistribution:
@@ -154,7 +155,7 @@ def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) ->
     return ElasticResources.model_validate({**dict(counts), **kept})
 
 
-def _distribution(held: Any, launcher: Mapping[str, Any]) -> ElasticDistribution:
+def _distribution(held: Any, launcher: Launched) -> ElasticDistribution:
     """Return the combination of the job's distribution and its launcher's options."""
     kind = "" if held is None else str(getattr(held, "type", type(held).__name__)).lower()
     if kind not in {"", "pytorch"}:
@@ -163,16 +164,18 @@ def _distribution(held: Any, launcher: Mapping[str, Any]) -> ElasticDistribution
             "from_command(..., distribution=ElasticDistribution(...)) if the script runs without it."
         )
     if held is None:
-        return ElasticDistribution(**launcher)
+        return ElasticDistribution(**launcher.fields)
     count = held.process_count_per_instance or 1
-    launched = launcher.get("process_count_per_instance", 1)
+    launched = launcher.fields.get("process_count_per_instance", launcher.default_count)
     if count > 1 and launched not in {1, count}:
         raise SubmitError(
             f"The job's distribution starts {count} processes on each node, and the launcher in its command "
             f"{launched!r} in each of them. Give the number of workers per node: "
             "from_command(..., distribution=ElasticDistribution(process_count_per_instance=...))."
         )
-    return ElasticDistribution(**{**launcher, "process_count_per_instance": count if launched == 1 else launched})
+    return ElasticDistribution(
+        **{**launcher.fields, "process_count_per_instance": count if launched == 1 else launched}
+    )
 
 
 def _located_input(value: Any, base: Path) -> Any:

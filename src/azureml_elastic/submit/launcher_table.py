@@ -33,6 +33,7 @@ class Launcher:
         short: short forms of options.
         local_rank: argument in which the script receives its local rank; empty if it does not.
         no_local_rank: option that omits this argument.
+        one_per_gpu: whether it starts one process per GPU without ``count``, rather than a single one.
         library: whether options configure a library that the script uses, too.
     """
 
@@ -48,6 +49,7 @@ class Launcher:
     short: Mapping[str, str] = field(default_factory=dict)
     local_rank: str = ""
     no_local_rank: str = ""
+    one_per_gpu: bool = False
     library: bool = False
 
     @property
@@ -98,6 +100,7 @@ _ACCELERATE = Launcher(
         "downcast-bf16 tpu tpu-cluster no-tpu-cluster tpu-use-sudo"
     ),
     short={"-m": "module", "-q": "quiet"},
+    one_per_gpu=True,
     library=True,
 )
 _DEEPSPEED = Launcher(
@@ -110,6 +113,7 @@ _DEEPSPEED = Launcher(
     short={"-H": "hostfile", "-i": "include", "-e": "exclude", "-q": "quiet", "--num_accelerators": "num-gpus"},
     local_rank="--local_rank",
     no_local_rank="no-local-rank",
+    one_per_gpu=True,
 )
 
 _CALLS = {

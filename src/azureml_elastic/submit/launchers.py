@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from azureml_elastic.config.command.prefixes import is_interpreter
@@ -36,6 +36,8 @@ class Launched:
     fields: Mapping[str, Any] = field(default_factory=dict)
     refused: str = ""
     """Reasons why the command is not fully equivalent; empty if it is."""
+    default_count: int | str = 1
+    """Processes that the launcher starts on each node if it is not given their number."""
 
 
 def read_launcher(command: str, inputs: Mapping[str, Any] | None = None) -> Launched | None:
@@ -64,7 +66,7 @@ def read_launcher(command: str, inputs: Mapping[str, Any] | None = None) -> Laun
     if not launched.command:
         return launched
     before, after = _marked(command, others, 0, start), _marked(command, others, end, len(command))
-    return Launched(f"{before}{launched.command}{after}", launched.fields, launched.refused)
+    return replace(launched, command=f"{before}{launched.command}{after}")
 
 
 def refuse_launcher(
@@ -143,7 +145,7 @@ def _read(command: str, words: Sequence[Word], call: LauncherCall, inputs: Mappi
         refused.append(f"{launcher.name!r} is given {given} and {program.text!r}, as a launcher is.")
     module = "-m " if "module" in options else ""
     text = f"{start}{interpreter} {module}{command[program.start : program.end]}{arguments}"
-    return Launched(text, fields, " ".join(refused))
+    return Launched(text, fields, " ".join(refused), "auto" if launcher.one_per_gpu else 1)
 
 
 def _options(launcher: Launcher, words: Sequence[Word], *, strict: bool) -> tuple[dict[str, str], list[Word]]:

@@ -207,6 +207,9 @@ def test_a_job_from_yaml_finds_its_files_from_everywhere(folder, monkeypatch, cl
             },
             2,
         ),
+        ({"command": "deepspeed train.py", "distribution": PyTorchDistribution(process_count_per_instance=1)}, "auto"),
+        ({"command": "torchrun train.py", "distribution": PyTorchDistribution(process_count_per_instance=1)}, 1),
+        ({"command": "accelerate launch train.py"}, "auto"),
     ],
 )
 def test_the_distribution_and_the_launcher_say_how_many_workers_a_node_has(fields, wanted):
