@@ -80,7 +80,8 @@ class ElasticCommandJob(JobFields, Submittable):
             command_job: result of ``command(...)`` or ``load_job("job.yml")``.
             resources: number and kind of the nodes; fields that are not set (VM size, ``shm_size``, ...) are taken
                 from the job. ``None`` turns ``instance_count`` > 1 into 1 to ``instance_count`` nodes.
-            distribution: configuration of the processes, replacing that of the job.
+            distribution: configuration of the processes, replacing that of the job; completed by the options of a
+                launcher in the command.
             **changes: fields of the elastic job, overriding those of the given job.
 
         Raises:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from azureml_elastic.config.command.prefixes import is_interpreter
+from azureml_elastic.config.command.prefixes import is_program
 from azureml_elastic.config.command.program import left_to_the_shell
 from azureml_elastic.config.command.shell import Word, simple_commands
 from azureml_elastic.config.distribution import ElasticDistribution
@@ -132,7 +132,7 @@ def _read(command: str, words: Sequence[Word], call: LauncherCall, inputs: Mappi
     start = command[words[0].start : words[call.start].start] + (f"env {' '.join(variables)} " if variables else "")
     program, arguments = rest[0], command[rest[0].end : words[-1].end]
     if "no-python" in options:
-        if not is_interpreter(program.text):
+        if not is_program(program.text):
             what = command[program.start : words[-1].end]
             return Launched(
                 "", {}, f"--no-python starts {what!r}, which is no Python program. Give the one that it starts."

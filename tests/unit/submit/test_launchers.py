@@ -81,6 +81,7 @@ def test_without_a_launcher_there_is_nothing_to_read(command):
             "timeout 60 pip list; nice -n 5 python train.py",
             {"process_count_per_instance": 2, "max_restarts": 1},
         ),
+        ("torchrun --no-python ./x.py --a", "./x.py --a", {}),
         ("torchrun --no-python --nproc_per_node 2 python -O x.py", "python -O x.py", {"process_count_per_instance": 2}),
         (
             "deepspeed --hostfile=h --num_nodes 2 --num_gpus 8 --master_port 1 train.py --deepspeed z.json",
