@@ -112,6 +112,14 @@ def bench_checkpoints(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_stacks(session: nox.Session) -> None:
+    """Measure recovery under training stacks beside a session's; writes docs/reference/benchmarks-stacks.md."""
+    install_wheel(session, "node", "transformers", "accelerate", "lightning", groups=("test",))
+    session.install("--constraint", str(CONSTRAINTS), f"deepspeed=={DEEPSPEED}")
+    session.run("python", "benchmarks/stacks.py", *session.posargs)
+
+
+@nox.session
 def stacks(session: nox.Session) -> None:
     """Run stock scripts of training stacks under faults: a node's loss, an arrival and a preemption with notice."""
     install_wheel(session, "node", "transformers", "accelerate", "lightning", "report", groups=("test",))
