@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle  # its errors alone
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations.durable_files import flush
 from azureml_elastic.train.integrations.stack_session import StackSession
 
-__all__ = ["CheckpointFolders"]
+__all__ = ["CheckpointFolders", "client_state_bytes"]
 
 _CLIENT_STATE = "client_state.pt"
 _LATEST = "latest"
@@ -77,10 +79,12 @@ class CheckpointFolders:
 
         Raises:
             CheckpointError: a rank cannot write it.
+            UsageError: the script keeps objects that cannot be read without executing code.
         """
+        content = client_state_bytes(client_state)
         self._session.write_checkpoint(folder / _STATE, self._objects)
         if self._session.is_main:
-            torch.save(dict(client_state), folder / _CLIENT_STATE)
+            (folder / _CLIENT_STATE).write_bytes(content)
 
     def set_latest(self, folder: Path) -> None:
         """Name a folder as the last complete checkpoint beside it."""
@@ -149,6 +153,24 @@ class CheckpointFolders:
 
     @staticmethod
     def client_state(folder: Path) -> dict[str, Any]:
-        """Return what the script keeps in a checkpoint, as DeepSpeed loads it: any object."""
-        found: dict[str, Any] = torch.load(folder / _CLIENT_STATE, map_location="cpu", weights_only=False)
+        """Return what the script keeps in a checkpoint."""
+        found: dict[str, Any] = torch.load(folder / _CLIENT_STATE, map_location="cpu", weights_only=True)
         return found
+
+
+def client_state_bytes(state: Mapping[str, Any]) -> bytes:
+    """Return what a script keeps in a checkpoint as a file, which is read without executing code.
+
+    Raises:
+        UsageError: it holds other objects than numbers, texts, tensors, and lists and dictionaries of those.
+    """
+    content = io.BytesIO()
+    try:
+        torch.save(dict(state), content)
+        torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"client_state={sorted(map(str, state))} of engine.save_checkpoint() holds objects that cannot be read "
+            "without executing code. Keep numbers, texts, tensors, and lists and dictionaries of those."
+        ) from error
+    return content.getvalue()
