@@ -170,13 +170,13 @@ def test_variables_that_torch_reads_are_an_obstacle_only_before_torch(project, l
 @pytest.mark.parametrize(
     ("line", "left"),
     [
-        ('os.environ["MASTER_PORT"] = "1"', ["os", "plotly", "torch", "csv"]),
-        ('os.environ["CUDA_VISIBLE_DEVICES"] = "0"', ["os", "plotly", "torch", "csv"]),
-        ('os.environ["NCCL_DEBUG"] = "INFO"', ["os", "plotly", "torch", "csv"]),
-        ('sys.path.append("lib")', ["os", "plotly", "torch", "csv"]),
-        ('print(os.environ["HOME"])', ["os", "plotly", "torch", "csv"]),
-        ('def f():\n    os.environ["HOME"] = "x"', ["os", "plotly", "torch", "csv"]),
-        ('f = lambda: os.environ.pop("HOME")', ["os", "plotly", "torch", "csv"]),
+        ('os.environ["MASTER_PORT"] = "1"', ["os", "pydantic", "torch", "csv"]),
+        ('os.environ["CUDA_VISIBLE_DEVICES"] = "0"', ["os", "pydantic", "torch", "csv"]),
+        ('os.environ["NCCL_DEBUG"] = "INFO"', ["os", "pydantic", "torch", "csv"]),
+        ('sys.path.append("lib")', ["os", "pydantic", "torch", "csv"]),
+        ('print(os.environ["HOME"])', ["os", "pydantic", "torch", "csv"]),
+        ('def f():\n    os.environ["HOME"] = "x"', ["os", "pydantic", "torch", "csv"]),
+        ('f = lambda: os.environ.pop("HOME")', ["os", "pydantic", "torch", "csv"]),
         ('os.environ["WANDB_MODE"] = "offline"', ["os", "torch", "csv"]),
         ('sys.path.insert(0, "lib")', ["os", "torch", "csv"]),
         ('sys.path[0:0] = ["lib"]', ["os", "torch", "csv"]),
@@ -184,6 +184,6 @@ def test_variables_that_torch_reads_are_an_obstacle_only_before_torch(project, l
     ],
 )
 def test_what_is_prepared_is_left_to_the_script(project, line, left):
-    script = project(script=f"import os\n{line}\nimport plotly, torch, csv\n")
+    script = project(script=f"import os\n{line}\nimport pydantic, torch, csv\n")
     assert modules(script) == left
     assert find_imports("script", script).obstacle is None
