@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
@@ -17,7 +17,7 @@ from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
 
-__all__ = ["JobFields", "field_of"]
+__all__ = ["JobFields", "field_of", "resources_of_pools"]
 
 _MOVED = {
     "docker_args": "give resources=ElasticResources(docker_args=...)",
@@ -99,9 +99,7 @@ class JobFields(ConfigModel):
         if not pools:
             raise ValueError("compute=[] has no pool; give at least one NodePool, or the name of a cluster")
         if resources is None:
-            least = max(1, sum(pool.min_instance_count for pool in pools))
-            most = sum(pool.max_instance_count for pool in pools)
-            resources = ElasticResources(min_instance_count=least, max_instance_count=most)
+            resources = resources_of_pools(pools)
         if resources.placement is None:
             resources = resources.model_copy(update={"placement": "fan_out"})
         return {**fields, "compute": pools, "resources": resources}
@@ -149,6 +147,13 @@ class JobFields(ConfigModel):
             computes, sizes = {str(self.compute or SERVERLESS)}, (self.resources.instance_type,)
         one_job = self.resources.effective_placement != "fan_out" or self.resources.max_instance_count == 1
         return sizes, one_job or (len(computes) == 1 and SERVERLESS not in computes)
+
+
+def resources_of_pools(pools: Sequence[NodePool]) -> ElasticResources:
+    """Return the resources that pools determine where the job gives none."""
+    least = max(1, sum(pool.min_instance_count for pool in pools))
+    most = sum(pool.max_instance_count for pool in pools)
+    return ElasticResources(min_instance_count=least, max_instance_count=most, placement="fan_out")
 
 
 def field_of(value: Any, name: str) -> Any:

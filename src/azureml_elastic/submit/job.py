@@ -9,6 +9,7 @@ from typing_extensions import Self
 
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.resources import ElasticResources
+from azureml_elastic.submit.changes import given_fields, merged_fields
 from azureml_elastic.submit.conversion import fields_of
 from azureml_elastic.submit.display import as_html, as_line, as_text
 from azureml_elastic.submit.fields import JobFields
@@ -90,6 +91,35 @@ class ElasticCommandJob(JobFields, Submittable):
             MissingExtra: azure-ai-ml is not installed.
         """
         return cls(**fields_of(command_job, resources, distribution, changes))
+
+    def with_options(self, **changes: Any) -> Self:
+        """Return a copy of the job with changed fields, validated like a new job.
+
+        Mappings such as ``environment_variables``, ``inputs`` and ``tags`` are merged with those of the job, and a
+        mapping for a field such as ``resources`` or ``checkpoint`` changes the given fields of it alone, as in
+        ``job.with_options(resources={"max_instance_count": 8}, tags={"trial": "2"})``. All other values replace those
+        of the job. To remove an entry, use :meth:`model_copy`, which replaces whole mappings.
+
+        Args:
+            **changes: fields of the job.
+
+        Raises:
+            pydantic.ValidationError: a field is unknown, or its value is invalid.
+        """
+        return type(self)(**merged_fields(self, changes))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy of the job, in which whole values are replaced; validated like a new job.
+
+        Args:
+            update: fields to replace; :meth:`with_options` merges mappings instead.
+            deep: whether values are copied, too.
+
+        Raises:
+            pydantic.ValidationError: a field is unknown, or its value is invalid.
+        """
+        made = type(self)(**{**given_fields(self), **update}) if update else self
+        return super(ElasticCommandJob, made).model_copy(deep=deep)
 
     def __repr__(self) -> str:
         return as_line(self)
