@@ -34,7 +34,8 @@ SYSTEMS = {
     "deepspeed": SCRIPTS / "deepspeed_script.py",
 }
 NODES = 3
-STEP = 30
+STEP = 100
+"""Step of the loss: by then the preload servers have imported what the stacks import after their start."""
 MOST = 2.0
 """Largest ratio to the session's gap."""
 

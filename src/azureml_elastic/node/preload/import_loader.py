@@ -60,8 +60,19 @@ LATER = (
 ordered so that none takes more than 0.5 s: ``torch._dynamo`` alone would take 1.2 s without the modules before it.
 """
 
-LATER_OF_PACKAGES = {"accelerate": ("deepspeed",), "lightning": ("adlfs",), "pytorch_lightning": ("adlfs",)}
-"""Packages that others import, where they are installed, between a script's imports and its third step."""
+LATER_OF_PACKAGES = {
+    "accelerate": ("deepspeed", "datasets"),
+    "deepspeed": (
+        "setuptools",
+        "deepspeed.module_inject.auto_ep_layer",
+        "torch._dynamo.repro.after_dynamo",
+        "torch._inductor.compile_fx",  # it decorates a function with torch.compile
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+    ),
+    "lightning": ("adlfs",),
+    "pytorch_lightning": ("adlfs",),
+}
+"""Modules that packages import, where they are installed, between a script's imports and its third step."""
 
 _MOST_BYTES = 1 << 20
 
@@ -179,7 +190,7 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
 
 
 def later_of_packages(excluded: Container[str]) -> list[str]:
-    """Return the packages that imported ones are known to import later, and that are installed.
+    """Return the modules that imported packages are known to import later, and whose packages are installed.
 
     Args:
         excluded: top-level packages left to the workers.
@@ -187,7 +198,11 @@ def later_of_packages(excluded: Container[str]) -> list[str]:
     wanted = dict.fromkeys(
         name for package in LATER_OF_PACKAGES if package in sys.modules for name in LATER_OF_PACKAGES[package]
     )
-    return [name for name in wanted if name not in sys.modules and name not in excluded and find_spec(name) is not None]
+    return [name for name in wanted if name not in sys.modules and _is_available(name.partition(".")[0], excluded)]
+
+
+def _is_available(package: str, excluded: Container[str]) -> bool:
+    return package not in excluded and (package in sys.modules or find_spec(package) is not None)
 
 
 def import_later(name: str, output: Output) -> None:

@@ -43,6 +43,7 @@ class Rehearsal:
 
 def _import_safely(package: str) -> bool:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the server's handler waits for workers, which are not this one's
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)

@@ -289,3 +289,21 @@ def test_the_server_reports_the_end_of_its_later_imports(tmp_path):
         assert server.refusal is None
     finally:
         server.close()
+
+
+def test_packages_that_packages_import_later_are_imported_while_workers_run(tmp_path):
+    importers, installed = tmp_path / "importers", tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "accelerate.py").touch()
+    (installed / "deepspeed.py").write_text("import subprocess\nsubprocess.run(['true'], check=True)\n")
+    (installed / "datasets.py").write_text(f"import os\nopen({str(importers)!r}, 'a').write(f'{{os.getpid()}} ')\n")
+    path = os.pathsep.join([str(installed), *filter(None, [ENVIRON.get("PYTHONPATH")])])
+    environ = {**ENVIRON, "PYTHONPATH": path, "AZUREML_ELASTIC_INTEGRATIONS": "off"}
+    server = preload_server(script(tmp_path, "import accelerate, time\ntime.sleep(600)\n"), environ=environ)
+    try:
+        assert server.wait_ready(300), server.refusal
+        worker = server.start(environ, tmp_path / "out", tmp_path / "err")
+        wait_for_text(importers, f"{server.pid} ")
+        assert worker.poll() is None
+    finally:
+        server.close()
