@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stacks import FAULTS, assert_same_rates, assert_weights_do_not_depend_on_the_world_size, run_stock
+from tests.support.stacks import (
+    FAULTS,
+    assert_in_process_recovery_is_a_restart,
+    assert_same_rates,
+    assert_weights_do_not_depend_on_the_world_size,
+    run_stock,
+)
 
 if "DEEPSPEED_TESTS" not in os.environ:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
@@ -108,6 +114,19 @@ def test_a_script_that_continues_from_folders_of_its_own(tmp_path, undisturbed, 
 def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
     """Shares of unequal size and ranks without samples count by their samples."""
     assert_weights_do_not_depend_on_the_world_size(SCRIPT, tmp_path, "--accumulate", accumulate)
+
+
+def test_workers_that_are_started_plainly(tmp_path):
+    faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33", "snapshot_steps": 1}
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", preload=False, **faults)
+    assert run.report.audit.complete, run.report.audit
+    assert run.report.audit.rolled_back_steps <= 5
+    assert run.report.last_step == EPOCHS * 63
+
+
+def test_in_process_recovery_falls_back_to_a_restart(tmp_path):
+    run = assert_in_process_recovery_is_a_restart(SCRIPT, tmp_path / "run", most_repeated=5, snapshot_steps=1)
+    assert run.record["global_steps"] == STEPS
 
 
 def test_the_integration_can_be_switched_off(tmp_path, monkeypatch):
