@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -60,6 +61,10 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the compiled job without sending a request.")
     ] = False,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(help="Continue an ended run, such as a failed one, from its last checkpoint.", metavar="RUN"),
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Show the run until it ends.")] = False,
     subscription: SubscriptionOption = None,
     group: GroupOption = None,
@@ -73,6 +78,8 @@ def submit(
     from azureml_elastic.submit.client import connect, readable_errors, silence_sdk_logs
 
     silence_sdk_logs()
+    if resume_from is not None:
+        overrides = [*(overrides or ()), f"elastic.resume_from={json.dumps(resume_from)}"]
     if dry_run:
         from azureml_elastic.submit.yaml.compiled_file import compile_file
 
@@ -80,10 +87,13 @@ def submit(
         return
     name = find_workspace(subscription, group, workspace)
 
+    from azureml_elastic.submit.resumption import check_earlier_run
     from azureml_elastic.submit.yaml.job_file import load_elastic_job
 
     job = load_elastic_job(job_file, overrides or ())
     client = connect(name.subscription, name.group, name.name)
+    with readable_errors(f"read the run {job.resume_from!r}"):
+        job = check_earlier_run(client, job)
     with readable_errors(f"submit {job_file}"):
         submitted = client.jobs.create_or_update(job)
     typer.echo(submitted.name)

@@ -42,6 +42,13 @@ def local(
     checkpoint_steps: Annotated[
         int | None, typer.Option(help="Steps between two checkpoints, besides the one every 10 seconds.")
     ] = None,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of an earlier run, possibly a failed one, from whose last checkpoint this run starts.",
+            metavar="RUN_DIR",
+        ),
+    ] = None,
     audit: Annotated[
         bool, typer.Option("--audit", help="Record each sample, and verify that each was trained exactly once.")
     ] = False,
@@ -88,6 +95,7 @@ def local(
         run_dir=run_dir,
         table=table,
         checkpoint_steps=checkpoint_steps,
+        resume_from=resume_from,
         audit=audit,
         max_restarts=max_restarts,
         distribution=distribution,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -16,9 +17,24 @@ from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.errors import PlanError
 
-__all__ = ["PLAN_VERSION", "Plan"]
+__all__ = ["PLAN_VERSION", "EarlierRun", "Plan"]
 
 PLAN_VERSION = 1
+
+
+class EarlierRun(ConfigModel):
+    """The run that another run continues.
+
+    Args:
+        run_id: its identifier in the table.
+        path: folder or URL of its checkpoints; ``None`` for the folder of its name beside that of the new run, which
+            the node completes.
+        checkpoint: reference to its last committed checkpoint; ``None`` for the one that its table or the folder names.
+    """
+
+    run_id: str
+    path: str | None = None
+    checkpoint: Mapping[str, Any] | None = None
 
 
 class Plan(ConfigModel):
@@ -34,6 +50,7 @@ class Plan(ConfigModel):
         replacement: policy for replacing lost nodes; ``None`` disables replacement.
         run_id: identifier of the run in the table; ``None`` selects Azure ML's run id, which is new for each
             submission.
+        resume_from: earlier run that this run continues as long as it has no checkpoint of its own; ``None`` for none.
         audit: whether workers record the samples of each step, to verify that each was trained exactly once.
         profile: steps and ranks that PyTorch's profiler records; ``None`` disables it.
     """
@@ -46,6 +63,7 @@ class Plan(ConfigModel):
     pools: tuple[NodePool, ...] = ()
     replacement: ReplacementPolicy | None = None
     run_id: str | None = None
+    resume_from: EarlierRun | None = None
     audit: bool = False
     profile: Profile | None = None
 

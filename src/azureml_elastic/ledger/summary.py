@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger import timeline
 from azureml_elastic.ledger.events import Event, NodeLeft, NodeStarted
-from azureml_elastic.ledger.reading import EventReader, read_samples
-from azureml_elastic.ledger.samples import SampleAudit, audit_samples, restored_steps
+from azureml_elastic.ledger.reading import EventReader, read_events, read_samples
+from azureml_elastic.ledger.samples import SampleAudit, SampleLine, audit_samples, restored_steps
 
 __all__ = [
     "FaultRecord",
@@ -85,6 +86,7 @@ class Report(_Record):
         outcome: outcome of the run; ``unfinished`` if no end was recorded.
         exit_code: exit code, 0 for success.
         message: reason of a failure.
+        resumed_from: folder of the run that the run has continued, whose samples are audited, too.
         world_sizes: world sizes of successive rounds that trained, equal neighbours merged.
         missed_faults: faults of the schedule that did not happen.
         audit: result of the sample audit, ``None`` without recorded samples.
@@ -96,6 +98,7 @@ class Report(_Record):
     outcome: RunState
     exit_code: int
     message: str = ""
+    resumed_from: Path | None = None
     world_sizes: tuple[int, ...] = ()
     rounds: tuple[timeline.RoundSpan, ...] = ()
     recoveries: tuple[timeline.RecoverySpan, ...] = ()
@@ -131,10 +134,26 @@ class Report(_Record):
         return self.paths.report
 
 
-def audit_folder(paths: Paths, events: Sequence[Event]) -> SampleAudit | None:
-    """Audit the run's recorded samples; return ``None`` if there are none."""
-    lines, torn = read_samples(paths.samples)
-    return audit_samples(lines, restored_steps(events), torn_lines=torn) if lines else None
+def audit_folder(paths: Paths, events: Sequence[Event], continued: Sequence[Path] = ()) -> SampleAudit | None:
+    """Audit the run's recorded samples; return ``None`` if there are none.
+
+    Args:
+        paths: files of the run.
+        events: events of the run.
+        continued: folders of the runs that the run has continued, the first one first; their rounds come before its
+            own.
+    """
+    lines: list[SampleLine] = []
+    restored: dict[int, int] = {}
+    skipped = 0
+    before = [(earlier.samples, read_events(earlier.events)) for earlier in map(Paths.of, continued)]
+    for folder, own_events in (*before, (paths.samples, events)):
+        number = max((0, *restored, *(line.round for line in lines)))
+        own, torn = read_samples(folder)
+        lines += [replace(line, round=number + line.round) for line in own]
+        restored |= {number + own_number: step for own_number, step in restored_steps(own_events).items()}
+        skipped += torn
+    return audit_samples(lines, restored, torn_lines=skipped) if lines else None
 
 
 def load_report(run_dir: Path) -> Report:

@@ -25,6 +25,7 @@ from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.errors import CommandError, UsageError
 from azureml_elastic.ledger.summary import Paths, Report
+from azureml_elastic.local.earlier_run import continued_runs, find_earlier_run
 from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.processes import NodeProcesses
@@ -60,6 +61,7 @@ class LocalCluster:
         audit: whether workers record the samples of each step, so that the report can prove that each was seen once.
         max_restarts: number of worker failures after which the run fails.
         batch: batch policy.
+        resume_from: folder of an earlier run, from whose last committed checkpoint this run starts.
         distribution: all other settings of the processes; the arguments above take precedence.
         timeout_s: seconds after which the run is stopped and counted as failed.
         exit_grace_s: seconds that the other nodes have to exit after the run has ended, and all after a signal.
@@ -83,6 +85,7 @@ class LocalCluster:
     audit: bool = False
     max_restarts: int = 3
     batch: BatchPolicy = field(default_factory=FixedGlobalBatch)
+    resume_from: Path | None = None
     distribution: ElasticDistribution = field(default_factory=ElasticDistribution)
     timeout_s: float | None = None
     exit_grace_s: float = 20.0
@@ -104,9 +107,12 @@ class LocalCluster:
         report is written first, then ``KeyboardInterrupt`` or ``SystemExit`` is raised.
 
         Raises:
-            UsageError: the run folder is already used, the table is not recognised, or the faults do not apply to it.
+            UsageError: the run folder is already used, the table is not recognised, the faults do not apply to it, or
+                the earlier run has no committed checkpoint.
         """
         check_table(self.table, self.chaos)  # before a folder is made
+        if self.resume_from is not None:
+            find_earlier_run(self.resume_from)
         with StopSignals() as signals:
             paths = _prepare(self.run_dir or new_run_dir())
             try:
@@ -133,6 +139,7 @@ class LocalCluster:
                 view=stack.enter_context(UntilBroken(self.view)),
                 signals=signals,
                 opens_session=_opens_session(argv),
+                continued=continued_runs(self.resume_from),
             )
             try:
                 end = launch.watch(self.nodes[1], self.timeout_s, self.exit_grace_s)
@@ -171,6 +178,7 @@ class LocalCluster:
                 snapshot_path=None if self.snapshot_path is None else str(self.snapshot_path),
             ),
             batch=self.batch,
+            resume_from=None if self.resume_from is None else find_earlier_run(self.resume_from),
             run_id=f"local-{secrets.token_hex(4)}",
             audit=self.audit,
         )

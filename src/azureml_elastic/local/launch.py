@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from azureml_elastic.config import Plan
 from azureml_elastic.ledger.events import Event
@@ -56,6 +57,7 @@ class Launch:
         view: view that shows the run.
         signals: signals that stop the run.
         opens_session: whether the program uses this library, so that it reports its steps.
+        continued: folders of the runs that this run continues, the first one first.
     """
 
     plan: Plan
@@ -67,6 +69,7 @@ class Launch:
     view: View
     signals: StopSignals
     opens_session: bool
+    continued: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         self._nodes: dict[str, LaunchedNode] = {}
@@ -152,11 +155,12 @@ class Launch:
             outcome=outcome,
             exit_code=exit_code,
             message=message,
+            resumed_from=self.continued[-1] if self.continued else None,
             run_id=self.plan.run_id or "",
             nodes=tuple(node.summary for node in self._nodes.values()),
             faults=tuple(self._faults),
             missed_faults=self._missed_faults(),
-            audit=audit_folder(self.paths, self._events) if self.plan.audit else None,
+            audit=audit_folder(self.paths, self._events, self.continued) if self.plan.audit else None,
             skipped_events=self._reader.skipped,
         )
         return report.with_timeline(self._events, self._losses)

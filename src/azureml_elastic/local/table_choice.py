@@ -14,9 +14,12 @@ from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.table.opening import emulator_connection_string
 
-__all__ = ["TableChoice", "check_table", "connection_endpoint", "open_table_choice"]
+__all__ = ["SQLITE_TABLE", "TableChoice", "check_table", "connection_endpoint", "open_table_choice"]
 
 CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
+
+SQLITE_TABLE = "table.sqlite"
+"""Name of the table's file in the run's folder."""
 
 _EMULATOR_ENDPOINT = "http://127.0.0.1:10002/devstoreaccount1"
 
@@ -102,7 +105,7 @@ def _through(proxy: TableProxy, choice: TableChoice) -> TableChoice:
 def _open(table: str, paths: Paths) -> Iterator[TableChoice]:
     connection = os.environ.get(CONNECTION_STRING)
     if table == "sqlite":
-        yield TableChoice(str(paths.run_dir / "table.sqlite"))
+        yield TableChoice(str(paths.run_dir / SQLITE_TABLE))
     elif table != "azurite":
         yield TableChoice(table, "auto" if connection is None else "connection_string")
     elif connection is not None:

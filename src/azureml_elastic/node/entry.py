@@ -20,6 +20,7 @@ from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
 from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, OutputWatch
 from azureml_elastic.node.agent.output_files import output_paths
@@ -76,6 +77,8 @@ def run_node(
 class _Node:
     """The parts of one node, made in the order in which time is best used: whatever is slow begins early.
 
+    Each part gets only parts that were made before it.
+
     Args:
         identity: identity of the node.
         program: the user's training program.
@@ -90,15 +93,15 @@ class _Node:
         stack: contextlib.ExitStack,
         start_preload: Callable[..., PreloadServer],
     ) -> None:
-        # Each object gets only objects that were made before it.
-        self._identity = identity
         self._program = program
-        self._plan = plan = identity.plan
+        plan = identity.plan
         distribution = plan.distribution
         timings = distribution.rendezvous.timings
         self._slots = _slots(distribution.process_count_per_instance)
         self._table = table = open_table(distribution.rendezvous, identity.run_id, os.environ)
         stack.callback(table.close)
+        self._identity = identity = with_earlier_checkpoint(identity, table, os.environ)
+        self._plan = plan = identity.plan
         clock = ServerClock(table, identity.node)
         self._strikes = strikes = HostStrikes(table, identity.host_id, identity.node, distribution.health, clock)
         stack.callback(strikes.close)

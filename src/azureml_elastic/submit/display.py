@@ -43,6 +43,7 @@ def _rows(job: JobFields) -> list[tuple[str, str]]:
         ("identity", None if job.identity is None else type(job.identity).__name__),
         ("timeout", None if job.timeout is None else str(job.timeout)),
         ("checkpoints", _address(job.checkpoint.path) if job.checkpoint.path else "default blob store"),
+        ("resumes from", job.resume_from),
         ("tags", ", ".join(f"{name}={value}" for name, value in job.tags.items())),
     ]
     return [(name, text) for name, text in found if text]

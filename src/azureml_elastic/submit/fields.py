@@ -12,7 +12,7 @@ from azureml_elastic.config.base import ConfigModel, PositiveDuration
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
-from azureml_elastic.config.plan import Plan
+from azureml_elastic.config.plan import EarlierRun, Plan
 from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
@@ -54,6 +54,7 @@ class JobFields(ConfigModel):
     environment_variables: Mapping[str, str] = Field(default={}, repr=False)
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
+    resume_from: str | None = None
     replacement: ReplacementPolicy | None = ReplacementPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
     presets: Presets = Presets()
@@ -130,6 +131,7 @@ class JobFields(ConfigModel):
             batch=self.batch,
             pools=self.pools,
             replacement=self.replacement,
+            resume_from=None if self.resume_from is None else EarlierRun(run_id=self.resume_from),
             audit=self.audit,
             profile=self.presets.profile,
         )

@@ -42,6 +42,8 @@ class ElasticCommandJob(JobFields, Submittable):
         environment_variables: environment variables of every process of the job.
         distribution: configuration of the processes on the nodes.
         checkpoint: checkpoint policy. Without a path, checkpoints are stored in the workspace's default blob store.
+        resume_from: name of an earlier run, such as a failed one, from whose last committed checkpoint this run starts;
+            its own checkpoints have a place of their own. Both runs need the same checkpoint path.
         replacement: policy for replacing lost nodes; ``None`` disables replacement.
         batch: policy for batch size and learning rate when the world size changes.
         presets: network, mount, data and profiler settings, which the job's own settings override.

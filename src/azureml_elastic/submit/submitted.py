@@ -71,6 +71,16 @@ class SubmittedRun:
         return _status(self.job)
 
     @property
+    def run_id(self) -> str:
+        """Run id of the nodes, by which another job continues the run: the job's name, unless it has another one."""
+        return _variable_of(self.job, variables.RUN_ID) or self._plan.run_id or self.name
+
+    @property
+    def checkpoint_path(self) -> str | None:
+        """Path of the run's checkpoint policy; ``None`` for the default."""
+        return self._plan.checkpoint.path
+
+    @property
     def jobs(self) -> list[str]:
         """The names of the first job and of the jobs of replacement nodes."""
         return [self.name, *(name for name, _ in self._replacements())]

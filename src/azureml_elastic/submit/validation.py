@@ -20,12 +20,14 @@ RESERVED_PREFIX = "azureml_elastic_"
 
 _RESERVED_VARIABLES = {getattr(variables, name) for name in variables.__all__} - {variables.RUN_ID}
 _REMOTE = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)  # a scheme; one letter is a drive of Windows
+_RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,254}", re.ASCII)
 _CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
 
 
 def check(job: JobFields) -> FoundProgram:
     """Check the fields of a job against each other, and return the position of the program in its command."""
     _check_names(job)
+    _check_resume_from(job)
     _check_path_on_compute(job)
     _check_literals(job)
     _check_compute(job)
@@ -56,6 +58,22 @@ def _check_names(job: JobFields) -> None:
         raise SubmitError(
             f"The environment variable {taken[0]} is set by this library on the nodes. Remove it from "
             "environment_variables; use resources, distribution and checkpoint to configure the nodes."
+        )
+
+
+def _check_resume_from(job: JobFields) -> None:
+    given = job.resume_from
+    if given is None:
+        return
+    if not _RUN_NAME.fullmatch(given):
+        raise SubmitError(
+            f"resume_from={given!r} is no name of a run. Give the name that the submission printed, such as "
+            "'olive_sun_t5kq8vzp2c', not an id or an address."
+        )
+    if given in (job.name, job.environment_variables.get(variables.RUN_ID)):
+        raise SubmitError(
+            f"resume_from={given!r} is the name of this job itself, and a run that has ended cannot be entered again. "
+            "Give the job another name, or name=None for a new one."
         )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from azureml_elastic.checkpoint.format.manifest import Manifest
+from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
@@ -211,6 +212,40 @@ def test_a_refusal_of_the_former_round_does_not_count_in_the_next_one(one):
     one.checkpoints.require(at_once=True)
     one.save(2)
     assert one.checkpoints.settle().kind == "committed"
+
+
+def test_a_run_starts_from_the_earlier_run_until_it_has_a_whole_checkpoint_of_its_own(one, tmp_path):
+    one.fill(3.0)
+    one.save(3)
+    assert one.checkpoints.settle().kind == "committed"
+    earlier = EarlierCheckpoint(LocalStorage(one.folder), one.checkpoints.committed())
+    before = sorted(one.folder.rglob("*"))
+
+    own = tmp_path / "own"
+
+    def another():
+        agent = Agent(own)
+        return Checkpoints(workers.policy(own), LocalStorage(own), one.world, agent, stale_seconds=0.0, earlier=earlier)
+
+    own.mkdir()
+    one.checkpoints = another()
+    assert one.restored() == (3, [3.0, 3.0])
+    assert not one.checkpoints.holds(Manifest.read(earlier.storage, earlier.reference.directory))
+    one.fill(5.0)
+    one.save(5)
+    assert one.checkpoints.settle().kind == "committed"
+    manifest = Manifest.read(LocalStorage(own), one.checkpoints.committed().directory)
+    assert manifest.parent is None
+    assert sorted(one.folder.rglob("*")) == before
+
+    one.checkpoints = another()
+    assert one.restored() == (5, [5.0, 5.0])
+    (own / manifest.directory / next(iter(manifest.files))).write_bytes(b"")
+    one.checkpoints = another()
+    assert one.restored() == (3, [3.0, 3.0])
+    one.save(4)
+    assert one.checkpoints.settle().kind == "committed"
+    assert Manifest.read(LocalStorage(own), one.checkpoints.committed().directory).parent is None
 
 
 def test_each_checkpoint_refers_to_its_parent(one):

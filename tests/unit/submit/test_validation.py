@@ -142,6 +142,30 @@ def test_what_may_well_work_is_let_through(fields):
     assert check(make(**fields)).program.startswith("python")
 
 
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"resume_from": "/subscriptions/x/jobs/old"}, "is no name of a run"),
+        ({"resume_from": ""}, "is no name of a run"),
+        ({"resume_from": "old", "name": "old"}, "the name of this job itself"),
+        (
+            {"resume_from": "old", "environment_variables": {"AZUREML_ELASTIC_RUN_ID": "old"}},
+            "the name of this job itself",
+        ),
+    ],
+)
+def test_an_earlier_run_that_no_job_can_continue(fields, part):
+    with pytest.raises(SubmitError, match=part):
+        check(make(**fields))
+
+
+def test_the_earlier_run_is_in_the_plan():
+    job = make(resume_from="olive_sun_t5kq8vzp2c")
+    assert check(job).program.startswith("python")
+    assert job.plan.resume_from.run_id == "olive_sun_t5kq8vzp2c"
+    assert "olive_sun_t5kq8vzp2c" in str(job)
+
+
 class PyTorchDistribution:
     def __repr__(self):
         return "PyTorchDistribution()"

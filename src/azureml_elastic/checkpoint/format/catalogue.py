@@ -15,7 +15,17 @@ from azureml_elastic.checkpoint.format.write_plan import Chunk
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.errors import CheckpointDamaged, UsageError
 
-__all__ = ["FoundCheckpoint", "entries", "export", "find_newest", "newest_whole", "prune", "survey", "verify"]
+__all__ = [
+    "FoundCheckpoint",
+    "entries",
+    "export",
+    "find_newest",
+    "newest_committed",
+    "newest_whole",
+    "prune",
+    "survey",
+    "verify",
+]
 
 _THREADS = 4
 
@@ -82,6 +92,15 @@ def find_newest(storage: Storage) -> Reference | None:
     complete = [found for found in survey(storage) if found.manifest is not None and found.problem is None]
     newest = max(complete, key=lambda found: (found.committed, found.name.round, found.name.step), default=None)
     return None if newest is None or newest.manifest is None else newest.manifest.reference
+
+
+def newest_committed(storage: Storage) -> Reference | None:
+    """Return the complete checkpoint that was committed last, by the commit markers of a folder without a pointer.
+
+    Only sizes are checked, as by :func:`find_newest`.
+    """
+    newest = find_newest(storage)
+    return newest if newest is not None and COMMITTED in storage.files(newest.directory) else None
 
 
 def prune(storage: Storage, keep: int) -> list[str]:

@@ -21,7 +21,7 @@ from azureml_elastic.checkpoint.storage.storage import FileSum, Storage
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.errors import CheckpointDamaged
 
-__all__ = ["STALE_SECONDS", "CheckpointSelector"]
+__all__ = ["STALE_SECONDS", "CheckpointSelector", "EarlierCheckpoint"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,6 +31,19 @@ STALE_SECONDS = 5.0
 """Time limit for a mount to show the files of a committed manifest: its caches may be stale."""
 
 _POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class EarlierCheckpoint:
+    """The committed checkpoint of another run, which a run restores that has none of its own.
+
+    Args:
+        storage: storage of the other run's checkpoints.
+        reference: reference to the checkpoint.
+    """
+
+    storage: Storage
+    reference: Reference
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from azureml_elastic.checkpoint.format.catalogue import find_newest
 from azureml_elastic.checkpoint.format.manifest import FolderName, Manifest, Reference
 from azureml_elastic.checkpoint.format.retention import for_good
 from azureml_elastic.checkpoint.load.reading import load
-from azureml_elastic.checkpoint.load.selection import STALE_SECONDS, CheckpointSelector
+from azureml_elastic.checkpoint.load.selection import STALE_SECONDS, CheckpointSelector, EarlierCheckpoint
 from azureml_elastic.checkpoint.save.background_save import SaveTask
 from azureml_elastic.checkpoint.save.background_task import BackgroundTask, TaskOutcome
 from azureml_elastic.checkpoint.save.commit import LONG_RETRY_SECONDS, RETRY_SECONDS, retry_while_unavailable
@@ -32,7 +32,7 @@ from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
 from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process_groups import ProcessGroups
-from azureml_elastic.errors import CheckpointError, Fenced
+from azureml_elastic.errors import CheckpointDamaged, CheckpointError, Fenced
 from azureml_elastic.ipc.agent_interface import Agent
 
 __all__ = ["Checkpoints"]
@@ -52,6 +52,7 @@ class Checkpoints:
         groups: process groups of the round.
         agent: agent that commits, and holds snapshots.
         stale_seconds: time limit for a mount to show what was committed.
+        earlier: committed checkpoint of another run, which is restored as long as this run has none.
 
     Attributes:
         snapshots: whether snapshots are taken.
@@ -65,13 +66,16 @@ class Checkpoints:
         agent: Agent,
         *,
         stale_seconds: float = STALE_SECONDS,
+        earlier: EarlierCheckpoint | None = None,
     ) -> None:
+        self._earlier = earlier
         self._policy, self._storage, self._stale_seconds = policy, storage, stale_seconds
         self._groups, self._agent = groups, agent
         self.snapshots = agent.holds_snapshots and (policy.snapshot_every or policy.snapshot_every_steps) is not None
         self._shard = LocalShard(groups, spare=self.snapshots)
         self._committed: Reference | None = None
-        self._selected: Manifest | None = None
+        self._selected: tuple[Storage, Manifest] | None = None
+        self._began_at: int | None = None
         self._task: BackgroundTask | None = None
         self._abandoned: BackgroundTask | None = None
         self._fenced = ""
@@ -102,7 +106,7 @@ class Checkpoints:
         """
         began = time.monotonic()
         plain, tensors = self._ready(state)
-        before = None if self._committed is None else self._committed.step
+        before = self._began_at if self._committed is None else self._committed.step
         manifest = self._manifest(step, state, plain, data, for_good(step, before, self._policy.keep_every))
         self._task = SaveTask(
             *self._task_arguments(manifest, tensors),
@@ -280,19 +284,36 @@ class Checkpoints:
             Fenced: a newer round has taken over.
         """
         self._selected = self._select()
-        return self._selected
+        return None if self._selected is None else self._selected[1]
 
-    def _select(self) -> Manifest | None:
+    def _select(self) -> tuple[Storage, Manifest] | None:
         pointer, control, agent = self._committed or self.committed(), self._groups.control, self._agent
         if self.snapshots:
             identity = self._groups.identity
             pointer = recover_from_replicas(self._storage, control, agent, identity, pointer, self._policy) or pointer
-        if pointer is None:
-            return None
-        return CheckpointSelector(self._storage, control, self._stale_seconds, agent.damaged).newest_whole(pointer)
+        for storage, reference in self._origins(pointer):
+            selector = CheckpointSelector(storage, control, self._stale_seconds, agent.damaged)
+            try:
+                return storage, selector.newest_whole(reference)
+            except CheckpointDamaged as error:
+                if self._earlier is None or storage is self._earlier.storage:
+                    raise
+                if control.rank == 0:
+                    _LOG.warning("The run starts again from the run that it continues: %s", error)
+                self._committed = None
+        return None
+
+    def _origins(self, pointer: Reference | None) -> Iterator[tuple[Storage, Reference]]:
+        """Yield where a checkpoint is looked for: in the run's own storage, then in that of the run it continues."""
+        if pointer is not None:
+            yield self._storage, pointer
+        if self._earlier is not None:
+            yield self._earlier.storage, self._earlier.reference
 
     def restore(self, state: TrackedState) -> Manifest | None:
         """Restore the newest undamaged state: a snapshot that replicas hold, else the newest committed checkpoint.
+
+        A run without a checkpoint restores that of the earlier run, if it continues one.
 
         Returns:
             The manifest of the restored checkpoint, ``None`` where the run has none yet.
@@ -303,14 +324,15 @@ class Checkpoints:
             Fenced: a newer round has taken over.
             UsageError: the checkpoint does not fit what is tracked.
         """
-        manifest, self._selected = self._selected or self._select(), None
-        if manifest is None:
+        selected, self._selected = self._selected or self._select(), None
+        if selected is None:
             return None
+        storage, manifest = selected
         control = self._groups.control
-        where, present = f"{self._storage}/{manifest.directory}", state.targets(manifest.state)
+        where, present = f"{storage}/{manifest.directory}", state.targets(manifest.state)
         own = random_state.tensor_name(control.rank)
         tensors = load(
-            self._storage,
+            storage,
             manifest,
             present,
             control,
@@ -324,5 +346,11 @@ class Checkpoints:
             random_state.restore(tensors[own], self._groups.device)
         else:
             random_state.begin(manifest.digest, control.rank)
-        self._committed = manifest.reference
+        if storage is self._storage:
+            self._committed = manifest.reference
+        self._began_at = manifest.step
         return manifest
+
+    def holds(self, manifest: Manifest) -> bool:
+        """Return whether a checkpoint is this run's last committed one. Not a collective."""
+        return self._committed == manifest.reference

@@ -85,8 +85,7 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
             f"Outside Azure ML set {variables.RUN_ID} to the same new value on every node."
         )
     if checkpoint_dir is not None:
-        path = join_path(checkpoint_dir, run_id)
-        plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"path": path})})
+        plan = _with_checkpoint_dir(plan, checkpoint_dir, run_id)
     if (address := environ.get(variables.SCHEDULED_EVENTS)) is not None:
         plan = _with_scheduled_events(plan, address.strip() or None)
     node = environ.get(variables.NODE_ID) or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
@@ -100,6 +99,16 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
         host_id=host_id(node, advertised.host),
         interface=advertised.interface,
     )
+
+
+def _with_checkpoint_dir(plan: Plan, checkpoint_dir: str, run_id: str) -> Plan:
+    changes: dict[str, object] = {
+        "checkpoint": plan.checkpoint.model_copy(update={"path": join_path(checkpoint_dir, run_id)})
+    }
+    if plan.resume_from is not None:
+        path = join_path(checkpoint_dir, plan.resume_from.run_id)
+        changes["resume_from"] = plan.resume_from.model_copy(update={"path": path})
+    return plan.model_copy(update=changes)
 
 
 def _with_scheduled_events(plan: Plan, address: str | None) -> Plan:

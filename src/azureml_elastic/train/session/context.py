@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch
 from azureml_elastic.ipc.agent_interface import Agent, WorkerIdentity
@@ -15,7 +16,11 @@ __all__ = ["SessionContext"]
 
 @dataclass(frozen=True)
 class SessionContext:
-    """Components of a session; ``can_grow`` is whether the run may have more than one rank later."""
+    """Components of a session.
+
+    ``can_grow`` is whether the run may have more than one rank later; ``earlier`` is where a run that continues another
+    one starts.
+    """
 
     identity: WorkerIdentity  # of round 0 in a process that waits for its assignment to one
     agent: Agent
@@ -25,3 +30,4 @@ class SessionContext:
     audit: Audit = field(default_factory=lambda: Audit(None))
     profiling: Profiling | None = None
     can_grow: bool = False
+    earlier: EarlierCheckpoint | None = None

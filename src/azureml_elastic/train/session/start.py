@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TypeVar
 from weakref import WeakSet
 
+from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.storage.opening import open_storage
-from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, Profile
+from azureml_elastic.config import BatchPolicy, CheckpointPolicy, FixedGlobalBatch, Plan, Profile
 from azureml_elastic.distributed.process import WorkerEnvironment, pick_device, trace_folder
 from azureml_elastic.ipc.agent_interface import Agent
 from azureml_elastic.train.agent_client.channel import ChannelAgent
@@ -101,10 +103,19 @@ def open_session(
             audit=Audit(Path(run_dir or ".") if audited else None),
             profiling=profiling,
             can_grow=environment.channel is not None and environment.max_world_size > 1,
+            earlier=_earlier(plan),
         )
     )
     _sessions.add(session)
     return session
+
+
+def _earlier(plan: Plan | None) -> EarlierCheckpoint | None:
+    """Return the checkpoint of the run that this run continues, as the agent has found it."""
+    run = None if plan is None else plan.resume_from
+    if run is None or run.path is None or run.checkpoint is None:
+        return None
+    return EarlierCheckpoint(open_storage(run.path), Reference.from_json(run.checkpoint))
 
 
 def has_session() -> bool:

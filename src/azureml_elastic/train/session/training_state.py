@@ -49,7 +49,7 @@ class TrainingState:
         self._identity = world.identity  # that of the groups changes before this process has entered the next round
         self._position = position
         self._rate = rate
-        self._checkpoints = Checkpoints(policy, context.storage, world, context.agent)
+        self._checkpoints = Checkpoints(policy, context.storage, world, context.agent, earlier=context.earlier)
         self._schedule = CheckpointSchedule(policy, world.control, clock=time.monotonic)
         rarer = {"every": policy.snapshot_every, "every_steps": policy.snapshot_every_steps}
         snapshots = policy.model_copy(update=rarer)
@@ -340,7 +340,8 @@ class TrainingState:
         restored = self._checkpoints.restore(self._objects)
         self.steps = 0 if restored is None else restored.step
         self._restore_position(None if restored is None else restored.data, live=live)
-        self._last_saved = None if restored is None else self._here
+        own = restored is not None and self._checkpoints.holds(restored)
+        self._last_saved = self._here if own else None
         self._begin(0.0)
         self.half_step = self._incomplete = False  # restoring an optimizer makes it take an empty step
         return None if restored is None else restored.directory

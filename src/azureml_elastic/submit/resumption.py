@@ -1,0 +1,53 @@
+"""Checks of the earlier run that a job continues, made with the workspace before anything is uploaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.job import ElasticCommandJob
+from azureml_elastic.submit.submitted import TERMINAL, SubmittedRun
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+
+__all__ = ["check_earlier_run"]
+
+
+def check_earlier_run(client: MLClient, job: ElasticCommandJob) -> ElasticCommandJob:
+    """Return a job that continues an earlier run by its run id, whichever of the run's jobs was named.
+
+    A job that continues no run is returned as it is.
+
+    Args:
+        client: client of the workspace.
+        job: job to be submitted.
+
+    Raises:
+        SubmitError: the earlier run does not exist, is no elastic job, still runs, or has another checkpoint path.
+    """
+    from azure.core.exceptions import ResourceNotFoundError
+
+    name = job.resume_from
+    if name is None:
+        return job
+    try:
+        earlier = SubmittedRun(client, name)
+    except ResourceNotFoundError as error:
+        raise SubmitError(
+            f"resume_from={name!r}: the workspace {client.workspace_name!r} has no such job. Give the name that the "
+            "submission printed."
+        ) from error
+    active = [node for node in earlier.nodes() if node.status not in TERMINAL]
+    if active:
+        raise SubmitError(
+            f"resume_from={name!r}: that run still has {len(active)} active node(s), {active[0].node} is "
+            f"{active[0].status}. Wait for its end, or cancel it first: azureml-elastic cancel {earlier.name}"
+        )
+    theirs, own = earlier.checkpoint_path, job.checkpoint.path
+    if theirs != own:
+        raise SubmitError(
+            f"resume_from={name!r}: that run has its checkpoints below {theirs or 'the default path'!r}, and this job "
+            f"below {own or 'the default path'!r}. Give the job CheckpointPolicy(path={theirs!r})."
+        )
+    return job.with_options(resume_from=earlier.run_id)

@@ -1,0 +1,53 @@
+"""A run that continues a failed one: from its last committed checkpoint, and each sample once over both."""
+
+import pytest
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.events import CheckpointCommitted, Restored
+from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.ledger.summary import Paths, Report, load_report
+from azureml_elastic.local.cluster import LocalCluster
+from tests.support.paths import PROGRAMS
+
+SCRIPT = str(PROGRAMS / "failing.py")
+
+
+def cluster(folder, count, **options):
+    return LocalCluster(
+        (count, count), run_dir=folder, checkpoint_steps=3, audit=True, timeout_s=150.0, max_restarts=0, **options
+    )
+
+
+def files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_sample_is_trained_once_over_a_failed_run_and_the_one_that_continues_it(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    failed = cluster(first, 2).run([SCRIPT, "all", str(tmp_path / "notes"), "8"])
+    assert (failed.outcome, failed.last_step) == ("failed", 8)
+    committed = max(event.step for event in read_events(first / "events") if isinstance(event, CheckpointCommitted))
+    before = files(first / "checkpoints")
+
+    report = cluster(second, 1, resume_from=first).run([SCRIPT, "never", str(tmp_path / "notes")])
+    assert report.outcome == "succeeded", report.message
+    restored = [event.step for event in read_events(second / "events") if isinstance(event, Restored)]
+    assert restored == [committed]
+    assert report.last_step == 20
+    assert report.audit.complete
+    assert (report.audit.seen, report.audit.steps) == (80, 20)
+    assert load_report(second).resumed_from == first
+    assert files(first / "checkpoints") == before
+    assert list((second / "checkpoints").glob("step-000000000020*"))
+
+
+def test_a_run_without_a_committed_checkpoint_is_refused_before_a_folder_is_made(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    program = [SCRIPT, "never", str(tmp_path / "notes")]
+    with pytest.raises(UsageError, match=r"contains neither report\.json nor events"):
+        cluster(second, 1, resume_from=first).run(program)
+    first.mkdir()
+    Report(outcome="failed", exit_code=1, paths=Paths.of(first)).write()
+    with pytest.raises(UsageError, match="has no committed checkpoint"):
+        cluster(second, 1, resume_from=first).run(program)
+    assert not second.exists()
