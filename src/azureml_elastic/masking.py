@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["MASK", "masked"]
+__all__ = ["MASK", "masked", "named_secrets"]
 
 MASK = "***"
 
@@ -22,6 +22,9 @@ _BEARER = re.compile(r"(?P<said>\bBearer\s+)(?P<value>[\w.~+/=-]+)", re.IGNORECA
 _LOGIN = re.compile(r"(?P<said>\b(?:https?|wss?)://)(?P<value>[^\s/@'\"]+)(?=@)", re.IGNORECASE)
 
 
+_PATTERNS = (_OPTION, _ASSIGNED, _QUERY, _LOGIN, _BEARER)
+
+
 def masked(text: str) -> str:
     """Return the text with ``***`` in place of values of options and variables that are named like secrets.
 
@@ -30,6 +33,16 @@ def masked(text: str) -> str:
     Args:
         text: text that may contain secrets.
     """
-    for pattern in (_OPTION, _ASSIGNED, _QUERY, _LOGIN, _BEARER):
+    for pattern in _PATTERNS:
         text = pattern.sub(rf"\g<said>{MASK}", text)
     return text
+
+
+def named_secrets(text: str) -> list[str]:
+    """Return what stands before each likely secret in a text, such as ``--token``; values of variables do not count.
+
+    Args:
+        text: text that may contain secrets.
+    """
+    found = (match for pattern in _PATTERNS for match in pattern.finditer(text))
+    return sorted({match["said"].strip(" =") for match in found if not match["value"].strip("'\"").startswith("$")})

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from azureml_elastic.config.base import ConfigModel
+from azureml_elastic.config.base import ConfigModel, Count
 
 __all__ = ["SERVERLESS", "ElasticResources", "NodePool", "Placement", "first_nodes", "replacement_name", "step_names"]
 
@@ -45,14 +45,24 @@ class ElasticResources(ConfigModel):
             ``gang`` otherwise.
     """
 
-    min_instance_count: int = Field(default=1)
-    max_instance_count: int
+    min_instance_count: Count = Field(default=1)
+    max_instance_count: Count
     shm_size: str | None = None
     instance_type: str | None = None
     docker_args: str | tuple[str, ...] | None = None
     locations: tuple[str, ...] | None = None
     properties: Mapping[str, Any] | None = None
     placement: Placement | None = None
+
+    @field_validator("shm_size")
+    @classmethod
+    def _shm_size_has_a_unit(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"0*[1-9]\d*[bkmg]", value, re.ASCII | re.IGNORECASE):
+            raise ValueError(
+                f"shm_size={value!r} is no size that Azure ML takes; give a whole number and one letter, b, k, m or g, "
+                "as in '64g'"
+            )
+        return value
 
     @model_validator(mode="after")
     def _counts_are_consistent(self) -> Self:
@@ -93,8 +103,8 @@ class NodePool(ConfigModel):
     """
 
     compute: str = Field(min_length=1)
-    min_instance_count: int = Field(default=0, ge=0)
-    max_instance_count: int = Field(ge=1)
+    min_instance_count: Count = Field(default=0, ge=0)
+    max_instance_count: Count = Field(ge=1)
     instance_type: str | None = None
     job_tier: Literal["Spot", "Basic", "Standard", "Premium"] | None = None
     price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -102,9 +112,12 @@ class NodePool(ConfigModel):
     def __init__(self, compute: str | None = None, /, **fields: Any) -> None:
         if compute is not None:
             fields["compute"] = compute
-        if isinstance(fields.get("compute"), str):
-            fields["compute"] = fields["compute"].removeprefix("azureml:")
         super().__init__(**fields)
+
+    @field_validator("compute")
+    @classmethod
+    def _compute_is_a_name(cls, value: str) -> str:
+        return value.removeprefix("azureml:")
 
     @model_validator(mode="after")
     def _fields_are_consistent(self) -> Self:

@@ -128,7 +128,7 @@ def _environment(environment: Any) -> str | Environment:
         return Environment(**environment)
     if not isinstance(environment, Environment):
         raise SubmitError(
-            f"The environment is a {type(environment).__name__}. Give a name, as in "
+            f"The environment is of the type {type(environment).__name__}. Give a name, as in "
             "'azureml:my-environment@latest', an Environment from azure.ai.ml.entities, or its fields."
         )
     return copy.deepcopy(environment)
@@ -173,8 +173,8 @@ def _input(name: str, value: Any, presets: Presets) -> Any:
         value = Input(**value)
     if not isinstance(value, Input):
         raise SubmitError(
-            f"The input {name!r} is a {type(value).__name__}. Give a number, a text, a truth value, or an Input "
-            "from azure.ai.ml."
+            f"The input {name!r} is of the type {type(value).__name__}. Give a number, a text, a truth value, or an "
+            "Input from azure.ai.ml."
         )
     given = value.default if value.type in _LITERAL_TYPES else value.path
     if given is None:
@@ -202,7 +202,7 @@ def _outputs(job: JobFields) -> dict[str, Any]:
     for name, output in job.outputs.items():
         if not (output is None or type(output) is dict or isinstance(output, Output)):
             raise SubmitError(
-                f"The output {name!r} is a {type(output).__name__}. Give an Output from azure.ai.ml, as in "
+                f"The output {name!r} is of the type {type(output).__name__}. Give an Output from azure.ai.ml, as in "
                 "Output(type='uri_folder', path=...), or its fields."
             )
         outputs[name] = copy.deepcopy(output)

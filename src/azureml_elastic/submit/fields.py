@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticSerializationError
 
 from azureml_elastic.config.base import ConfigModel, PositiveDuration
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
@@ -16,6 +27,7 @@ from azureml_elastic.config.plan import EarlierRun, Plan
 from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
+from azureml_elastic.errors import SubmitError
 
 __all__ = ["JobFields", "field_of", "resources_of_pools"]
 
@@ -34,8 +46,18 @@ _MOVED = {
 _SUBMISSION_ONLY = ("docker_args", "instance_type", "locations", "properties", "shm_size")
 """Fields of ``resources`` that the nodes do not use."""
 
+_JOB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,254}", re.ASCII)
+_POOLS: TypeAdapter[tuple[NodePool, ...]] = TypeAdapter(tuple[NodePool, ...])
+
 _NO_RESOURCES: Any = None
 """Default of ``resources``, which passes validation only where the node pools determine the counts."""
+
+
+def _with_text(variables: Any) -> Any:
+    """Return environment variables with numbers and truth values as text, as azure-ai-ml submits them."""
+    if not isinstance(variables, Mapping):
+        return variables
+    return {name: str(value) if isinstance(value, bool | int | float) else value for name, value in variables.items()}
 
 
 class JobFields(ConfigModel):
@@ -51,7 +73,7 @@ class JobFields(ConfigModel):
     compute: str | tuple[NodePool, ...] | None = None
     inputs: Mapping[str, Any] = {}
     outputs: Mapping[str, Any] = {}
-    environment_variables: Mapping[str, str] = Field(default={}, repr=False)
+    environment_variables: Annotated[Mapping[str, str], BeforeValidator(_with_text)] = Field(default={}, repr=False)
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     resume_from: str | None = None
@@ -93,7 +115,7 @@ class JobFields(ConfigModel):
             return fields
         given = fields.get("resources")
         try:
-            pools = TypeAdapter(tuple[NodePool, ...]).validate_python(compute)
+            pools = _POOLS.validate_python(compute)
             resources = None if given is None else ElasticResources.model_validate(given)
         except ValidationError:  # reported later under the name of its field
             return fields if given is not None else {**fields, "resources": ElasticResources(max_instance_count=1)}
@@ -105,16 +127,76 @@ class JobFields(ConfigModel):
             resources = resources.model_copy(update={"placement": "fan_out"})
         return {**fields, "compute": pools, "resources": resources}
 
+    @field_validator("compute", mode="wrap")
+    @classmethod
+    def _compute_is_a_name_or_pools(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """Validate a list as pools alone, so that its errors are not those of a name, too."""
+        if isinstance(value, str):
+            return handler(value.removeprefix("azureml:"))
+        if value is None:
+            return handler(value)
+        if not isinstance(value, list | tuple):
+            raise ValueError(  # noqa: TRY004 - pydantic reports a ValueError
+                f"compute is of the type {type(value).__name__}; give the name of a cluster, or a list of pools, as in "
+                "[NodePool('spot', max_instance_count=4)]"
+            )
+        names = [pool for pool in value if isinstance(pool, str)]
+        if names:
+            raise ValueError(
+                f"compute has the name {names[0]!r} in its list; a list has pools, as in [NodePool({names[0]!r}, "
+                "max_instance_count=4)]. Give a single cluster by its name alone"
+            )
+        return handler(_POOLS.validate_python(value))
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_allowed(cls, value: str | None) -> str | None:
+        if value is not None and not _JOB_NAME.fullmatch(value):
+            raise ValueError(
+                f"name={value!r} is no name that Azure ML takes; give at most 255 letters, digits, '-', '_' and '.', "
+                "the first of which is a letter or a digit. display_name takes any text"
+            )
+        return value
+
+    @field_validator("identity")
+    @classmethod
+    def _identity_is_no_text(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(  # noqa: TRY004 - pydantic reports a ValueError
+                f"identity={value!r} is a text; give an object of azure.ai.ml, such as UserIdentityConfiguration(), "
+                "AmlTokenConfiguration() or ManagedIdentityConfiguration(client_id=...)"
+            )
+        return value
+
     @field_validator("distribution", "resources", "checkpoint", mode="before")
     @classmethod
     def _is_elastic_type(cls, value: Any, info: Any) -> Any:
         expected = cls.model_fields[info.field_name].annotation
+        if value is None and info.field_name == "resources":
+            raise ValueError(
+                "resources is missing; give the number of nodes, as in "
+                "resources=ElasticResources(min_instance_count=1, max_instance_count=4), or pools in compute"
+            )
         if isinstance(expected, type) and not (isinstance(value, expected) or type(value) is dict):
             raise ValueError(
-                f"{info.field_name}={value!r} is a {type(value).__name__}; an elastic job takes an "
+                f"{info.field_name} is of the type {type(value).__name__}; an elastic job takes an "
                 f"{expected.__name__}, from azureml_elastic import {expected.__name__}"
             )
         return value
+
+    def model_dump_json(self, **options: Any) -> str:
+        """Return the job as JSON, see :meth:`pydantic.BaseModel.model_dump_json`.
+
+        Raises:
+            SubmitError: the job holds objects of azure-ai-ml.
+        """
+        try:
+            return super().model_dump_json(**options)
+        except PydanticSerializationError as error:
+            raise SubmitError(
+                f"The job cannot be written as JSON: {error}. Give names and dictionaries of fields in place of "
+                "objects of azure-ai-ml, as in environment='azureml:my-environment@latest'."
+            ) from None
 
     @property
     def pools(self) -> tuple[NodePool, ...]:
@@ -149,6 +231,10 @@ class JobFields(ConfigModel):
             computes, sizes = {str(self.compute or SERVERLESS)}, (self.resources.instance_type,)
         one_job = self.resources.effective_placement != "fan_out" or self.resources.max_instance_count == 1
         return sizes, one_job or (len(computes) == 1 and SERVERLESS not in computes)
+
+    def __hash__(self) -> int:
+        """Return a hash of fields without mappings, whose values need not be hashable."""
+        return hash((self.command, self.name, self.experiment_name, self.resources.max_instance_count))
 
 
 def resources_of_pools(pools: Sequence[NodePool]) -> ElasticResources:

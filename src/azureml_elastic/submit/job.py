@@ -34,7 +34,8 @@ class ElasticCommandJob(JobFields, Submittable):
         resources: number and kind of the nodes. Optional with node pools, which then provide the limits: the sum of
             their minimums, at least one, and the sum of their maximums.
         code: local folder with the script, or a remote location that azure-ai-ml supports.
-        compute: name of a cluster; ``None`` for serverless compute; or :class:`NodePool` objects in the order of
+        compute: name of a cluster; ``None`` for serverless compute, whose VM size Azure ML chooses unless
+            ``resources`` has an ``instance_type``; or :class:`NodePool` objects in the order of
             preference, as in ``[NodePool("spot", max_instance_count=6), NodePool("dedicated", max_instance_count=2)]``.
         inputs: literals, ``Input`` objects, or dictionaries of their fields.
         outputs: ``Output`` objects or dictionaries of their fields. With the placement ``fan_out``, an output without
@@ -85,7 +86,7 @@ class ElasticCommandJob(JobFields, Submittable):
                 from the job. ``None`` turns ``instance_count`` > 1 into 1 to ``instance_count`` nodes.
             distribution: configuration of the processes, replacing that of the job; completed by the options of a
                 launcher in the command.
-            **changes: fields of the elastic job, overriding those of the given job.
+            **changes: fields of the elastic job, overriding those of the given job, such as ``compute``.
 
         Raises:
             SubmitError: the argument is not a command job, or has a setting without an elastic equivalent.

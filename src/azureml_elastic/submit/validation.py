@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program
 from azureml_elastic.errors import CommandError, SubmitError
+from azureml_elastic.masking import named_secrets
 from azureml_elastic.submit.expressions import check_expressions
 from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.launchers import refuse_launcher
@@ -15,12 +17,17 @@ from azureml_elastic.submit.translation import translated_command
 
 __all__ = ["RESERVED_PREFIX", "check"]
 
+_LOG = logging.getLogger(__name__)
+
 RESERVED_PREFIX = "azureml_elastic_"
 """Prefix of the inputs and outputs that this library adds to the job."""
 
 _RESERVED_VARIABLES = {getattr(variables, name) for name in variables.__all__} - {variables.RUN_ID}
 _REMOTE = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)  # a scheme; one letter is a drive of Windows
 _RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,254}", re.ASCII)
+_OWN_DISK = frozenset({"dev", "home", "root", "tmp", "var"})
+"""Folders below the root of a container that no other node sees."""
+
 _CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
 
 
@@ -30,6 +37,7 @@ def check(job: JobFields) -> FoundProgram:
     _check_resume_from(job)
     _check_path_on_compute(job)
     _check_literals(job)
+    _check_checkpoint_path(job)
     _check_compute(job)
     _check_docker_args(job)
     _check_budget(job)
@@ -42,6 +50,7 @@ def check(job: JobFields) -> FoundProgram:
     found = find_program(job.command)
     _check_script(job, found)
     translated_command(job, found)
+    _warn_of_secrets(job)
     return found
 
 
@@ -103,13 +112,30 @@ def _check_literals(job: JobFields) -> None:
             raise SubmitError(f"The value of the input {name!r}, {given}, is beyond its {limits}. Correct one of them.")
 
 
-def _check_compute(job: JobFields) -> None:
-    resources = job.resources
-    if job.compute is None and resources.instance_type is None and job.job_tier is None:
+def _check_checkpoint_path(job: JobFields) -> None:
+    """Refuse a folder on a node's own disk, which is lost with the node and which the other nodes do not see."""
+    path = job.checkpoint.path
+    if path is None or _REMOTE.match(path) or "$" in path:
+        return
+    folder = PurePosixPath(path)
+    if not folder.is_absolute() or folder.parts[1:2] == () or folder.parts[1] in _OWN_DISK:
         raise SubmitError(
-            f"The job names no compute for its {resources.max_instance_count} node(s). Give compute='<cluster>', or, "
-            "for serverless compute, resources.instance_type='<VM size>' (with job_tier='Spot' for spot machines)."
+            f"checkpoint.path={path!r} is a folder on each node's own disk, which is lost with the node. Leave it out "
+            "for the workspace's default blob store, or give a URL, such as "
+            "'azureml://datastores/<datastore>/paths/<folder>/', or the path of a mount that all nodes share."
         )
+
+
+def _warn_of_secrets(job: JobFields) -> None:
+    for name in named_secrets(job.command):
+        _LOG.warning(
+            "The command has what looks like a secret after %r. Everyone who can read the job "
+            "can read it. Let the script read it from a key vault, for which the nodes have an identity.",
+            name,
+        )
+
+
+def _check_compute(job: JobFields) -> None:
     if job.compute == "local":  # a pool rejects it itself
         raise SubmitError(
             "compute='local' would run a single node in a container of this machine. To try the job here, run "

@@ -28,8 +28,8 @@ def make(placement="fan_out", **fields):
         (Input(type="uri_folder"), "has no value"),
         (Input(type="integer"), "has no value"),
         ({"type": "uri_file"}, "has no value"),
-        ([1, 2], "is a list"),
-        (None, "is a NoneType"),
+        ([1, 2], "is of the type list"),
+        (None, "is of the type NoneType"),
     ],
 )
 def test_inputs_without_a_usable_value(placement, value, part):

@@ -285,8 +285,8 @@ def test_nodes_without_a_service_of_their_own_have_none(send):
     ("fields", "parts"),
     [
         ({"services": {"web": {"type": "web"}}}, ["service 'web'", "type='web'", "tensor_board"]),
-        ({"outputs": {"o": "azureml://x"}}, ["output 'o'", "is a str", "Output(type="]),
-        ({"environment": 3}, ["environment is a int"]),
+        ({"outputs": {"o": "azureml://x"}}, ["output 'o'", "is of the type str", "Output(type="]),
+        ({"environment": 3}, ["environment is of the type int"]),
     ],
 )
 def test_values_of_the_wrong_kind_are_refused_by_name(send, placement, fields, parts):

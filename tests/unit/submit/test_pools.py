@@ -88,7 +88,7 @@ def test_what_does_not_fit_together_is_refused_by_name(pools, fields, said):
     [
         ({"compute": []}, "compute=[] has no pool"),
         ({"compute": [{"compute": "gpu"}]}, "max_instance_count"),
-        ({"compute": "gpu"}, "resources=None is a NoneType"),
+        ({"compute": "gpu"}, "resources is missing; give the number of nodes"),
         ({"compute": [{"compute": "gpu", "max_instance_count": 2, "job_tier": "Spot"}]}, "'gpu' is a cluster"),
     ],
 )

@@ -38,7 +38,8 @@ class Declared:
         ({"outputs": {"azureml_elastic_x": {}}}, ["output 'azureml_elastic_x'", "Rename"]),
         ({"environment_variables": {"AZUREML_ELASTIC_PLAN": "{}"}}, ["AZUREML_ELASTIC_PLAN", "Remove it"]),
         ({"environment_variables": {"AZUREML_ELASTIC_NODE_ID": "a"}}, ["AZUREML_ELASTIC_NODE_ID"]),
-        ({"compute": None}, ["no compute for its 2 node(s)", "instance_type="]),
+        ({"checkpoint": {"path": "/tmp/run"}}, ["checkpoint.path='/tmp/run'", "own disk", "Leave it out"]),
+        ({"checkpoint": {"path": "./outputs"}}, ["checkpoint.path='./outputs'", "own disk"]),
         ({"compute": "local"}, ["azureml-elastic local"]),
         (
             {"resources": ElasticResources(max_instance_count=2, placement="service", docker_args=("-e", "A=1 2"))},
@@ -179,13 +180,68 @@ class PyTorchDistribution:
         ({"instance_count": 2}, "instance_count"),
         ({"timeout": timedelta(0)}, "not positive"),
         ({"job_tier": "spot"}, "'Spot'"),
-        ({"environment_variables": {"A": 1}}, "environment_variables"),
+        ({"environment_variables": {"A": None}}, "environment_variables"),
+        ({"comand": "x"}, "comand is no field of ElasticCommandJob; did you mean command?"),
+        ({"resources": {"max_instance_cout": 2}}, "resources.max_instance_cout"),
+        ({"resources": {"max_instance_cout": 2}}, "did you mean max_instance_count?"),
+        ({"resources": {"max_instance_count": True}}, "True is no number"),
+        ({"resources": {"max_instance_count": 2, "shm_size": "64 gb"}}, "as in '64g'"),
+        ({"resources": None}, "resources is missing; give the number of nodes"),
+        ({"timeout": "2 hours"}, "'2 hours' is no duration; give a number of seconds"),
+        ({"timeout": object()}, "a value of the type object is no duration"),
+        ({"name": "my run!"}, "name='my run!' is no name that Azure ML takes"),
+        ({"identity": "user_identity"}, "UserIdentityConfiguration()"),
+        ({"compute": ["spot"]}, "the name 'spot' in its list; a list has pools"),
+        ({"compute": 3}, "compute is of the type int"),
     ],
 )
 def test_fields_that_are_wrong_in_themselves(fields, part):
     with pytest.raises(ValidationError) as caught:
         make(**fields)
     assert part in str(caught.value)
+
+
+def test_errors_of_pools_are_those_of_their_fields_alone():
+    with pytest.raises(ValidationError) as caught:
+        make(compute=[{"compute": "spot", "max_instance_cout": 2}])
+    places = [".".join(map(str, error["loc"])) for error in caught.value.errors()]
+    assert sorted(places) == ["compute.0.max_instance_count", "compute.0.max_instance_cout"]
+
+
+def test_the_scheme_of_a_compute_is_no_part_of_its_name():
+    assert make(compute="azureml:spot").compute == "spot"
+
+
+@pytest.mark.parametrize("path", ["abfs://c@a.dfs.core.windows.net/x", "azureml://datastores/d/paths/x", "/mnt/nfs/x"])
+def test_checkpoint_paths_that_all_nodes_see(path):
+    check(make(checkpoint={"path": path}))
+
+
+def test_numbers_in_environment_variables_become_text():
+    assert make(environment_variables={"A": 1, "B": True}).environment_variables == {"A": "1", "B": "True"}
+
+
+def test_equal_jobs_have_equal_hashes():
+    assert len({make(), make(), make(name="other")}) == 2
+
+
+def test_a_job_of_names_and_fields_can_be_written_as_json():
+    text = make(environment_variables={"A": 1}).model_dump_json()
+    assert ElasticCommandJob.model_validate_json(text) == make(environment_variables={"A": "1"})
+
+
+def test_a_job_with_objects_cannot_be_written_as_json():
+    with pytest.raises(SubmitError, match="cannot be written as JSON"):
+        make(environment=Declared(path="x")).model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warnings"), [("--token hf_abc", 1), ("--token $TOKEN", 0), ("--token ${{inputs.token}}", 0)]
+)
+def test_a_secret_in_the_command_is_warned_about(arguments, warnings, caplog):
+    check(make(command=f"python train.py {arguments}", inputs={"token": "x"}))
+    assert len(caplog.records) == warnings
+    assert "hf_abc" not in caplog.text
 
 
 def test_the_job_is_frozen():

@@ -6,7 +6,6 @@ that ``azure.ai.ml.command()`` does not have. It is derived from these models, s
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
@@ -16,7 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from azureml_elastic.config.base import ConfigModel
+from azureml_elastic.config.base import ConfigModel, meant
 from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.conversion import FIELDS_OF_COMMAND, FIELDS_OF_RESOURCES
@@ -35,7 +34,6 @@ _SHOWN = re.compile(r"[\w .:@-]{0,60}", re.ASCII)
 _MOST = 5
 _MESSAGES = {
     "time_delta_parsing": "a duration: a number of seconds, or text such as 'PT5M' or '00:05:00'",
-    "time_delta_type": "a duration: a number of seconds, or text such as 'PT5M' or '00:05:00'",
     "model_type": "a block of fields",
     "model_attributes_type": "a block of fields",
     "tuple_type": "a list",
@@ -162,9 +160,8 @@ def _models_at(model: type[BaseModel], given: Any, path: Sequence[str | int]) ->
 
 def _meant(name: str, block: str, model: type[BaseModel]) -> str:
     """Return a suggestion for an unknown field name, as the end of a sentence."""
-    near = difflib.get_close_matches(name, model.model_fields, 1)
-    if near:
-        return f"; did you mean {near[0]}?"
+    if suggestion := meant(name, model):
+        return suggestion
     if block == BLOCK and (name in FIELDS_OF_RESOURCES or name == "instance_count"):
         return f"; it belongs outside the block, as resources.{name}."
     if block == BLOCK and name in _OUTSIDE:
