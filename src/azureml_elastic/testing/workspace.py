@@ -19,6 +19,7 @@ from azureml_elastic.testing.api.gateway import Gateway
 from azureml_elastic.testing.api.history import API_HOST, History
 from azureml_elastic.testing.api.resources import ARM_HOST, Resources
 from azureml_elastic.testing.api.tokens import StaticCredential, answer_node, signed_in
+from azureml_elastic.testing.api.tracking import TRACKING_PATH, Logged, Tracking
 from azureml_elastic.testing.jobs.evictions import Evicted, Eviction
 from azureml_elastic.testing.jobs.machines import Machines, Pool
 from azureml_elastic.testing.jobs.nodes import Setting
@@ -74,6 +75,7 @@ class LocalWorkspace:
         self._requeue = requeue
         self._folder = folder
         self._runs = Runs(lenient=lenient)
+        self._tracking = Tracking(self._runs)
         self._stack = contextlib.ExitStack()
         self._storage = StorageAccount()
         self._machines = Machines(self._pools)
@@ -94,7 +96,8 @@ class LocalWorkspace:
             )
             resources = Resources(root, storage, self._runs, self._pools, self._submit)
             # As on Azure, discovery is public, and the addresses of logs are passed on to those who may read them.
-            data_plane = signed_in(History(self._runs).answer, ("/discovery", "/logs/"))
+            history = History(self._runs, self._tracking)
+            data_plane = signed_in(history.answer, ("/discovery", "/logs/"))
             hosts = {ARM_HOST: signed_in(resources.answer), API_HOST: data_plane, **storage.hosts}
             gateway = stack.enter_context(Gateway(hosts, answer_node))
             given = Path(os.environ.get(_BUNDLES[0]) or ".")
@@ -110,6 +113,8 @@ class LocalWorkspace:
                 "AZUREML_ARM_RESOURCEGROUP": _GROUP,
                 "AZUREML_ARM_WORKSPACE_NAME": _NAME,
                 "AZUREML_SERVICE_ENDPOINT": f"https://{API_HOST}",
+                # The service's address has the scheme azureml, for which scripts need azureml-mlflow.
+                "MLFLOW_TRACKING_URI": f"https://{API_HOST}{TRACKING_PATH}{root}",
                 "MSI_ENDPOINT": token_url,
                 "OBO_ENDPOINT": token_url,
             }
@@ -211,6 +216,14 @@ class LocalWorkspace:
         """
         run = self._run(name)
         return "".join(run.log(log).decode(errors="replace") for log in sorted(run.logs))
+
+    def logged(self, name: str) -> Logged:
+        """Return the parameters, tags and metrics that scripts have logged to a job or step with MLflow so far.
+
+        Raises:
+            UsageError: there is no such job.
+        """
+        return self._tracking.logged(self._run(name).name)
 
     def _run(self, name: str) -> Run:
         run = self._runs.get(name)

@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 
 from azureml_elastic.checkpoint.storage.opening import AZURE_CONNECTION_STRING, is_azure
 from azureml_elastic.config import environment as variables
+from azureml_elastic.node.agent.tracked_run import tracked_run_variables
 from azureml_elastic.node.host.addresses import interface_of, machine_interfaces
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
@@ -25,6 +26,7 @@ def set_inherited_variables(identity: NodeIdentity, channel: str, environ: Mutab
     environ[variables.RUN_DIR] = str(identity.folder)
     environ[variables.PLAN] = identity.plan.to_json()
     environ[variables.CHANNEL] = channel
+    environ.update(tracked_run_variables(identity.plan, environ))
     # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
     environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
     interface = identity.interface or interface_of(identity.host, machine_interfaces())

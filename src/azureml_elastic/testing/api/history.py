@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, document, refusal
+from azureml_elastic.testing.api.tracking import TRACKING_PATH, Tracking
 from azureml_elastic.testing.jobs.runs import Run, Runs
 from azureml_elastic.testing.jobs.verdicts import TERMINAL
 
@@ -28,6 +29,7 @@ class History:
     """Handler of requests to the data plane."""
 
     runs: Runs
+    tracking: Tracking
 
     def answer(self, request: Request) -> Answer:
         """Return the response to a request."""
@@ -35,6 +37,8 @@ class History:
         if path.startswith("/discovery"):
             api = f"https://{API_HOST}"
             return document(dict.fromkeys(("api", "catalog", "experimentation", "gallery", "history", "studio"), api))
+        if path.startswith(TRACKING_PATH):
+            return self.tracking.answer(request)
         if match := re.fullmatch(r"/logs/([^/]+)/(.*)", path):
             run = self.runs.get(match[1])
             if run is None:

@@ -15,7 +15,7 @@ from azureml_elastic.testing.jobs.runs import Run
 
 __all__ = ["distribution_variables", "node_variables"]
 
-_FOREIGN = ("AZUREML_", "AZURE_ML_", "DATASET_MOUNT_", "IDENTITY_", "MSI_", "OBO_", "PYTEST_")
+_FOREIGN = ("AZUREML_", "AZURE_ML_", "DATASET_MOUNT_", "IDENTITY_", "MLFLOW_", "MSI_", "OBO_", "PYTEST_")
 _FOREIGN_NAMES = frozenset(
     {"AZURE_STORAGE_CONNECTION_STRING", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "WORLD_SIZE"}
     | {"NO_PROXY", "no_proxy"}
@@ -55,7 +55,10 @@ def node_variables(
         "AZUREML_RUN_ID": run.name,
         "AZUREML_ROOT_RUN_ID": run.root,
         "AZUREML_ARM_PROJECT_NAME": run.experiment,
-        "AZUREML_RUN_TOKEN": "a-token-of-the-local-workspace",
+        **dict.fromkeys(("AZUREML_RUN_TOKEN", "MLFLOW_TRACKING_TOKEN"), "a-token-of-the-local-workspace"),
+        "MLFLOW_RUN_ID": run.name,
+        "MLFLOW_EXPERIMENT_ID": run.experiment,
+        "MLFLOW_EXPERIMENT_NAME": run.experiment,
         "DEFAULT_IDENTITY_CLIENT_ID": "00000000-0000-0000-0000-0000000000cc",
         "AZUREML_CR_COMPUTE_CONTEXT": json.dumps(context),
         **{f"AZURE_ML_INPUT_{name}": value for name, value in inputs.items()},
