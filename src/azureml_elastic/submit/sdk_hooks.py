@@ -1,21 +1,28 @@
-"""The two private names of azure-ai-ml that let the unmodified ``MLClient`` submit an elastic job.
+"""The names of azure-ai-ml, two of them private, that let ``MLClient`` submit and validate an elastic job.
 
 ``create_or_update`` accepts any ``BaseNode`` and, unless it is a ``Command`` or ``Spark``, submits the result of its
 ``_to_job()``. ``BaseNode`` is an abstract base class, so an unrelated class can be *registered* with it. The
 ``_to_job()`` of azure-ai-ml's own ``Command`` reads an existing job. The rest of this library uses public names only;
 should a release of azure-ai-ml change these two, ``ml_client.jobs.create_or_update(job.compile())`` still works.
+
+``jobs.validate`` checks only classes that inherit from a private one, and reports success for all others. The method is
+therefore wrapped: an elastic job is compiled, and the result is validated.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from azureml_elastic.errors import SubmitError, needs_extra
+from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 
 if TYPE_CHECKING:
-    from azure.ai.ml.entities import Command, CommandJob, PipelineJob
+    from azure.ai.ml.entities import Command, CommandJob, PipelineJob, ValidationResult
+
+_MARK = "_compiles_elastic_jobs"
 
 __all__ = ["Submittable", "fields_of_command", "plain_command_job", "register"]
 
@@ -33,10 +40,37 @@ class Submittable(ABC):
 
 
 def register(model: type[Submittable]) -> None:
-    """Register a class with ``BaseNode``, so that ``MLClient`` accepts its instances; idempotent."""
+    """Register a class with ``BaseNode``, so that ``MLClient`` accepts and validates its instances; idempotent."""
     with needs_extra("azure-ai-ml", "submit"):
         from azure.ai.ml.entities._builders import BaseNode
+        from azure.ai.ml.operations import JobOperations
     BaseNode.register(model)
+    if not hasattr(JobOperations.validate, _MARK):
+        JobOperations.validate = _compiling(JobOperations.validate)  # type: ignore[method-assign]
+
+
+def _compiling(validate: Callable[..., ValidationResult]) -> Callable[..., ValidationResult]:
+    """Return ``JobOperations.validate`` that compiles an elastic job first; other jobs are passed on as they are."""
+
+    @functools.wraps(validate)
+    def wrapper(self: Any, job: Any, *, raise_on_failure: bool = False, **options: Any) -> ValidationResult:
+        if isinstance(job, Submittable):
+            try:
+                job = job.compile()
+            except (SubmitError, CommandError) as error:
+                if raise_on_failure:
+                    raise
+                return _failed(str(error))
+        return validate(self, job, raise_on_failure=raise_on_failure, **options)
+
+    setattr(wrapper, _MARK, True)
+    return wrapper
+
+
+def _failed(message: str) -> ValidationResult:
+    from azure.ai.ml.entities._validation import ValidationResultBuilder
+
+    return ValidationResultBuilder.from_single_message(message)
 
 
 def plain_command_job(job: Any) -> CommandJob:

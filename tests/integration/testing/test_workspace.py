@@ -11,7 +11,9 @@ from azure.ai.ml import Input, Output, command, dsl
 from azure.ai.ml.exceptions import JobException
 from azure.core.exceptions import HttpResponseError
 
+from azureml_elastic.config import ElasticResources
 from azureml_elastic.errors import UsageError
+from azureml_elastic.submit import ElasticCommandJob
 from azureml_elastic.testing import LocalWorkspace, Pool
 
 SHARED = "azureml://datastores/workspaceblobstore/paths/shared/"
@@ -195,6 +197,16 @@ def test_what_cannot_be_run_is_refused_with_a_reason(client):
         client.jobs.create_or_update(
             make("true", inputs={"data": Input(type="uri_folder", path="https://example.com/data")})
         )
+
+
+@pytest.mark.parametrize(("compute", "passes"), [("cluster", True), ("nowhere", False)])
+def test_an_elastic_job_is_validated_without_being_submitted(client, project, compute, passes):
+    Path("train.py").write_text("print(1)\n")
+    nodes = ElasticResources(max_instance_count=2)
+    job = ElasticCommandJob(command="python train.py", code=".", environment="e:1", compute=compute, resources=nodes)
+    result = client.jobs.validate(job)
+    assert result.passed == passes, result.error_messages
+    assert "nowhere" in str(result.error_messages) or passes
 
 
 def test_a_node_gets_tokens_and_reads_the_workspace_as_on_azure(client, workspace, script):
