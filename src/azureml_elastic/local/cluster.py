@@ -22,6 +22,7 @@ from azureml_elastic.config import (
     TableRendezvous,
 )
 from azureml_elastic.config.command.program import parse_program
+from azureml_elastic.config.command.worker_variables import refuse_changing, words_with_placeholders
 from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.errors import CommandError, UsageError
 from azureml_elastic.ledger.summary import Paths, Report
@@ -101,7 +102,8 @@ class LocalCluster:
         """Run a program to its end and write ``report.json``; no process is left running afterwards.
 
         Args:
-            argv: program and its arguments.
+            argv: program and its arguments. ``$RANK`` and the other variables of a worker in its arguments have the
+                values of each worker, as in a submitted job.
 
         SIGINT, SIGTERM and SIGHUP stop the nodes as a preemption does; a second one kills them. In both cases the
         report is written first, then ``KeyboardInterrupt`` or ``SystemExit`` is raised.
@@ -109,14 +111,16 @@ class LocalCluster:
         Raises:
             UsageError: the run folder is already used, the table is not recognised, the faults do not apply to it, or
                 the earlier run has no committed checkpoint.
+            CommandError: an argument has a variable of a worker that cannot be replaced.
         """
+        words = _node_words(argv, self.distribution.recovery)
         check_table(self.table, self.chaos)  # before a folder is made
         if self.resume_from is not None:
             find_earlier_run(self.resume_from)
         with StopSignals() as signals:
             paths = _prepare(self.run_dir or new_run_dir())
             try:
-                report = self._run(argv, paths, signals)
+                report = self._run(argv, words, paths, signals)
             except (KeyboardInterrupt, SystemExit) as error:
                 if not paths.report.exists():
                     _early_report(paths, error).write()
@@ -124,7 +128,7 @@ class LocalCluster:
             signals.raise_received()
         return report
 
-    def _run(self, argv: Sequence[str], paths: Paths, signals: StopSignals) -> Report:
+    def _run(self, argv: Sequence[str], words: Sequence[str], paths: Paths, signals: StopSignals) -> Report:
         with contextlib.ExitStack() as stack:
             table = stack.enter_context(open_table_choice(self.table, paths, self.chaos))
             signals.hold()
@@ -133,7 +137,7 @@ class LocalCluster:
                 plan=self.plan(table, paths),
                 table=table,
                 paths=paths,
-                command=(*self.node_command, "--", *argv),
+                command=(*self.node_command, *words),
                 processes=processes,
                 schedule=self.chaos or Schedule(),
                 view=stack.enter_context(UntilBroken(self.view)),
@@ -182,6 +186,17 @@ class LocalCluster:
             run_id=f"local-{secrets.token_hex(4)}",
             audit=self.audit,
         )
+
+
+def _node_words(argv: Sequence[str], recovery: str) -> tuple[str, ...]:
+    """Return the arguments of a node's agent that start a program with the values of each worker."""
+    try:
+        parse_program(argv)
+    except CommandError:  # a node command of another kind takes other words
+        return ("--", *argv)
+    words, name, variables = words_with_placeholders(argv)
+    refuse_changing(variables, recovery)
+    return ("--", *words) if name is None else ("--placeholders", name, "--", *words)
 
 
 def _early_report(paths: Paths, error: BaseException) -> Report:

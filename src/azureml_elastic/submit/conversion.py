@@ -80,7 +80,7 @@ def fields_of(
         "resources": _resources(job.resources, resources),
         "distribution": _distribution(job.distribution, launched)
         if distribution is None
-        else _completed(distribution, launched.fields),
+        else _completed(distribution, launched),
         **changes,
     }
 
@@ -109,17 +109,17 @@ def _without_launcher(
     return launched
 
 
-def _completed(given: ElasticDistribution | Mapping[str, Any], launcher: Mapping[str, Any]) -> ElasticDistribution:
+def _completed(given: ElasticDistribution | Mapping[str, Any], launcher: Launched) -> ElasticDistribution:
     """Return the given distribution, completed from the options of a launcher."""
     distribution = ElasticDistribution.model_validate(given)
     fields = {name: getattr(distribution, name) for name in distribution.model_fields_set}
-    count, launched = (each.get("process_count_per_instance") for each in (fields, launcher))
+    count, launched = (each.get("process_count_per_instance") for each in (fields, launcher.fields))
     if count is not None and launched is not None and count != launched:
         raise SubmitError(
             f"distribution= starts {count!r} workers on each node, and the launcher in the command {launched!r}. Give "
             f"distribution=ElasticDistribution(process_count_per_instance={launched!r}), or change the launcher."
         )
-    return ElasticDistribution.model_validate({**launcher, **fields})
+    return ElasticDistribution.model_validate({**launcher.all_fields, **fields})
 
 
 def _queue(settings: Any) -> dict[str, str]:
@@ -164,9 +164,9 @@ def _distribution(held: Any, launcher: Launched) -> ElasticDistribution:
             "from_command(..., distribution=ElasticDistribution(...)) if the script runs without it."
         )
     if held is None:
-        return ElasticDistribution(**launcher.fields)
+        return ElasticDistribution(**launcher.all_fields)
     count = held.process_count_per_instance or 1
-    launched = launcher.fields.get("process_count_per_instance", launcher.default_count)
+    launched = launcher.all_fields.get("process_count_per_instance", 1)
     if count > 1 and launched not in {1, count}:
         raise SubmitError(
             f"The job's distribution starts {count} processes on each node, and the launcher in its command "

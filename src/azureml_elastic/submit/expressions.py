@@ -12,6 +12,7 @@ from azureml_elastic.submit.fields import field_of
 
 __all__ = ["check_expressions", "literal_of", "with_literals"]
 
+_OTHER_EXPRESSION = re.compile(r"\$\{\{(?!\s*(?:inputs|outputs)\.)\s*([\w.]*).*?\}\}", re.ASCII)
 _EXPRESSION = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)[\w.]*\s*\}\}", re.ASCII)
 
 
@@ -25,8 +26,17 @@ def check_expressions(command: str, inputs: Collection[str], outputs: Collection
         reserved: beginning of the names that are added to the job.
 
     Raises:
-        CommandError: the command names another one.
+        CommandError: the command names another one, or has an expression of another kind.
     """
+    other = _OTHER_EXPRESSION.search(command)
+    if other is not None:
+        name = other[1].rpartition(".")[2]
+        instead = f"Declare an input, and write ${{{{inputs.{name}}}}}." if name else "Correct the command."
+        trials = ", not those of a sweep's trials" if other[1].startswith("search_space.") else ""
+        raise CommandError(
+            f"The command has {other.group()!r}, but a job of its own has only the values of its inputs and outputs"
+            f"{trials}. {instead}"
+        )
     for match in _EXPRESSION.finditer(command):
         kind, name = match.groups()
         declared = inputs if kind == "inputs" else outputs

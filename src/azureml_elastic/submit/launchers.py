@@ -36,8 +36,13 @@ class Launched:
     fields: Mapping[str, Any] = field(default_factory=dict)
     refused: str = ""
     """Reasons why the command is not fully equivalent; empty if it is."""
-    default_count: int | str = 1
-    """Processes that the launcher starts on each node if it is not given their number."""
+    default_count: int | str | None = None
+    """Processes that the launcher starts on each node by default; ``None`` if it was given their number."""
+
+    @property
+    def all_fields(self) -> dict[str, Any]:
+        """The fields of ``ElasticDistribution``, with the default count."""
+        return ({} if self.default_count is None else {_COUNT: self.default_count}) | dict(self.fields)
 
 
 def read_launcher(command: str, inputs: Mapping[str, Any] | None = None) -> Launched | None:
@@ -86,7 +91,8 @@ def refuse_launcher(
     if launched is None:
         return
     given = distribution or ElasticDistribution()
-    missing = {name: value for name, value in launched.fields.items() if not _equals(given, name, value)}
+    fields = launched.fields if _COUNT in given.model_fields_set else launched.all_fields
+    missing = {name: value for name, value in fields.items() if not _equals(given, name, value)}
     counts = "".join(f" and {name}={value!r} to ElasticDistribution" for name, value in missing.items())
     reasons = f" {launched.refused}" if launched.refused else ""
     suggestion = f" Give command={launched.command!r}{counts}." if launched.command else ""
@@ -131,13 +137,14 @@ def _read(command: str, words: Sequence[Word], call: LauncherCall, inputs: Mappi
     ]
     start = command[words[0].start : words[call.start].start] + (f"env {' '.join(variables)} " if variables else "")
     program, arguments = rest[0], command[rest[0].end : words[-1].end]
+    default = None if launcher.count in options else "auto" if launcher.one_per_gpu else 1
     if "no-python" in options:
         if not is_program(program.text):
             what = command[program.start : words[-1].end]
             return Launched(
                 "", {}, f"--no-python starts {what!r}, which is no Python program. Give the one that it starts."
             )
-        return Launched(f"{start}{command[program.start : words[-1].end]}", fields, " ".join(refused))
+        return Launched(f"{start}{command[program.start : words[-1].end]}", fields, " ".join(refused), default)
     if launcher.local_rank and launcher.no_local_rank not in options:
         arguments = f" {launcher.local_rank}=$LOCAL_RANK{arguments}"
     if call.is_script:
@@ -145,7 +152,7 @@ def _read(command: str, words: Sequence[Word], call: LauncherCall, inputs: Mappi
         refused.append(f"{launcher.name!r} is given {given} and {program.text!r}, as a launcher is.")
     module = "-m " if "module" in options else ""
     text = f"{start}{interpreter} {module}{command[program.start : program.end]}{arguments}"
-    return Launched(text, fields, " ".join(refused), "auto" if launcher.one_per_gpu else 1)
+    return Launched(text, fields, " ".join(refused), default)
 
 
 def _options(launcher: Launcher, words: Sequence[Word], *, strict: bool) -> tuple[dict[str, str], list[Word]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from azureml_elastic.config.command.program import FoundProgram
-from azureml_elastic.config.command.worker_variables import KEPT_VARIABLES, Translated, with_placeholders
-from azureml_elastic.errors import CommandError
+from azureml_elastic.config.command.worker_variables import Translated, refuse_changing, with_placeholders
 from azureml_elastic.submit.expressions import literal_of
 from azureml_elastic.submit.fields import JobFields
 
@@ -19,11 +18,5 @@ def translated_command(job: JobFields, found: FoundProgram) -> Translated:
     """
     literals = [str(literal_of(value) or "") for value in job.inputs.values()]
     translated = with_placeholders(found, [*literals, *job.environment_variables.values()])
-    changing = sorted(translated.variables - KEPT_VARIABLES)
-    if changing and job.distribution.recovery == "in_process":
-        raise CommandError(
-            f"The program's arguments have ${changing[0]}, which changes when nodes come and go, but with "
-            'recovery="in_process" workers keep their arguments over such changes. Read it from the session in the '
-            'script, as in run.rank, or give recovery="restart".'
-        )
+    refuse_changing(translated.variables, job.distribution.recovery)
     return translated

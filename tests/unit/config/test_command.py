@@ -100,6 +100,7 @@ def test_refuses_what_starts_no_program(argv, part):
         ("time -p nice -10 ionice -c2 -n 0 ", "python train.py", ""),
         ("timeout 60 python -m pip install x && sudo apt-get install -y python3 && ", "python train.py", ""),
         ("sudo -u root python -m pip install x && ", "python train.py", ""),
+        ("python --version; python3 -VV && python ../pkg/setup.py develop && ", "python train.py", ""),
         ("", "$(which python3) train.py --x", ""),
         ("", "python a#b.py \\; $HOME", ";"),
     ],

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.config.command.placeholders import fill
-from azureml_elastic.config.command.program import Program, find_program
-from azureml_elastic.config.command.worker_variables import with_placeholders
+from azureml_elastic.config.command.program import Program, find_program, parse_program
+from azureml_elastic.config.command.worker_variables import with_placeholders, words_with_placeholders
 from azureml_elastic.errors import CommandError
 
 WORKER = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"} | {
@@ -44,6 +44,26 @@ def received(command: str, *texts: str) -> tuple[str, ...]:
 )
 def test_each_worker_receives_its_own_values(arguments, expected):
     assert list(received(f"cd / && python train.py {arguments}")) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.py", "--rank", "$RANK", "x${LOCAL_RANK}y", "$RANKS $HOME"], ["--rank", "5", "x1y", "$RANKS $HOME"]),
+        (["python", "-m", "a.b", "$NODE_RANK-${RANK:-0}", "%{worker:RANK}"], ["2-5", "%{worker:RANK}"]),
+        (["python train.py --rank $RANK '$RANK' $HOME"], ["--rank", "5", "$RANK", "$HOME"]),
+        (["train.py"], []),
+        (["python $RANK/train.py"], []),
+    ],
+)
+def test_words_that_no_shell_reads_have_the_values_of_each_worker(words, expected):
+    changed, name, _ = words_with_placeholders(words)
+    assert list(fill(parse_program(changed).arguments, name, WORKER)) == expected
+
+
+def test_words_that_no_shell_reads_hold_no_expression_of_a_variable():
+    with pytest.raises(CommandError, match="compute in the script"):
+        words_with_placeholders(["train.py --rank $((RANK + 1))"])
 
 
 def test_a_value_of_the_job_is_not_taken_for_a_placeholder():

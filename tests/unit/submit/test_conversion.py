@@ -210,6 +210,15 @@ def test_a_job_from_yaml_finds_its_files_from_everywhere(folder, monkeypatch, cl
         ({"command": "deepspeed train.py", "distribution": PyTorchDistribution(process_count_per_instance=1)}, "auto"),
         ({"command": "torchrun train.py", "distribution": PyTorchDistribution(process_count_per_instance=1)}, 1),
         ({"command": "accelerate launch train.py"}, "auto"),
+        ({"command": "torchrun train.py"}, 1),
+        (
+            {
+                "command": "torchrun --nnodes 2 train.py",
+                "distribution": PyTorchDistribution(process_count_per_instance=4),
+            },
+            4,
+        ),
+        ({"command": "torchrun --nproc_per_node gpu train.py"}, "auto"),
     ],
 )
 def test_the_distribution_and_the_launcher_say_how_many_workers_a_node_has(fields, wanted):
@@ -226,6 +235,10 @@ def test_a_distribution_given_is_completed_by_the_launcher():
         ElasticDistribution(process_count_per_instance=4),
     ):
         assert ElasticCommandJob.from_command(old, resources=TWO, distribution=given).distribution == wanted
+    old_without_count = sdk_job(command="torchrun train.py")
+    for given, count in (({"max_restarts": 7}, 1), ({"process_count_per_instance": 4}, 4)):
+        job = ElasticCommandJob.from_command(old_without_count, resources=TWO, distribution=given)
+        assert job.distribution.process_count_per_instance == count
     with pytest.raises(SubmitError) as caught:
         ElasticCommandJob.from_command(old, resources=TWO, distribution={"process_count_per_instance": 2})
     assert "distribution= starts 2 workers on each node, and the launcher in the command 4" in str(caught.value)

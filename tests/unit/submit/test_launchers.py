@@ -217,6 +217,17 @@ def test_a_refusal_repeats_no_count_that_the_distribution_has():
         refuse_launcher(command, {}, ElasticDistribution(process_count_per_instance=8))
 
 
+def test_a_refusal_names_the_count_that_torchrun_has_by_default():
+    with pytest.raises(CommandError, match="and process_count_per_instance=1 to ElasticDistribution"):
+        refuse_launcher("torchrun train.py")
+    for command, given in (
+        ("torchrun train.py", ElasticDistribution(process_count_per_instance=8)),
+        ("accelerate launch train.py", None),
+    ):
+        with pytest.raises(CommandError, match=r"Give command='python train\.py'\.$"):
+            refuse_launcher(command, {}, given)
+
+
 def torchrun_parser():
     return pytest.importorskip("torch.distributed.run").get_args_parser()
 

@@ -197,6 +197,7 @@ def test_the_node_counts(write, block, resources, wanted):
         ({"distribution": {"type": "pytorch"}}, {"process_count_per_instance": 1}),
         ({"distribution": {"type": "pytorch", "process_count_per_instance": 2}}, {"process_count_per_instance": 2}),
         ({"command": "torchrun --nproc_per_node 2 train.py"}, {"process_count_per_instance": 2}),
+        ({"command": "torchrun train.py"}, {"process_count_per_instance": 1}),
         ({"block": {"max_restarts": 7}}, {"max_restarts": 7}),
         (
             {
@@ -306,6 +307,13 @@ def test_a_wrong_block_is_refused_with_its_place(write, block, parts):
             ["inputs.i.mode: 'x' is none of"],
         ),
         ({"distribution": {"type": "mpi"}}, ["MpiDistribution cannot be carried"]),
+        (
+            {
+                "distribution": {"type": "mpi"},
+                "elastic": {"max_instance_count": 2, "distribution": {"max_restarts": 7}},
+            },
+            ["distribution.type is 'mpi'", "give elastic.distribution.process_count_per_instance"],
+        ),
         ({"environment_variables": {"A": None}}, ["environment_variables.A is empty"]),
         ({"environment_variables": {"A": {"b": 1}}}, ["environment_variables.A is a block"]),
         ({"environment_variables": [1]}, ["environment_variables: "]),

@@ -31,6 +31,7 @@ __all__ = ["FoundProgram", "Program", "find_program", "left_to_the_shell", "pars
 _QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
+_PRINTS = frozenset({"-V", "-VV", "--version", "-h", "--help"})
 _LAUNCHERS = frozenset({"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "torchrun"})
 _LAUNCHER_MODULES = frozenset(
     {
@@ -126,8 +127,9 @@ def require_script(program: Program) -> None:
 def find_program(shell_command: str) -> FoundProgram:
     """Locate the one Python program that a shell command starts.
 
-    Commands before it may prepare the node, including ``python -m pip`` and ``python -c``; a pipe, redirection or
-    clean-up may follow. Expressions of Azure ML (``${{...}}``) are treated as words.
+    Commands before it may prepare the node, including ``python -m pip``, ``python setup.py``, ``python -c`` and
+    ``python --version``; a pipe, redirection or clean-up may follow. Expressions of Azure ML (``${{...}}``) are treated
+    as words.
 
     Raises:
         CommandError: the command starts no Python program, more than one, or one in a loop.
@@ -223,11 +225,14 @@ def _parse_interpreted(words: list[str]) -> Program:
 
 
 def _prepares(words: list[str]) -> bool:
-    """Return whether a call of Python only prepares the node: it installs packages or runs a ``-c`` command."""
+    """Return whether a call of Python only prepares the node.
+
+    It installs packages, runs a ``-c`` command, or prints what the interpreter is.
+    """
     for position, word in enumerate(words[1:], start=1):
         if not word.startswith("-"):
-            return False
-        if word == "-c":
+            return word.rsplit("/", 1)[-1] == "setup.py"
+        if word == "-c" or word in _PRINTS:
             return True
         if word == "-m":
             return words[position + 1 : position + 2] in (["pip"], ["venv"], ["ensurepip"])

@@ -7,7 +7,7 @@ replaced by placeholders, which the agent replaces by the values of each worker.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from azureml_elastic.config.command.placeholders import placeholder, unused_name
@@ -15,18 +15,19 @@ from azureml_elastic.config.command.program import FoundProgram, parse_program
 from azureml_elastic.config.command.shell import Word, all_words, simple_commands
 from azureml_elastic.errors import CommandError
 
-__all__ = ["KEPT_VARIABLES", "Translated", "with_placeholders"]
+__all__ = ["Translated", "refuse_changing", "with_placeholders", "words_with_placeholders"]
 
 _NAMES = "GROUP_RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|RANK|WORLD_SIZE"
 _OTHER_NAMES = {"NODE_RANK": "GROUP_RANK"}
 """Azure ML's name of a variable that torch's launcher, and so the agent, calls otherwise."""
 
-KEPT_VARIABLES = frozenset({"LOCAL_RANK", "LOCAL_WORLD_SIZE"})
+_KEPT_VARIABLES = frozenset({"LOCAL_RANK", "LOCAL_WORLD_SIZE"})
 """Those whose values a worker keeps over all rounds."""
 
 _PLAIN = re.compile(rf"\$(?:({_NAMES})|\{{({_NAMES})(?::?[-=?].*)?\}})", re.ASCII | re.DOTALL)
 """The variable itself. Its value after ``:-`` is not needed, since each worker has the variable."""
 
+_IN_WORD = re.compile(rf"\$(?:({_NAMES})(?!\w)|\{{({_NAMES})(?::?[-=?][^{{}}]*)?\}})", re.ASCII)
 _USED = re.compile(rf"\$\{{?[#!]?({_NAMES})\b", re.ASCII)
 _USED_IN_ARITHMETIC = re.compile(rf"\b({_NAMES})\b", re.ASCII)
 
@@ -75,6 +76,50 @@ def with_placeholders(found: FoundProgram, texts: Iterable[str] = ()) -> Transla
         position = end
     program += command[position : len(command) - len(found.after)]
     return Translated(found._replace(program=program), chosen, frozenset(name for _, _, name in replaced))
+
+
+def words_with_placeholders(words: Sequence[str]) -> tuple[tuple[str, ...], str | None, frozenset[str]]:
+    """Replace the variables of a worker in the words of a program, which no shell reads, by placeholders.
+
+    Returns:
+        The words, the name in the placeholders (``None`` if there are none), and the variables that were replaced.
+
+    Args:
+        words: words of the program, or one text with all of them, in which quotes have the meaning of a shell.
+
+    Raises:
+        CommandError: the words start no Python program, or such a variable is a part of an expression.
+    """
+    program = parse_program(words)
+    if len(words) == 1 and program.arguments:
+        found, name, variables = with_placeholders(FoundProgram("", words[0], ""))
+        return (found.program,), name, variables
+    start = len(words) - len(program.arguments)
+    chosen = unused_name(words)
+    replaced: set[str] = set()
+
+    def put(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        replaced.add(name)
+        return placeholder(chosen, _OTHER_NAMES.get(name, name))
+
+    changed = (*words[:start], *(_IN_WORD.sub(put, word) for word in words[start:]))
+    return changed, chosen if replaced else None, frozenset(replaced)
+
+
+def refuse_changing(variables: Iterable[str], recovery: str) -> None:
+    """Check that the variables in a program's arguments have the same value as long as its processes run.
+
+    Raises:
+        CommandError: one of them changes.
+    """
+    changing = sorted(set(variables) - _KEPT_VARIABLES)
+    if changing and recovery == "in_process":
+        raise CommandError(
+            f"The program's arguments have ${changing[0]}, which changes when nodes come and go, but with "
+            'recovery="in_process" workers keep their arguments over such changes. Read it from the session in the '
+            'script, as in run.rank, or give recovery="restart".'
+        )
 
 
 def _arguments(found: FoundProgram) -> list[Word]:

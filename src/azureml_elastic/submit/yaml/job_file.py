@@ -173,8 +173,13 @@ def _distribution(
 
     standard = document.get("distribution")
     kind = str(standard.get("type", "")).lower() if isinstance(standard, dict) else ""
-    if "process_count_per_instance" in block.model_fields_set or kind not in {"", "pytorch"}:
+    if "process_count_per_instance" in block.model_fields_set:
         return block
+    if kind not in {"", "pytorch"}:
+        raise SubmitError(
+            f"distribution.type is {kind!r}, but an elastic job starts PyTorch workers. If the script runs without it, "
+            f"leave it out, or give {BLOCK}.distribution.process_count_per_instance the workers of a node."
+        )
     outside = ElasticCommandJob.from_command(loaded, resources=resources).distribution
     both = [{name: getattr(one, name) for name in one.model_fields_set} for one in (outside, block)]
     return ElasticDistribution.model_validate(both[0] | both[1])
