@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from azureml_elastic.testing.api.tracking import Logged
     from azureml_elastic.testing.jobs.evictions import Evicted, Eviction, read_trace
     from azureml_elastic.testing.jobs.machines import Pool
     from azureml_elastic.testing.workspace import LocalWorkspace
 
-__all__ = ["Evicted", "Eviction", "LocalWorkspace", "Pool", "read_trace"]
+__all__ = ["Evicted", "Eviction", "LocalWorkspace", "Logged", "Pool", "read_trace"]
 
-_HOMES = {"LocalWorkspace": "workspace", "Pool": "jobs.machines"}
+_HOMES = {"LocalWorkspace": "workspace", "Logged": "api.tracking", "Pool": "jobs.machines"}
 
 
 def __getattr__(name: str) -> Any:
