@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from azureml_elastic.checkpoint.format.manifest import Manifest
+from azureml_elastic.checkpoint.format.manifest import COMMITTED, Manifest
 from azureml_elastic.checkpoint.load.selection import EarlierCheckpoint
 from azureml_elastic.checkpoint.save.checkpoints import Checkpoints
 from azureml_elastic.checkpoint.save.staging_buffer import StagingBuffer
@@ -219,6 +219,7 @@ def test_a_run_starts_from_the_earlier_run_until_it_has_a_whole_checkpoint_of_it
     one.save(3)
     assert one.checkpoints.settle().kind == "committed"
     earlier = EarlierCheckpoint(LocalStorage(one.folder), one.checkpoints.committed())
+    (one.folder / earlier.reference.directory / COMMITTED).unlink()  # as if its writer had died before
     before = sorted(one.folder.rglob("*"))
 
     own = tmp_path / "own"

@@ -54,12 +54,14 @@ class CheckpointSelector:
         storage: storage of the checkpoints.
         control: control group of the ranks.
         stale_seconds: time limit for a mount to show what was written, once for each search.
+        marks: whether markers are added to the folders: those of another run are left as they are.
         report: function called on rank 0 with the folder of a damaged checkpoint and a description of the damage.
     """
 
     storage: Storage
     control: ControlGroup
     stale_seconds: float = STALE_SECONDS
+    marks: bool = True
     report: Callable[[str, str], None] = lambda _, __: None
 
     def __post_init__(self) -> None:
@@ -122,7 +124,7 @@ class CheckpointSelector:
 
     def _mark(self, directory: str, marker: str, content: bytes) -> None:
         """Add a marker file to a folder that has none yet. Damaged checkpoints are kept for examination."""
-        if self.control.rank == 0 and self.storage.size(directory, marker) is None:
+        if self.marks and self.control.rank == 0 and self.storage.size(directory, marker) is None:
             with contextlib.suppress(OSError):
                 self.storage.write(directory, marker, [content])
 

@@ -292,11 +292,12 @@ class Checkpoints:
             identity = self._groups.identity
             pointer = recover_from_replicas(self._storage, control, agent, identity, pointer, self._policy) or pointer
         for storage, reference in self._origins(pointer):
-            selector = CheckpointSelector(storage, control, self._stale_seconds, agent.damaged)
+            own = storage is self._storage
+            selector = CheckpointSelector(storage, control, self._stale_seconds, marks=own, report=agent.damaged)
             try:
                 return storage, selector.newest_whole(reference)
             except CheckpointDamaged as error:
-                if self._earlier is None or storage is self._earlier.storage:
+                if self._earlier is None or not own:
                     raise
                 if control.rank == 0:
                     _LOG.warning("The run starts again from the run that it continues: %s", error)
