@@ -17,7 +17,7 @@ from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import ElasticResources, NodePool
 from azureml_elastic.errors import PlanError
 
-__all__ = ["PLAN_VERSION", "EarlierRun", "Plan"]
+__all__ = ["PLAN_VERSION", "EarlierRun", "Plan", "SubmittedNames"]
 
 PLAN_VERSION = 1
 
@@ -37,6 +37,28 @@ class EarlierRun(ConfigModel):
     checkpoint: Mapping[str, Any] | None = None
 
 
+class SubmittedNames(ConfigModel):
+    """What the submission itself named in the job, which tells it from what Azure ML adds to the job's document.
+
+    Ids of code, component and environment do not exist when the plan is written, so that it cannot hold the document.
+
+    Args:
+        outputs: names of the outputs that were given a path.
+        own_outputs: names of the outputs without a path, which are a separate folder for each job.
+        properties: names of the run's properties.
+        resources: names of the fields of ``resources`` beside the numbers of nodes.
+        services: names of the interactive services.
+        tags: names of the run's tags.
+    """
+
+    outputs: tuple[str, ...] = ()
+    own_outputs: tuple[str, ...] = ()
+    properties: tuple[str, ...] = ()
+    resources: tuple[str, ...] = ()
+    services: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+
+
 class Plan(ConfigModel):
     """The configuration of a run that its nodes receive. It contains no secrets.
 
@@ -51,6 +73,7 @@ class Plan(ConfigModel):
         run_id: identifier of the run in the table; ``None`` selects Azure ML's run id, which is new for each
             submission.
         resume_from: earlier run that this run continues as long as it has no checkpoint of its own; ``None`` for none.
+        submitted: names in the submitted job, from which jobs that replace nodes are derived.
         audit: whether workers record the samples of each step, to verify that each was trained exactly once.
         profile: steps and ranks that PyTorch's profiler records; ``None`` disables it.
     """
@@ -64,6 +87,7 @@ class Plan(ConfigModel):
     replacement: ReplacementPolicy | None = None
     run_id: str | None = None
     resume_from: EarlierRun | None = None
+    submitted: SubmittedNames = SubmittedNames()
     audit: bool = False
     profile: Profile | None = None
 

@@ -23,7 +23,7 @@ from azureml_elastic.config.base import ConfigModel, PositiveDuration
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
-from azureml_elastic.config.plan import EarlierRun, Plan
+from azureml_elastic.config.plan import EarlierRun, Plan, SubmittedNames
 from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
@@ -214,8 +214,21 @@ class JobFields(ConfigModel):
             pools=self.pools,
             replacement=self.replacement,
             resume_from=None if self.resume_from is None else EarlierRun(run_id=self.resume_from),
+            submitted=self._submitted_names,
             audit=self.audit,
             profile=self.presets.profile,
+        )
+
+    @property
+    def _submitted_names(self) -> SubmittedNames:
+        located = {name for name, output in self.outputs.items() if field_of(output, "path") is not None}
+        return SubmittedNames(
+            outputs=tuple(sorted(located)),
+            own_outputs=tuple(sorted(self.outputs.keys() - located)),
+            properties=tuple(sorted(self.properties)),
+            resources=tuple(name for name in _SUBMISSION_ONLY if getattr(self.resources, name) is not None),
+            services=tuple(sorted(self.services or ())),
+            tags=tuple(sorted(self.tags)),
         )
 
     @property

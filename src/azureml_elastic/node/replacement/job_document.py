@@ -2,6 +2,9 @@
 
 A run is a pipeline whose steps are its nodes, and a replacement job a pipeline of one such step. A run that is a single
 job is submitted again. Two environment variables name the run.
+
+Azure ML returns a job with additions of its own: an output, properties, tags, services and their states, and empty
+fields. A replacement job has what was submitted, by the names that the plan holds.
 """
 
 from __future__ import annotations
@@ -9,16 +12,17 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import unquote
 
 from pydantic import TypeAdapter
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import Plan
-from azureml_elastic.config.resources import SERVERLESS, NodePool, step_names
+from azureml_elastic.config.resources import NodePool, step_names
 from azureml_elastic.errors import PlanError
 
 __all__ = ["SINGLE", "NodeSlot", "plan_of", "replacement_job", "slot_of", "timeout_of", "variable_of"]
@@ -26,13 +30,34 @@ __all__ = ["SINGLE", "NodeSlot", "plan_of", "replacement_job", "slot_of", "timeo
 SINGLE = "job"
 """Stem of the node names of a run that is a single job."""
 
-_COPIED = ("jobType", "experimentName", "description", "tags", "computeId", "settings", "inputs", "outputs")
+_COPIED = ("jobType", "experimentName", "description", "computeId", "settings", "inputs")
 _COPIED_OF_SINGLE = (
     *("command", "codeId", "environmentId", "componentId", "distribution", "limits", "identity", "queueSettings"),
-    *("resources", "services"),
+    "parentJobName",
 )
+_COPIED_OF_STEP = (
+    *("type", "_source", "componentId", "computeId", "distribution", "limits", "identity", "queue_settings"),
+    *("resources", "inputs", "environment_variables"),
+)
+_OF_SERVICE = frozenset({"nodes", "port", "properties", "type"})
+"""Fields of a service that are submitted, beside its kind; Azure ML adds its address and its state."""
+
+_OF_RESOURCES = {
+    "docker_args": ("dockerArgs", "dockerArgsList"),
+    "instance_type": ("instanceType",),
+    "locations": ("locations",),
+    "properties": ("properties",),
+    "shm_size": ("shmSize",),
+}
+_COUNTS = ("instanceCount", "maxInstanceCount")
+
 _BUILT_IN = frozenset({"studio", "tracking"})
 _TENSOR_BOARD = frozenset({"tensorboard", "tensor_board"})
+_OUR_OUTPUTS = "azureml_elastic_"
+_PROPERTIES_OF_CLIENT = ("azureml.git.", "mlflow.source.git.")
+"""Properties in which azure-ai-ml records the commit of the code."""
+
+_TAGS_OF_SERVICE = ("_aml_system_", "azureml.", "mlflow.")
 _RUN = "azureml_elastic.run"
 """Property of replacement jobs with the name of the first job."""
 
@@ -96,17 +121,19 @@ def replacement_job(
         PlanError: no step of the job is a node.
     """
     own = {variables.RUN_ID: run_id, variables.FIRST_JOB: first}
-    labels = {**_strings(document.get("properties")), _RUN: first}
     title = document.get("displayName") or first
     single = document.get("jobType") != "Pipeline"
-    copied = (*_COPIED, *_COPIED_OF_SINGLE) if single else _COPIED
-    job = {name: copy.deepcopy(document[name]) for name in copied if document.get(name)} | {"properties": labels}
+    job = {
+        **_copied(document, (*_COPIED, *_COPIED_OF_SINGLE) if single else _COPIED),
+        "properties": {**_properties(document, plan), _RUN: first},
+    }
+    if tags := _tags(document, plan):
+        job["tags"] = tags
     if single:
         job["displayName"] = f"{title} again {slot.number}"
         job["environmentVariables"] = {**_variables(document), **own}
-        if "services" in job:
-            job["services"] = _without(job["services"], _BUILT_IN)
-        return job
+        job["resources"] = _resources(document, plan)
+        return job | _outputs(document, plan) | _services(document, plan, _BUILT_IN)
     name = f"{step_names(plan.pools)[slot.pool]}_{slot.number}"
     step = _step(document, plan, slot.pool, workspace)
     step |= {"display_name": name, "environment_variables": {**_variables(step), **own}}
@@ -120,10 +147,8 @@ def _step(document: Mapping[str, Any], plan: Plan, pool: int, workspace: str) ->
     names = of_pool or [name for name, slot in ours.items() if slot is not None]
     if not names:
         raise PlanError("No step of the job is a node of azureml-elastic, so no replacement can be derived from it.")
-    step: dict[str, Any] = copy.deepcopy(dict(_steps(document)[names[-1]]))
-    services = _without(step.pop("services", None) or {}, _TENSOR_BOARD)
-    if services:
-        step["services"] = services
+    held = _steps(document)[names[-1]]
+    step = _copied(held, _COPIED_OF_STEP) | _outputs(held, plan) | _services(held, plan, _BUILT_IN | _TENSOR_BOARD)
     if not of_pool:
         _move(step, plan.pools[pool], workspace)
     return step
@@ -131,8 +156,7 @@ def _step(document: Mapping[str, Any], plan: Plan, pool: int, workspace: str) ->
 
 def _move(step: dict[str, Any], pool: NodePool, workspace: str) -> None:
     """Move a step to the compute of another pool."""
-    serverless = pool.compute == SERVERLESS
-    step["computeId"] = SERVERLESS if serverless else f"{workspace}/computes/{pool.compute}"
+    step["computeId"] = f"{unquote(workspace)}/computes/{pool.compute}"  # as azure-ai-ml writes it, serverless as well
     step["resources"] = {
         **{name: value for name, value in (step.get("resources") or {}).items() if name != "instance_type"},
         **({"instance_type": pool.instance_type} if pool.instance_type else {}),
@@ -140,6 +164,64 @@ def _move(step: dict[str, Any], pool: NodePool, workspace: str) -> None:
     queue = {name: value for name, value in (step.pop("queue_settings", None) or {}).items() if name == "priority"}
     if pool.job_tier is not None:
         step["queue_settings"] = {**queue, "job_tier": pool.job_tier}
+
+
+def _copied(held: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return copies of the fields that are not empty, without the empty fields in them."""
+    found = {name: held[name] for name in names if held.get(name)}
+    return {name: copy.deepcopy(_filled(value)) for name, value in found.items()}
+
+
+def _filled(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _filled(each) for name, each in value.items() if each is not None}
+
+
+def _resources(document: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return the submitted resources of a single job; Azure ML adds defaults such as a size of ``/dev/shm``."""
+    submitted = (field for name in plan.submitted.resources for field in _OF_RESOURCES.get(name, ()))
+    return _copied(document.get("resources") or {}, (*_COUNTS, *submitted))
+
+
+def _properties(document: Mapping[str, Any], plan: Plan) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in _strings(document.get("properties")).items()
+        if name in plan.submitted.properties or name.startswith(_PROPERTIES_OF_CLIENT)
+    }
+
+
+def _tags(document: Mapping[str, Any], plan: Plan) -> dict[str, str]:
+    """Return the tags but those of the service; tags may have been given to ``create_or_update``, beside the plan."""
+    return {
+        name: value
+        for name, value in _strings(document.get("tags")).items()
+        if name in plan.submitted.tags or not name.startswith(_TAGS_OF_SERVICE)
+    }
+
+
+def _outputs(held: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return the submitted outputs of a job or step; one that was given no path has none again."""
+    outputs = {}
+    for name, value in (held.get("outputs") or {}).items():
+        output = _filled(value or {})
+        if name in plan.submitted.own_outputs:
+            outputs[name] = {field: each for field, each in output.items() if field != "uri"}
+        elif name in plan.submitted.outputs or name.startswith(_OUR_OUTPUTS):
+            outputs[name] = output
+    return {"outputs": copy.deepcopy(outputs)} if outputs else {}
+
+
+def _services(held: Mapping[str, Any], plan: Plan, left_out: frozenset[str]) -> dict[str, Any]:
+    """Return the submitted services that are not of the kinds that are left out, without their addresses and states."""
+    services = {}
+    for name, service in (held.get("services") or {}).items():
+        kinds = {field: service[field] for field in ("jobServiceType", "job_service_type") if service.get(field)}
+        if name in plan.submitted.services and not {str(kind).lower() for kind in kinds.values()} & left_out:
+            given = {field: each for field, each in _filled(service).items() if field in _OF_SERVICE}
+            services[name] = kinds | given
+    return {"services": copy.deepcopy(services)} if services else {}
 
 
 def _steps(document: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -155,13 +237,4 @@ def _strings(values: Any) -> dict[str, str]:
     """Return the values as strings; Azure ML also has values of other types."""
     return {
         str(name): value if isinstance(value, str) else json.dumps(value) for name, value in dict(values or {}).items()
-    }
-
-
-def _without(services: Mapping[str, Any], types: frozenset[str]) -> dict[str, Any]:
-    """Return the services that are not of these types."""
-    return {
-        name: service
-        for name, service in services.items()
-        if str(service.get("job_service_type") or service.get("jobServiceType")).lower() not in types
     }

@@ -81,8 +81,15 @@ class WorkspaceJobs:
         """Server time of the run history's last response, the only clock that times of jobs are compared with."""
 
     def document(self, name: str) -> dict[str, Any] | None:
-        """Return the properties of a job, ``None`` if it does not exist."""
-        reply = self._arm("GET", f"/jobs/{quote(name, safe='')}", _PIPELINES_API, f"the job {name!r}")
+        """Return the properties of a job in the API version that submits its kind, ``None`` if it does not exist."""
+        properties = self._document(name, _PIPELINES_API)
+        if properties is None or properties.get("jobType") == "Pipeline":
+            return properties
+        # Fields such as dockerArgsList are younger than the version of pipelines.
+        return self._document(name, _JOBS_API)
+
+    def _document(self, name: str, version: str) -> dict[str, Any] | None:
+        reply = self._arm("GET", f"/jobs/{quote(name, safe='')}", version, f"the job {name!r}")
         if reply.status == HTTPStatus.NOT_FOUND:
             return None
         match reply.document:

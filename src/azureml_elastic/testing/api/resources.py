@@ -11,6 +11,8 @@ from typing import Any
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.testing.api.history import API_HOST
+from azureml_elastic.testing.api.job_document import job_properties
+from azureml_elastic.testing.api.limits import check_limits
 from azureml_elastic.testing.api.messages import Answer, MalformedRequest, Request, document, refusal
 from azureml_elastic.testing.jobs.machines import Pool
 from azureml_elastic.testing.jobs.runs import Run, Runs
@@ -165,17 +167,19 @@ class Resources:
         name, _, action = rest.removeprefix("/jobs").strip("/").partition("/")
         if not name:
             return document({"value": [self._job_document(run) for run in self.runs.all()]})
+        version = (request.query.get("api-version") or [""])[0]
         if request.method == "PUT" and not action:
-            return self._submitted(name, request.json())
+            return self._submitted(name, request.json(), version)
         run = self.runs.get(name)
         if run is None:
             return refusal(404, "NotFound", f"The local workspace has no job {name!r}.")
         if request.method == "POST" and action == "cancel":
             self.runs.cancel(run)
             return Answer(200)
-        return document(self._job_document(run)) if request.method == "GET" and not action else _cannot(request)
+        found = request.method == "GET" and not action
+        return document(self._job_document(run, version)) if found else _cannot(request)
 
-    def _submitted(self, name: str, body: dict[str, Any]) -> Answer:
+    def _submitted(self, name: str, body: dict[str, Any], version: str) -> Answer:
         if self.runs.get(name) is not None:
             return refusal(409, "Conflict", f"The local workspace has a job {name!r} already. Submit under a new name.")
         if not _JOB_NAME.fullmatch(name):
@@ -183,29 +187,16 @@ class Resources:
                 f"{name!r} is not the name of a job. Use letters, digits, '-', '_' and '.', and at most 255 of them."
             )
         try:
+            check_limits(_properties(body))
             self.submit(name, _properties(body))
         except UsageError as error:
             return refusal(400, "UserError", str(error))
         run = self.runs.get(name)
         assert run is not None
-        return document(self._job_document(run), 201)
+        return document(self._job_document(run, version), 201)
 
-    def _job_document(self, run: Run) -> dict[str, Any]:
-        outputs = {
-            name: {**((run.body.get("outputs") or {}).get(name) or {}), "uri": uri, "jobOutputType": kind}
-            for name, (kind, uri) in run.outputs.items()
-        }
-        studio = {
-            "jobServiceType": "Studio",
-            "endpoint": f"https://{API_HOST}/runs/{run.name}",
-            "status": "Unknown",
-        }
-        properties = {
-            **run.body,
-            "outputs": outputs,
-            "status": self.runs.status(run),
-            "services": {"Studio": studio},
-        }
+    def _job_document(self, run: Run, version: str = "") -> dict[str, Any]:
+        properties = job_properties(run, self.runs.status(run), host=API_HOST, version=version)
         created = {"createdAt": run.created.isoformat(), "createdBy": "local"}
         return self._resource("jobs", run.name, properties, systemData=created)
 

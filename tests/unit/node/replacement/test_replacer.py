@@ -8,6 +8,7 @@ import pytest
 
 from azureml_elastic.config import ElasticResources, NodePool, Plan, ReplacementPolicy
 from azureml_elastic.config import environment as variables
+from azureml_elastic.config.plan import SubmittedNames
 from azureml_elastic.errors import JobRefused, PlanError, WorkspaceUnavailable
 from azureml_elastic.node.rendezvous.state.round import Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
@@ -107,6 +108,7 @@ def plan(**fields):
         **{
             "resources": ElasticResources(max_instance_count=2),
             "pools": POOLS,
+            "submitted": SubmittedNames(services=("lab", "ssh", "tb")),
             "replacement": ReplacementPolicy(retry_after=1, max_replacements=1000),
             **fields,
         }
@@ -177,7 +179,7 @@ def test_a_node_of_a_pool_that_has_none_yet_is_put_onto_its_compute(table):
     policy = ReplacementPolicy(fallback_after=0)
     assert len(NodeReplacer(jobs, table, "run", "run", policy).act().done) == 2
     step = jobs.documents["run-serverless-standard-nc6s-v3-spot-0"]["jobs"]["serverless_standard_nc6s_v3_spot_0"]
-    assert step["computeId"] == "serverless"
+    assert step["computeId"] == f"{WORKSPACE}/computes/serverless"
     assert step["resources"] == {"instance_count": 1, "instance_type": "Standard_NC6s_v3"}
     assert step["queue_settings"] == {"job_tier": "Spot"}
 

@@ -1,0 +1,111 @@
+"""Jobs that replace nodes: what was submitted, and nothing that Azure ML has added to it since."""
+
+import pytest
+from azure.ai.ml import Output
+from azure.ai.ml.entities import JupyterLabJobService
+
+from azureml_elastic.config import ElasticDistribution, ElasticResources, NodePool
+from azureml_elastic.config import environment as variables
+from azureml_elastic.node.replacement.job_document import NodeSlot, plan_of, replacement_job
+from azureml_elastic.submit import ElasticCommandJob
+from azureml_elastic.testing.api.body import read_job
+from azureml_elastic.testing.api.job_document import job_properties
+from azureml_elastic.testing.jobs.runs import Run
+
+WORKSPACE = "<workspace>"
+
+
+def make(**fields):
+    return ElasticCommandJob(
+        **{
+            "code": "src",
+            "command": "python train.py",
+            "environment": "azureml:env:1",
+            "compute": "gpu",
+            "inputs": {"lr": 0.1},
+            "outputs": {"model": Output(type="uri_folder"), "kept": Output(path="azureml://datastores/d/paths/k/")},
+            "environment_variables": {"A": "1"},
+            "resources": ElasticResources(max_instance_count=2, docker_args=("--ipc", "host"), shm_size="8g"),
+            "distribution": ElasticDistribution(process_count_per_instance=4),
+            "services": {"lab": JupyterLabJobService()},
+            "display_name": "digits",
+            "tags": {"team": "a", "mlflow.note.content": "mine"},
+            "properties": {"p": "1", "azureml.mine": "2"},
+            "timeout": 3600,
+            **fields,
+        }
+    )
+
+
+@pytest.fixture
+def replaced(client, sent, components):
+    """Submit a job, and return its body and that of the job for a node, derived from what Azure ML returns."""
+
+    def replaced(job, slot):
+        client.jobs.create_or_update(job)
+        (body,) = sent()
+        properties = body["properties"]
+        kind = properties["jobType"]
+        run = Run("first", kind, "digits", "elastic", properties)
+        if kind == "Command":
+            outputs = read_job(properties, lambda _: components()[0]).outputs
+            run.outputs = {name: (out.type, out.uri or f"azureml://chosen/{name}/") for name, out in outputs.items()}
+        returned = job_properties(run, "Running", host="api.example", version="2025-01-01-preview")
+        returned["tags"] = {**returned["tags"], "_aml_system_ComputeTargetStatus": "{}"}
+        assert returned["properties"] != properties["properties"]
+        assert "Studio" in returned["services"]
+        made = replacement_job(returned, plan_of(returned), slot, first="first", run_id="run", workspace=WORKSPACE)
+        return properties, made
+
+    return replaced
+
+
+def test_a_single_job_is_sent_again_with_nothing_but_what_was_submitted(replaced):
+    resources = ElasticResources(max_instance_count=2, placement="gang", docker_args=("--ipc", "host"))
+    body, made = replaced(make(resources=resources, parent_job_name="above"), NodeSlot(0, 1))
+    assert body["parentJobName"] == "above"
+    assert body["resources"]["dockerArgsList"] == ["--ipc", "host"]
+    own = {variables.RUN_ID: "run", variables.FIRST_JOB: "first"}
+    body["environmentVariables"] |= own
+    body["properties"]["azureml_elastic.run"] = "first"
+    body["displayName"] = "digits again 1"
+    del body["isArchived"], body["resources"]["properties"]
+    for output in body["outputs"].values():
+        output.setdefault("mode", "ReadWriteMount")  # the default, which Azure ML returns by name
+    assert made == body
+
+
+def test_a_node_is_sent_again_with_nothing_but_what_was_submitted(replaced):
+    body, made = replaced(make(), NodeSlot(0, 2))
+    step = body["jobs"]["node_1"]
+    step["environment_variables"] |= {variables.RUN_ID: "run", variables.FIRST_JOB: "first"}
+    assert step["resources"]["docker_args_list"] == ["--ipc", "host"]
+    body["properties"]["azureml_elastic.run"] = "first"
+    del body["isArchived"], body["outputs"]
+    assert made == {**body, "displayName": "digits, node_2", "jobs": {"node_2": {**step, "display_name": "node_2"}}}
+
+
+def test_a_node_of_serverless_compute_names_it_as_the_first_submission_does(client, sent, replaced):
+    serverless = NodePool("serverless", max_instance_count=1, instance_type="Standard_NC6s_v3", job_tier="Spot")
+    cluster = NodePool("gpu", max_instance_count=1)
+    fields = {"services": None, "resources": ElasticResources(max_instance_count=1)}
+    _, made = replaced(make(compute=[cluster, serverless], **fields), NodeSlot(1, 0))
+    client.jobs.create_or_update(make(compute=[serverless], **fields))
+    ((name, step),) = sent()[1]["properties"]["jobs"].items()
+    moved = made["jobs"]["serverless_standard_nc6s_v3_spot_0"]
+    assert step["computeId"] == f"{WORKSPACE}/computes/serverless"
+    for plan in (moved, step):
+        del plan["environment_variables"]
+    assert moved == {**step, "display_name": "serverless_standard_nc6s_v3_spot_0"}
+    assert name == "serverless_standard_nc6s_v3_spot_0"
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_empty_fields_of_the_returned_document_are_not_sent(replaced, given):
+    _, made = replaced(
+        make(services=given, resources=ElasticResources(max_instance_count=1), identity=None, timeout=None),
+        NodeSlot(0, 1),
+    )
+    assert "services" not in made
+    assert "limits" not in made
+    assert None not in made.values()
