@@ -72,7 +72,9 @@ def test_a_value_of_the_job_is_not_taken_for_a_placeholder():
 
 
 def test_a_command_without_such_variables_stays_as_it_is():
-    found = find_program("export RANK=1; python train.py '$RANK' ${{inputs.RANK}} $ARANK # $RANK")
+    found = find_program(
+        "export RANK=1; python train.py '$RANK' ${{inputs.RANK}} $ARANK ${OMPI_COMM_WORLD_RANK:-0} # $RANK"
+    )
     assert with_placeholders(found) == (found, None, frozenset())
 
 
@@ -94,6 +96,11 @@ def test_a_command_without_such_variables_stays_as_it_is():
         ("python train.py $(echo $RANK)", ["'$(echo $RANK)'"]),
         ('python train.py "${A:-$RANK}"', ["'${A:-$RANK}'"]),
         ("python train.py `echo $RANK`", ["'`echo $RANK`'"]),
+        (
+            'python train.py --rank "${OMPI_COMM_WORLD_RANK}"',
+            ["only MPI's launcher sets", "Give the program $RANK instead"],
+        ),
+        ("python train.py $OMPI_COMM_WORLD_SIZE", ["'$OMPI_COMM_WORLD_SIZE'", "$WORLD_SIZE instead"]),
     ],
 )
 def test_elsewhere_they_are_refused_by_name(command, parts):

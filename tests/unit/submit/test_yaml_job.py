@@ -306,6 +306,10 @@ def test_a_wrong_block_is_refused_with_its_place(write, block, parts):
             {"inputs": {"i": {"type": "uri_file", "mode": "x", "path": "azureml:a:1"}}},
             ["inputs.i.mode: 'x' is none of"],
         ),
+        (
+            {"inputs": {"n": {"type": "integer", "default": 4}}},
+            ["inputs.n.type is 'integer'", "Give the value itself, as in 'n: 4'."],
+        ),
         ({"distribution": {"type": "mpi"}}, ["MpiDistribution cannot be carried"]),
         (
             {

@@ -29,6 +29,17 @@ _PLAIN = re.compile(rf"\$(?:({_NAMES})|\{{({_NAMES})(?::?[-=?].*)?\}})", re.ASCI
 
 _IN_WORD = re.compile(rf"\$(?:({_NAMES})(?!\w)|\{{({_NAMES})(?::?[-=?][^{{}}]*)?\}})", re.ASCII)
 _USED = re.compile(rf"\$\{{?[#!]?({_NAMES})\b", re.ASCII)
+_OF_MPI = {
+    "RANK": "RANK",
+    "SIZE": "WORLD_SIZE",
+    "LOCAL_RANK": "LOCAL_RANK",
+    "LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "NODE_RANK": "NODE_RANK",
+}
+"""Variables of Open MPI's launcher, without their prefix, and those with the same value."""
+
+_USED_OF_MPI = re.compile(rf"\$(?:OMPI_COMM_WORLD_({'|'.join(_OF_MPI)})|\{{OMPI_COMM_WORLD_({'|'.join(_OF_MPI)})\}})")
+
 _USED_IN_ARITHMETIC = re.compile(rf"\b({_NAMES})\b", re.ASCII)
 
 
@@ -52,13 +63,16 @@ def with_placeholders(found: FoundProgram, texts: Iterable[str] = ()) -> Transla
         texts: texts that may become part of the arguments, from which the placeholders must differ.
 
     Raises:
-        CommandError: the shell would expand such a variable elsewhere, or as a part of an expression.
+        CommandError: the shell would expand such a variable elsewhere, or as a part of an expression; or the command
+            has a variable of MPI's launcher.
     """
     command = "".join(found)
     starts = {word.start for word in _arguments(found)}
     replaced: list[tuple[int, int, str]] = []
     for word in all_words(command):
         for start, end in word.expansions:
+            if match := _USED_OF_MPI.fullmatch(command, start, end):
+                raise CommandError(_of_mpi(match.group(), _OF_MPI[match[1] or match[2]]))
             name = _variable(command[start:end])
             if name is None:
                 continue
@@ -145,6 +159,13 @@ def _elsewhere(name: str, word: str) -> str:
         f"The command has ${name} in {word!r}, outside the arguments of its program. The shell reads it once per node, "
         f"before the agent starts the workers that have it. Give it to the program, as in 'python train.py "
         f"--{name.lower().replace('_', '-')} ${name}', or read os.environ[{variable!r}] in the script."
+    )
+
+
+def _of_mpi(expansion: str, variable: str) -> str:
+    return (
+        f"The command has {expansion!r}, which only MPI's launcher sets; the elastic agent starts the workers in its "
+        f"place. Give the program ${variable} instead."
     )
 
 

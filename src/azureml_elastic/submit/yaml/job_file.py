@@ -6,6 +6,7 @@ The block is removed and azure-ai-ml loads the rest, so that every field of a co
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -34,6 +35,9 @@ _ELSEWHERE = {
     "priority": "queue_settings.priority",
 }
 """Paths in a job file of the elastic job's fields, where the names differ."""
+
+_LITERALS: dict[str, Any] = {"boolean": True, "integer": 4, "number": 0.1, "string": "a text"}
+"""The types of literals, with an example of each."""
 
 
 def load_elastic_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> ElasticCommandJob:
@@ -116,6 +120,7 @@ def _job(document: Mapping[str, Any], file: Path) -> ElasticCommandJob:
         )
     block = read_block(document[BLOCK])
     _check_variables(rest.get("environment_variables"))
+    _check_literals(rest.get("inputs"))
     _check_misplaced(rest)
     given = {name: getattr(block, name) for name in block.model_fields_set}
     pools = given.pop("pools", None)
@@ -192,6 +197,17 @@ def _check_variables(variables: Any) -> None:
             raise SubmitError(
                 f"environment_variables.{name} is {'empty' if value is None else 'a block'}; give a text, in quotes, "
                 'which may be "".'
+            )
+
+
+def _check_literals(inputs: Any) -> None:
+    """Reject literals that are declared with a type, which azure-ai-ml only accepts for components."""
+    for name, value in inputs.items() if isinstance(inputs, dict) else ():
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind in _LITERALS:
+            raise SubmitError(
+                f"inputs.{name}.type is {kind!r}, which only a component's input may have. Give the value itself, as "
+                f"in '{name}: {json.dumps(_LITERALS[kind])}'."
             )
 
 
