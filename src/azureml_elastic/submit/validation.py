@@ -51,6 +51,7 @@ def check(job: JobFields) -> FoundProgram:
     _check_script(job, found)
     translated_command(job, found)
     _warn_of_secrets(job)
+    _warn_of_previews(job)
     return found
 
 
@@ -133,6 +134,29 @@ def _warn_of_secrets(job: JobFields) -> None:
             "can read it. Let the script read it from a key vault, for which the nodes have an identity.",
             name,
         )
+
+
+def _warn_of_previews(job: JobFields) -> None:
+    """Warn of fields that the API version with which azure-ai-ml submits command jobs does not have."""
+    resources = job.resources
+    if resources.effective_placement == "fan_out":
+        return
+    version = "API version 2025-01-01-preview of command jobs has no"
+    if resources.effective_placement == "service" and resources.max_instance_count > resources.min_instance_count:
+        _LOG.warning(
+            "%s resources.maxInstanceCount, on which the placement 'service' rests: Azure ML may ignore it and start "
+            "min_instance_count=%d of the %d nodes. Take the placement 'fan_out' to depend on no preview.",
+            version,
+            resources.min_instance_count,
+            resources.max_instance_count,
+        )
+    fields = {
+        "queueSettings.priority": ("priority", job.priority),
+        "resources.locations": ("locations", resources.locations),
+    }
+    for field, (name, value) in fields.items():
+        if value is not None:
+            _LOG.warning("%s %s: Azure ML may ignore %s=%r.", version, field, name, value)
 
 
 def _check_compute(job: JobFields) -> None:

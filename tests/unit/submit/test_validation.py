@@ -10,6 +10,9 @@ from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.submit.job import ElasticCommandJob
 from azureml_elastic.submit.validation import check
 
+SERVICE = {"min_instance_count": 2, "max_instance_count": 5, "placement": "service"}
+GANG = {"max_instance_count": 2, "placement": "gang"}
+
 
 def make(**fields):
     return ElasticCommandJob(
@@ -253,3 +256,20 @@ def test_a_secret_in_the_command_is_warned_about(arguments, warnings, caplog):
 def test_the_job_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         make().compute = "other"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"resources": SERVICE}, ["has no resources.maxInstanceCount", "min_instance_count=2 of the 5 nodes"]),
+        ({"resources": GANG, "priority": "low"}, ["has no queueSettings.priority", "may ignore priority='low'"]),
+        ({"resources": {**GANG, "locations": ["westeurope"]}}, ["has no resources.locations", "('westeurope',)"]),
+        ({"resources": GANG}, []),
+        ({"resources": {"max_instance_count": 5}, "priority": "low"}, []),
+    ],
+)
+def test_fields_that_the_api_version_does_not_have_are_warned_about(fields, said, caplog):
+    check(make(**fields))
+    assert len(caplog.records) == bool(said)
+    for text in said:
+        assert text in caplog.text
