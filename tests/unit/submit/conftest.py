@@ -20,6 +20,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from tests.support.rest_models import problems_of_job
+
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what azure-ai-ml does with marshmallow while it is imported
@@ -118,6 +120,7 @@ class Workspace:
             entity = {"id": path, "name": path.rsplit("/", 1)[1], "systemData": {"createdBy": "me"}, **body}
             self.entities[rest] = entity
             if rest.startswith("/jobs/"):
+                assert problems_of_job(body) == []
                 self.jobs.append(body)
                 entity = {**entity, "properties": {**entity["properties"], "status": "NotStarted"}}
             return Answer(201, entity)
