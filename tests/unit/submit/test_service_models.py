@@ -4,8 +4,10 @@ import copy
 
 import pytest
 
-from tests.support.rest_models import problems_of_job
+from tests.support.rest_models import enumerations_are_known, problems_of_job
 from tests.unit.submit.test_submission import make
+
+ENUMERATED = pytest.mark.skipif(not enumerations_are_known(), reason="this azure-ai-ml has models without enumerations")
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +32,10 @@ def body(client, workspace):
         ("properties.resources.instanceCount", "two", "properties.resources.instanceCount='two'"),
         ("properties.tags", {"a": 1}, "properties.tags.a=1"),
         ("properties.limits.timeout", "an hour", "properties.limits.timeout='an hour'"),
-        ("properties.queueSettings.jobTier", "Cheap", "properties.queueSettings.jobTier='Cheap'"),
-        ("properties.inputs.data.mode", "Copied", "properties.inputs.data.mode='Copied'"),
+        pytest.param(
+            "properties.queueSettings.jobTier", "Cheap", "properties.queueSettings.jobTier=", marks=ENUMERATED
+        ),
+        pytest.param("properties.inputs.data.mode", "Copied", "properties.inputs.data.mode='Copied'", marks=ENUMERATED),
         ("properties.identity.clientIdd", "x", "properties.identity.clientIdd is no field of ManagedIdentity"),
     ],
 )
