@@ -36,6 +36,7 @@ except ModuleNotFoundError:
         "test_paths_on_compute.py",
         "test_pools.py",
         "test_presets.py",
+        "test_replacement_bodies.py",
         "test_service_models.py",
         "test_submission.py",
         "test_validate_call.py",
