@@ -121,6 +121,7 @@ def test_what_was_found_can_be_read_again():
         ("", "starts no Python program"),
         ("# python x.py", "starts no Python program"),
         ("bash run.sh", "'bash run.sh' starts no Python program"),
+        ("python -m horovod.runner -np 4 python train.py", "starts the launcher 'horovod.runner'"),
         ("export A=1 && torchrun --nproc-per-node 4 train.py; echo done", "takes the launcher's place"),
         ("python -c 'import train'", "starts no Python program"),
         ("python", "without a program"),

@@ -37,6 +37,7 @@ _LAUNCHER_MODULES = frozenset(
     {
         *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
         *("deepspeed.launcher.launch", "deepspeed.launcher.runner"),
+        *("horovod.runner", "horovod.runner.launch"),
         *("torch.distributed.launch", "torch.distributed.run"),
     }
 )
