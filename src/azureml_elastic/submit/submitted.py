@@ -159,12 +159,12 @@ class SubmittedRun:
         """Yield the jobs of replacement nodes, whose names are predictable and have few gaps."""
         from azure.core.exceptions import ResourceNotFoundError
 
+        plan = self._plan
+        most = plan.resources.max_instance_count
         if self._is_pipeline:
-            plan = self._plan
-            most = plan.resources.max_instance_count
             stems = dict(zip(step_names(plan.pools), first_nodes(plan.pools, most) or (most,), strict=True))
         else:
-            stems = {"job": 1}
+            stems = {"job": most if plan.resources.effective_placement == "service" else 1}
         for stem, first in stems.items():
             missing = 0
             for number in itertools.count(first):

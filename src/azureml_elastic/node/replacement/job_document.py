@@ -1,7 +1,7 @@
 """Documents of replacement jobs, derived from the document of the run's first job.
 
 A run is a pipeline whose steps are its nodes, and a replacement job a pipeline of one such step. A run that is a single
-job is submitted again. Two environment variables name the run.
+job is submitted again; with the placement ``service`` as a job of one node. Two environment variables name the run.
 
 Azure ML returns a job with additions of its own: an output, properties, tags, services and their states, and empty
 fields. A replacement job has what was submitted, by the names that the plan holds.
@@ -25,7 +25,16 @@ from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.resources import NodePool, step_names
 from azureml_elastic.errors import PlanError
 
-__all__ = ["SINGLE", "NodeSlot", "plan_of", "replacement_job", "slot_of", "timeout_of", "variable_of"]
+__all__ = [
+    "SINGLE",
+    "NodeSlot",
+    "grows_by_service",
+    "plan_of",
+    "replacement_job",
+    "slot_of",
+    "timeout_of",
+    "variable_of",
+]
 
 SINGLE = "job"
 """Stem of the node names of a run that is a single job."""
@@ -104,6 +113,12 @@ def slot_of(name: str, plan: Plan) -> NodeSlot | None:
     return NodeSlot(stems.index(stem), int(number)) if stem in stems and number.isdecimal() else None
 
 
+def grows_by_service(plan: Plan) -> bool:
+    """Return whether the run is a single job that Azure ML may start with fewer nodes than its maximum."""
+    resources = plan.resources
+    return resources.effective_placement == "service" and resources.max_instance_count > resources.min_instance_count
+
+
 def replacement_job(
     document: Mapping[str, Any], plan: Plan, slot: NodeSlot, *, first: str, run_id: str, workspace: str
 ) -> dict[str, Any]:
@@ -133,11 +148,21 @@ def replacement_job(
         job["displayName"] = f"{title} again {slot.number}"
         job["environmentVariables"] = {**_variables(document), **own}
         job["resources"] = _resources(document, plan)
-        return job | _outputs(document, plan) | _services(document, plan, _BUILT_IN)
+        job |= _outputs(document, plan) | _services(document, plan, _BUILT_IN)
+        return _one_node(job, f"{title}, node {slot.number}") if grows_by_service(plan) else job
     name = f"{step_names(plan.pools)[slot.pool]}_{slot.number}"
     step = _step(document, plan, slot.pool, workspace)
     step |= {"display_name": name, "environment_variables": {**_variables(step), **own}}
     return {**job, "displayName": f"{title}, {name}", "jobs": {name: step}}
+
+
+def _one_node(job: Mapping[str, Any], title: str) -> dict[str, Any]:
+    """Return a single job with one node, as ``ElasticCommandJob`` submits it."""
+    resources = {name: value for name, value in job["resources"].items() if name not in _COUNTS}
+    one = {name: value for name, value in job.items() if name != "distribution"}
+    for name, service in (one.get("services") or {}).items():
+        one["services"][name] = {field: value for field, value in service.items() if field != "nodes"}
+    return {**one, "displayName": title, "resources": {"instanceCount": 1, **resources}}
 
 
 def _step(document: Mapping[str, Any], plan: Plan, pool: int, workspace: str) -> dict[str, Any]:

@@ -12,9 +12,18 @@ from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.replacement import CANCELLED_TAG
 from azureml_elastic.config.resources import NodePool, step_names
 from azureml_elastic.errors import PlanError
-from azureml_elastic.node.replacement.job_document import SINGLE, NodeSlot, plan_of, slot_of, timeout_of
+from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
+from azureml_elastic.node.replacement.job_document import (
+    SINGLE,
+    NodeSlot,
+    grows_by_service,
+    plan_of,
+    slot_of,
+    timeout_of,
+)
 from azureml_elastic.node.replacement.jobs import RunRecord, WorkspaceJobs
-from azureml_elastic.node.replacement.policy import JobState, NodeJob
+from azureml_elastic.node.replacement.policy import EARLY_S, JobState, NodeJob
 from azureml_elastic.node.table import Table
 
 __all__ = ["CLAIM_PREFIX", "REFUSED_PREFIX", "STOP_PREFIX", "Observation", "RunObserver", "RunShape"]
@@ -40,7 +49,7 @@ class RunShape:
         document: properties of the first job.
         pools: pools in the order of preference; one unnamed pool if the job has none.
         stems: stems of the node names by pool.
-        most: maximum number of concurrent nodes; 1 for a single job, whatever its node count.
+        most: maximum number of concurrent nodes; 1 for a single job of the placement ``gang``, whatever its node count.
         timeout_s: seconds after which Azure ML cancels a node's job.
     """
 
@@ -64,9 +73,10 @@ class RunShape:
         if document is None:
             raise PlanError(f"The workspace has no job {name!r}. Give the name of the job that was submitted.")
         plan, timeout_s = plan_of(document), timeout_of(document)
-        if document.get("jobType") != "Pipeline":
-            return cls(plan, document, (NodePool("compute", max_instance_count=1),), (SINGLE,), 1, timeout_s)
         most = plan.resources.max_instance_count
+        if document.get("jobType") != "Pipeline":
+            most = most if grows_by_service(plan) else 1
+            return cls(plan, document, (NodePool("compute", max_instance_count=most),), (SINGLE,), most, timeout_s)
         pools = plan.pools or (NodePool("compute", max_instance_count=most),)
         return cls(plan, document, pools, step_names(plan.pools), most, timeout_s)
 
@@ -100,15 +110,18 @@ class RunObserver:
         self._first = first
         self._final: dict[str, RunRecord] = {}
         self._requeued: dict[str, datetime] = {}
+        self._came = 0
 
     @cached_property
     def shape(self) -> RunShape:
         """Static description of the run, read once; raises as :meth:`RunShape.read`."""
         return RunShape.read(self._workspace, self._first)
 
-    def observe(self) -> Observation:
+    def observe(self, fallback_after_s: float) -> Observation:
         """Return the current state of the jobs.
 
+        With the placement ``service`` the first job stands for its maximum of nodes. Those that Azure ML has not
+        started ``fallback_after_s`` seconds after the job count as ended, so that they are requested as jobs.
         Cancellations are read last: a job that another process cancels meanwhile must not look cancelled by the owner.
         Raises as :meth:`RunShape.read`, and ``TableError``.
         """
@@ -127,6 +140,8 @@ class RunObserver:
             for slot, record, name in group:
                 job = NodeJob(slot.pool, slot.number, name, "waiting", first=first, stopped=name in stopped)
                 jobs.append(self._with_state(job, record, shape.timeout_s, refused.get(name)))
+        if shape.is_single and shape.most > 1:
+            jobs = self._without_missing(shape, jobs, fallback_after_s)
         cancelled = own is not None and (own.status in _CANCELLED or CANCELLED_TAG in own.tags)
         cancelled |= sum(job.removed for job in jobs) >= shape.most
         records = [record for _, record, _ in (*first_jobs, *claimed_jobs) if record is not None]
@@ -138,7 +153,7 @@ class RunObserver:
     def _first_jobs(self, shape: RunShape, own: RunRecord | None) -> Iterator[tuple[NodeSlot, RunRecord | None, str]]:
         """Yield slot, record and name of the first nodes; the name is empty if Azure ML has not created the step."""
         if shape.is_single:
-            yield NodeSlot(0, 0), own, self._first
+            yield from ((NodeSlot(0, number), own, self._first) for number in range(shape.most))
             return
         there = set()
         for record in self._workspace.children(self._first) or ():
@@ -155,6 +170,29 @@ class RunObserver:
                     status = "Failed" if own.status in _FINAL else "NotStarted"
                     missing = replace(missing, status=status, created=own.created, ended=own.ended)
                 yield slot, missing, ""
+
+    def _without_missing(self, shape: RunShape, jobs: list[NodeJob], fallback_after_s: float) -> list[NodeJob]:
+        """Return the jobs, of which those in the first job that Azure ML has not started are expected or ended.
+
+        The nodes that have started are the members of the round less those of other jobs, at least the minimum.
+        """
+        row = self._table.get(ROUND_KEY)
+        round_ = Round() if row is None else Round.from_value(row.value)
+        members = len(round_.members) if round_.state == "sealed" else 0
+        others = sum(job.state == "running" and not job.first for job in jobs)
+        self._came = max(self._came, shape.plan.resources.min_instance_count, members - others)
+        found = []
+        for job in jobs:
+            if job.first and job.number:
+                # One end of the first job is not as many ends in a row.
+                job = replace(job, ran_s=max(job.ran_s, EARLY_S)) if job.state == "ended" else job  # noqa: PLW2901
+            if job.first and job.number >= self._came and job.state == "running":
+                missing = job.ran_s >= fallback_after_s
+                state: JobState = "ended" if missing else "waiting"
+                found.append(replace(job, name="", state=state, ran_s=max(job.ran_s, EARLY_S), ended_s=job.ran_s))
+            else:
+                found.append(job)
+        return found
 
     def _claimed_job(self, name: str, *, single: bool) -> RunRecord | None:
         """Return the record of a claimed job, ``None`` if it was never submitted."""

@@ -105,8 +105,10 @@ def start_replacement_thread(
     """
     plan = identity.plan
     policy = plan.replacement
-    first = environ.get(variables.FIRST_JOB) or environ.get("AZUREML_ROOT_RUN_ID")
-    if policy is None or not policy.by_nodes or plan.resources.effective_placement != "fan_out" or not first:
+    placement = plan.resources.effective_placement
+    own = "AZUREML_RUN_ID" if placement == "service" else "AZUREML_ROOT_RUN_ID"  # a job may be below one of the user's
+    first = environ.get(variables.FIRST_JOB) or environ.get(own)
+    if policy is None or not policy.by_nodes or placement == "gang" or not first:
         return None
     from azureml_elastic.node.azure.workspace import cloud_of
     from azureml_elastic.node.replacement.jobs import WorkspaceJobs, workspace_id

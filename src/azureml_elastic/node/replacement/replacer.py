@@ -92,7 +92,7 @@ class NodeReplacer:
             WorkspaceUnavailable: the workspace does not answer.
             TableError: the table does not answer.
         """
-        status = self._status(self._observer.observe())
+        status = self._status(self._observer.observe(self._policy.fallback_after.total_seconds()))
         limit = limit_reached(status.pools, self._observer.shape.most, status.jobs, self._policy)
         return replace(status, limit=limit)
 

@@ -10,7 +10,7 @@ from azureml_elastic.config import ElasticResources, NodePool, Plan, Replacement
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import SubmittedNames
 from azureml_elastic.errors import JobRefused, PlanError, WorkspaceUnavailable
-from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY
 from azureml_elastic.node.replacement.jobs import RunRecord
 from azureml_elastic.node.replacement.replacer import NodeReplacer
@@ -209,6 +209,72 @@ def test_a_single_job_that_was_lost_is_submitted_again_as_it_is(table):
     )
     jobs.set("run-job-1", None, "Running")
     assert NodeReplacer(jobs, table, "run", "run").act().done == ()
+
+
+def service_job(least, most):
+    resources = ElasticResources(min_instance_count=least, max_instance_count=most, placement="service")
+    return {
+        "jobType": "Command",
+        "displayName": "digits",
+        "command": "python train.py",
+        "distribution": {"distributionType": "PyTorch", "processCountPerInstance": 1},
+        "resources": {"instanceCount": least, "maxInstanceCount": most, "shmSize": "2g"},
+        "environmentVariables": {variables.PLAN: plan(pools=(), resources=resources).to_json()},
+        "services": {"lab": {"jobServiceType": "JupyterLab", "nodes": {"nodesValueType": "All"}}},
+    }
+
+
+def seal(table, count):
+    members = tuple(Member(node=f"node{number}", incarnation="i") for number in range(count))
+    value = Round(number=1, state="sealed", members=members).to_value()
+    row = table.get(ROUND_KEY)
+    if row is None:
+        table.insert(ROUND_KEY, value)
+    else:
+        table.replace(ROUND_KEY, value, row.etag)
+
+
+def test_nodes_that_the_service_does_not_start_are_requested_as_jobs_of_their_own(table):
+    jobs = FakeJobs("run", service_job(2, 4))
+    replacer = replacer_of(jobs, table, fallback_after=600)
+    assert replacer.act().done == ()
+    jobs.set("run", None, "Running")
+    seal(table, 2)
+    jobs.pass_(seconds=590)
+    assert replacer.act().done == ()
+    jobs.pass_(seconds=20)
+    replacer.act()
+    assert jobs.submissions == ["run-job-4", "run-job-5"]
+    made = jobs.documents["run-job-4"]
+    assert made["resources"] == {"instanceCount": 1}
+    assert "distribution" not in made
+    assert made["services"] == {"lab": {"jobServiceType": "JupyterLab"}}
+    assert made["environmentVariables"][variables.FIRST_JOB] == "run"
+    for name in jobs.submissions:
+        jobs.set(name, None, "Running")
+    seal(table, 4)
+    jobs.pass_(hours=1)
+    assert replacer.act().done == NodeReplacer(jobs, table, "run", "run").act().done == ()
+    jobs.set("run-job-5", None, "Failed")
+    seal(table, 3)
+    assert len(replacer.act().done) == 1
+    assert jobs.submissions[-1] == "run-job-6"
+
+
+def test_nodes_that_the_service_starts_are_not_requested_again(table):
+    jobs = FakeJobs("run", service_job(2, 4))
+    replacer = replacer_of(jobs, table, fallback_after=600)
+    jobs.set("run", None, "Running")
+    seal(table, 3)
+    jobs.pass_(hours=1)
+    replacer.act()
+    assert jobs.submissions == ["run-job-4"]
+    jobs.set("run-job-4", None, "Queued")
+    seal(table, 4)  # the service has started its last node after all
+    replacer.act()
+    assert jobs.cancellations == ["run-job-4"]
+    jobs.set("run", None, "Canceled")
+    assert replacer.act().over == "cancelled"
 
 
 def test_steps_that_azure_ml_has_not_made_yet_are_not_asked_for_again(table):
