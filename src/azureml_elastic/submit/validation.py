@@ -145,7 +145,8 @@ def _warn_of_previews(job: JobFields) -> None:
     if resources.effective_placement == "service" and resources.max_instance_count > resources.min_instance_count:
         _LOG.warning(
             "%s resources.maxInstanceCount, on which the placement 'service' rests: Azure ML may ignore it and start "
-            "min_instance_count=%d of the %d nodes. Take the placement 'fan_out' to depend on no preview.",
+            "min_instance_count=%d of the %d nodes; the replacement policy, if any, then requests the others as jobs "
+            "of their own. Take the placement 'fan_out' to depend on no preview.",
             version,
             resources.min_instance_count,
             resources.max_instance_count,

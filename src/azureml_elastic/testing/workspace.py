@@ -53,6 +53,7 @@ class LocalWorkspace:
         evictions: planned evictions of machines.
         requeue: whether the service restarts a preempted job from the beginning, as Azure's documentation says,
             instead of failing it, as users report.
+        grows: whether the service starts further nodes of a command job up to its ``max_instance_count``, a preview.
         lenient: whether a pipeline with ``continue_on_step_failure`` completes if at least one step completed.
         folder: folder for all files, which is kept; ``None`` for a temporary one.
 
@@ -67,12 +68,14 @@ class LocalWorkspace:
         pools: Mapping[str, Pool] | None = None,
         evictions: Sequence[Eviction] = (),
         requeue: bool = False,
+        grows: bool = True,
         lenient: bool = True,
         folder: Path | None = None,
     ) -> None:
         self._pools = {"serverless": Pool(), **({"cluster": Pool()} if pools is None else pools)}
         self._evictions = tuple(evictions)
         self._requeue = requeue
+        self._grows = grows
         self._folder = folder
         self._runs = Runs(lenient=lenient)
         self._tracking = Tracking(self._runs)
@@ -126,6 +129,7 @@ class LocalWorkspace:
                 stack.enter_context(MetadataService()),
                 folder / "nodes",
                 self._requeue,
+                self._grows,
             )
             service = Service(setting, self._runs, resources.properties, self._evictions)
             stack.callback(service.close)

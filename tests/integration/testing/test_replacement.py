@@ -32,7 +32,7 @@ def make(*pools, epochs, resources=THREE, program="digits.py --step-delay 0.1", 
         code="src",
         command=f"python {program} --epochs {epochs}",
         environment="anything@latest",
-        compute=pools,
+        compute=pools or "spot",
         resources=resources,
         replacement=ReplacementPolicy(**{"interval": 1, "fallback_after": 2, "retry_after": 1, **replacement}),
         audit=True,
@@ -121,3 +121,15 @@ def test_a_dedicated_node_goes_when_the_spot_node_that_it_stands_in_for_has_come
         client.jobs.begin_cancel(run.name)
         until(lambda: set(nodes_of(client, run.name).values()) == {"Canceled", "Failed"})
         assert sorted(nodes_of(client, run.name)) == ["dedicated_0", "dedicated_1", "spot_0", "spot_1"]
+
+
+def test_nodes_that_the_service_does_not_start_come_as_jobs_of_their_own(tmp_path):
+    job = make(epochs=40, resources=ElasticResources(max_instance_count=2, placement="service"))
+    with LocalWorkspace(pools=MACHINES, grows=False, folder=tmp_path / "workspace") as workspace:
+        client = workspace.ml_client
+        run = client.jobs.create_or_update(job)
+        until(lambda: any(each.name == f"{run.name}-job-2" for each in client.jobs.list()))
+        until(lambda: " of 2 nodes" in workspace.log(f"{run.name}-job-2"))
+        assert client.jobs.get(f"{run.name}-job-2").resources.instance_count == 1
+        client.jobs.begin_cancel(run.name)
+        until(lambda: client.jobs.get(f"{run.name}-job-2").status in ("Canceled", "Completed", "Failed"))

@@ -126,6 +126,8 @@ class RunObserver:
         Raises as :meth:`RunShape.read`, and ``TableError``.
         """
         shape = self.shape
+        served = shape.is_single and shape.most > 1
+        row = self._table.get(ROUND_KEY) if served else None  # before the jobs: a member's job runs
         claims = self._rows(CLAIM_PREFIX)
         own = self._workspace.record(self._first)
         first_jobs = list(self._first_jobs(shape, own))
@@ -140,8 +142,10 @@ class RunObserver:
             for slot, record, name in group:
                 job = NodeJob(slot.pool, slot.number, name, "waiting", first=first, stopped=name in stopped)
                 jobs.append(self._with_state(job, record, shape.timeout_s, refused.get(name)))
-        if shape.is_single and shape.most > 1:
-            jobs = self._without_missing(shape, jobs, fallback_after_s)
+        if served:
+            jobs = self._without_missing(
+                jobs, Round() if row is None else Round.from_value(row.value), fallback_after_s
+            )
         cancelled = own is not None and (own.status in _CANCELLED or CANCELLED_TAG in own.tags)
         cancelled |= sum(job.removed for job in jobs) >= shape.most
         records = [record for _, record, _ in (*first_jobs, *claimed_jobs) if record is not None]
@@ -171,16 +175,15 @@ class RunObserver:
                     missing = replace(missing, status=status, created=own.created, ended=own.ended)
                 yield slot, missing, ""
 
-    def _without_missing(self, shape: RunShape, jobs: list[NodeJob], fallback_after_s: float) -> list[NodeJob]:
+    def _without_missing(self, jobs: list[NodeJob], round_: Round, fallback_after_s: float) -> list[NodeJob]:
         """Return the jobs, of which those in the first job that Azure ML has not started are expected or ended.
 
         The nodes that have started are the members of the round less those of other jobs, at least the minimum.
         """
-        row = self._table.get(ROUND_KEY)
-        round_ = Round() if row is None else Round.from_value(row.value)
-        members = len(round_.members) if round_.state == "sealed" else 0
         others = sum(job.state == "running" and not job.first for job in jobs)
-        self._came = max(self._came, shape.plan.resources.min_instance_count, members - others)
+        if round_.state == "sealed":
+            self._came = len(round_.members) - others
+        self._came = max(self._came, self.shape.plan.resources.min_instance_count)
         found = []
         for job in jobs:
             if job.first and job.number:

@@ -126,7 +126,7 @@ class Execution(threading.Thread):
 
     def _evaluate(self) -> Verdict:
         """Return the state of the job by its nodes; add nodes where the service itself is elastic."""
-        elastic = self.job.body.most_nodes > self.job.body.nodes
+        elastic = self._setting.grows and self.job.body.most_nodes > self.job.body.nodes
         states = {number: NodeState(node.exit_code(), node.evicted) for number, node in self._nodes.items()}
         if not states or (self._provisioning and not elastic):
             return "running"

@@ -42,6 +42,8 @@ class Setting:
     """Parent folder of the machines' folders."""
     requeue: bool
     """Whether a preempted job is restarted from the beginning."""
+    grows: bool = True
+    """Whether a job gets more nodes than it starts with, up to its maximum."""
 
 
 @dataclass(frozen=True)
