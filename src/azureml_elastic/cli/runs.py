@@ -9,6 +9,7 @@ import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.submitted import NodeOfRun, SubmittedRun
@@ -49,19 +50,56 @@ def status(
 @explained(CONTINUES)
 def logs(
     run: RunName,
-    node: NodeOption = None,
+    node: Annotated[
+        str | None,
+        typer.Option("--node", help="Node such as node_0 or spot_1, see 'status'; by default the one of rank 0."),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print the logs of all nodes, each line after its node's name.")
+    ] = False,
+    tail: Annotated[
+        int | None, typer.Option("--tail", help="Print the last lines of each log, and do not wait for more.", min=0)
+    ] = None,
     subscription: SubscriptionOption = None,
     group: GroupOption = None,
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Show the log of one node until its job ends."""
+    """Print the log of a node; while its job runs, what is added to it, too, unless --all or --tail is given."""
     from azureml_elastic.submit.client import readable_errors
+    from azureml_elastic.submit.node_logs import read_log
+    from azureml_elastic.submit.submitted import TERMINAL
 
+    if every and node is not None:
+        raise UsageError("--all and --node cannot be combined. Give one of them.")
     client, submitted = _open_run(run, subscription, group, workspace)
-    chosen = _choose_node(submitted, node)
-    typer.echo(f"azureml-elastic: {chosen.node}, {chosen.status} ({chosen.job})", err=True)
-    with readable_errors(f"stream the log of {chosen.node}"):
-        client.jobs.stream(chosen.job)
+    with readable_errors(f"read the logs of {run!r}"):
+        if every:
+            for one in submitted.nodes():
+                for line in _last_lines(read_log(client, one.job), tail):
+                    typer.echo(f"{one.node} | {line}")
+            return
+        chosen = submitted.node(node or _leading_node(client, submitted))
+        typer.echo(f"azureml-elastic: {chosen.node}, {chosen.status} ({chosen.job})", err=True)
+        if tail is None and chosen.status not in TERMINAL:
+            client.jobs.stream(chosen.job)
+            return
+        for line in _last_lines(read_log(client, chosen.job), tail):
+            typer.echo(line)
+
+
+def _leading_node(client: Any, submitted: SubmittedRun) -> str | None:
+    """Return the job of rank 0's node: among those that run, if there are any."""
+    from azureml_elastic.submit.node_logs import leading_node, read_log
+    from azureml_elastic.submit.submitted import TERMINAL
+
+    nodes = submitted.nodes()
+    running = [node for node in nodes if node.status not in TERMINAL]
+    return leading_node({node.job: read_log(client, node.job) for node in running or nodes})
+
+
+def _last_lines(text: str, count: int | None) -> list[str]:
+    lines = text.splitlines()
+    return lines if count is None else lines[max(0, len(lines) - count) :]
 
 
 @explained(CONTINUES)

@@ -1,4 +1,4 @@
-"""The names of azure-ai-ml, two of them private, that let ``MLClient`` submit and validate an elastic job.
+"""The private names of azure-ai-ml that this library uses: to submit and to validate an elastic job, and to read logs.
 
 ``create_or_update`` accepts any ``BaseNode`` and, unless it is a ``Command`` or ``Spark``, submits the result of its
 ``_to_job()``. ``BaseNode`` is an abstract base class, so an unrelated class can be *registered* with it. The
@@ -7,6 +7,9 @@ should a release of azure-ai-ml change these two, ``ml_client.jobs.create_or_upd
 
 ``jobs.validate`` checks only classes that inherit from a private one, and reports success for all others. The method is
 therefore wrapped: an elastic job is compiled, and the result is validated.
+
+``jobs.stream`` prints no log of a job that has ended. The addresses of its files are in the run history, which the
+client reads by ``_runs_operations``.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 
 if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Command, CommandJob, PipelineJob, ValidationResult
 
 _MARK = "_compiles_elastic_jobs"
 
-__all__ = ["Submittable", "fields_of_command", "plain_command_job", "register"]
+__all__ = ["Submittable", "fields_of_command", "log_files", "plain_command_job", "register"]
 
 
 class Submittable(ABC):
@@ -111,3 +115,13 @@ def fields_of_command() -> frozenset[str]:
         from azure.ai.ml import command
     fields = inspect.signature(command).parameters.values()
     return frozenset(field.name for field in fields if field.kind is field.KEYWORD_ONLY)
+
+
+def log_files(client: MLClient, job: str) -> dict[str, str]:
+    """Return the addresses of a job's log files by name, such as ``user_logs/std_log.txt``; they expire.
+
+    Raises:
+        azure.core.exceptions.AzureError: the job cannot be read.
+    """
+    details = client.jobs._runs_operations.get_run_details(job)  # noqa: SLF001 - no public way exists
+    return dict(details.log_files or {})

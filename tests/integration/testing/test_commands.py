@@ -74,8 +74,7 @@ def test_a_run_is_watched_read_and_downloaded(run):
         assert shown.exit_code == 0, shown.output
         assert "node_0" in shown.output
         assert shown.output.count("Completed") == 3
-        shown = run("logs", job.name, "--node", "node_1")
-        assert shown.exit_code == 0, shown.output
+        read_logs(run, job.name)
         shown = run("download", job.name, "--to", "there")
         assert shown.exit_code == 0, shown.output
         assert list(Path("there").rglob("manifest.json"))
@@ -86,6 +85,20 @@ def test_a_run_is_watched_read_and_downloaded(run):
         assert "read the run 'no-such-run'" in shown.output
         shown = run("logs", job.name, "--node", "node_7")
         assert "has no node 'node_7'. There are: node_0, node_1" in shown.output
+
+
+def read_logs(run, name):
+    """Read the logs of an ended run of two nodes: of rank 0's, of another one, of both, and their last lines."""
+    shown = run("logs", name)
+    assert shown.exit_code == 0, shown.output
+    assert "rank 0 of 2 nodes" in shown.output
+    one = run("logs", name, "--node", "node_1").stdout.splitlines()
+    assert any("rank" in line for line in one)
+    assert run("logs", name, "--node", "node_1", "--tail", "2").stdout.splitlines() == one[-2:]
+    both = run("logs", name, "--all").stdout.splitlines()
+    assert [line.removeprefix("node_1 | ") for line in both if line.startswith("node_1 | ")] == one
+    assert len([line for line in both if "| " in line and "rank 0 of 2 nodes" in line]) == 1
+    assert run("logs", name, "--all", "--node", "node_1").exit_code == 2
 
 
 def test_a_file_is_shown_submitted_and_followed(run):
