@@ -32,13 +32,13 @@ def read_log(client: MLClient, job: str) -> str:
         azure.core.exceptions.AzureError: the job or its log cannot be read.
     """
     from azure.core import PipelineClient
-    from azure.core.rest import HttpRequest
+    from azure.core.rest import HttpRequest, HttpResponse
 
     texts: dict[str, str] = {}
     for name, url in sorted(log_files(client, job).items()):
         if name.startswith(_FOLDER):
-            with PipelineClient(base_url=url) as http:
-                response = http.send_request(HttpRequest("GET", url))
+            http: PipelineClient[HttpRequest, HttpResponse] = PipelineClient(base_url=url)
+            with http, http.send_request(HttpRequest("GET", url)) as response:
                 response.raise_for_status()
                 texts[name.removeprefix(_FOLDER)] = response.text(encoding="utf-8")
     several = len(texts) > 1
