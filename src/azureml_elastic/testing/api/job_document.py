@@ -2,7 +2,8 @@
 
 The additions are those in the responses to azure-ai-ml's own tests, which Microsoft publishes as
 ``sdk/ml/azure-ai-ml/tests/recordings`` in Azure/azure-sdk-for-python, and those in the documentation of a run's
-properties ("Git integration for Azure Machine Learning"). The default size of ``/dev/shm`` is one of them.
+properties ("Git integration for Azure Machine Learning"). The default size of ``/dev/shm`` is one of them. The
+properties of pipelines are assumed.
 """
 
 from __future__ import annotations
