@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained, require
-from azureml_elastic.cli.runs import RunName
+from azureml_elastic.cli.submitted_run import RunName
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
 from azureml_elastic.errors import ElasticError, RunFailed, UsageError
 

@@ -1,50 +1,28 @@
-"""Commands about a submitted run: ``status``, ``logs``, ``download`` and ``cancel``."""
+"""Commands about the jobs of a submitted run: ``logs``, ``download`` and ``cancel``."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained
-from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
-from azureml_elastic.errors import UsageError
+from azureml_elastic.cli.submitted_run import RunName, open_run, read_state
+from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption
+from azureml_elastic.errors import ElasticError, UsageError
 
 if TYPE_CHECKING:
     from azureml_elastic.submit.submitted import NodeOfRun, SubmittedRun
 
-__all__ = ["RunName", "cancel", "download", "logs", "status"]
+__all__ = ["cancel", "download", "logs"]
 
-RunName = Annotated[str, typer.Argument(help="Name of the run, as printed by 'submit'.")]
 NodeOption = Annotated[
     str | None,
     typer.Option("--node", help="Node such as node_0 or spot_1, see 'status'; by default one that runs or has run."),
 ]
-
-
-@explained(CONTINUES)
-def status(
-    run: RunName, subscription: SubscriptionOption = None, group: GroupOption = None, workspace: WorkspaceOption = None
-) -> None:
-    """Show the status of a run and of its nodes, including replacement nodes."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from azureml_elastic.submit.client import readable_errors
-
-    _, submitted = _open_run(run, subscription, group, workspace)
-    with readable_errors(f"list the nodes of {run!r}"):
-        nodes = submitted.nodes()
-    console = Console()
-    console.print(f"{submitted.name}: {submitted.status}", highlight=False)
-    if submitted.job.studio_url:
-        console.print(submitted.job.studio_url, soft_wrap=True, highlight=False)
-    table = Table("node", "pool", "status")
-    table.add_column("job", overflow="fold")
-    for node in nodes:
-        table.add_row(node.node, node.pool or "", node.status, node.job)
-    console.print(table)
 
 
 @explained(CONTINUES)
@@ -71,14 +49,14 @@ def logs(
 
     if every and node is not None:
         raise UsageError("--all and --node cannot be combined. Give one of them.")
-    client, submitted = _open_run(run, subscription, group, workspace)
+    client, submitted, variables = open_run(run, subscription, group, workspace)
     with readable_errors(f"read the logs of {run!r}"):
         if every:
             for one in submitted.nodes():
                 for line in _last_lines(read_log(client, one.job), tail):
                     typer.echo(f"{one.node} | {line}")
             return
-        chosen = submitted.node(node or _leading_node(client, submitted))
+        chosen = submitted.node(node or _leading_node(client, submitted, variables))
         typer.echo(f"azureml-elastic: {chosen.node}, {chosen.status} ({chosen.job})", err=True)
         if tail is None and chosen.status not in TERMINAL:
             client.jobs.stream(chosen.job)
@@ -87,12 +65,16 @@ def logs(
             typer.echo(line)
 
 
-def _leading_node(client: Any, submitted: SubmittedRun) -> str | None:
-    """Return the job of rank 0's node: among those that run, if there are any."""
+def _leading_node(client: Any, submitted: SubmittedRun, variables: Mapping[str, str]) -> str | None:
+    """Return the job of rank 0's node by the run's table, else by the logs of the running nodes, if there are any."""
     from azureml_elastic.submit.node_logs import leading_node, read_log
     from azureml_elastic.submit.submitted import TERMINAL
 
     nodes = submitted.nodes()
+    with contextlib.suppress(ElasticError):
+        state = read_state(submitted, variables)
+        if state is not None and state.leading_job in {node.job for node in nodes}:
+            return state.leading_job
     running = [node for node in nodes if node.status not in TERMINAL]
     return leading_node({node.job: read_log(client, node.job) for node in running or nodes})
 
@@ -117,7 +99,7 @@ def download(
     """Download the outputs and logs of a node; an output with a path of its own is the same for all nodes."""
     from azureml_elastic.submit.client import readable_errors
 
-    client, submitted = _open_run(run, subscription, group, workspace)
+    client, submitted, _ = open_run(run, subscription, group, workspace)
     chosen = _choose_node(submitted, node)
     wanted = {"all": True} if output is None else {"output_name": output}
     with readable_errors(f"download the outputs of {chosen.node}"):
@@ -133,7 +115,7 @@ def cancel(
     """Cancel a run: its job, and the jobs of replacement nodes."""
     from azureml_elastic.submit.client import readable_errors
 
-    _, submitted = _open_run(run, subscription, group, workspace)
+    _, submitted, _ = open_run(run, subscription, group, workspace)
     cancelled: list[str] = []
 
     def report(name: str) -> None:
@@ -144,18 +126,6 @@ def cancel(
         submitted.cancel(report)
     if not cancelled:
         typer.echo(f"{run} has ended already.")
-
-
-def _open_run(run: str, subscription: str | None, group: str | None, workspace: str | None) -> tuple[Any, SubmittedRun]:
-    """Return the client of the workspace, and the run."""
-    name = find_workspace(subscription, group, workspace)
-
-    from azureml_elastic.submit.client import connect, readable_errors
-    from azureml_elastic.submit.submitted import SubmittedRun
-
-    client = connect(name.subscription, name.group, name.name)
-    with readable_errors(f"read the run {run!r}"):
-        return client, SubmittedRun(client, run)
 
 
 def _choose_node(submitted: SubmittedRun, node: str | None) -> NodeOfRun:

@@ -7,7 +7,8 @@ two clocks.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -30,6 +31,7 @@ __all__ = [
     "WorkerFailed",
     "WorkersStarted",
     "read_event",
+    "read_event_value",
 ]
 
 
@@ -55,6 +57,8 @@ class NodeStarted(_Event):
     kind: Literal["node_started"] = "node_started"
     host: str
     pid: int
+    job: str = ""
+    """Name of the node's job in Azure ML, empty elsewhere."""
 
 
 class HealthChecked(_Event):
@@ -236,3 +240,12 @@ def read_event(line: str | bytes) -> Event:
         ValueError: the line is torn or of an unknown kind.
     """
     return _ADAPTER.validate_json(line)
+
+
+def read_event_value(value: Mapping[str, Any]) -> Event:
+    """Parse the value of an event's row.
+
+    Raises:
+        ValueError: the event is of an unknown kind or incomplete.
+    """
+    return _ADAPTER.validate_python(dict(value))

@@ -134,10 +134,12 @@ class _Node:
             wake=wake,
             record=recorder.record,
             receive_shard=receiver.receive,
+            progress=self._progress,
         )
         stack.callback(rendezvous.shutdown)
         rendezvous.announce()
-        recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid())
+        job = os.environ.get("AZUREML_RUN_ID", "")
+        recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid(), job=job)
         self._watch = HangDetector(HangPolicy.of(distribution))
         sender = ShardSender(memory, rendezvous.authenticator)
         self._channel = Channel(recorder, rendezvous.inbox, wake.set, self._watch, memory, sender)
@@ -216,6 +218,11 @@ class _Node:
         self._rendezvous.leave(reason)
         self._preemption.acknowledge()
         return self._preemption.exit_code, reason
+
+    def _progress(self) -> dict[str, int | None]:
+        """Return the step that training has reached, and the number of steps of the run if it is known."""
+        workers = self._channel.workers
+        return {"step": workers.step or None, "steps": workers.expected}
 
     def _leads(self) -> bool:
         """Return whether it is this node that looks after what concerns the whole run."""

@@ -62,7 +62,8 @@ class SubmittedRun:
         if earlier is not None:
             self.job = client.jobs.get(earlier)
         self.name = str(self.job.name)
-        self._plan = _plan_of(self.job)
+        self.plan = _plan_of(self.job)
+        """The plan of the run."""
         self._is_pipeline = self.job.type == "pipeline"
 
     @property
@@ -73,12 +74,12 @@ class SubmittedRun:
     @property
     def run_id(self) -> str:
         """Run id of the nodes, by which another job continues the run: the job's name, unless it has another one."""
-        return _variable_of(self.job, variables.RUN_ID) or self._plan.run_id or self.name
+        return _variable_of(self.job, variables.RUN_ID) or self.plan.run_id or self.name
 
     @property
     def checkpoint_path(self) -> str | None:
         """Path of the run's checkpoint policy; ``None`` for the default."""
-        return self._plan.checkpoint.path
+        return self.plan.checkpoint.path
 
     @property
     def jobs(self) -> list[str]:
@@ -159,7 +160,7 @@ class SubmittedRun:
         """Yield the jobs of replacement nodes, whose names are predictable and have few gaps."""
         from azure.core.exceptions import ResourceNotFoundError
 
-        plan = self._plan
+        plan = self.plan
         most = plan.resources.max_instance_count
         if self._is_pipeline:
             stems = dict(zip(step_names(plan.pools), first_nodes(plan.pools, most) or (most,), strict=True))
@@ -180,8 +181,8 @@ class SubmittedRun:
 
     def _pool_of(self, node: str) -> str | None:
         stem = node.rpartition("_")[0]
-        stems = step_names(self._plan.pools)
-        return self._plan.pools[stems.index(stem)].compute if self._plan.pools and stem in stems else None
+        stems = step_names(self.plan.pools)
+        return self.plan.pools[stems.index(stem)].compute if self.plan.pools and stem in stems else None
 
 
 @contextlib.contextmanager

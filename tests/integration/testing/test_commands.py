@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,8 @@ def test_a_run_is_watched_read_and_downloaded(run):
         assert shown.exit_code == 0, shown.output
         assert "node_0" in shown.output
         assert shown.output.count("Completed") == 3
+        assert "The run succeeded in round" in shown.output
+        assert re.search(r"step (\d+)( of \d+)?, checkpoint of step \1\b", shown.output), shown.output
         read_logs(run, job.name)
         shown = run("download", job.name, "--to", "there")
         assert shown.exit_code == 0, shown.output
@@ -160,6 +163,8 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             until(lambda: "continuing after step" in workspace.log(node.name))
             shown = run("status", submitted.name)
             assert "dedicated_0" in shown.output
+            assert re.search(r"world size 1 on 1 node\nstep \d+.*checkpoint of step \d+", shown.output), shown.output
+            assert re.search(r"dedicated_0.*Running.*rank 0", shown.output), shown.output
             # By the name of a job that came later it is the same run.
             assert f"{submitted.name}: Failed" in run("status", name).output
             wrong = run("replace-nodes", name, "--once", "--budget", "5")

@@ -19,9 +19,12 @@ from azureml_elastic.errors import ElasticError
 from azureml_elastic.ledger.events import Event
 from azureml_elastic.node.table import Table
 
-__all__ = ["Recorder"]
+__all__ = ["EVENT_PREFIX", "Recorder"]
 
 _LOG = logging.getLogger(__name__)
+
+EVENT_PREFIX = "event."
+"""Prefix of the table's rows of events; the round, of six digits, follows."""
 
 _FLUSH_SECONDS = 2.0
 
@@ -81,7 +84,7 @@ class Recorder:
 
     def _write_rows(self, table: Table) -> None:
         while (event := self._queue.get()) is not None:
-            key = f"event.{event.round:06d}.{self._node}.{self._incarnation}.{next(self._numbers):06d}"
+            key = f"{EVENT_PREFIX}{event.round:06d}.{self._node}.{self._incarnation}.{next(self._numbers):06d}"
             try:
                 table.insert(key, event.model_dump(mode="json"))
             except ElasticError as error:

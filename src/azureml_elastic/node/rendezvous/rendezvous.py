@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from azureml_elastic.config import RendezvousTimings
 from azureml_elastic.errors import RunFailed, RunSucceeded, TableUnavailable
@@ -70,6 +71,7 @@ class Rendezvous:
         wake: event to set when there is something to do; ``None`` for a new one.
         record: callback for events, with the class, the round's number and the fields.
         receive_shard: callback that takes over a connection to the hub whose client offers a snapshot shard.
+        progress: function that returns the heartbeat's fields for how far training is; called on rank 0's node.
 
     Attributes:
         node: name of this node.
@@ -102,6 +104,7 @@ class Rendezvous:
         wake: threading.Event | None = None,
         record: Callable[..., None] = lambda *_, **__: None,
         receive_shard: Callable[[Connection, ShardDescription], None] | None = None,
+        progress: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         # Each object gets only objects that were made before it.
         self.node = node
@@ -134,7 +137,7 @@ class Rendezvous:
         self._rows = rows = Rows(table, self._sleeper.sleep, context.latest, key)
         self.hub = hub = Hub(context, hub_listener, membership.reached_leader, receive_shard)
         self._must_look = False
-        self._heartbeat = heartbeat = TableHeartbeat(context, table, hub.request_read, self._look_at_round)
+        self._heartbeat = heartbeat = TableHeartbeat(context, table, hub.request_read, self._look_at_round, progress)
         self._watch = HubWatch(context, reach)
         self._waiter = JoinWaiter(context, rows, hub, self._watch, heartbeat, reach, self._sleeper)
         self._entry = RoundEntry(context, membership, rows, heartbeat, reach, self._sleeper)

@@ -3,8 +3,9 @@
 A node that cannot reach rank 0's hub observes, on its own clock, whether the row still changes before it declares the
 round dead. Only the version of the row counts, so that no clocks are compared.
 
-The row is also a second record of the highest round. Rank 0's node that finds its own row changed or gone, and a node
-that is about to seal a round which is not higher, conclude that rows went back in time.
+The row shows readers outside of the run how far training is. It is also a second record of the highest round: rank 0's
+node that finds its own row changed or gone, and a node that is about to seal a round which is not higher, conclude that
+rows went back in time.
 """
 
 from __future__ import annotations
@@ -40,10 +41,16 @@ class TableHeartbeat:
             was given up.
         doubted: callback from the heartbeat's thread, at most once in each interval, when the row is not as this node
             has left it, or another node does not accept this node's key.
+        progress: function that returns the fields by which the row shows how far training is.
     """
 
     def __init__(
-        self, context: Context, table: Table, superseded: Callable[[], None], doubted: Callable[[], None]
+        self,
+        context: Context,
+        table: Table,
+        superseded: Callable[[], None],
+        doubted: Callable[[], None],
+        progress: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.clock = context.clock
         self.interval = context.timings.table_heartbeat_interval.total_seconds()
@@ -51,6 +58,7 @@ class TableHeartbeat:
         self._table = table
         self._superseded = superseded
         self._doubted = doubted
+        self._progress = progress
         self._authenticator = context.authenticator
         self._me = context.authenticator.me.incarnation
         self._stopped = self._runtime.event()
@@ -97,7 +105,7 @@ class TableHeartbeat:
         while not stopped.is_set():
             beats += 1
             try:
-                etag = self._beat({"round": number, "beats": beats, "by": self._me}, etag)
+                etag = self._beat({**self._progress(), "round": number, "beats": beats, "by": self._me}, etag)
                 confirmed = beats
             except (RowExists, RowChanged):
                 row = self._read()

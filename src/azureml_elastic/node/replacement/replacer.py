@@ -29,7 +29,7 @@ from azureml_elastic.node.replacement.observation import (
     RunShape,
 )
 from azureml_elastic.node.replacement.policy import NodeJob, Start, Stop, decide, limit_reached
-from azureml_elastic.node.table import Table, open_table
+from azureml_elastic.node.table import Table, as_developer, open_table
 
 __all__ = ["NodeReplacer", "ReplacementStatus", "open_replacer"]
 
@@ -203,11 +203,7 @@ def open_replacer(
             "submitted without. Limit it by --max-replacements instead."
         )
     run_id = variable_of(shape.document, variables.RUN_ID) or plan.run_id or first
-    # The plan's credential is that of the nodes; this process uses the user's login.
-    rendezvous = plan.distribution.rendezvous
-    if rendezvous.credential != "connection_string":
-        rendezvous = rendezvous.model_copy(update={"credential": "developer", "client_id": None})
-    table = open_table(rendezvous, run_id, environ)
+    table = open_table(as_developer(plan.distribution.rendezvous), run_id, environ)
     try:
         yield NodeReplacer(jobs, table, first, run_id, policy), policy
     finally:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EMULATOR_ACCOUNT",
     "OPENING_TIMEOUT",
+    "as_developer",
     "connection_string_variable",
     "emulator_connection_string",
     "open_table",
@@ -96,6 +97,13 @@ def open_table(
     if not separator and endpoint.strip() and not _HOST_AND_PORT.fullmatch(endpoint):
         return SqliteTable(Path(endpoint), rendezvous.table, run_id)
     raise _bad_form(endpoint)
+
+
+def as_developer(rendezvous: TableRendezvous) -> TableRendezvous:
+    """Return the configuration with the login of this process's user, where the plan has the identity of the nodes."""
+    if rendezvous.credential == "connection_string":
+        return rendezvous
+    return rendezvous.model_copy(update={"credential": "developer", "client_id": None})
 
 
 def connection_string_variable(table: Table, rendezvous: TableRendezvous) -> str | None:

@@ -1,0 +1,60 @@
+"""The run that a command's argument names, in the workspace that its options select."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from azureml_elastic.cli.failures import require
+from azureml_elastic.cli.workspaces import find_workspace
+
+if TYPE_CHECKING:
+    from azureml_elastic.node.run_state import RunState
+    from azureml_elastic.submit.submitted import SubmittedRun
+
+__all__ = ["RunName", "open_run", "read_state"]
+
+RunName = Annotated[str, typer.Argument(help="Name of the run, as printed by 'submit'.")]
+
+_TABLE_TIMEOUT = timedelta(seconds=10)
+
+
+def open_run(
+    run: str, subscription: str | None, group: str | None, workspace: str | None
+) -> tuple[Any, SubmittedRun, Mapping[str, str]]:
+    """Return the client of the workspace, the run, and the environment variables that identify the workspace."""
+    name = find_workspace(subscription, group, workspace)
+
+    from azureml_elastic.submit.client import connect, readable_errors
+    from azureml_elastic.submit.submitted import SubmittedRun
+
+    client = connect(name.subscription, name.group, name.name)
+    with readable_errors(f"read the run {run!r}"):
+        return client, SubmittedRun(client, run), name.variables
+
+
+def read_state(submitted: SubmittedRun, variables: Mapping[str, str]) -> RunState | None:
+    """Read the state of a run from its table with the user's login; return ``None`` if no node has started yet.
+
+    Args:
+        submitted: run.
+        variables: environment variables that identify the workspace.
+
+    Raises:
+        ElasticError: the table cannot be opened or read, or the packages for it are not installed.
+    """
+    require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
+
+    from azureml_elastic.node.run_state import read_run_state
+    from azureml_elastic.node.table import as_developer, open_table
+
+    rendezvous = as_developer(submitted.plan.distribution.rendezvous)
+    table = open_table(rendezvous, submitted.run_id, {**os.environ, **variables}, timeout=_TABLE_TIMEOUT)
+    try:
+        return read_run_state(table)
+    finally:
+        table.close()

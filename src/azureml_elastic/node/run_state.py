@@ -1,0 +1,131 @@
+"""State of a run as its table shows it, for readers outside of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from azureml_elastic.ledger.events import NodeStarted, read_event_value
+from azureml_elastic.node.agent.event_recorder import EVENT_PREFIX
+from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.rendezvous.state.row_keys import ALL_PREFIX, ROUND_KEY, node_of
+from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
+from azureml_elastic.node.table import Row, Table
+from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
+
+__all__ = ["NodeOfTable", "RunState", "read_run_state"]
+
+_BEFORE_ROUNDS = f"{EVENT_PREFIX}000000."
+
+
+@dataclass(frozen=True)
+class NodeOfTable:
+    """A node that has started its agent.
+
+    Args:
+        name: name of the node in the run.
+        job: name of its job in Azure ML, empty if unknown.
+        rank: position of the node in the sealed round, ``None`` if it is not a member.
+        state: ``in round 3``, ``starting``, ``waiting`` or ``left``, as the node has written last.
+        reason: why it left, or which nodes it cannot reach.
+    """
+
+    name: str
+    job: str = ""
+    rank: int | None = None
+    state: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a run.
+
+    Args:
+        round: newest round.
+        nodes: all nodes so far: the members of the round in rank order, then the others by name.
+        step: last step that is known to be completed, ``None`` before the first.
+        steps: number of steps of the whole run, ``None`` if unknown.
+        checkpoint_step: step of the last committed checkpoint, ``None`` if there is none.
+    """
+
+    round: Round = field(default_factory=Round)
+    nodes: tuple[NodeOfTable, ...] = ()
+    step: int | None = None
+    steps: int | None = None
+    checkpoint_step: int | None = None
+
+    @property
+    def leading_job(self) -> str | None:
+        """Job of rank 0's node in the newest round, ``None`` while the round forms or if the job is unknown."""
+        leader = self.round.members[0].node if self.round.members else None
+        return next((node.job for node in self.nodes if node.name == leader and node.job), None)
+
+    @property
+    def headline(self) -> str:
+        """Round, world size and outcome in one line."""
+        round_ = self.round
+        if round_.closed:
+            why = f": {round_.message}" if round_.message else ""
+            return f"The run {round_.state} in round {round_.number}{why}"
+        if round_.state == "sealed":
+            count = len(round_.members)
+            return f"Round {round_.number}: world size {round_.world_size} on {count} node{'s' if count > 1 else ''}"
+        why = f", after: {round_.reason}" if round_.reason else ""
+        return f"Round {round_.number} waits for its nodes{why}"
+
+    @property
+    def progress(self) -> str:
+        """Step, last checkpoint and losses so far in one line."""
+        parts = []
+        if self.step is not None:
+            parts.append(f"step {self.step}" + (f" of {self.steps}" if self.steps else ""))
+        saved = self.checkpoint_step
+        parts.append("no checkpoint yet" if saved is None else f"checkpoint of step {saved}")
+        if self.round.losses:
+            parts.append(f"losses of nodes or workers: {self.round.losses}")
+        return ", ".join(parts)
+
+
+def read_run_state(table: Table) -> RunState | None:
+    """Read the state of a run; return ``None`` if the table has no row of it yet.
+
+    Raises:
+        TableError: the table cannot be read.
+    """
+    rows = {row.key: row.value for row in table.query(ALL_PREFIX)}
+    if ROUND_KEY not in rows and not any(node_of(key) is not None for key in rows):
+        return None
+    round_ = Round.from_value(rows.pop(ROUND_KEY)) if ROUND_KEY in rows else Round()
+    members = [Member.from_value(value) for key, value in rows.items() if node_of(key) is not None]
+    heartbeat, checkpoint = _value(table.get(TABLE_HEARTBEAT_KEY)), _value(table.get(CHECKPOINT_KEY))
+    pointer = checkpoint.get("pointer") or {}
+    steps = [step for step in (heartbeat.get("step"), pointer.get("step")) if step is not None]
+    return RunState(
+        round=round_,
+        nodes=tuple(_nodes(round_, members, _jobs(table.query(_BEFORE_ROUNDS)))),
+        step=max(steps, default=None),
+        steps=heartbeat.get("steps"),
+        checkpoint_step=pointer.get("step"),
+    )
+
+
+def _value(row: Row | None) -> Mapping[str, Any]:
+    return {} if row is None else row.value
+
+
+def _jobs(rows: Iterable[Row]) -> dict[str, str]:
+    """Return the names of the nodes' jobs."""
+    events = [read_event_value(row.value) for row in rows if row.value.get("kind") == "node_started"]
+    return {event.node: event.job for event in events if isinstance(event, NodeStarted)}
+
+
+def _nodes(round_: Round, rows: Iterable[Member], jobs: Mapping[str, str]) -> Iterable[NodeOfTable]:
+    in_round = round_.members if round_.state == "sealed" else ()
+    for rank, member in enumerate(in_round):
+        yield NodeOfTable(member.node, jobs.get(member.node, ""), rank, f"in round {round_.number}")
+    names = {member.node for member in in_round}
+    for member in sorted(rows, key=lambda member: member.node):
+        if member.node not in names:
+            yield NodeOfTable(member.node, jobs.get(member.node, ""), None, member.state, member.reason)
