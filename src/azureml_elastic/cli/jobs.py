@@ -10,7 +10,11 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.failures import CONTINUES, explained
+from azureml_elastic.cli.local import LiveOption, RunFolder
+from azureml_elastic.cli.local_submission import run_locally
+from azureml_elastic.cli.workspace import EvictOption, PoolOption
 from azureml_elastic.cli.workspaces import GroupOption, SubscriptionOption, WorkspaceOption, find_workspace
+from azureml_elastic.errors import UsageError
 
 __all__ = ["compile_", "schema", "submit"]
 
@@ -66,6 +70,13 @@ def submit(
         typer.Option(help="Continue an ended run, such as a failed one, from its last checkpoint.", metavar="RUN"),
     ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Show the run until it ends.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Run the job in a workspace on this machine, which is closed afterwards.")
+    ] = False,
+    evict: EvictOption = None,
+    pool: PoolOption = None,
+    run_dir: RunFolder = None,
+    live: LiveOption = None,
     subscription: SubscriptionOption = None,
     group: GroupOption = None,
     workspace: WorkspaceOption = None,
@@ -74,16 +85,23 @@ def submit(
 
     The workspace is given by the options, by Azure ML's environment variables, or by config.json. The login is that
     of azure-identity: az login, the environment variables of a service principal, or a managed identity.
+
+    With --local nothing is sent to Azure: the nodes run on this machine, are shown until the run ends, and leave a
+    report, logs and outputs in a folder.
     """
     from azureml_elastic.submit.client import connect, readable_errors, silence_sdk_logs
 
     silence_sdk_logs()
+    _check_combination(local=local, evict=evict, pool=pool, run_dir=run_dir, dry_run=dry_run, stream=stream)
     if resume_from is not None:
         overrides = [*(overrides or ()), f"elastic.resume_from={json.dumps(resume_from)}"]
     if dry_run:
         from azureml_elastic.submit.yaml.compiled_file import compile_file
 
         typer.echo(compile_file(job_file, None, overrides or ()).text, nl=False)
+        return
+    if local:
+        run_locally(job_file, overrides or (), evict=evict or (), pools=pool or (), run_dir=run_dir, live=live)
         return
     name = find_workspace(subscription, group, workspace)
 
@@ -102,6 +120,15 @@ def submit(
     if stream:
         with readable_errors(f"stream {submitted.name}"):
             client.jobs.stream(submitted.name)
+
+
+def _check_combination(*, local: bool, dry_run: bool, stream: bool, **of_local: object) -> None:
+    """Refuse options that do not go together."""
+    given = next((name for name, value in of_local.items() if value is not None), None)
+    if not local and given is not None:
+        raise UsageError(f"--{given.replace('_', '-')} needs --local: it concerns a run on this machine.")
+    if local and (dry_run or stream):
+        raise UsageError(f"--local and {'--dry-run' if dry_run else '--stream'} cannot be combined. Give one of them.")
 
 
 @explained()

@@ -13,7 +13,7 @@ from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, Elasti
 from azureml_elastic.errors import UsageError
 from azureml_elastic.local.faults.model import MOST_NODES
 
-__all__ = ["demo", "local", "parse_nodes", "report"]
+__all__ = ["LiveOption", "RunFolder", "demo", "local", "parse_nodes", "report"]
 
 RunFolder = Annotated[Path | None, typer.Option(help="A new folder for the run's files; by default one below ./runs.")]
 LiveOption = Annotated[

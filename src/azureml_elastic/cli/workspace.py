@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,11 +22,20 @@ from azureml_elastic.errors import UsageError
 if TYPE_CHECKING:
     from azureml_elastic.testing import LocalWorkspace
 
-__all__ = ["workspace"]
+__all__ = ["EvictOption", "PoolOption", "workspace"]
 
 workspace = typer.Typer(help="An Azure ML workspace on this machine that runs what is submitted.", no_args_is_help=True)
 
+PoolOption = Annotated[
+    list[str] | None,
+    typer.Option("--pool", help="A compute: spot=6, sure=2:dedicated, sure=2:dedicated:5s. By default cluster=8."),
+]
+EvictOption = Annotated[
+    list[str] | None, typer.Option("--evict", help="Evict a node: 1@20s, 1@step:30, 1@step:30/0s (no notice).")
+]
+
 _CONFIG = Path("config.json")
+_SOURCE = Path("workspace.sh")
 
 
 @workspace.command(context_settings={"allow_interspersed_args": False})
@@ -33,13 +45,8 @@ def start(
         list[str] | None,
         typer.Argument(help="A command to run in the workspace, which closes with it; else it is open until Ctrl-C."),
     ] = None,
-    pool: Annotated[
-        list[str] | None,
-        typer.Option("--pool", help="A compute: spot=6, sure=2:dedicated, sure=2:dedicated:5s. By default cluster=8."),
-    ] = None,
-    evict: Annotated[
-        list[str] | None, typer.Option("--evict", help="Evict a node: 1@20s, 1@step:30, 1@step:30/0s (no notice).")
-    ] = None,
+    pool: PoolOption = None,
+    evict: EvictOption = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="A file of evictions: lines of seconds,node or seconds,node,notice.")
     ] = None,
@@ -47,13 +54,25 @@ def start(
         bool, typer.Option("--requeue", help="Start preempted jobs again, as Azure documents, instead of failing them.")
     ] = False,
     folder: Annotated[Path | None, typer.Option("--folder", help="Keep all files here.")] = None,
+    shell: Annotated[
+        bool, typer.Option("--shell", help="Open a shell in the workspace, which closes with it.")
+    ] = False,
 ) -> None:
-    """Start a workspace; write config.json and print the variables that connect a client to it."""
+    """Start a workspace, for one command or until Ctrl-C.
+
+    While it is open, this folder has config.json, which names the workspace, and workspace.sh, with which another shell
+    connects to it: '. ./workspace.sh'. A command, and the shell of --shell, are connected already.
+    """
     require(("azure.ai.ml", "azure-ai-ml", "submit"), ("torch", "torch", "node"), ("psutil", "psutil", "node"))
-    if command is None and _CONFIG.exists():
+    if shell and command:
+        raise UsageError("--shell and a command cannot be combined. Give one of them.")
+    if shell:
+        command = [os.environ.get("SHELL") or "/bin/sh"]
+    taken = [path.absolute() for path in (_CONFIG, _SOURCE) if path.exists()]
+    if taken and not command:
         raise UsageError(
-            f"{_CONFIG.absolute()} exists already and would be overwritten. Move it away, or start the workspace "
-            "in another folder."
+            f"{taken[0]} exists already and would be overwritten. Move it away, or start the workspace in "
+            "another folder."
         )
 
     from azureml_elastic.testing import LocalWorkspace
@@ -62,32 +81,44 @@ def start(
 
     evictions = [*map(parse_eviction, evict or ()), *(read_trace(trace) if trace is not None else ())]
     pools = dict(map(parse_pool, pool)) if pool else None
-    with LocalWorkspace(pools=pools, evictions=evictions, requeue=requeue, folder=folder) as local:
-        code = _run(command) if command else _stay(local)
+    with LocalWorkspace(pools=pools, evictions=evictions, requeue=requeue, folder=folder) as local, _files(local):
+        code = _run(command, local) if command else _stay()
     sys.exit(code)
 
 
-def _run(command: list[str]) -> int:
-    """Run a command in this process's environment, which routes it to the open workspace."""
+@contextlib.contextmanager
+def _files(local: LocalWorkspace) -> Iterator[None]:
+    """Write the files by which other processes find the workspace, and remove them at the end.
+
+    Existing ones are kept: the variables of a command take precedence for the command line of this library.
+    """
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in local.variables.items()]
+    texts = {_CONFIG: json.dumps(dict(local.config), indent=1), _SOURCE: "\n".join(lines)}
+    written = [path for path in texts if not path.exists()]
     try:
-        return subprocess.run(command, check=False).returncode
+        for path in written:
+            path.write_text(f"{texts[path]}\n", encoding="utf-8")
+        yield
+    finally:
+        for path in written:
+            path.unlink(missing_ok=True)
+
+
+def _run(command: list[str], local: LocalWorkspace) -> int:
+    """Run a command that is connected to the workspace."""
+    try:
+        return subprocess.run(command, check=False, env={**os.environ, **local.variables}).returncode
     except OSError as error:
         raise UsageError(f"{shlex.join(command)} cannot be started: {error}.") from error
 
 
-def _stay(local: LocalWorkspace) -> int:
+def _stay() -> int:
     """Serve until Ctrl-C or SIGTERM."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    try:
-        _CONFIG.write_text(json.dumps(dict(local.config), indent=1) + "\n", encoding="utf-8")
-        for name, value in local.variables.items():
-            typer.echo(f"export {name}={shlex.quote(value)}")
-        typer.echo("# The workspace is open until Ctrl-C; another shell connects to it with these lines.", err=True)
+    typer.echo(f". {shlex.quote(str(_SOURCE.absolute()))}")
+    typer.echo("# The workspace is open until Ctrl-C; another shell connects to it with this line.", err=True)
+    with contextlib.suppress(KeyboardInterrupt):
         while not ended.wait(1):
             pass
-    except KeyboardInterrupt:
-        pass
-    finally:
-        _CONFIG.unlink(missing_ok=True)
     return 0

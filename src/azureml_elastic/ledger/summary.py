@@ -25,6 +25,7 @@ __all__ = [
     "RunState",
     "audit_folder",
     "load_report",
+    "report_of_events",
 ]
 
 REPORT_FILE = "report.json"
@@ -178,6 +179,17 @@ def load_report(run_dir: Path) -> Report:
             f"{run_dir} contains neither {REPORT_FILE} nor events of a run. Give the folder that "
             "'azureml-elastic local' printed at its end (--run-dir, or one below ./runs)."
         )
+    return report_of_events(paths, events, skipped=reader.skipped)
+
+
+def report_of_events(paths: Paths, events: Sequence[Event], *, skipped: int = 0) -> Report:
+    """Return the report of a run of which nothing but its events and samples is known.
+
+    Args:
+        paths: files of the run.
+        events: events of all nodes.
+        skipped: number of unreadable lines in the event files.
+    """
     outcome, message = timeline.outcome(events)
     nodes = {event.node: NodeSummary(name=event.node) for event in events if isinstance(event, NodeStarted)}
     for event in events:
@@ -190,6 +202,6 @@ def load_report(run_dir: Path) -> Report:
         message=message,
         nodes=tuple(nodes.values()),
         audit=audit_folder(paths, events),
-        skipped_events=reader.skipped,
+        skipped_events=skipped,
     )
     return report.with_timeline(events)

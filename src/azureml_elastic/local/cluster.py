@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 from azureml_elastic.config import (
@@ -24,19 +24,20 @@ from azureml_elastic.config import (
 from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.config.command.worker_variables import refuse_changing, words_with_placeholders
 from azureml_elastic.config.exit_codes import FAILED
-from azureml_elastic.errors import CommandError, UsageError
+from azureml_elastic.errors import CommandError
 from azureml_elastic.ledger.summary import Paths, Report
 from azureml_elastic.local.earlier_run import continued_runs, find_earlier_run
 from azureml_elastic.local.faults.model import Schedule
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.processes import NodeProcesses
+from azureml_elastic.local.run_dir import new_run_dir, prepare_run_dir
 from azureml_elastic.local.run_end import check_time_limit
 from azureml_elastic.local.stop_signals import StopSignals
 from azureml_elastic.local.table_choice import TableChoice, check_table, open_table_choice
 from azureml_elastic.local.view import UntilBroken, View
 from azureml_elastic.node.agent.session_detection import opens_session
 
-__all__ = ["NODE_COMMAND", "LocalCluster", "new_run_dir"]
+__all__ = ["NODE_COMMAND", "LocalCluster"]
 
 NODE_COMMAND = (sys.executable, "-m", "azureml_elastic.node")
 """Command that starts a node's agent."""
@@ -118,7 +119,7 @@ class LocalCluster:
         if self.resume_from is not None:
             find_earlier_run(self.resume_from)
         with StopSignals() as signals:
-            paths = _prepare(self.run_dir or new_run_dir())
+            paths = prepare_run_dir(self.run_dir or new_run_dir())
             try:
                 report = self._run(argv, words, paths, signals)
             except (KeyboardInterrupt, SystemExit) as error:
@@ -222,29 +223,3 @@ def _opens_session(argv: Sequence[str]) -> bool:
         return opens_session(parse_program(argv))
     except CommandError:
         return False
-
-
-def new_run_dir(parent: Path = Path("runs")) -> Path:
-    """Return an unused name for a run folder, without creating it."""
-    return parent / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-def _prepare(run_dir: Path) -> Paths:
-    """Create the run folder.
-
-    Raises:
-        UsageError: the folder already contains a run, or cannot be created.
-    """
-    paths = Paths.of(run_dir.absolute())
-    if paths.events.exists():
-        raise UsageError(
-            f"The folder {run_dir} already contains a run. Choose another one with --run-dir, or delete it first."
-        )
-    try:
-        for folder in (paths.events, paths.logs, paths.samples, paths.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"The run folder {run_dir} cannot be created: {error}. Choose another one with --run-dir."
-        ) from error
-    return paths

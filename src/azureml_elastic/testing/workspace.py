@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +14,19 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from azureml_elastic.errors import UsageError, needs_extra
+from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.faults.metadata_service import MetadataService
 from azureml_elastic.local.processes import NodeProcesses
+from azureml_elastic.local.run_dir import prepare_run_dir
+from azureml_elastic.local.stop_signals import StopSignals
+from azureml_elastic.local.view import UntilBroken, View
 from azureml_elastic.testing.api.gateway import Gateway
 from azureml_elastic.testing.api.history import API_HOST, History
 from azureml_elastic.testing.api.resources import ARM_HOST, Resources
 from azureml_elastic.testing.api.tokens import StaticCredential, answer_node, signed_in
 from azureml_elastic.testing.api.tracking import TRACKING_PATH, Logged, Tracking
 from azureml_elastic.testing.jobs.evictions import Evicted, Eviction
+from azureml_elastic.testing.jobs.followed_run import FollowedRun
 from azureml_elastic.testing.jobs.machines import Machines, Pool
 from azureml_elastic.testing.jobs.nodes import Setting
 from azureml_elastic.testing.jobs.runs import Run, Runs
@@ -36,6 +42,12 @@ __all__ = ["LocalWorkspace"]
 _SUBSCRIPTION = "00000000-0000-0000-0000-0000000000aa"
 _GROUP = "local"
 _NAME = "local"
+_POLL_S = 0.1
+_NAMES = {
+    "AZUREML_ARM_SUBSCRIPTION": _SUBSCRIPTION,
+    "AZUREML_ARM_RESOURCEGROUP": _GROUP,
+    "AZUREML_ARM_WORKSPACE_NAME": _NAME,
+}
 _PROXIES = ("HTTPS_PROXY", "https_proxy")
 _BUNDLES = ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 _EXCEPTIONS = ("NO_PROXY", "no_proxy")
@@ -112,9 +124,7 @@ class LocalWorkspace:
             token_url = f"{gateway.address}/token"
             variables = {
                 **trust,
-                "AZUREML_ARM_SUBSCRIPTION": _SUBSCRIPTION,
-                "AZUREML_ARM_RESOURCEGROUP": _GROUP,
-                "AZUREML_ARM_WORKSPACE_NAME": _NAME,
+                **_NAMES,
                 "AZUREML_SERVICE_ENDPOINT": f"https://{API_HOST}",
                 # The service's address has the scheme azureml, for which scripts need azureml-mlflow.
                 "MLFLOW_TRACKING_URI": f"https://{API_HOST}{TRACKING_PATH}{root}",
@@ -158,8 +168,8 @@ class LocalWorkspace:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Environment variables that connect the ``MLClient`` and the login of another process to this workspace."""
-        return dict(self._variables)
+        """Environment variables that connect another process to this workspace: its addresses, login and name."""
+        return {**_NAMES, **self._variables}
 
     @property
     def config(self) -> Mapping[str, str]:
@@ -195,6 +205,39 @@ class LocalWorkspace:
         if pool not in self._pools:
             raise UsageError(f"The local workspace has no pool {pool!r}. It has {', '.join(sorted(self._pools))}.")
         self._machines.refill(pool)
+
+    def run(self, job: Any, run_dir: Path, view: View | None = None) -> Report:
+        """Submit a job, show it until all its jobs have ended, and write its files and report to a folder.
+
+        SIGINT, SIGTERM and SIGHUP cancel the run; the report is written first, then ``KeyboardInterrupt`` or
+        ``SystemExit`` is raised. Nothing else may be submitted to the workspace meanwhile.
+
+        Args:
+            job: job for ``ml_client.jobs.create_or_update``.
+            run_dir: new folder for events, samples, logs, outputs, checkpoints and ``report.json``.
+            view: view that shows the run; by default none.
+
+        Raises:
+            UsageError: the workspace is not open, or the folder is already used.
+        """
+        client = self.ml_client
+        assert self._service is not None
+        paths = prepare_run_dir(run_dir)
+        with StopSignals() as signals:
+            submitted = client.jobs.create_or_update(job)
+            signals.hold()
+            with UntilBroken(view or View()) as shown:
+                followed = FollowedRun(self._service.setting, self._runs, str(submitted.name), paths, shown)
+                while not followed.over and not signals.hurried:
+                    if signals.first is not None:
+                        for run in self._runs.all():
+                            self._runs.cancel(run)
+                    followed.update(self.evicted)
+                    time.sleep(_POLL_S)
+                followed.update(self.evicted)
+            report = followed.save(self.evicted, interrupted=signals.first is not None)
+            signals.raise_received()
+        return report
 
     def wait(self, name: str, timeout_s: float | None = None) -> str:
         """Wait for the end of a job and return its state, seconds before ``jobs.stream`` would.

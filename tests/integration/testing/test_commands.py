@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, ReplacementPolicy
 from azureml_elastic.cli import app
+from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from tests.support.paths import SAMPLES
 from tests.support.waiting import until
@@ -123,11 +126,86 @@ def test_a_file_is_shown_submitted_and_followed(run):
         assert "max_instance_count" in wrong.output
 
 
+COMMAND = [sys.executable, "-c", "from azureml_elastic.cli import main; main()"]
+
+
+def test_a_file_runs_on_this_machine_and_leaves_its_files(run):
+    Path("job.yml").write_text(JOB + "outputs: {model: {type: uri_folder}}\n")
+    shown = run("submit", "job.yml", "--local", "--evict", "1@step:10/0s", "--run-dir", "out", "--plain")
+    assert shown.exit_code == 0, shown.output
+    assert "node_1 is evicted without notice at step" in shown.output
+    assert "the run succeeded at step" in shown.output
+    report = load_report(Path("out"))
+    assert [fault.nodes for fault in report.faults] == [("node_1",)]
+    assert {node.name: node.ending for node in report.nodes} == {"node_0": "exited", "node_1": "killed"}
+    assert report.rounds[0].lost == ("node_1",)
+    assert sorted(path.name for path in Path("out/events").iterdir()) == ["node_0.jsonl", "node_1.jsonl"]
+    assert "rank 0 of" in Path("out/logs/node_0.log").read_text() + Path("out/logs/node_1.log").read_text()
+    assert list(Path("out/checkpoints").rglob("manifest.json"))
+    # Nothing of it is left in this process, and no second run takes the folder.
+    assert "workspace" not in os.environ.get("HTTPS_PROXY", "")
+    again = run("submit", "job.yml", "--local", "--run-dir", "out")
+    assert again.exit_code == 2
+    assert "already contains a run" in again.output
+    wrong = run("submit", "job.yml", "--evict", "1@step:10")
+    assert wrong.exit_code == 2
+    assert "--evict needs --local" in wrong.output
+    assert "cannot be combined" in run("submit", "job.yml", "--local", "--stream").output
+
+
+def test_a_run_on_this_machine_that_fails_says_why(run):
+    Path("job.yml").write_text(JOB.replace("--epochs", "--no-such-option"))
+    shown = run("submit", "job.yml", "--local", "--run-dir", "out", "--plain")
+    assert shown.exit_code == 1, shown.output
+    assert "the run failed" in shown.output
+    assert "--no-such-option" in load_report(Path("out")).message
+
+
+def test_a_command_of_a_workspace_submits_to_it_also_where_a_file_names_another_one(run):
+    Path("job.yml").write_text(JOB)
+    Path("config.json").write_text("{}")
+    words = ["workspace", "start", "--", *COMMAND, "submit", "job.yml", "--set", "inputs.epochs=1", "--stream"]
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Path("config.json").read_text() == "{}"
+    assert not Path("workspace.sh").exists()
+
+
+def test_another_shell_sources_a_file(project):
+    """The file connects the login and the addresses of a process, and is gone with the workspace."""
+    serving = subprocess.Popen([*COMMAND, "workspace", "start"], stdout=subprocess.PIPE, text=True)
+    try:
+        line = serving.stdout.readline()
+        assert line.strip() == f". {shlex.quote(str(project / 'workspace.sh'))}"
+        listing = shlex.join([*COMMAND, "status", "no-such-run"])
+        shell = subprocess.run(
+            ["/bin/sh", "-c", f"cd / && {line.strip()} && {listing}"], capture_output=True, text=True, check=False
+        )
+        assert "read the run 'no-such-run'" in shell.stderr
+        assert shell.returncode == 2, shell.stderr
+    finally:
+        serving.terminate()
+        serving.communicate(timeout=60)
+    assert serving.returncode == 0
+    assert not Path("workspace.sh").exists()
+    assert not Path("config.json").exists()
+
+
+def test_a_shell_is_opened_in_a_workspace(project, monkeypatch):
+    (project / "shell").write_text("#!/bin/sh\nprintenv AZUREML_ARM_WORKSPACE_NAME; exit 5\n")
+    (project / "shell").chmod(0o700)
+    monkeypatch.setenv("SHELL", str(project / "shell"))
+    done = subprocess.run(
+        [*COMMAND, "workspace", "start", "--shell"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.stdout, done.returncode) == ("local\n", 5), done.stderr
+
+
 def test_a_command_runs_in_a_workspace_of_its_own(run, project):
     """Another process finds the workspace and its login by nothing but the environment and config.json."""
     (project / "submit.py").write_text(ANOTHER_PROCESS)
     words = ["workspace", "start", "--pool", "spot=2", "--evict", "0@1s/0s", "--", sys.executable, "submit.py"]
-    command = [sys.executable, "-c", "from azureml_elastic.cli import main; main()", *words]
+    command = [*COMMAND, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 7, done.stderr
     assert "FAILED" in done.stdout.upper()
@@ -152,9 +230,8 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
         submitted = client.jobs.create_or_update(job)
         assert workspace.wait(submitted.name, 120) == "Failed"
         with Path("watched.txt").open("w") as out:
-            command = [sys.executable, "-c", "from azureml_elastic.cli import main; main()"]
             watching = subprocess.Popen(
-                [*command, "replace-nodes", submitted.name, "--every", "1"], stdout=out, stderr=out
+                [*COMMAND, "replace-nodes", submitted.name, "--every", "1"], stdout=out, stderr=out
             )
         try:
             name = f"{submitted.name}-dedicated-0"

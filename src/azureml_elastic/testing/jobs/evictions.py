@@ -58,12 +58,14 @@ class Evicted:
         job: name of the node's job, in a pipeline that of the step.
         machine: name of the evicted machine.
         step: number of training steps that the run had completed.
+        time: seconds since the epoch.
     """
 
     eviction: Eviction
     job: str
     machine: str
     step: int
+    time: float = 0.0
 
 
 @dataclass(frozen=True)

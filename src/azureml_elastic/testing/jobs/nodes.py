@@ -23,9 +23,12 @@ from azureml_elastic.testing.jobs.runs import Run
 from azureml_elastic.testing.storage.locations import Location
 from azureml_elastic.testing.storage.mirror import Mirror
 
-__all__ = ["CommandJob", "Node", "Setting", "start_node"]
+__all__ = ["LEDGER", "CommandJob", "Node", "Setting", "start_node"]
 
-_EVENTS = Path("outputs/azureml-elastic/events")
+LEDGER = Path("outputs/azureml-elastic")
+"""Folder with the events and samples of a node, below its working folder."""
+
+_WORK = "work"
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class Setting:
     """Whether a preempted job is restarted from the beginning."""
     grows: bool = True
     """Whether a job gets more nodes than it starts with, up to its maximum."""
+
+    def ledgers(self) -> list[Path]:
+        """Return the folders with the events and samples of all nodes so far."""
+        return sorted(self.root.glob(f"*/{_WORK}/{LEDGER.as_posix()}"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Node:
     _step: int = 0
 
     def __post_init__(self) -> None:
-        self._events = EventReader(self.folder / _EVENTS)
+        self._events = EventReader(self.folder / LEDGER / "events")
 
     def exit_code(self) -> int | None:
         """Return the first non-zero exit code, ``None`` if there is none and a process still runs, otherwise 0."""
@@ -111,7 +118,7 @@ class Node:
 def start_node(job: CommandJob, setting: Setting, number: int, machine: Machine, master: tuple[str, int]) -> Node:
     """Copy code and data to a machine and start the node's processes; ``master`` is address and port of node 0."""
     body, mirror, home = job.body, setting.mirror, setting.root / machine.name
-    folder = home / "work"
+    folder = home / _WORK
     folder.mkdir(parents=True)
     if job.code is not None:
         mirror.copy(job.code, folder)

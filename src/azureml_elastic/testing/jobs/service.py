@@ -33,7 +33,8 @@ class Service(threading.Thread):
         evictions: Sequence[Eviction],
     ) -> None:
         super().__init__(name="workspace-service")
-        self._setting = setting
+        self.setting = setting
+        """Objects that all jobs share."""
         self._runs = runs
         self._properties = properties
         self._pending = list(evictions)
@@ -93,7 +94,7 @@ class Service(threading.Thread):
 
     def _execution(self, run: Run, body: CommandBody) -> Execution:
         """Resolve a command's pool and data."""
-        pool = self._setting.machines.pools.get(body.compute)
+        pool = self.setting.machines.pools.get(body.compute)
         if pool is None:
             raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one with pools=.")
         if body.nodes > pool.nodes:
@@ -110,7 +111,7 @@ class Service(threading.Thread):
             name: locate(value.uri, self._address) for name, value in body.inputs.items() if value.uri is not None
         }
         code = None if body.code is None else locate(body.code, self._address)
-        return Execution(CommandJob(run, body, code, inputs, outputs), self._setting)
+        return Execution(CommandJob(run, body, code, inputs, outputs), self.setting)
 
     def _component(self, resource: str) -> Mapping[str, Any]:
         found = self._properties(resource)
@@ -135,7 +136,7 @@ class Service(threading.Thread):
                     self._announced.remove((at, event, node))
                     node.lost = not left
                     node.kill()
-                    self._setting.metadata.remove(event)
+                    self.setting.metadata.remove(event)
             with self._lock:
                 pending = list(self._pending)
             if pending:
@@ -162,14 +163,14 @@ class Service(threading.Thread):
             job, node = nodes[name][eviction.node]
             node.evicted = True
             if eviction.notice_s:
-                event = self._setting.metadata.announce("Preempt", node.machine.name, notice=eviction.notice_s)
+                event = self.setting.metadata.announce("Preempt", node.machine.name, notice=eviction.notice_s)
                 self._announced.append((time.monotonic() + eviction.notice_s, event, node))
             else:
                 node.lost = True
                 node.kill()
             with self._lock:
                 self._pending.remove(eviction)
-                self._done.append(Evicted(eviction, job, node.machine.name, targets[name].step))
+                self._done.append(Evicted(eviction, job, node.machine.name, targets[name].step, time.time()))
 
     def _nodes(self, run: Run) -> dict[int, tuple[str, Node]]:
         """Return the running nodes of a submitted job by number, each with the name of the run that it executes."""
