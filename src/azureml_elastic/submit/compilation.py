@@ -161,7 +161,7 @@ def _resources(job: JobFields, pool: NodePool | None, **counts: int) -> JobResou
 def _inputs(job: JobFields) -> dict[str, Any]:
     inputs = {name: _input(name, value, job.presets) for name, value in job.inputs.items()}
     if job.delivery == "ship":
-        inputs[node_launch.RUNTIME] = Input(type="uri_folder", path=str(stage_runtime()), mode="download")
+        inputs[node_launch.RUNTIME] = Input(type="uri_file", path=str(stage_runtime()), mode="download")
     return inputs
 
 

@@ -43,7 +43,7 @@ def command_text(job: JobFields, found: FoundProgram) -> str:
     translated = translated_command(job, found)
     found = translated.found
     interpreter = _quoted(parse_program([found.program]).interpreter or "python")
-    script = f"${{{{inputs.{RUNTIME}}}}}/start.py" if job.delivery == "ship" else "-m azureml_elastic.node"
+    script = f"${{{{inputs.{RUNTIME}}}}}" if job.delivery == "ship" else "-m azureml_elastic.node"
     if checkpoint_output(job) is not None:
         folder = f"${{{{outputs.{CHECKPOINTS}}}}}"
     else:

@@ -1,4 +1,4 @@
-"""The private names of azure-ai-ml that this library uses: to submit and to validate an elastic job, and to read logs.
+"""The private names of azure-ai-ml that this library uses: to submit and validate elastic jobs, and to read logs.
 
 ``create_or_update`` accepts any ``BaseNode`` and, unless it is a ``Command`` or ``Spark``, submits the result of its
 ``_to_job()``. ``BaseNode`` is an abstract base class, so an unrelated class can be *registered* with it. The
@@ -8,17 +8,25 @@ should a release of azure-ai-ml change these two, ``ml_client.jobs.create_or_upd
 ``jobs.validate`` checks only classes that inherit from a private one, and reports success for all others. The method is
 therefore wrapped: an elastic job is compiled, and the result is validated.
 
+A client shows the progress of all its uploads or of none. The function that uploads local inputs is therefore wrapped:
+it is quiet for the library that is sent with a job. Without these wrapped functions, jobs are submitted all the same.
+
 ``jobs.stream`` prints no log of a job that has ended. The addresses of its files are in the run history, which the
 client reads by ``_runs_operations``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
+import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 
@@ -26,7 +34,9 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Command, CommandJob, PipelineJob, ValidationResult
 
-_MARK = "_compiles_elastic_jobs"
+_MARK = "_wrapped_for_elastic_jobs"
+_UPLOAD = "_upload_and_generate_remote_uri"
+_BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
 __all__ = ["Submittable", "fields_of_command", "log_files", "plain_command_job", "register"]
 
@@ -43,14 +53,22 @@ class Submittable(ABC):
         return self.compile()
 
 
-def register(model: type[Submittable]) -> None:
-    """Register a class with ``BaseNode``, so that ``MLClient`` accepts and validates its instances; idempotent."""
+def register(model: type[Submittable], quiet: str) -> None:
+    """Register a class with ``BaseNode``, so that ``MLClient`` accepts and validates its instances; idempotent.
+
+    Args:
+        model: class of elastic jobs.
+        quiet: name of the file whose upload shows no progress.
+    """
     with needs_extra("azure-ai-ml", "submit"):
         from azure.ai.ml.entities._builders import BaseNode
-        from azure.ai.ml.operations import JobOperations
+        from azure.ai.ml.operations import JobOperations, _job_operations
     BaseNode.register(model)
     if not hasattr(JobOperations.validate, _MARK):
         JobOperations.validate = _compiling(JobOperations.validate)  # type: ignore[method-assign]
+    upload = getattr(_job_operations, _UPLOAD, None)
+    if upload is not None and not hasattr(upload, _MARK):
+        setattr(_job_operations, _UPLOAD, _quiet(upload, quiet))
 
 
 def _compiling(validate: Callable[..., ValidationResult]) -> Callable[..., ValidationResult]:
@@ -69,6 +87,36 @@ def _compiling(validate: Callable[..., ValidationResult]) -> Callable[..., Valid
 
     setattr(wrapper, _MARK, True)
     return wrapper
+
+
+def _quiet(upload: Callable[..., str], name: str) -> Callable[..., str]:
+    """Return the function that uploads a local path, without progress for a file of this name."""
+
+    @functools.wraps(upload)
+    def wrapper(*arguments: Any, **options: Any) -> str:
+        # The path is the third argument.
+        if not any(Path(str(each)).name == name for each in (*arguments[2:3], options.get("path"))):
+            return upload(*arguments, **options)
+        with contextlib.redirect_stderr(_WithoutBlankLines(sys.stderr)):
+            return upload(*arguments, **{**options, "show_progress": False})
+
+    setattr(wrapper, _MARK, True)
+    return wrapper
+
+
+class _WithoutBlankLines(io.TextIOBase):
+    """Text stream without the blank lines with which azure-ai-ml ends an upload; other threads may write to it, too."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if not _BLANK.fullmatch(text):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 def _failed(message: str) -> ValidationResult:

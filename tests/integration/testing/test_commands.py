@@ -114,7 +114,7 @@ def test_a_file_is_shown_submitted_and_followed(run):
         shown = run("submit", "job.yml", "--set", "inputs.epochs=1", "--dry-run")
         assert shown.exit_code == 0, shown.output
         assert "node_1:" in shown.output
-        assert "start.py" in shown.output
+        assert "azureml_elastic_runtime.pyz" in shown.output
         assert not list(workspace.ml_client.jobs.list())
         submitted = run("submit", "job.yml", "--set", "inputs.epochs=1", "--stream")
         assert submitted.exit_code == 0, submitted.output

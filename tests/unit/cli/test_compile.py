@@ -72,20 +72,20 @@ def test_a_file_beside_which_the_library_lies(run, project):
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.splitlines() == [
         "Wrote compiled/out.yml. Submit it with: az ml job create -f compiled/out.yml",
-        "Wrote compiled/azureml_elastic_runtime, which goes to the nodes: keep both together.",
+        "Wrote compiled/azureml_elastic_runtime.pyz, which goes to the nodes: keep both together.",
     ]
     text = (project / "compiled" / "out.yml").read_text()
     assert text.startswith("# Compiled by azureml-elastic from job.yml: change that file, and compile it again.\n")
     assert values(text, "code") == ["../jobs/src"]
-    assert values(text, "path")[:3] == ["../data", str(project / "fixed"), "./azureml_elastic_runtime"]
+    assert values(text, "path")[:3] == ["../data", str(project / "fixed"), "./azureml_elastic_runtime.pyz"]
     assert len(re.findall(r"^  node_\d:", text, re.MULTILINE)) == 2
-    assert (project / "compiled" / "azureml_elastic_runtime" / "start.py").exists()
+    assert (project / "compiled" / "azureml_elastic_runtime.pyz").exists()
     assert "elastic:" not in text
     again = run("jobs/job.yml", "-o", "compiled/out.yml", "--set", "elastic.max_instance_count=2", "--set", "tags.a=b")
     assert again.returncode == 0
-    assert "Kept, unchanged, compiled/azureml_elastic_runtime" in again.stderr
+    assert "Kept, unchanged, compiled/azureml_elastic_runtime.pyz" in again.stderr
     assert (project / "compiled" / "out.yml").read_text() == text
-    assert sorted(path.name for path in (project / "compiled").iterdir()) == ["azureml_elastic_runtime", "out.yml"]
+    assert sorted(path.name for path in (project / "compiled").iterdir()) == ["azureml_elastic_runtime.pyz", "out.yml"]
 
 
 def test_without_a_file_the_text_is_printed_with_whole_paths(run, project):

@@ -9,9 +9,7 @@ from azure.ai.ml.entities import Environment, JupyterLabJobService, UserIdentity
 from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources
 from azureml_elastic.submit import ElasticCommandJob
 
-START = (
-    "python ${{inputs.azureml_elastic_runtime}}/start.py --checkpoint-dir ${{outputs.azureml_elastic_checkpoints}} -- "
-)
+START = "python ${{inputs.azureml_elastic_runtime}} --checkpoint-dir ${{outputs.azureml_elastic_checkpoints}} -- "
 PROGRAM = "python train.py --lr ${{inputs.lr}} --data ${{inputs.data}}"
 COMPILED = f"pip list && {START}{PROGRAM} | tee log"
 UNCACHED = {
@@ -22,9 +20,9 @@ UNCACHED = {
     "DATASET_MOUNT_MEMORY_CACHE_SIZE": "0",
 }
 RUNTIME = {
-    "uri": "azureml://datastores/workspaceblobstore/paths/LocalUpload/<sha256>/azureml_elastic_runtime/",
+    "uri": "azureml://datastores/workspaceblobstore/paths/LocalUpload/<sha256>/azureml_elastic_runtime.pyz",
     "mode": "Download",
-    "jobInputType": "uri_folder",
+    "jobInputType": "uri_file",
 }
 CHECKPOINTS = "azureml://datastores/workspaceblobstore/paths/azureml-elastic/"
 DATA = "azureml://datastores/workspaceblobstore/paths/data/"
@@ -132,7 +130,7 @@ def test_fan_out_is_a_pipeline_of_single_nodes(submit, sent, components):
             "inputs": {
                 "lr": {"type": "number"},
                 "data": {"type": "uri_folder", "mode": "ro_mount"},
-                "azureml_elastic_runtime": {"type": "uri_folder", "mode": "download"},
+                "azureml_elastic_runtime": {"type": "uri_file", "mode": "download"},
             },
             "outputs": {
                 "model": {"type": "uri_folder"},

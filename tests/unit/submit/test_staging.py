@@ -1,11 +1,11 @@
-"""The folder that goes to the nodes."""
+"""The archive that goes to the nodes."""
 
 import ast
 import json
 import os
-import shutil
 import subprocess
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -30,14 +30,23 @@ run.finish()
 """
 
 
-def listing(place):
-    return {path.relative_to(place).as_posix(): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+def listing(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture
+def site(tmp_path):
+    """The library as a node unpacks it."""
+    with zipfile.ZipFile(stage_runtime(tmp_path / "cache")) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    return tmp_path / "unpacked" / "site"
 
 
 def test_holds_the_library_its_starter_and_what_they_need(tmp_path):
     content = listing(stage_runtime(tmp_path))
-    assert {"start.py", "requirements.json", "site/azureml_elastic/__init__.py"} <= content.keys()
-    assert content["start.py"] == Path(starter.__file__).read_bytes()
+    assert {"__main__.py", "requirements.json", "site/azureml_elastic/__init__.py"} <= content.keys()
+    assert content["__main__.py"] == Path(starter.__file__).read_bytes()
     assert {"site/azureml_elastic/py.typed", "site/azureml_elastic/node/__main__.py"} <= content.keys()
     assert not [name for name in content if "__pycache__" in name or name.endswith(".pyc")]
     needed = json.loads(content["requirements.json"])
@@ -55,11 +64,12 @@ def test_holds_the_library_its_starter_and_what_they_need(tmp_path):
     assert all(";" not in requirement and ">=" in requirement for requirement in needed.values())
 
 
-def test_equal_content_is_in_the_same_place_for_every_user(tmp_path):
+def test_equal_content_is_in_the_same_place_for_every_user_in_the_same_bytes(tmp_path):
     first, second = stage_runtime(tmp_path / "a"), stage_runtime(tmp_path / "b")
     assert first.relative_to(tmp_path / "a") == second.relative_to(tmp_path / "b")
-    assert listing(first) == listing(second)
-    assert first.name == "azureml_elastic_runtime"
+    assert first.read_bytes() == second.read_bytes()
+    assert first.name == "azureml_elastic_runtime.pyz"
+    assert list(first.parent.iterdir()) == [first]
 
 
 def test_a_second_call_writes_nothing(tmp_path):
@@ -69,30 +79,22 @@ def test_a_second_call_writes_nothing(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-@pytest.mark.parametrize("damage", ["removed", "changed", "compiled", "emptied"])
-def test_a_damaged_folder_is_made_anew(tmp_path, damage):
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:5000])])
+def test_a_damaged_file_is_made_anew(tmp_path, damage):
     place = stage_runtime(tmp_path)
-    whole = listing(place)
-    if damage == "removed":
-        (place / "start.py").unlink()
-    elif damage == "changed":
-        (place / "start.py").write_text("import os")
-    elif damage == "compiled":
-        subprocess.run([sys.executable, "-m", "compileall", "-q", place], check=True, timeout=60)
-    else:
-        shutil.rmtree(place)
-        place.mkdir()
+    whole = place.read_bytes()
+    damage(place)
     assert stage_runtime(tmp_path) == place
-    assert listing(place) == whole
-    assert list((tmp_path / "runtime").iterdir()) == [place.parent]
+    assert place.read_bytes() == whole
+    assert list((tmp_path / "runtime").rglob("*")) == [place.parent, place]
 
 
 def test_many_at_once_agree(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         places = set(threads.map(stage_runtime, [tmp_path] * 16))
     (place,) = places
-    assert "start.py" in listing(place)
-    assert list((tmp_path / "runtime").iterdir()) == [place.parent]
+    assert "__main__.py" in listing(place)
+    assert list((tmp_path / "runtime").rglob("*")) == [place.parent, place]
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
@@ -103,35 +105,34 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 
 def test_a_copy_beside_a_file_is_the_same_and_written_once(tmp_path):
     place, written = copy_runtime(tmp_path / "compiled")
-    assert (place, written) == (tmp_path / "compiled" / "azureml_elastic_runtime", True)
-    assert listing(place) == listing(stage_runtime(tmp_path / "cache"))
-    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    assert (place, written) == (tmp_path / "compiled" / "azureml_elastic_runtime.pyz", True)
+    assert place.read_bytes() == stage_runtime(tmp_path / "cache").read_bytes()
+    before = place.stat().st_mtime_ns
     assert copy_runtime(tmp_path / "compiled") == (place, False)
-    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+    assert place.stat().st_mtime_ns == before
 
 
-def test_an_older_copy_is_replaced_as_a_whole(tmp_path):
+def test_an_older_copy_is_replaced(tmp_path):
     folder = tmp_path / "compiled"
-    place, _ = copy_runtime(folder)
-    whole = listing(place)
-    (place / "start.py").write_text("older")
-    (place / "gone.py").write_text("older")
+    folder.mkdir()
+    place = folder / "azureml_elastic_runtime.pyz"
+    with zipfile.ZipFile(place, "w") as archive:
+        archive.writestr("requirements.json", "{}")
     assert copy_runtime(folder) == (place, True)
-    assert listing(place) == whole
+    assert "__main__.py" in listing(place)
     assert list(folder.iterdir()) == [place]
 
 
-def test_an_unrelated_folder_is_not_replaced(tmp_path):
-    (tmp_path / "azureml_elastic_runtime").mkdir()
-    (tmp_path / "azureml_elastic_runtime" / "mine.txt").write_text("mine")
+def test_an_unrelated_file_is_not_replaced(tmp_path):
+    (tmp_path / "azureml_elastic_runtime.pyz").write_text("mine")
     with pytest.raises(SubmitError, match="is no copy of the runtime"):
         copy_runtime(tmp_path)
-    assert (tmp_path / "azureml_elastic_runtime" / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "azureml_elastic_runtime.pyz").read_text() == "mine"
 
 
 def test_a_copy_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SubmitError, match=r"azureml_elastic_runtime \("):
+    with pytest.raises(SubmitError, match=r"azureml_elastic_runtime.pyz \("):
         copy_runtime(tmp_path / "file")
 
 
@@ -161,8 +162,7 @@ def imported(path):
             yield from (module for option, module in pairwise(words) if option == "-m")
 
 
-def test_a_shipped_module_imports_nothing_that_is_not_shipped(tmp_path):
-    site = stage_runtime(tmp_path) / "site"
+def test_a_shipped_module_imports_nothing_that_is_not_shipped(site):
     lacking, found = [], 0
     for path in site.rglob("*.py"):
         for name in imported(path):
@@ -176,13 +176,13 @@ def test_a_shipped_module_imports_nothing_that_is_not_shipped(tmp_path):
     assert found > 300
 
 
-def test_what_only_the_submitting_machine_needs_stays_there(tmp_path):
-    parts = {path.name for path in (stage_runtime(tmp_path) / "site" / "azureml_elastic").iterdir()}
+def test_what_only_the_submitting_machine_needs_stays_there(site):
+    parts = {path.name for path in (site / "azureml_elastic").iterdir()}
     assert {"node", "train", "nebula", "py.typed"} <= parts
     assert parts.isdisjoint({"cli", "local", "report", "submit", "testing"})
 
 
-def test_a_node_trains_with_the_shipped_folder_alone(tmp_path):
+def test_a_node_trains_with_the_shipped_file_alone(tmp_path):
     pytest.importorskip("torch")
     place = stage_runtime(tmp_path / "cache")
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -201,7 +201,7 @@ def test_a_node_trains_with_the_shipped_folder_alone(tmp_path):
     }
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
-        [sys.executable, place / "start.py", "--checkpoint-dir", tmp_path / "checkpoints", "--", "python", "train.py"],
+        [sys.executable, place, "--checkpoint-dir", tmp_path / "checkpoints", "--", "python", "train.py"],
         cwd=tmp_path,
         env={**inherited, **variables},
         capture_output=True,
@@ -211,4 +211,5 @@ def test_a_node_trains_with_the_shipped_folder_alone(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "__init__.py" in line]
-    assert json.loads(line[line.index('["') :]) == [str(place / "site" / "azureml_elastic" / "__init__.py"), 1, 1]
+    (unpacked,) = place.parent.glob("azureml-elastic-*")
+    assert json.loads(line[line.index('["') :]) == [str(unpacked / "site" / "azureml_elastic" / "__init__.py"), 1, 1]

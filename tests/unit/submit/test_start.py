@@ -1,13 +1,13 @@
-"""The starter, run as a node runs it: a copy beside a library, in a process of its own."""
+"""The starter, run as a node runs it: an archive with a library, in a process of its own."""
 
 import base64
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,20 +28,26 @@ def main(argv):
 
 @pytest.fixture
 def runtime(tmp_path):
-    """A staged folder with a node that prints what it was given."""
+    """An archive with a node that prints what it was given."""
 
     def make(needed, module="json"):
-        place = tmp_path / "the runtime"
-        node = place / "site" / "azureml_elastic" / "node"
-        node.mkdir(parents=True)
-        for folder in (node, node.parent):
-            (folder / "__init__.py").touch()
-        (node / "__main__.py").write_text(NODE.format(module=module))
-        shutil.copy(starter.__file__, place / "start.py")
-        (place / "requirements.json").write_text(json.dumps(needed))
+        place = tmp_path / "the runtime" / "library.pyz"
+        place.parent.mkdir()
+        with zipfile.ZipFile(place, "w") as archive:
+            archive.write(starter.__file__, "__main__.py")
+            archive.writestr("requirements.json", json.dumps(needed))
+            for name in ("azureml_elastic", "azureml_elastic/node"):
+                archive.writestr(f"site/{name}/__init__.py", "")
+            archive.writestr("site/azureml_elastic/node/__main__.py", NODE.format(module=module))
         return place
 
     return make
+
+
+def unpacked(place):
+    """Return the folder into which an archive was unpacked."""
+    (folder,) = place.parent.glob("azureml-elastic-*")
+    return folder
 
 
 def run(place, tmp_path, *arguments, **variables):
@@ -55,7 +61,7 @@ def run(place, tmp_path, *arguments, **variables):
         **variables,
     }
     return subprocess.run(
-        [sys.executable, place / "start.py", *arguments],
+        [sys.executable, place, *arguments],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
@@ -86,10 +92,54 @@ def test_enters_the_node_with_the_library_first_for_every_process(runtime, tmp_p
     place = runtime({})
     done = run(place, tmp_path, "--checkpoint-dir", "c d", "--", "python", "x.py", PYTHONPATH="")
     assert done.stderr == ""
-    assert done.stdout == (
-        f"['--checkpoint-dir', 'c d', '--', 'python', 'x.py'] True {place / 'site/azureml_elastic/node'} child json\n"
-    )
+    node = unpacked(place) / "site" / "azureml_elastic" / "node"
+    assert done.stdout == f"['--checkpoint-dir', 'c d', '--', 'python', 'x.py'] True {node} child json\n"
     assert done.returncode == 7
+    assert unpacked(place).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_start_uses_the_unpacked_files_unless_some_are_gone(runtime, tmp_path):
+    place = runtime({})
+    assert run(place, tmp_path).returncode == 7
+    folder = unpacked(place)
+    before = (folder / "requirements.json").stat().st_mtime_ns
+    assert run(place, tmp_path).returncode == 7
+    assert (folder / "requirements.json").stat().st_mtime_ns == before
+    (folder / "site" / "azureml_elastic" / "node" / "__main__.py").unlink()
+    done = run(place, tmp_path)
+    assert done.returncode == 7, done.stderr
+    assert str(folder) not in done.stdout
+    assert len(list(place.parent.iterdir())) == 3
+
+
+def test_many_starts_at_once_unpack_one_folder(runtime, tmp_path):
+    place = runtime({})
+    with ThreadPoolExecutor(8) as threads:
+        done = list(threads.map(lambda _: run(place, tmp_path), range(8)))
+    assert {each.returncode for each in done} == {7}
+    assert {str(unpacked(place)) in each.stdout for each in done} == {True}
+
+
+def test_another_folder_is_used_where_the_archive_s_cannot_be_written(runtime, tmp_path):
+    place = runtime({})
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert starter.unpack(place, [tmp_path / "missing", elsewhere]).parent == elsewhere
+
+
+def test_a_library_that_cannot_be_unpacked_or_read_is_said(runtime, tmp_path, capsys):
+    place = runtime({})
+    with pytest.raises(SystemExit):
+        starter.unpack(place, [tmp_path / "missing"])
+    assert "cannot be unpacked" in (said := capsys.readouterr().err)
+    assert "TMPDIR" in said
+    data = bytearray(place.read_bytes())
+    data[data.index(b"import os, subprocess") + 3] ^= 1
+    place.write_bytes(data)
+    with pytest.raises(SystemExit):
+        starter.unpack(place, [tmp_path])
+    assert "is damaged" in capsys.readouterr().err
+    assert not list(tmp_path.glob("azureml-elastic-*"))
 
 
 def test_what_is_there_is_not_installed(runtime, tmp_path):

@@ -91,13 +91,21 @@ def test_submitting_twice_gives_two_runs_with_equal_bodies(client, sent, workspa
 
 def test_the_library_is_uploaded_once(client, workspace):
     client.jobs.create_or_update(make())
-    uploads = [request for request in workspace.requests if request.startswith("PUT") and "_runtime/" in request]
-    assert any(request.endswith("/azureml_elastic_runtime/start.py") for request in uploads)
-    assert any(request.endswith("/site/azureml_elastic/config/plan.py") for request in uploads)
-    assert not any("__pycache__" in request for request in uploads)
+    uploads = [request for request in workspace.requests if request.startswith("PUT") and "_runtime" in request]
+    written = {request.partition("?")[0] for request in uploads}
+    assert len(written) == 1, written
+    assert written.pop().endswith("/azureml_elastic_runtime.pyz")
     workspace.requests.clear()
     client.jobs.create_or_update(make("gang"))
-    assert not [request for request in workspace.requests if request.startswith("PUT") and "_runtime/" in request]
+    assert not [request for request in workspace.requests if request.startswith("PUT") and "_runtime" in request]
+
+
+def test_progress_is_shown_of_what_the_user_sends_alone(client, capsys):
+    client.jobs.create_or_update(make())
+    shown = capsys.readouterr().err
+    assert shown.count("Uploading src") == shown.count("100%") > 0, shown
+    assert "azureml_elastic_runtime" not in shown
+    assert not shown.endswith("\n\n\n\n")
 
 
 def test_children_are_one_component(client, workspace):

@@ -152,7 +152,7 @@ def test_a_plain_job_and_the_library_with_it(same, placement, delivery):
     document = same(make(placement, delivery=delivery))
     assert document["type"] == ("pipeline" if placement == "fan_out" else "command")
     inputs = document.get("inputs", {})
-    assert (inputs.get("azureml_elastic_runtime", {}).get("path") == "./azureml_elastic_runtime") == (
+    assert (inputs.get("azureml_elastic_runtime", {}).get("path") == "./azureml_elastic_runtime.pyz") == (
         delivery == "ship"
     )
 

@@ -1,18 +1,20 @@
-"""The folder that is shipped with a job: this library and its start script, in reproducible form.
+"""The file that is sent with a job: this library and its start script as one archive that Python runs.
 
-Azure ML uploads a local input once per content, so the folder must not have anything that changes between two
-submissions, such as compiled files. It is cached per user under the hash of its content.
+Azure ML uploads a local input once per content, so the archive must not have anything that changes between two
+submissions, such as compiled files or times. It is cached per user under the hash of its content.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -20,10 +22,18 @@ from pathlib import Path
 import azureml_elastic
 from azureml_elastic.errors import SubmitError
 
-__all__ = ["cache_folder", "copy_runtime", "stage_runtime"]
+__all__ = ["RUNTIME_FILE", "cache_folder", "copy_runtime", "stage_runtime"]
+
+RUNTIME_FILE = "azureml_elastic_runtime.pyz"
+"""Name of the archive."""
 
 _DISTRIBUTION = "azureml-elastic"
-_NAME = "azureml_elastic_runtime"
+_REQUIREMENTS = "requirements.json"
+_TIME = (1980, 1, 1, 0, 0, 0)
+"""The earliest time of a ZIP archive."""
+
+_UNIX = 3
+_MODE = 0o644
 _EXCLUDED_PACKAGES = frozenset({"cli", "local", "report", "submit", "testing"})
 """Packages that neither nodes nor training scripts import."""
 
@@ -53,70 +63,79 @@ def cache_folder() -> Path:
 
 
 def stage_runtime(cache: Path | None = None) -> Path:
-    """Return a folder with ``start.py``, ``requirements.json`` and ``site/azureml_elastic``.
+    """Return the archive, which has ``__main__.py``, ``requirements.json`` and ``site/azureml_elastic``.
 
-    An intact folder of an earlier call is reused; a modified one is written again.
+    An intact file of an earlier call is reused; a modified one is written again.
 
     Args:
         cache: parent folder; ``None`` selects :func:`cache_folder`.
 
     Raises:
-        SubmitError: the folder cannot be written.
+        SubmitError: the file cannot be written.
     """
     content = _content()
-    folder = (cache or cache_folder()) / "runtime" / _digest(content) / _NAME
+    path = (cache or cache_folder()) / "runtime" / _digest(content) / RUNTIME_FILE
     try:
-        _replace(folder, content, folder.parent.parent)
+        _replace(path, _archive(content))
     except OSError as error:
         raise SubmitError(
-            f"The runtime for the nodes cannot be written to {folder} ({error}). Make that folder writable, or set "
+            f"The runtime for the nodes cannot be written to {path} ({error}). Make that folder writable, or set "
             "XDG_CACHE_HOME to another one."
         ) from error
-    return folder
+    return path
 
 
 def copy_runtime(folder: Path) -> tuple[Path, bool]:
-    """Return a copy of the staged folder below ``folder``, and whether it had to be written."""
-    copy = folder / _NAME
-    if copy.exists() and not (copy / "start.py").exists():
+    """Return a copy of the archive below ``folder``, and whether it had to be written."""
+    copy = folder / RUNTIME_FILE
+    if copy.exists() and not _is_runtime(copy):
         raise SubmitError(f"{copy} exists and is no copy of the runtime. Move it, or write the job elsewhere.")
     try:
-        return copy, _replace(copy, _content(), folder)
+        return copy, _replace(copy, _archive(_content()))
     except OSError as error:
         raise SubmitError(
             f"The runtime for the nodes cannot be written to {copy} ({error}). Make that folder writable."
         ) from error
 
 
-def _replace(folder: Path, content: Mapping[str, bytes], near: Path) -> bool:
-    """Atomically replace a folder by files, through one below ``near``; return ``False`` if it has them already."""
-    if _matches(folder, content):
-        return False
+def _is_runtime(path: Path) -> bool:
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=near))
-        try:
-            _write(scratch / "new", content)
-            if _matches(folder, content):  # written by another process in the meantime
-                return False
-            if folder.exists():
-                folder.rename(scratch / "old")
-            (scratch / "new").rename(folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    except OSError:
-        if _matches(folder, content):  # written by another process between the check and the renaming
+        with zipfile.ZipFile(path) as archive:
+            return _REQUIREMENTS in archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def _replace(path: Path, data: bytes) -> bool:
+    """Replace a file atomically; return ``False`` if it has this content already."""
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == data:
             return False
-        raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=path.parent) as scratch:
+        written = Path(scratch, path.name)
+        written.write_bytes(data)
+        written.replace(path)
     return True
+
+
+def _archive(content: Mapping[str, bytes]) -> bytes:
+    """Return a ZIP archive of these files that is the same in each call."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in sorted(content.items()):
+            entry = zipfile.ZipInfo(name, _TIME)
+            entry.create_system, entry.external_attr = _UNIX, _MODE << 16
+            archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
 
 
 def _content() -> dict[str, bytes]:
     """Return the files by their POSIX path."""
     package = Path(azureml_elastic.__file__).parent
     content = {f"site/azureml_elastic/{name}": path.read_bytes() for name, path in _sources(package).items()}
-    content["start.py"] = (package / "submit" / "runtime" / "start.py").read_bytes()
-    content["requirements.json"] = json.dumps(_requirements(), indent=1, sort_keys=True).encode()
+    content["__main__.py"] = (package / "submit" / "runtime" / "start.py").read_bytes()
+    content[_REQUIREMENTS] = json.dumps(_requirements(), indent=1, sort_keys=True).encode()
     return content
 
 
@@ -160,17 +179,3 @@ def _digest(content: Mapping[str, bytes]) -> str:
     for path, data in sorted(content.items()):
         digest.update(f"{path}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()[:32]
-
-
-def _matches(folder: Path, content: Mapping[str, bytes]) -> bool:
-    present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
-    return present.keys() == content.keys() and all(
-        path.read_bytes() == content[name] for name, path in present.items()
-    )
-
-
-def _write(folder: Path, content: Mapping[str, bytes]) -> None:
-    for name, data in content.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)

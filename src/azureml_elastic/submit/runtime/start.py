@@ -1,14 +1,17 @@
 """Start script of a node: makes this library importable, installs missing requirements, and runs the agent.
 
-This file is shipped beside the library and uses the standard library only. Missing requirements are installed into a
-temporary folder of the node, never into the environment; torch must be part of the environment.
+Python runs this file as ``__main__.py`` of the archive in which the library is sent. It uses the standard library only.
+The archive is unpacked once on a node, since modules in an archive are compiled at each import. Missing requirements
+are installed into a temporary folder of the node, never into the environment; torch must be part of the environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -16,12 +19,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["is_satisfied", "main", "unmet"]
+__all__ = ["is_satisfied", "main", "unmet", "unpack"]
 
 _NEXT_STEP = (
     "Use an environment that has it, as from pip install 'azureml-elastic[node]', in which case "
@@ -36,10 +41,11 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: arguments of the entry point: its options, ``--``, and the program.
     """
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
-    _put_on_path(here / "site")
-    needed = json.loads((here / "requirements.json").read_text(encoding="utf-8"))
+    archive = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != archive]
+    folder = unpack(archive, (archive.parent, Path(tempfile.gettempdir())))
+    _put_on_path(folder / "site")
+    needed = json.loads((folder / "requirements.json").read_text(encoding="utf-8"))
     lacking = unmet(needed)
     if "torch" in lacking:
         _fail(f"This node's environment has no {lacking['torch']!r}, which is never installed at start. {_NEXT_STEP}")
@@ -51,6 +57,50 @@ def main(argv: Sequence[str]) -> int:
     sys.argv[:] = ["azureml_elastic.node", *argv]
     entry: Callable[[list[str]], int | None] = importlib.import_module("azureml_elastic.node.__main__").main
     return entry(list(argv)) or 0
+
+
+def unpack(archive: Path, places: Sequence[Path]) -> Path:
+    """Unpack the archive into a folder of this node, unless an earlier start has, and return the folder.
+
+    Args:
+        archive: file from which this script runs.
+        places: folders to unpack it in, in the order of preference; the first that can be written is used.
+    """
+    problems: list[str] = []
+    try:
+        data = archive.read_bytes()
+        name = f"azureml-elastic-{hashlib.sha256(data).hexdigest()[:16]}"
+        with zipfile.ZipFile(io.BytesIO(data)) as files:
+            folder = next(filter(None, (_unpack_in(place, name, files, problems) for place in places)), None)
+    except (OSError, zipfile.BadZipFile, zlib.error) as error:
+        _fail(f"The library that was sent with the job is damaged: {archive} ({error}). Submit the job again.")
+    if folder is None:
+        _fail(
+            f"The library that was sent with the job cannot be unpacked ({'; '.join(problems)}). Free space there, or "
+            "name another folder by the environment variable TMPDIR."
+        )
+    return folder
+
+
+def _unpack_in(place: Path, name: str, files: zipfile.ZipFile, problems: list[str]) -> Path | None:
+    """Return the folder of this name with all files; add a problem and return ``None`` if it cannot be written."""
+    if _is_own(place / name) and _is_complete(place / name, files):
+        return place / name
+    try:
+        with _scratch(place) as scratch:
+            files.extractall(scratch)
+            return _publish(scratch, place / name, lambda folder: _is_complete(folder, files))
+    except OSError as error:
+        problems.append(f"{place}: {error}")
+    return None
+
+
+def _is_complete(folder: Path, files: zipfile.ZipFile) -> bool:
+    """Return whether a folder has all files; temporary folders are cleaned by some systems."""
+    try:
+        return all((folder / entry.filename).stat().st_size == entry.file_size for entry in files.infolist())
+    except OSError:
+        return False
 
 
 def unmet(needed: Mapping[str, str]) -> dict[str, str]:
@@ -107,21 +157,38 @@ def _install(requirements: Sequence[str]) -> Path:
     if _is_own(folder):
         return folder
     print(f"azureml-elastic: installing {', '.join(requirements)} for this node", file=sys.stderr, flush=True)
-    scratch = Path(tempfile.mkdtemp(prefix="azureml-elastic-"))
-    command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
-    command += ["--quiet", "--target", str(scratch), *requirements]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0:
+    with _scratch(folder.parent) as scratch:
+        command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+        command += ["--quiet", "--target", str(scratch), *requirements]
+        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            output = "\n".join(done.stdout.strip().splitlines()[-_TAIL:])
+            _fail(
+                f"This node's environment lacks {', '.join(requirements)}, and pip could not install it "
+                f"(exit code {done.returncode}). {_NEXT_STEP} Output of pip:\n{output}"
+            )
+        return _publish(scratch, folder)
+
+
+@contextlib.contextmanager
+def _scratch(place: Path) -> Iterator[Path]:
+    """Create a folder that only this user can read, and remove it unless it was published or is in use."""
+    scratch = Path(tempfile.mkdtemp(prefix="azureml-elastic-", dir=place))
+    try:
+        yield scratch
+    except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
-        output = "\n".join(done.stdout.strip().splitlines()[-_TAIL:])
-        _fail(
-            f"This node's environment lacks {', '.join(requirements)}, and pip could not install it "
-            f"(exit code {done.returncode}). {_NEXT_STEP} Output of pip:\n{output}"
-        )
+        raise
+
+
+def _publish(scratch: Path, folder: Path, is_usable: Callable[[Path], bool] = lambda _: True) -> Path:
+    """Rename a finished folder for the next starts, and return the one to use."""
     try:
         scratch.rename(folder)
     except OSError:  # another start on this node has created it
-        return folder if _is_own(folder) else scratch
+        if not (_is_own(folder) and is_usable(folder)):
+            return scratch
+        shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.errors import CommandError, SubmitError
-from azureml_elastic.submit.runtime.staging import copy_runtime
+from azureml_elastic.submit.runtime.staging import RUNTIME_FILE, copy_runtime
 from azureml_elastic.submit.yaml.job_file import load_elastic_job, read_document
 from azureml_elastic.submit.yaml.standard_yaml import standard_yaml
 
@@ -28,7 +28,7 @@ class Compiled:
 
     Args:
         text: standard YAML of the job.
-        runtime: folder with the library's copy beside the file; ``None`` if none is needed.
+        runtime: file with the library's copy beside the target; ``None`` if none is needed.
         runtime_changed: whether the copy had to be written.
     """
 
@@ -63,7 +63,7 @@ def compile_file(
     path = Path(target)
     _check_target(path, origin)
     folder = path.absolute().parent
-    beside = folder / "azureml_elastic_runtime"
+    beside = folder / RUNTIME_FILE
     absolute = frozenset(_absolute_paths(read_document(origin, wanted)))
     text = _text(job, origin, folder=folder, absolute=absolute, runtime=beside)
     text = f"{_MARK} from {origin.name}: change that file, and compile it again.\n{text}"
