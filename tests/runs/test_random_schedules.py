@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import psutil
 import pytest
 
 from azureml_elastic.config import ElasticDistribution, HealthPolicy
+from azureml_elastic.ledger.accounting import NodeTime, account
+from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
-from azureml_elastic.local.faults.model import Kill, Preempt, Schedule
+from azureml_elastic.local.faults.model import Freeze, Kill, Preempt, Schedule
 from azureml_elastic.local.faults.schedule import random_schedule
 from tests.support.node_server import start_node
 from tests.support.paths import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
 KINDS = ("kill", "preempt", "add", "freeze", "table")
+CAUSES = {Kill: "node loss", Freeze: "node loss", Preempt: "preemption"}
 FIRST, LAST = (int(number) for number in os.environ.get("CHAOS_SEEDS", "0:4").split(":"))
 
 
@@ -70,3 +75,24 @@ def test_random_losses_and_new_nodes(tmp_path, seed, request, monkeypatch):
     assert (report.audit.steps, report.audit.seen) == (80, 944), trail
     assert all(node.leftovers == 0 for node in report.nodes), trail
     assert listening() <= ports, trail
+    check_accounting(report, faults, trail)
+
+
+def check_accounting(report: Report, faults: Schedule, trail: str) -> None:
+    """Compare the accounting with what the launcher and the step log know."""
+    events = read_events(report.paths.events)
+    walls = {node.name: NodeTime(node.began or 0.0, node.ended or 0.0) for node in report.nodes}
+    spans = account(events, walls)
+    for node in report.nodes:
+        own = [span for span in spans if span.node == node.name]
+        if own:  # else it was killed before its agent wrote a line
+            assert all(one.ended == other.started for one, other in pairwise(own)), trail
+            attributed = sum(span.seconds for span in own)
+            assert attributed == pytest.approx(walls[node.name].seconds, rel=0.005), (node.name, own, trail)
+    injected = {CAUSES[type(fault)] for fault in faults.faults if type(fault) in CAUSES} | {"scale-up"}
+    assert {span.cause for span in spans} - {None} <= injected, (spans, trail)
+    for lost in [fault for fault in report.faults if fault.fault.startswith("kill")]:
+        if any(round_.lost == lost.nodes for round_ in report.rounds):
+            assert any(span.cause == "node loss" for span in spans), trail
+    assert report.audit is not None
+    assert report.lost_steps == report.audit.rolled_back_steps, trail

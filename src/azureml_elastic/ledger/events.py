@@ -21,6 +21,7 @@ __all__ = [
     "HostQuarantined",
     "HostStruck",
     "NodeLeft",
+    "NodeReady",
     "NodeStarted",
     "Progress",
     "Restored",
@@ -59,6 +60,14 @@ class NodeStarted(_Event):
     pid: int
     job: str = ""
     """Name of the node's job in Azure ML, empty elsewhere."""
+    began: float | None = None
+    """Start of the agent's process in seconds since the epoch."""
+
+
+class NodeReady(_Event):
+    """The node has made its preparations, such as imports, and waits for its first round."""
+
+    kind: Literal["node_ready"] = "node_ready"
 
 
 class HealthChecked(_Event):
@@ -212,6 +221,7 @@ class RunEnded(_Event):
 
 Event = Annotated[
     NodeStarted
+    | NodeReady
     | HealthChecked
     | HostStruck
     | HostQuarantined

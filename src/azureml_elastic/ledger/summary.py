@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.ledger import timeline
+from azureml_elastic.ledger import accounting, timeline
 from azureml_elastic.ledger.events import Event, NodeLeft, NodeStarted
 from azureml_elastic.ledger.reading import EventReader, read_events, read_samples
 from azureml_elastic.ledger.samples import SampleAudit, SampleLine, audit_samples, restored_steps
@@ -39,12 +39,17 @@ class _Record(BaseModel):
 
 
 class NodeSummary(_Record):
-    """End of one node; ``leftovers`` is the number of processes that outlived its agent and were killed."""
+    """End of one node; ``leftovers`` is the number of processes that outlived its agent and were killed.
+
+    ``began`` and ``ended`` are seconds since the epoch, ``None`` where only the node's events tell.
+    """
 
     name: str
     exit_code: int | None = None
     ending: NodeEnding = "unknown"
     leftovers: int = 0
+    began: float | None = None
+    ended: float | None = None
 
 
 class FaultRecord(_Record):
@@ -91,6 +96,9 @@ class Report(_Record):
         world_sizes: world sizes of successive rounds that trained, equal neighbours merged.
         missed_faults: faults of the schedule that did not happen.
         audit: result of the sample audit, ``None`` without recorded samples.
+        activities: seconds of all nodes by activity and cause, the largest first; their sum is the nodes' wall time.
+        lost_steps: number of steps that were trained again after a loss.
+        goodput: share of that time which was spent on training that was kept; ``None`` without events.
         skipped_events: number of unreadable lines in the event files.
     """
 
@@ -107,6 +115,9 @@ class Report(_Record):
     faults: tuple[FaultRecord, ...] = ()
     missed_faults: tuple[MissedFault, ...] = ()
     audit: SampleAudit | None = None
+    activities: tuple[accounting.Total, ...] = ()
+    lost_steps: int = 0
+    goodput: float | None = None
     skipped_events: int = 0
     paths: Paths
 
@@ -116,7 +127,7 @@ class Report(_Record):
         return max((round_.last_step or 0 for round_ in self.rounds), default=0)
 
     def with_timeline(self, events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()) -> Report:
-        """Return the report with the rounds and recoveries of the run.
+        """Return the report with the rounds, the recoveries and the accounting of the run.
 
         Args:
             events: events of all nodes.
@@ -125,7 +136,22 @@ class Report(_Record):
         rounds = tuple(timeline.rounds(events))
         recoveries = tuple(timeline.recoveries(events, losses))
         sizes = tuple(timeline.world_sizes(rounds))
-        return self.model_copy(update={"rounds": rounds, "recoveries": recoveries, "world_sizes": sizes})
+        times = {
+            node.name: accounting.NodeTime(node.began, node.ended)
+            for node in self.nodes
+            if node.began is not None and node.ended is not None
+        }
+        activities = tuple(accounting.totals(accounting.account(events, times)))
+        return self.model_copy(
+            update={
+                "rounds": rounds,
+                "recoveries": recoveries,
+                "world_sizes": sizes,
+                "activities": activities,
+                "lost_steps": accounting.lost_steps(events),
+                "goodput": accounting.goodput(activities),
+            }
+        )
 
     def write(self) -> Path:
         """Replace the file atomically and return its path."""

@@ -179,7 +179,7 @@ class Launch:
         for node in self._nodes.values():
             code = node.process.exit_code()
             if code is not None and node.exit_code is None:
-                node.exit_code = code
+                node.exit_code, node.ended = code, time.time()
                 # As with a lost machine, no process of the node stays.
                 left = node.process.kill()
                 node.leftovers = 0 if node.forced == "killed" else left

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from azureml_elastic.config import Plan, environment
 from azureml_elastic.ledger.reading import LineReader
@@ -28,6 +29,9 @@ class LaunchedNode:
     last_line: str = ""
     frozen: bool = False
     resumes: bool = True
+    began: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    ended: float | None = None
 
     @property
     def name(self) -> str:
@@ -46,7 +50,14 @@ class LaunchedNode:
     def summary(self) -> NodeSummary:
         """State for the report."""
         status = self.status
-        return NodeSummary(name=self.name, exit_code=self.exit_code, ending=status.ending, leftovers=self.leftovers)
+        return NodeSummary(
+            name=self.name,
+            exit_code=self.exit_code,
+            ending=status.ending,
+            leftovers=self.leftovers,
+            began=self.began,
+            ended=self.ended,
+        )
 
 
 def node_environment(name: str, plan: Plan, table: TableChoice, paths: Paths) -> dict[str, str]:

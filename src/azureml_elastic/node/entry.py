@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+import psutil
+
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
 from azureml_elastic.config import environment as variables
@@ -139,7 +141,8 @@ class _Node:
         stack.callback(rendezvous.shutdown)
         rendezvous.announce()
         job = os.environ.get("AZUREML_RUN_ID", "")
-        recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid(), job=job)
+        began = psutil.Process().create_time()
+        recorder.record(NodeStarted, 0, host=identity.host, pid=os.getpid(), job=job, began=began)
         self._watch = HangDetector(HangPolicy.of(distribution))
         sender = ShardSender(memory, rendezvous.authenticator)
         self._channel = Channel(recorder, rendezvous.inbox, wake.set, self._watch, memory, sender)

@@ -29,6 +29,8 @@ def summary(report: Report) -> RenderableType:
         parts += [timeline_picture(report), _rounds_table(report)]
     if report.recoveries:
         parts.append(_recoveries_table(report))
+    if report.goodput is not None:
+        parts.append(_activities_table(report))
     if report.audit is not None:
         parts.append(audit_text(report.audit))
     parts.append(_outcome(report))
@@ -106,6 +108,18 @@ def _table(title: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in headings:
         table.add_column(heading, overflow="fold")
+    return table
+
+
+def _activities_table(report: Report) -> Table:
+    whole = sum(total.seconds for total in report.activities)
+    table = Table(title=f"time of the nodes, goodput {report.goodput:.0%}", title_justify="left", title_style="bold")
+    table.add_column("activity")
+    table.add_column("node-seconds", justify="right")
+    table.add_column("share", justify="right")
+    for total in report.activities:
+        name = total.activity if total.cause is None else f"{total.activity}: {total.cause}"
+        table.add_row(name, f"{total.seconds:.1f}", f"{total.seconds / whole:.1%}")
     return table
 
 

@@ -19,6 +19,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from azureml_elastic.config.exit_codes import AGENT_LOST, FAILED
 from azureml_elastic.ledger.events import (
     HostStruck,
+    NodeReady,
     RoundEntered,
     RoundReopened,
     RunEnded,
@@ -151,6 +152,7 @@ class NodeAgent:
             round_ = self._rdzv.read_round()
             if round_.number > 1 or round_.state == "sealed":
                 self._group.warm_up(self._rdzv.given_up, settle=round_.state == "sealed")
+            self._recorder.record(NodeReady, 0)
             while True:
                 if self._group.stays:
                     self._group.get_ready(self._rdzv.given_up)
@@ -282,6 +284,7 @@ class NodeAgent:
             lost: members that will not be back.
             round_failed: whether nobody is to blame but the network.
         """
+        self._channel.record_last_step()
         leaving = self._preemption.noticed and self._preemption.commit_to_leave()
         lost |= frozenset({self._rdzv.node}) if leaving else frozenset()
         if leaving or not self._group.stays:
@@ -332,6 +335,7 @@ class NodeAgent:
         return self._charge(hang_failure(rank, FAILED, hang.reason), hang.reason, lost=self._leavers)
 
     def _charge(self, failure: Failure, reason: str, *, lost: frozenset[str]) -> ExitReason | None:
+        self._channel.record_last_step()
         self._workers.begin_stopping()
         self.failure = apply_restart_policy(
             failure,

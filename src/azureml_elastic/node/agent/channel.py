@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -18,10 +17,11 @@ from typing import Any, get_args
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.ipc import Connection, MessageServer, listen, worker_messages
 from azureml_elastic.ipc.worker_messages import FROM_AGENT, FROM_WORKER
-from azureml_elastic.ledger.events import CheckpointQuarantined, Progress, Restored
+from azureml_elastic.ledger.events import CheckpointQuarantined, Restored
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.local_workers import LocalWorkers, RoundState, WorkerState
 from azureml_elastic.node.agent.pointer_service import PointerService
+from azureml_elastic.node.agent.progress_log import ProgressLog
 from azureml_elastic.node.agent.shard_sender import ShardSender
 from azureml_elastic.node.agent.temporary_folder import TemporaryFolder
 from azureml_elastic.node.hangs.detector import HangDetector
@@ -33,7 +33,6 @@ __all__ = ["Channel"]
 
 _LOG = logging.getLogger(__name__)
 
-_PROGRESS_SECONDS = 0.05
 _LONGEST_FOLDER_BYTES = 70
 
 
@@ -72,7 +71,7 @@ class Channel:
         self.folder = self._temporary.path
         self.path = str(self.folder / "agent.sock")
         self.ended_well = False
-        self._recorded = 0.0
+        self._progress = ProgressLog(recorder)
         self._memories = memory
         self._sender = sender
         self._pointers = PointerService(recorder)
@@ -102,6 +101,10 @@ class Channel:
         self.workers.begin(RoundState(number, size, pointer), keep=keep)
         if pointer is not None:
             self._pointers.take_over(pointer)
+
+    def record_last_step(self) -> None:
+        """Record the last step of a round that ends, of which no more messages count."""
+        self._progress.flush()
 
     def close(self) -> None:
         """Stop serving; workers that still run will exit."""
@@ -149,10 +152,7 @@ class Channel:
                 self._watch.completed(message.step, local_rank)
                 self._memories.completed(state.number)
                 self.workers.advance(state, message.step, completed=True)
-                now = time.monotonic()
-                if now - self._recorded >= _PROGRESS_SECONDS:
-                    self._recorded = now
-                    self._recorder.record(Progress, state.number, step=message.step)
+                self._progress.completed(state.number, message.step)
             case worker_messages.Busy():
                 self._watch.busy(local_rank, bounded=message.bounded)
             case worker_messages.Free():
@@ -179,7 +179,8 @@ class Channel:
             case worker_messages.Stopped(step) | worker_messages.Finished(step):
                 self.workers.end(state, local_rank, step, finished=isinstance(message, worker_messages.Finished))
                 self._watch.finished()
-                self._recorder.record(Progress, state.number, step=step)
+                self._progress.completed(state.number, step)
+                self._progress.flush()
                 self._wake()
             case _ if isinstance(message, get_args(worker_messages.MemoryMessage)):
                 answer = self._memories.answer(message, worker.round, worker.rank)

@@ -54,15 +54,16 @@ class Recorder:
             self._thread = threading.Thread(target=self._write_rows, args=(table,), name="ledger", daemon=True)
             self._thread.start()
 
-    def record(self, kind: type[Any], round_number: int, **fields: Any) -> None:
+    def record(self, kind: type[Any], round_number: int, at: float | None = None, **fields: Any) -> None:
         """Append one event.
 
         Args:
             kind: the event's class.
             round_number: the round that the node is in, 0 before its first.
+            at: seconds since the epoch; ``None`` for now.
             fields: the event's own fields.
         """
-        event: Event = kind(time=time.time(), node=self._node, round=round_number, **fields)
+        event: Event = kind(time=time.time() if at is None else at, node=self._node, round=round_number, **fields)
         with self._lock:
             try:
                 self._file.write(event.model_dump_json() + "\n")

@@ -1,0 +1,371 @@
+"""Accounting of the nodes' time: each second of each node has one activity. Pure functions of the events.
+
+The times of one node are compared with each other, never with those of another node, with one exception: while a node
+waits outside of the rounds, the others' events decide whether it waits for the minimum or is a spare.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from azureml_elastic.ledger.events import (
+    CheckpointCommitted,
+    Event,
+    HangDetected,
+    NodeLeft,
+    NodeReady,
+    NodeStarted,
+    Progress,
+    Restored,
+    RoundEntered,
+    RoundReopened,
+    RunEnded,
+    WorkerFailed,
+    WorkersStarted,
+)
+from azureml_elastic.ledger.samples import restored_steps, surviving_steps
+
+__all__ = ["Activity", "Cause", "NodeTime", "Span", "Total", "account", "goodput", "lost_steps", "node_times", "totals"]
+
+Activity = Literal["starting", "waiting", "training", "saving", "recovering", "lost work", "idle"]
+"""What a node does: ``waiting`` is for the minimum of nodes, ``lost work`` is trained again later, ``idle`` is a spare
+or after the end of the run."""
+
+Cause = Literal["preemption", "node loss", "worker crash", "scale-up", "hang", "connection"]
+"""Why the round ended from which a node recovers; ``scale-up`` is every other change at a step boundary."""
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """Lifetime of a node's process in seconds since the epoch, by the node's clock."""
+
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the node."""
+        return max(0.0, self.ended - self.began)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time span of one node with one activity.
+
+    Args:
+        node: name of the node.
+        activity: what it did.
+        started: seconds since the epoch.
+        ended: seconds since the epoch.
+        round: round of the node, 0 before its first.
+        cause: why it was recovering, or why its work was lost; ``None`` for other activities.
+    """
+
+    node: str
+    activity: Activity
+    started: float
+    ended: float
+    round: int = 0
+    cause: Cause | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the span."""
+        return self.ended - self.started
+
+
+@dataclass(frozen=True)
+class Total:
+    """Seconds of all nodes with one activity and cause."""
+
+    activity: Activity
+    cause: Cause | None
+    seconds: float
+
+
+def node_times(events: Iterable[Event]) -> dict[str, NodeTime]:
+    """Return the lifetimes of the nodes as far as they have recorded them: up to the last event of a killed node."""
+    found: dict[str, NodeTime] = {}
+    for event in events:
+        began = event.began if isinstance(event, NodeStarted) and event.began is not None else event.time
+        known = found.get(event.node, NodeTime(began, event.time))
+        found[event.node] = NodeTime(min(known.began, began), max(known.ended, event.time))
+    return found
+
+
+def account(events: Sequence[Event], times: Mapping[str, NodeTime] | None = None) -> list[Span]:
+    """Return the spans of all nodes; those of one node follow each other without a gap over its whole lifetime.
+
+    Args:
+        events: events of all nodes.
+        times: lifetimes of nodes that are known better than by their events, such as those of killed nodes.
+    """
+    run = _Run.of(events)
+    lifetimes = {**node_times(events), **(times or {})}
+    spans: list[Span] = []
+    for node in sorted(run.events):
+        line = _Line(node, lifetimes[node])
+        _account_node(line, run)
+        spans += line.spans
+    return spans
+
+
+def totals(spans: Iterable[Span]) -> list[Total]:
+    """Return the seconds by activity and cause, the largest first."""
+    sums: dict[tuple[Activity, Cause | None], float] = {}
+    for span in spans:
+        sums[span.activity, span.cause] = sums.get((span.activity, span.cause), 0.0) + span.seconds
+    found = [Total(activity, cause, seconds) for (activity, cause), seconds in sums.items()]
+    return sorted(found, key=lambda total: -total.seconds)
+
+
+def goodput(found: Iterable[Total]) -> float | None:
+    """Return the share of the nodes' time that was spent on training which was kept; ``None`` without time."""
+    found = list(found)
+    whole = math.fsum(total.seconds for total in found)
+    return math.fsum(total.seconds for total in found if total.activity == "training") / whole if whole else None
+
+
+def lost_steps(events: Sequence[Event]) -> int:
+    """Return the number of steps that were trained again, because a later round was restored from an earlier one."""
+    restored = restored_steps(events)
+    last: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, Progress):
+            last[event.round] = max(event.step, last.get(event.round, 0))
+    kept = surviving_steps(restored, last)
+    return sum(int(max(0, step - max(restored.get(number, 0), kept[number]))) for number, step in last.items())
+
+
+@dataclass
+class _Line:
+    """Spans of one node, drawn from the beginning to the end."""
+
+    node: str
+    time: NodeTime
+    spans: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.at = self.time.began
+
+    def draw(self, until: float, activity: Activity, number: int = 0, cause: Cause | None = None) -> None:
+        """Continue with an activity; a time before the present or after the end of the node changes nothing."""
+        until = min(until, self.time.ended)
+        if until <= self.at:
+            return
+        last = self.spans[-1] if self.spans else None
+        if last is not None and (last.activity, last.round, last.cause) == (activity, number, cause):
+            self.spans[-1] = Span(self.node, activity, last.started, until, number, cause)
+        else:
+            self.spans.append(Span(self.node, activity, self.at, until, number, cause))
+        self.at = until
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What concerns the whole run.
+
+    Args:
+        events: events by node, in order.
+        sealed: time spans in which rounds ran, in order.
+        restored: step with which training begins, by round.
+        kept: last step of each round that no later round has trained again.
+        causes: why each round ended.
+        commits: committed checkpoints by round.
+        reports_steps: whether any step was reported; a script without a session reports none.
+        succeeded_in: round in which the run ended, ``None`` if it has not.
+    """
+
+    events: Mapping[str, list[Event]]
+    sealed: list[tuple[float, float]]
+    restored: Mapping[int, int]
+    kept: Mapping[int, float]
+    causes: Mapping[int, Cause]
+    commits: Mapping[int, list[CheckpointCommitted]]
+    reports_steps: bool
+    ended_in: int | None
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> _Run:
+        by_node: dict[str, list[Event]] = {}
+        by_round: dict[int, list[Event]] = {}
+        for event in sorted(events, key=lambda event: event.time):
+            by_node.setdefault(event.node, []).append(event)
+            by_round.setdefault(event.round, []).append(event)
+        commits: dict[int, list[CheckpointCommitted]] = {}
+        for event in events:
+            if isinstance(event, CheckpointCommitted):
+                commits.setdefault(event.round, []).append(event)
+        restored = restored_steps(events)
+        numbers = sorted(
+            number for number, own in by_round.items() if any(isinstance(event, RoundEntered) for event in own)
+        )
+        sealed = []
+        for number in numbers:
+            own = by_round[number]
+            started = min(event.time for event in own if isinstance(event, RoundEntered))
+            closing = [event.time for event in own if isinstance(event, RoundReopened | RunEnded)]
+            sealed.append((started, min(closing, default=max(event.time for event in own))))
+        left = {event.node: event.reason for event in events if isinstance(event, NodeLeft)}
+        ends = [event.round for event in events if isinstance(event, RunEnded)]
+        return cls(
+            by_node,
+            sealed,
+            restored,
+            surviving_steps(restored, numbers),
+            {number: _cause(by_round[number], left) for number in numbers},
+            commits,
+            any(isinstance(event, Progress) for event in events),
+            max(ends, default=None),
+        )
+
+
+def _cause(events: Sequence[Event], left: Mapping[str, str]) -> Cause:
+    """Return why a round ended, by its events and the reasons with which nodes have left."""
+    reopened = [event for event in events if isinstance(event, RoundReopened)]
+    lost = {node for event in reopened for node in event.lost}
+    if any(isinstance(event, HangDetected) for event in events):
+        return "hang"
+    if any(isinstance(event, WorkerFailed) for event in events):
+        return "worker crash"
+    reason = reopened[0].reason if reopened else ""
+    if lost:
+        announced = "was preempted" in reason or reason == "rescale at a step boundary"
+        announced |= any(left.get(node, "").startswith("preempted") for node in lost)
+        return "preemption" if announced else "node loss"
+    if "worker" in reason and "failed with" in reason:
+        return "worker crash"
+    return "connection" if "connect" in reason or "could not go on" in reason else "scale-up"
+
+
+def _account_node(line: _Line, run: _Run) -> None:
+    """Draw the line of one node."""
+    own = run.events[line.node]
+    entries = [event for event in own if isinstance(event, RoundEntered)]
+    ready = next((event.time for event in own if isinstance(event, NodeReady)), None)
+    first = entries[0].time if entries else line.time.ended
+    line.draw(first if ready is None else min(ready, first), "starting")
+    _wait(line, first, run)
+    for index, entry in enumerate(entries):
+        following = entries[index + 1] if index + 1 < len(entries) else None
+        before = entries[index - 1].round if index else None
+        _account_round(line, run, entry.round, before, following)
+
+
+def _wait(line: _Line, until: float, run: _Run) -> None:
+    """Draw the time outside of the rounds: idle while others train, otherwise waiting for the minimum."""
+    for started, ended in run.sealed:
+        if ended <= line.at:
+            continue
+        line.draw(min(started, until), "waiting")
+        line.draw(min(ended, until), "idle")
+    line.draw(until, "waiting" if run.ended_in is None else "idle")
+
+
+def _account_round(line: _Line, run: _Run, number: int, before: int | None, following: RoundEntered | None) -> None:
+    """Draw the time from the entry into a round to the entry into the node's next one, or to its end."""
+    steps = _Steps.of(run, line.node, number)
+    if before is None:
+        line.draw(steps.started, "starting", number)
+    else:
+        line.draw(steps.started, "recovering", number, run.causes[before])
+    cause = run.causes[number]
+    pauses = steps.pauses(run.commits.get(number, ()))
+    kept_until = steps.time_of(run.kept[number])
+    for time in sorted({*(edge for pause in pauses for edge in pause), kept_until, steps.ended}):
+        middle = (line.at + time) / 2
+        if line.at < steps.ended or any(started <= middle <= ended for started, ended in pauses):
+            if any(started <= middle <= ended for started, ended in pauses):
+                line.draw(time, "saving", number)
+            elif middle <= kept_until:
+                line.draw(min(time, steps.ended), "training", number)
+            else:
+                line.draw(min(time, steps.ended), "lost work", number, cause)
+    if following is not None and following.round == number + 1:
+        line.draw(following.time, "recovering", number, cause)
+    elif following is not None:
+        _leave_round(line, run, number, cause)
+        _wait(line, following.time, run)
+    elif run.ended_in == number:
+        line.draw(line.time.ended, "idle", number)
+    elif any(isinstance(event, NodeLeft) for event in run.events[line.node]):
+        line.draw(line.time.ended, "recovering", number, cause)
+    elif not _has_seen_the_end(run, line.node, number):
+        line.draw(line.time.ended, "lost work", number, cause)  # the step in which it was killed
+    else:
+        _leave_round(line, run, number, cause)
+        line.draw(line.time.ended, "idle", number)
+
+
+def _leave_round(line: _Line, run: _Run, number: int, cause: Cause) -> None:
+    """Draw the time until the others have the next round."""
+    later = [
+        event.time
+        for events in run.events.values()
+        for event in events
+        if isinstance(event, RoundEntered) and event.round > number
+    ]
+    line.draw(min(later, default=line.at), "recovering", number, cause)
+
+
+def _has_seen_the_end(run: _Run, node: str, number: int) -> bool:
+    return any(isinstance(event, RoundReopened) and event.round == number for event in run.events[node])
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Training of one node in one round.
+
+    Args:
+        started: time at which its first step began.
+        ended: time of its last step.
+        times: times at which steps were completed, in order, beginning with ``started``.
+        steps: numbers of these steps, beginning with the restored one.
+    """
+
+    started: float
+    ended: float
+    times: tuple[float, ...]
+    steps: tuple[int, ...]
+
+    @classmethod
+    def of(cls, run: _Run, node: str, number: int) -> _Steps:
+        own = [event for event in run.events[node] if event.round == number]
+        done = [(event.time, event.step) for event in own if isinstance(event, Progress)]
+        launched = [event.time for event in own if isinstance(event, RoundEntered | WorkersStarted | Restored)]
+        if not done:
+            # Without a session nothing but the workers' start is known.
+            started = max(launched) if run.reports_steps else min(launched)
+            last = own[-1].time if any(isinstance(event, WorkersStarted) for event in own) else started
+            closing = [event.time for event in own if isinstance(event, RoundReopened | RunEnded | NodeLeft)]
+            ended = started if run.reports_steps else max(started, min(closing, default=last))
+            return cls(started, ended, (started,), (run.restored.get(number, 0),))
+        restored = run.restored.get(number, done[0][1] - 1)
+        (first_time, first_step), (last_time, last_step) = done[0], done[-1]
+        each = (last_time - first_time) / (last_step - first_step) if last_step > first_step else 0.0
+        started = max([first_time - each * max(1, first_step - restored), *(at for at in launched if at <= first_time)])
+        return cls(started, last_time, (started, *(at for at, _ in done)), (restored, *(step for _, step in done)))
+
+    def time_of(self, step: float) -> float:
+        """Return the time at which a step was completed, between reported ones in proportion."""
+        if step >= self.steps[-1]:
+            return math.inf
+        right = bisect.bisect_right(self.steps, step)
+        if right == 0:
+            return self.started
+        left = right - 1
+        share = (step - self.steps[left]) / (self.steps[right] - self.steps[left])
+        return self.times[left] + share * (self.times[right] - self.times[left])
+
+    def pauses(self, commits: Iterable[CheckpointCommitted]) -> list[tuple[float, float]]:
+        """Return the spans in which training paused to save: after the step of each checkpoint of the round."""
+        found = []
+        for commit in commits:
+            if self.steps[0] < commit.step:
+                at = min(self.time_of(commit.step), self.ended)
+                found.append((at, at + commit.seconds))
+        return found

@@ -1,0 +1,186 @@
+"""The accounting of the nodes' time, on histories written by hand and drawn at random."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_elastic.ledger.accounting import NodeTime, account, goodput, lost_steps, totals
+from azureml_elastic.ledger.events import (
+    CheckpointCommitted,
+    HangDetected,
+    NodeLeft,
+    NodeReady,
+    NodeStarted,
+    Progress,
+    Restored,
+    RoundEntered,
+    RoundReopened,
+    RunEnded,
+    WorkerFailed,
+    WorkersStarted,
+)
+
+
+def started(at, node, ready):
+    return [
+        NodeStarted(time=at + 0.5, node=node, host="h", pid=1, began=at),
+        NodeReady(time=ready, node=node),
+    ]
+
+
+def entered(at, node, number, *members):
+    return [
+        RoundEntered(time=at, node=node, round=number, rank=members.index(node), members=members, world_size=2),
+        WorkersStarted(time=at + 0.1, node=node, round=number, pids=(1,)),
+    ]
+
+
+def steps(node, number, times):
+    """Return the progress of a node: step by time."""
+    return [Progress(time=at, node=node, round=number, step=step) for step, at in times.items()]
+
+
+def summed(events, times=None):
+    """Return the seconds of each node by activity, with the cause where there is one."""
+    found = {}
+    for span in account(events, times):
+        name = span.activity if span.cause is None else f"{span.activity}: {span.cause}"
+        own = found.setdefault(span.node, {})
+        own[name] = round(own.get(name, 0) + span.seconds, 6)
+    return found
+
+
+def lost_node(reason="lost b", left=()):
+    """Two nodes train ten steps of one second; then b is lost, and a goes on alone from step 7."""
+    return [
+        *started(0, "a", 2),
+        *started(1, "b", 4),
+        *entered(4, "a", 1, "a", "b"),
+        *entered(4, "b", 1, "a", "b"),
+        Restored(time=5, node="a", round=1, step=0),
+        *steps("a", 1, {step: 5 + step for step in range(1, 11)}),
+        *steps("b", 1, {step: 5 + step for step in range(1, 11)}),
+        CheckpointCommitted(time=12.9, node="a", round=1, step=7, directory="x", seconds=0.25),
+        *left,
+        RoundReopened(time=16, node="a", round=1, reason=reason, lost=("b",)),
+        *entered(17, "a", 2, "a"),
+        Restored(time=18, node="a", round=2, step=7),
+        *steps("a", 2, {step: 18 + step - 7 for step in range(8, 13)}),
+        RunEnded(time=24, node="a", round=2, succeeded=True),
+        NodeLeft(time=24.5, node="a", round=2, reason="the run ended well", exit_code=0),
+    ]
+
+
+def test_a_lost_node_costs_the_recovery_and_the_steps_after_the_checkpoint():
+    found = summed(lost_node(), {"b": NodeTime(0.75, 15.5)})
+    assert found["a"] == {
+        "starting": 3.0,  # before it waits, and from the round to the first step
+        "waiting": 2.0,
+        "training": 12.0,  # seven steps, and five after the loss
+        "saving": 0.25,
+        "lost work: node loss": 2.75,
+        "recovering: node loss": 3.0,
+        "idle": 1.5,
+    }
+    assert found["b"] == {
+        "starting": 4.25,
+        "training": 7.0,
+        "saving": 0.25,
+        "lost work: node loss": 3.25,  # with the step in which it was killed
+    }
+    assert lost_steps(lost_node()) == 3
+
+
+@pytest.mark.parametrize(
+    ("reason", "left", "cause"),
+    [
+        ("lost b", [], "node loss"),
+        ("b was preempted", [], "preemption"),
+        ("lost b", [NodeLeft(time=15.2, node="b", round=1, reason="preempted (SIGTERM)", exit_code=143)], "preemption"),
+        ("x", [WorkerFailed(time=15.2, node="b", round=1, rank=1, exit_code=1, message="")], "worker crash"),
+        ("x", [HangDetected(time=15.2, node="a", round=1, step=10, seconds=9, limit_seconds=8)], "hang"),
+    ],
+)
+def test_causes_follow_from_the_events_of_the_round(reason, left, cause):
+    found = account(lost_node(reason, left))
+    assert {span.cause for span in found} == {None, cause}
+
+
+def test_a_newcomer_waits_as_a_spare_until_the_others_change_the_round():
+    events = [
+        *started(0, "a", 1),
+        *entered(1, "a", 1, "a"),
+        Restored(time=2, node="a", round=1, step=0),
+        *steps("a", 1, {1: 3, 2: 4, 3: 5}),
+        *started(2, "b", 3),
+        RoundReopened(time=5.5, node="a", round=1, reason="rescale at a step boundary"),
+        *entered(6, "a", 2, "a", "b"),
+        *entered(6, "b", 2, "a", "b"),
+        Restored(time=7, node="a", round=2, step=3),
+        *steps("a", 2, {4: 8, 5: 9}),
+        *steps("b", 2, {4: 8, 5: 9}),
+        RunEnded(time=9, node="a", round=2, succeeded=True),
+    ]
+    found = summed(events)
+    assert found["a"] == {"starting": 2.0, "training": 5.0, "recovering: scale-up": 2.0}
+    assert found["b"] == {"starting": 2.0, "idle": 2.5, "waiting": 0.5, "training": 2.0}
+    assert lost_steps(events) == 0
+    assert goodput(totals(account(events))) == pytest.approx(7 / 16)
+
+
+def test_a_node_that_no_round_takes_waits_or_is_idle():
+    events = [*started(0, "a", 1), NodeLeft(time=9, node="a", reason="cancelled", exit_code=1)]
+    assert summed(events) == {"a": {"starting": 1.0, "waiting": 8.0}}
+    spare = [*started(3, "c", 4), NodeLeft(time=24, node="c", reason="over", exit_code=0)]
+    assert summed([*lost_node(), *spare])["c"] == {"starting": 1.0, "idle": 19.0, "waiting": 1.0}
+
+
+def test_a_script_without_a_session_trains_while_its_workers_run():
+    events = [
+        *started(0, "a", 1),
+        *entered(2, "a", 1, "a"),
+        RoundReopened(time=8, node="a", round=1, reason="rescale at a step boundary"),
+        *entered(9, "a", 2, "a"),
+        RunEnded(time=19, node="a", round=2, succeeded=True),
+    ]
+    assert summed(events)["a"]["training"] == pytest.approx(15.8, abs=0.3)
+
+
+def test_nothing_is_accounted_without_events():
+    assert account([]) == []
+    assert totals([]) == []
+    assert goodput([]) is None
+
+
+KINDS = st.sampled_from(["enter", "step", "restore", "commit", "fail", "hang", "reopen", "left", "end", "ready"])
+
+
+@given(st.lists(st.tuples(KINDS, st.sampled_from("abc"), st.integers(1, 4), st.floats(0, 100)), max_size=60))
+def test_any_events_give_spans_without_gaps_over_the_whole_lifetime(drawn):
+    """Also torn and contradictory ones, as of nodes whose clocks are set back."""
+    make = {
+        "enter": lambda **common: RoundEntered(rank=0, members=("a", "b", "c"), world_size=3, **common),
+        "step": lambda **common: Progress(step=int(common["time"]), **common),
+        "restore": lambda **common: Restored(step=int(common["time"]) // 2, **common),
+        "commit": lambda **common: CheckpointCommitted(
+            step=int(common["time"]), directory="x", seconds=common["round"] / 3, **common
+        ),
+        "fail": lambda **common: WorkerFailed(rank=0, exit_code=1, message="", **common),
+        "hang": lambda **common: HangDetected(step=1, seconds=1, limit_seconds=1, **common),
+        "reopen": lambda **common: RoundReopened(reason="x", lost=("b",), **common),
+        "left": lambda **common: NodeLeft(reason="x", exit_code=0, **common),
+        "end": lambda **common: RunEnded(succeeded=True, **common),
+        "ready": NodeReady,
+    }
+    events = [make[kind](time=at, node=node, round=number) for kind, node, number, at in drawn]
+    times = {"a": NodeTime(-5, 120)}
+    spans = account(events, times)
+    for node in {event.node for event in events}:
+        own = [span for span in spans if span.node == node]
+        written = [event.time for event in events if event.node == node]
+        began, ended = (-5, 120) if node == "a" else (min(written), max(written))
+        assert sum(span.seconds for span in own) == pytest.approx(ended - began)
+        assert all(one.ended == other.started and one.seconds > 0 for one, other in pairwise(own))
+    assert lost_steps(events) >= 0
