@@ -11,8 +11,9 @@ from azureml_elastic.cli.checkpoints import checkpoints
 from azureml_elastic.cli.doctor import doctor
 from azureml_elastic.cli.init import init
 from azureml_elastic.cli.jobs import compile_, schema, submit
-from azureml_elastic.cli.local import demo, local, report
+from azureml_elastic.cli.local import demo, local
 from azureml_elastic.cli.replace_nodes import replace_nodes
+from azureml_elastic.cli.report import report
 from azureml_elastic.cli.runs import cancel, download, logs
 from azureml_elastic.cli.status import status
 from azureml_elastic.cli.workspace import workspace

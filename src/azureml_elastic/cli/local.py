@@ -1,4 +1,4 @@
-"""Commands about local clusters: ``local`` and ``demo``, and ``report`` of a run's folder."""
+"""Commands about local clusters: ``local`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, Elasti
 from azureml_elastic.errors import UsageError
 from azureml_elastic.local.faults.model import MOST_NODES
 
-__all__ = ["LiveOption", "RunFolder", "demo", "local", "parse_nodes", "report"]
+__all__ = ["LiveOption", "RunFolder", "demo", "local", "parse_nodes"]
 
 RunFolder = Annotated[Path | None, typer.Option(help="A new folder for the run's files; by default one below ./runs.")]
 LiveOption = Annotated[
@@ -136,27 +136,6 @@ def demo(run_dir: RunFolder = None, live: LiveOption = None) -> None:
     console.print(f"files: {result.report.paths.run_dir}", soft_wrap=True, highlight=False)
     if result.doubts:
         raise typer.Exit(1)
-
-
-@explained()
-def report(
-    run_dir: Annotated[Path, typer.Argument(help="The run's folder.")],
-    html: Annotated[Path | None, typer.Option(help="Write an HTML page with the timeline to this file.")] = None,
-) -> None:
-    """Show the summary of a run, and write it as an HTML page if requested."""
-    from rich.console import Console
-
-    from azureml_elastic.ledger.summary import load_report
-    from azureml_elastic.report.terminal import summary
-
-    loaded = load_report(run_dir)
-    if html is not None:
-        from azureml_elastic.report.html import write_html
-
-        write_html(loaded, html)
-    Console().print(summary(loaded))
-    if html is not None:
-        typer.echo(f"Wrote {html}")
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +15,10 @@ from azureml_elastic.cli.workspaces import find_workspace
 
 if TYPE_CHECKING:
     from azureml_elastic.node.run_state import RunState
+    from azureml_elastic.node.table import Table
     from azureml_elastic.submit.submitted import SubmittedRun
 
-__all__ = ["RunName", "open_run", "read_state"]
+__all__ = ["RunName", "open_run", "open_run_table", "read_state"]
 
 RunName = Annotated[str, typer.Argument(help="Name of the run, as printed by 'submit'.")]
 
@@ -47,14 +49,22 @@ def read_state(submitted: SubmittedRun, variables: Mapping[str, str]) -> RunStat
     Raises:
         ElasticError: the table cannot be opened or read, or the packages for it are not installed.
     """
+    from azureml_elastic.node.run_state import read_run_state
+
+    with open_run_table(submitted, variables) as table:
+        return read_run_state(table)
+
+
+@contextlib.contextmanager
+def open_run_table(submitted: SubmittedRun, variables: Mapping[str, str]) -> Iterator[Table]:
+    """Open the table of a run with the user's login; the arguments and errors are those of :func:`read_state`."""
     require(("azure.data.tables", "azure-data-tables", "node"), ("azure.identity", "azure-identity", "node"))
 
-    from azureml_elastic.node.run_state import read_run_state
     from azureml_elastic.node.table import as_developer, open_table
 
     rendezvous = as_developer(submitted.plan.distribution.rendezvous)
     table = open_table(rendezvous, submitted.run_id, {**os.environ, **variables}, timeout=_TABLE_TIMEOUT)
     try:
-        return read_run_state(table)
+        yield table
     finally:
         table.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from azureml_elastic.ledger.events import (
@@ -45,6 +45,8 @@ class NodeTime:
 
     began: float
     ended: float
+    running: bool = False
+    """Whether the node still runs, so that ``ended`` is the present."""
 
     @property
     def seconds(self) -> float:
@@ -219,7 +221,7 @@ class _Run:
             surviving_steps(restored, numbers),
             {number: _cause(by_round[number], left) for number in numbers},
             commits,
-            any(isinstance(event, Progress) for event in events),
+            any(isinstance(event, Progress | Restored) for event in events),
             max(ends, default=None),
         )
 
@@ -269,6 +271,8 @@ def _wait(line: _Line, until: float, run: _Run) -> None:
 def _account_round(line: _Line, run: _Run, number: int, before: int | None, following: RoundEntered | None) -> None:
     """Draw the time from the entry into a round to the entry into the node's next one, or to its end."""
     steps = _Steps.of(run, line.node, number)
+    if line.time.running and following is None and not _has_seen_the_end(run, line.node, number):
+        steps = replace(steps, ended=max(steps.ended, line.time.ended))
     if before is None:
         line.draw(steps.started, "starting", number)
     else:
@@ -309,7 +313,7 @@ def _leave_round(line: _Line, run: _Run, number: int, cause: Cause) -> None:
         for event in events
         if isinstance(event, RoundEntered) and event.round > number
     ]
-    line.draw(min(later, default=line.at), "recovering", number, cause)
+    line.draw(min(later, default=line.time.ended), "recovering", number, cause)
 
 
 def _has_seen_the_end(run: _Run, node: str, number: int) -> bool:
@@ -347,7 +351,9 @@ class _Steps:
         restored = run.restored.get(number, done[0][1] - 1)
         (first_time, first_step), (last_time, last_step) = done[0], done[-1]
         each = (last_time - first_time) / (last_step - first_step) if last_step > first_step else 0.0
-        started = max([first_time - each * max(1, first_step - restored), *(at for at in launched if at <= first_time)])
+        before = [at for at in launched if at <= first_time]
+        # The duration of a step is unknown where one alone was reported, as in the table.
+        started = max([first_time - each * max(1, first_step - restored), *before] if each else before or [first_time])
         return cls(started, last_time, (started, *(at for at, _ in done)), (restored, *(step for _, step in done)))
 
     def time_of(self, step: float) -> float:

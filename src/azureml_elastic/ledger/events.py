@@ -49,7 +49,9 @@ class _Event(BaseModel):
     @property
     def rare(self) -> bool:
         """Whether the event is also written to the table: all but steps and passed health checks."""
-        return not (isinstance(self, Progress) or (isinstance(self, HealthChecked) and self.status == "ok"))
+        if isinstance(self, Progress):
+            return self.last
+        return not (isinstance(self, HealthChecked) and self.status == "ok")
 
 
 class NodeStarted(_Event):
@@ -145,6 +147,8 @@ class Progress(_Event):
 
     kind: Literal["progress"] = "progress"
     step: int
+    last: bool = False
+    """Whether it is the node's last step of the round, which the table has, too; its time is that of the step."""
 
 
 class CheckpointCommitted(_Event):

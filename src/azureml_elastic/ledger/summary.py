@@ -137,7 +137,7 @@ class Report(_Record):
         recoveries = tuple(timeline.recoveries(events, losses))
         sizes = tuple(timeline.world_sizes(rounds))
         times = {
-            node.name: accounting.NodeTime(node.began, node.ended)
+            node.name: accounting.NodeTime(node.began, node.ended, node.ending == "running")
             for node in self.nodes
             if node.began is not None and node.ended is not None
         }

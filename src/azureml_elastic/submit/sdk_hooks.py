@@ -25,6 +25,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -38,7 +39,7 @@ _MARK = "_wrapped_for_elastic_jobs"
 _UPLOAD = "_upload_and_generate_remote_uri"
 _BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
-__all__ = ["Submittable", "fields_of_command", "log_files", "plain_command_job", "register"]
+__all__ = ["Submittable", "fields_of_command", "log_files", "plain_command_job", "register", "running_time"]
 
 
 class Submittable(ABC):
@@ -171,5 +172,18 @@ def log_files(client: MLClient, job: str) -> dict[str, str]:
     Raises:
         azure.core.exceptions.AzureError: the job cannot be read.
     """
-    details = client.jobs._runs_operations.get_run_details(job)  # noqa: SLF001 - no public way exists
-    return dict(details.log_files or {})
+    return dict(_details(client, job).log_files or {})
+
+
+def running_time(client: MLClient, job: str) -> tuple[datetime | None, datetime | None]:
+    """Return when a job began and ended to run, ``None`` for what has not happened.
+
+    Raises:
+        azure.core.exceptions.AzureError: the job cannot be read.
+    """
+    details = _details(client, job)
+    return details.start_time_utc, details.end_time_utc
+
+
+def _details(client: MLClient, job: str) -> Any:
+    return client.jobs._runs_operations.get_run_details(job)  # noqa: SLF001 - no public way exists

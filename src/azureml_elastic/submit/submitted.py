@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.config import environment as variables
@@ -14,6 +15,7 @@ from azureml_elastic.config.replacement import CANCELLED_TAG
 from azureml_elastic.config.resources import first_nodes, replacement_name, step_names
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.client import first_line
+from azureml_elastic.submit.sdk_hooks import running_time
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -121,6 +123,14 @@ class SubmittedRun:
             there = ", ".join(node.node for node in nodes) or "none yet"
             raise SubmitError(f"The run {self.name!r} has no node {name!r}. There are: {there}.")
         return chosen[0]
+
+    def running_time(self, job: str) -> tuple[datetime | None, datetime | None]:
+        """Return when a job began and ended to run, ``None`` for what has not happened.
+
+        Raises:
+            azure.core.exceptions.AzureError: the job cannot be read.
+        """
+        return running_time(self._client, job)
 
     def cancel(self, cancelling: Callable[[str], object] = lambda _: None) -> None:
         """Cancel all jobs of the run.

@@ -81,6 +81,7 @@ def test_a_run_is_watched_read_and_downloaded(run):
         assert "The run succeeded in round" in shown.output
         assert re.search(r"step (\d+)( of \d+)?, checkpoint of step \1\b", shown.output), shown.output
         read_logs(run, job.name)
+        read_report(run, job.name)
         shown = run("download", job.name, "--to", "there")
         assert shown.exit_code == 0, shown.output
         assert list(Path("there").rglob("manifest.json"))
@@ -91,6 +92,26 @@ def test_a_run_is_watched_read_and_downloaded(run):
         assert "read the run 'no-such-run'" in shown.output
         shown = run("logs", job.name, "--node", "node_7")
         assert "has no node 'node_7'. There are: node_0, node_1" in shown.output
+
+
+def read_report(run, name):
+    """Make the report of an ended run of two nodes from its table, and again from the folder that it leaves."""
+    shown = run("report", name, "--json", "report.json")
+    assert shown.exit_code == 0, shown.output
+    assert "the run succeeded at step" in shown.output
+    assert "goodput" in shown.output
+    made = json.loads(Path("report.json").read_text())
+    assert made["run_id"] == name
+    assert {node["name"]: node["ending"] for node in made["nodes"]} == {"node_0": "exited", "node_1": "exited"}
+    assert [round_["last_step"] for round_ in made["rounds"]][-1] > 0
+    seconds = {each["activity"]: each["seconds"] for each in made["activities"]}
+    assert seconds["training"] > 0
+    walls = sum(node["ended"] - node["began"] for node in made["nodes"])
+    assert sum(each["seconds"] for each in made["activities"]) == pytest.approx(walls, rel=0.005)
+    again = run("report", f"runs/{name}")
+    assert again.exit_code == 0, again.output
+    assert "goodput" in again.output
+    assert "There is no folder" in run("report", "runs/another").output
 
 
 def read_logs(run, name):
@@ -242,6 +263,14 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             assert "dedicated_0" in shown.output
             assert re.search(r"world size 1 on 1 node\nstep \d+.*checkpoint of step \d+", shown.output), shown.output
             assert re.search(r"dedicated_0.*Running.*rank 0", shown.output), shown.output
+            shown = run("report", submitted.name, "--to", "now")
+            assert shown.exit_code == 0, shown.output
+            assert "has no recorded end" in shown.output
+            report = load_report(Path("now"))
+            endings = {node.name: node.ending for node in report.nodes}
+            assert endings["dedicated_0"] == "running"
+            assert {total.cause for total in report.activities} >= {None, "preemption"}
+            assert next(total for total in report.activities if total.activity == "training").seconds > 0
             # By the name of a job that came later it is the same run.
             assert f"{submitted.name}: Failed" in run("status", name).output
             wrong = run("replace-nodes", name, "--once", "--budget", "5")

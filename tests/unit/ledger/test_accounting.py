@@ -148,6 +148,18 @@ def test_a_script_without_a_session_trains_while_its_workers_run():
     assert summed(events)["a"]["training"] == pytest.approx(15.8, abs=0.3)
 
 
+def test_a_running_node_trains_until_now():
+    events = [
+        *started(0, "a", 1),
+        *entered(2, "a", 1, "a"),
+        Restored(time=3, node="a", round=1, step=0),
+    ]
+    found = summed(events, {"a": NodeTime(0, 50, running=True)})
+    assert found == {"a": {"starting": 2.0, "waiting": 1.0, "training": 47.0}}
+    ended = [*events, RoundReopened(time=10, node="a", round=1, reason="lost b", lost=("b",))]
+    assert summed(ended, {"a": NodeTime(0, 50, running=True)})["a"]["recovering: node loss"] > 0
+
+
 def test_nothing_is_accounted_without_events():
     assert account([]) == []
     assert totals([]) == []

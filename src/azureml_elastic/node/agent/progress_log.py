@@ -23,29 +23,31 @@ class ProgressLog:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._lock = threading.Lock()
-        self._recorded = 0.0
-        self._last = (0, 0)
-        self._pending: float | None = None
+        self._recorded_at = 0.0
+        self._last: tuple[int, int, float] | None = None
+        self._recorded = self._closed = True
 
     def completed(self, number: int, step: int) -> None:
         """Record a step of a round, or keep it until a later one or the end of the round."""
         now = time.monotonic()
         with self._lock:
-            if (number, step) == self._last:
+            if self._last is not None and (number, step) == self._last[:2]:
                 return
-            if number != self._last[0]:
-                self._write()
-            self._last, self._pending = (number, step), time.time()
-            if now - self._recorded >= _SECONDS:
-                self._recorded = now
-                self._write()
+            if self._last is not None and number != self._last[0]:
+                self._write(last=True)
+            self._last = number, step, time.time()
+            self._recorded = self._closed = False
+            if now - self._recorded_at >= _SECONDS:
+                self._recorded_at = now
+                self._write(last=False)
 
     def flush(self) -> None:
-        """Record the last step, unless it is recorded."""
+        """Record the last step of the round as such, unless that was done."""
         with self._lock:
-            self._write()
+            self._write(last=True)
 
-    def _write(self) -> None:
-        if self._pending is not None:
-            at, self._pending = self._pending, None
-            self._recorder.record(Progress, self._last[0], at, step=self._last[1])
+    def _write(self, *, last: bool) -> None:
+        if self._last is not None and not (self._closed if last else self._recorded):
+            number, step, at = self._last
+            self._recorded, self._closed = True, last
+            self._recorder.record(Progress, number, at, step=step, last=last)
