@@ -17,6 +17,7 @@ from azureml_elastic.errors import UsageError
 
 if TYPE_CHECKING:
     from azureml_elastic.ledger.events import Event
+    from azureml_elastic.ledger.prices import Prices
     from azureml_elastic.ledger.summary import NodeSummary, Report
     from azureml_elastic.submit.submitted import NodeOfRun, SubmittedRun
 
@@ -28,6 +29,9 @@ def report(
     run: Annotated[str, typer.Argument(help="Folder of a local run, or name of a submitted run.")],
     html: Annotated[Path | None, typer.Option(help="Write an HTML page with the timeline to this file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="JSON file of prices per VM size and tier, for the cost of the nodes.")
+    ] = None,
     to: Annotated[
         Path | None, typer.Option(help="Folder for the events of a submitted run; by default runs/RUN.")
     ] = None,
@@ -41,17 +45,22 @@ def report(
     """
     from rich.console import Console
 
+    from azureml_elastic.ledger.prices import load_prices
+    from azureml_elastic.ledger.reading import read_events
     from azureml_elastic.ledger.summary import load_report
     from azureml_elastic.report.terminal import summary
 
+    given = None if prices is None else load_prices(prices)
     folder = Path(run)
     if folder.is_dir() and to is None:
         loaded = load_report(folder)
+        if given is not None:
+            loaded = loaded.with_bill(read_events(loaded.paths.events), given)
     elif folder.name != run:
         raise UsageError(f"There is no folder {run}. Give the folder of a local run, or the name of a submitted one.")
     else:
         _, submitted, variables = open_run(run, subscription, group, workspace)
-        loaded = _gather(submitted, variables, to or Path("runs") / submitted.name)
+        loaded = _gather(submitted, variables, to or Path("runs") / submitted.name, given)
     if html is not None:
         from azureml_elastic.report.html import write_html
 
@@ -63,7 +72,7 @@ def report(
         typer.echo(f"Wrote {path}")
 
 
-def _gather(submitted: SubmittedRun, variables: Mapping[str, str], folder: Path) -> Report:
+def _gather(submitted: SubmittedRun, variables: Mapping[str, str], folder: Path, prices: Prices | None) -> Report:
     """Return the report of a submitted run, and write its events and the report to a folder."""
     from azureml_elastic.ledger.node_names import NodeNames
     from azureml_elastic.ledger.summary import Paths, report_of_events
@@ -73,6 +82,7 @@ def _gather(submitted: SubmittedRun, variables: Mapping[str, str], folder: Path)
     with readable_errors(f"read the jobs of {submitted.name!r}"):
         jobs = submitted.nodes()
         times = {job.job: submitted.running_time(job.job) for job in jobs}
+        machines = {job.node: submitted.machine(job) for job in jobs}
     with open_run_table(submitted, variables) as table:
         rows, skipped = read_event_rows(table)
     if not rows:
@@ -85,10 +95,18 @@ def _gather(submitted: SubmittedRun, variables: Mapping[str, str], folder: Path)
     paths = Paths.of(folder.absolute())
     _write(paths.events, events)
     made = report_of_events(paths, events, skipped=skipped)
-    nodes = tuple(_with_times(node, events, jobs, times) for node in made.nodes)
-    made = made.model_copy(update={"run_id": submitted.name, "nodes": nodes}).with_timeline(events)
+    nodes = tuple(
+        _with_times(node, events, jobs, times).model_copy(update=vars(machines[_job_node(node)])) for node in made.nodes
+    )
+    made = made.model_copy(update={"run_id": submitted.name, "nodes": nodes})
+    made = made.with_timeline(events).with_bill(events, prices)
     made.write()
     return made
+
+
+def _job_node(node: NodeSummary) -> str:
+    """Return the name of a node's job: several nodes of one job are numbered."""
+    return node.name.partition(".")[0]
 
 
 def _write(folder: Path, events: Sequence[Event]) -> None:
@@ -112,7 +130,7 @@ def _with_times(
 ) -> NodeSummary:
     """Return the node with its lifetime, whose end only the run history knows if the node was lost."""
     own = [event for event in events if event.node == node.name]
-    ends = [times[job.job][1] for job in jobs if job.node == node.name.partition(".")[0]]
+    ends = [times[job.job][1] for job in jobs if job.node == _job_node(node)]
     began = min((getattr(event, "began", None) or event.time for event in own), default=0.0)
     last = max((event.time for event in own), default=began)
     changes: dict[str, Any] = {"began": began, "ended": last}

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger import accounting, timeline
+from azureml_elastic.ledger.bill import Bill, NodeUse, bill
 from azureml_elastic.ledger.events import Event, NodeLeft, NodeStarted
+from azureml_elastic.ledger.prices import Prices, Tier
 from azureml_elastic.ledger.reading import EventReader, read_events, read_samples
 from azureml_elastic.ledger.samples import SampleAudit, SampleLine, audit_samples, restored_steps
 
@@ -41,7 +43,8 @@ class _Record(BaseModel):
 class NodeSummary(_Record):
     """End of one node; ``leftovers`` is the number of processes that outlived its agent and were killed.
 
-    ``began`` and ``ended`` are seconds since the epoch, ``None`` where only the node's events tell.
+    ``began`` and ``ended`` are seconds since the epoch, ``None`` where only the node's events tell. Compute, VM size,
+    tier and price per hour are those of its pool, where they are known.
     """
 
     name: str
@@ -50,6 +53,10 @@ class NodeSummary(_Record):
     leftovers: int = 0
     began: float | None = None
     ended: float | None = None
+    pool: str = ""
+    size: str | None = None
+    tier: Tier | None = None
+    price_per_hour: float | None = None
 
 
 class FaultRecord(_Record):
@@ -98,6 +105,7 @@ class Report(_Record):
         audit: result of the sample audit, ``None`` without recorded samples.
         activities: seconds of all nodes by activity and cause, the largest first; their sum is the nodes' wall time.
         lost_steps: number of steps that were trained again after a loss.
+        bill: cost of the nodes; ``None`` if it was not requested.
         goodput: share of that time which was spent on training that was kept; ``None`` without events.
         skipped_events: number of unreadable lines in the event files.
     """
@@ -118,6 +126,7 @@ class Report(_Record):
     activities: tuple[accounting.Total, ...] = ()
     lost_steps: int = 0
     goodput: float | None = None
+    bill: Bill | None = None
     skipped_events: int = 0
     paths: Paths
 
@@ -136,12 +145,7 @@ class Report(_Record):
         rounds = tuple(timeline.rounds(events))
         recoveries = tuple(timeline.recoveries(events, losses))
         sizes = tuple(timeline.world_sizes(rounds))
-        times = {
-            node.name: accounting.NodeTime(node.began, node.ended, node.ending == "running")
-            for node in self.nodes
-            if node.began is not None and node.ended is not None
-        }
-        activities = tuple(accounting.totals(accounting.account(events, times)))
+        activities = tuple(accounting.totals(accounting.account(events, self._times)))
         return self.model_copy(
             update={
                 "rounds": rounds,
@@ -152,6 +156,42 @@ class Report(_Record):
                 "goodput": accounting.goodput(activities),
             }
         )
+
+    def with_bill(self, events: Sequence[Event], prices: Prices | None) -> Report:
+        """Return the report with the cost of its nodes.
+
+        On dedicated nodes the same work takes the time of starting, training and saving.
+
+        Args:
+            events: events of all nodes.
+            prices: prices by VM size and tier; ``None`` for those of the job's pools.
+        """
+        times = {**accounting.node_times(events), **self._times}
+        needed: dict[str, float] = {}
+        for span in accounting.account(events, times):
+            if span.activity in ("starting", "training", "saving"):
+                needed[span.node] = needed.get(span.node, 0.0) + span.seconds
+        uses = [
+            NodeUse(
+                seconds=times[node.name].seconds,
+                pool=node.pool,
+                size=node.size,
+                tier=node.tier,
+                price_per_hour=node.price_per_hour,
+                needed_seconds=needed.get(node.name, 0.0),
+            )
+            for node in self.nodes
+            if node.name in times
+        ]
+        return self.model_copy(update={"bill": bill(uses, prices)})
+
+    @property
+    def _times(self) -> dict[str, accounting.NodeTime]:
+        return {
+            node.name: accounting.NodeTime(node.began, node.ended, node.ending == "running")
+            for node in self.nodes
+            if node.began is not None and node.ended is not None
+        }
 
     def write(self) -> Path:
         """Replace the file atomically and return its path."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import RoundSpan, reason_and_losses
 from azureml_elastic.report.picture import lifelines, size_chart, time_axis
 
-__all__ = ["audit_text", "summary", "timeline_picture"]
+__all__ = ["audit_text", "bill_table", "summary", "timeline_picture"]
 
 _WIDTH = 50
 _OUTCOMES = {
@@ -31,6 +34,8 @@ def summary(report: Report) -> RenderableType:
         parts.append(_recoveries_table(report))
     if report.goodput is not None:
         parts.append(_activities_table(report))
+    if report.bill is not None:
+        parts.append(bill_table(report.bill, samples=None if report.audit is None else report.audit.seen))
     if report.audit is not None:
         parts.append(audit_text(report.audit))
     parts.append(_outcome(report))
@@ -121,6 +126,47 @@ def _activities_table(report: Report) -> Table:
         name = total.activity if total.cause is None else f"{total.activity}: {total.cause}"
         table.add_row(name, f"{total.seconds:.1f}", f"{total.seconds / whole:.1%}")
     return table
+
+
+def bill_table(bill: Bill, *, samples: int | None = None) -> RenderableType:
+    """Return the cost of the nodes by pool, and what was saved; node-hours alone where there is no price.
+
+    Args:
+        bill: bill of the run.
+        samples: number of samples that were trained, if it is known.
+    """
+    rows = [
+        {
+            "pool": line.pool,
+            "size": line.size or "",
+            "tier": (line.tier or "").replace("_", "-"),
+            "nodes": str(line.nodes),
+            "node-hours": f"{line.hours:.4f}",
+            "per hour": _money(line.price, bill.currency),
+            "cost": _money(line.cost, bill.currency),
+            "dedicated": _money(line.dedicated_cost, bill.currency),
+        }
+        for line in bill.lines
+    ]
+    table = Table(title="cost of the nodes", title_justify="left", title_style="bold")
+    shown = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
+    for name in shown:
+        table.add_column(name, justify="left" if name in ("pool", "size", "tier") else "right")
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
+    parts: list[RenderableType] = [table]
+    if bill.saving is not None:
+        parts.append(Text(f"saved against dedicated nodes: {bill.saving:.1%}"))
+    if bill.cost and samples:
+        parts.append(Text(f"samples for 1 {bill.currency}: {samples / bill.cost:,.0f}"))
+    return Group(*parts)
+
+
+def _money(amount: Decimal | None, currency: str) -> str:
+    """Return an amount with two digits, or four if it is small; empty if there is none."""
+    if amount is None:
+        return ""
+    return f"{amount:,.2f} {currency}" if amount >= 1 or not amount else f"{amount:.4f} {currency}"
 
 
 def _outcome(report: Report) -> Text:

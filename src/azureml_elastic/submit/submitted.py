@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.plan import Plan
 from azureml_elastic.config.replacement import CANCELLED_TAG
-from azureml_elastic.config.resources import first_nodes, replacement_name, step_names
+from azureml_elastic.config.resources import SERVERLESS, first_nodes, replacement_name, step_names
 from azureml_elastic.errors import SubmitError
+from azureml_elastic.ledger.prices import Tier
 from azureml_elastic.submit.client import first_line
 from azureml_elastic.submit.sdk_hooks import running_time
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
-__all__ = ["TERMINAL", "NodeOfRun", "SubmittedRun"]
+__all__ = ["TERMINAL", "Machine", "NodeOfRun", "SubmittedRun"]
 
 _LONGEST_GAP = 3
 
@@ -45,6 +46,23 @@ class NodeOfRun:
     pool: str | None = None
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Machine of a node.
+
+    Args:
+        pool: compute.
+        size: VM size, ``None`` if it is unknown, as on serverless compute without an instance type.
+        tier: tier; ``None`` if it is unknown.
+        price_per_hour: price that the job gives for its pool, in USD.
+    """
+
+    pool: str
+    size: str | None
+    tier: Tier | None
+    price_per_hour: float | None = None
+
+
 class SubmittedRun:
     """A run that was submitted as an elastic job.
 
@@ -58,6 +76,7 @@ class SubmittedRun:
 
     def __init__(self, client: MLClient, name: str) -> None:
         self._client = client
+        self._machines: dict[str, Machine] = {}
         self.job: Any = client.jobs.get(name)
         """The run's first job, as returned by azure-ai-ml."""
         earlier = _variable_of(self.job, variables.FIRST_JOB)
@@ -131,6 +150,31 @@ class SubmittedRun:
             azure.core.exceptions.AzureError: the job cannot be read.
         """
         return running_time(self._client, job)
+
+    def machine(self, node: NodeOfRun) -> Machine:
+        """Return the machine of a node as its pool and its compute describe it.
+
+        Raises:
+            azure.core.exceptions.AzureError: the compute cannot be read.
+        """
+        from azure.core.exceptions import ResourceNotFoundError
+
+        pool = next((each for each in self.plan.pools if each.compute == node.pool), None)
+        name = node.pool or str(getattr(self.job, "compute", None) or SERVERLESS)
+        if pool is not None and pool.instance_type is not None:
+            tier: Tier = "low_priority" if pool.job_tier == "Spot" else "dedicated"
+            return Machine(name, pool.instance_type, tier, pool.price_per_hour)
+        price = None if pool is None else pool.price_per_hour
+        name = name.removeprefix("azureml:").rpartition("/")[2]
+        if name not in self._machines:
+            try:
+                found = None if name == SERVERLESS else self._client.compute.get(name)
+            except ResourceNotFoundError:  # deleted meanwhile
+                found = None
+            tier_text = str(getattr(found, "tier", None) or "").lower().replace("_", "")
+            tiers: dict[str, Tier] = {"dedicated": "dedicated", "lowpriority": "low_priority"}
+            self._machines[name] = Machine(name, getattr(found, "size", None), tiers.get(tier_text), None)
+        return replace(self._machines[name], price_per_hour=price)
 
     def cancel(self, cancelling: Callable[[str], object] = lambda _: None) -> None:
         """Cancel all jobs of the run.

@@ -108,9 +108,18 @@ def read_report(run, name):
     assert seconds["training"] > 0
     walls = sum(node["ended"] - node["began"] for node in made["nodes"])
     assert sum(each["seconds"] for each in made["activities"]) == pytest.approx(walls, rel=0.005)
-    again = run("report", f"runs/{name}")
+    assert {(node["pool"], node["tier"]) for node in made["nodes"]} == {("cluster", "low_priority")}
+    assert "node-hours" in shown.output
+    assert made["bill"]["lines"][0]["cost"] is None
+    prices = {made["nodes"][0]["size"]: {"low_priority": 3600, "dedicated": 18000}}
+    file = {"currency": "EUR", "date": "2026-01-31", "source": "a test", "per_hour": prices}
+    Path("prices.json").write_text(json.dumps(file))
+    again = run("report", f"runs/{name}", "--prices", "prices.json", "--json", "billed.json")
     assert again.exit_code == 0, again.output
     assert "goodput" in again.output
+    assert "saved against dedicated nodes" in again.output
+    billed = json.loads(Path("billed.json").read_text())
+    assert float(billed["bill"]["lines"][0]["cost"]) == pytest.approx(walls, rel=0.001)
     assert "There is no folder" in run("report", "runs/another").output
 
 

@@ -131,6 +131,7 @@ class Resources:
             "computeType": "AmlCompute",
             "provisioningState": "Succeeded",
             "properties": {
+                "vmSize": pool.size,
                 "vmPriority": "LowPriority" if pool.tier == "low_priority" else "Dedicated",
                 "scaleSettings": {"maxNodeCount": pool.nodes, "minNodeCount": 0},
             },

@@ -31,6 +31,7 @@ class Pool:
         tier: tier of the machines; only ``low_priority`` ones are evicted.
         provisioning_s: seconds from a request for a machine until it is available.
         refill_s: seconds after an eviction until another machine is available; ``math.inf`` for never.
+        size: VM size that the compute states, for prices.
 
     Raises:
         UsageError: a value is out of range.
@@ -40,6 +41,7 @@ class Pool:
     tier: Literal["low_priority", "dedicated"] = "low_priority"
     provisioning_s: float = 0.0
     refill_s: float = 0.0
+    size: str = "STANDARD_DS3_V2"
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.provisioning_s < 0 or self.refill_s < 0:

@@ -1,0 +1,141 @@
+"""The bill of a run: what its nodes cost, and what the same work costs on dedicated nodes. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from decimal import Decimal
+
+from azureml_elastic.ledger.prices import Prices, Tier
+
+__all__ = ["Bill", "BillLine", "NodeUse", "bill"]
+
+_HOUR = Decimal(3600)
+
+
+@dataclass(frozen=True)
+class NodeUse:
+    """Use of one node.
+
+    Args:
+        seconds: time for which the node was there.
+        pool: compute of the node; empty if it is unknown.
+        size: VM size; ``None`` if it is unknown.
+        tier: tier; ``None`` if it is unknown.
+        price_per_hour: price that the job gives for the node's pool, where no file has one.
+        needed_seconds: time that the same work takes on nodes that are never lost; ``None`` for all of it.
+    """
+
+    seconds: float | Decimal
+    pool: str = ""
+    size: str | None = None
+    tier: Tier | None = None
+    price_per_hour: float | None = None
+    needed_seconds: float | Decimal | None = None
+
+
+@dataclass(frozen=True)
+class BillLine:
+    """Nodes of one pool, size and tier.
+
+    Args:
+        pool: compute.
+        size: VM size.
+        tier: tier.
+        nodes: number of nodes.
+        hours: node-hours.
+        price: price per hour of one node; ``None`` if none was given.
+        cost: cost of the node-hours; ``None`` without a price.
+        dedicated_cost: cost of the same work on dedicated nodes; ``None`` if their price was not given.
+    """
+
+    pool: str
+    size: str | None
+    tier: Tier | None
+    nodes: int
+    hours: Decimal
+    price: Decimal | None
+    cost: Decimal | None
+    dedicated_cost: Decimal | None
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Bill of a run; nothing is rounded.
+
+    Args:
+        lines: lines by pool, size and tier.
+        currency: currency; empty without prices.
+    """
+
+    lines: tuple[BillLine, ...]
+    currency: str = ""
+
+    @property
+    def hours(self) -> Decimal:
+        """Node-hours of all lines."""
+        return sum((line.hours for line in self.lines), Decimal())
+
+    @property
+    def cost(self) -> Decimal | None:
+        """Cost of all nodes; ``None`` if a price is missing."""
+        return _sum(line.cost for line in self.lines)
+
+    @property
+    def dedicated_cost(self) -> Decimal | None:
+        """Cost of the same work on dedicated nodes; ``None`` if a price is missing."""
+        return _sum(line.dedicated_cost for line in self.lines)
+
+    @property
+    def saving(self) -> Decimal | None:
+        """Share of the dedicated cost that was saved; ``None`` if a price is missing."""
+        cost, dedicated = self.cost, self.dedicated_cost
+        return 1 - cost / dedicated if cost is not None and dedicated else None
+
+
+def bill(uses: Iterable[NodeUse], prices: Prices | None = None) -> Bill:
+    """Return the bill of a run's nodes.
+
+    Args:
+        uses: nodes of the run.
+        prices: prices by size and tier, which take precedence over those of the job's pools; ``None`` for the latter.
+    """
+    groups: dict[tuple[str, str | None, Tier | None], list[NodeUse]] = {}
+    for use in uses:
+        groups.setdefault((use.pool, use.size, use.tier), []).append(use)
+    lines = []
+    for (pool, size, tier), members in sorted(groups.items(), key=lambda group: tuple(map(str, group[0]))):
+        hours = _hours(use.seconds for use in members)
+        needed = _hours(use.seconds if use.needed_seconds is None else use.needed_seconds for use in members)
+        price = prices.of(size, tier) if prices is not None else None
+        own = members[0].price_per_hour
+        if price is None and own is not None and prices is None:
+            price = Decimal(str(own))
+        dedicated = prices.of(size, "dedicated") if prices is not None else None
+        lines.append(
+            BillLine(
+                pool,
+                size,
+                tier,
+                len(members),
+                hours,
+                price,
+                None if price is None else hours * price,
+                None if dedicated is None else needed * dedicated,
+            )
+        )
+    currency = prices.currency if prices is not None else "USD" if any(line.price is not None for line in lines) else ""
+    return Bill(tuple(lines), currency)
+
+
+def _hours(seconds: Iterable[float | Decimal]) -> Decimal:
+    return sum((Decimal(str(each)) for each in seconds), Decimal()) / _HOUR
+
+
+def _sum(amounts: Iterable[Decimal | None]) -> Decimal | None:
+    total = Decimal()
+    for amount in amounts:
+        if amount is None:
+            return None
+        total += amount
+    return total
