@@ -20,6 +20,7 @@ __all__ = [
     "HealthChecked",
     "HostQuarantined",
     "HostStruck",
+    "Metrics",
     "NodeLeft",
     "NodeReady",
     "NodeStarted",
@@ -48,9 +49,11 @@ class _Event(BaseModel):
 
     @property
     def rare(self) -> bool:
-        """Whether the event is also written to the table: all but steps and passed health checks."""
+        """Whether the event is also written to the table: all but steps, metrics and passed health checks."""
         if isinstance(self, Progress):
             return self.last
+        if isinstance(self, Metrics):
+            return False
         return not (isinstance(self, HealthChecked) and self.status == "ok")
 
 
@@ -151,6 +154,20 @@ class Progress(_Event):
     """Whether it is the node's last step of the round, which the table has, too; its time is that of the step."""
 
 
+class Metrics(_Event):
+    """Values that the training loop has logged for this step; written by rank 0's node.
+
+    A step that is trained again after a loss may be logged again: the values of the highest round count.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+
+    kind: Literal["metrics"] = "metrics"
+    step: int
+    values: dict[str, float]
+    """Values by name, for example ``loss`` or ``learning_rate``; NaN and infinity are written as strings."""
+
+
 class CheckpointCommitted(_Event):
     """The table now points to this checkpoint."""
 
@@ -234,6 +251,7 @@ Event = Annotated[
     | WorkersStarted
     | Restored
     | Progress
+    | Metrics
     | CheckpointCommitted
     | CheckpointQuarantined
     | WorkerFailed
