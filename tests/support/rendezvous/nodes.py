@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.table import open_table
 from tests.support.waiting import until
 
-__all__ = ["TIMEOUT", "TIMINGS", "Counting", "Nodes"]
+__all__ = ["TIMEOUT", "TIMINGS", "Counting", "Nodes", "Slow"]
 
 TIMINGS = RendezvousTimings(
     heartbeat_interval=timedelta(seconds=0.2),
@@ -51,6 +52,23 @@ class Counting:
         return counted
 
 
+class Slow:
+    """A table that answers only after some time."""
+
+    def __init__(self, table, seconds: float):
+        self._table = table
+        self._seconds = seconds
+
+    def __getattr__(self, name):
+        call = getattr(self._table, name)
+
+        def slow(*arguments):
+            time.sleep(self._seconds)
+            return call(*arguments)
+
+        return slow
+
+
 class Nodes:
     """Makes nodes, joins them in parallel, and ends them as SIGKILL would."""
 
@@ -68,9 +86,11 @@ class Nodes:
             update={name: timedelta(seconds=value) for name, value in seconds.items()}
         )
 
-    def make(self, name: str, minimum: int = 1, maximum: int = 8, slots: int = 1) -> Rendezvous:
+    def make(self, name: str, minimum: int = 1, maximum: int = 8, slots: int = 1, table=None) -> Rendezvous:
         limits = Limits(minimum, maximum)
-        node = Rendezvous(self.table, name, "127.0.0.1", slots, limits, self.timings, cancelled=self.over.is_set)
+        node = Rendezvous(
+            table or self.table, name, "127.0.0.1", slots, limits, self.timings, cancelled=self.over.is_set
+        )
         self.made.append(node)
         return node
 

@@ -167,6 +167,9 @@ class Rendezvous:
             InterruptedError: ``cancelled`` returned true.
             TableForbidden, TableNotFound: the table cannot be used.
         """
+        if self.membership.last_round:
+            # Before the disconnection, by which the others would take this node for lost and go on without it.
+            self.round_end.reopen(f"{self.node} has left the round", lost=self.status().lost)
         self.membership.leave()
         listener: socket.socket | None = None
         try:

@@ -17,7 +17,7 @@ from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ROUND_KEY, RUN_KEY, member_key
 from azureml_elastic.node.rendezvous.state.sealing import reopened
 from tests.support.rendezvous.hubs import hub_at, make_context
-from tests.support.rendezvous.nodes import TIMEOUT, TIMINGS, Nodes
+from tests.support.rendezvous.nodes import TIMEOUT, TIMINGS, Nodes, Slow
 from tests.support.waiting import until
 
 
@@ -76,6 +76,18 @@ def test_survivors_of_any_rank_form_the_next_round(nodes, victim):
     assert [assignment.round.number for assignment in assignments] == [2, 2]
     assert [assignment.rank for assignment in assignments] == [0, 1]
     assert group[victim].node not in {member.node for member in assignments[0].round.members}
+
+
+def test_a_node_that_joins_again_by_itself_stays_a_member(nodes):
+    """As torch's agent does after a worker's failure: it calls the handler again, without ending the round first."""
+    group = [nodes.make("node-0", 1, 3, table=Slow(nodes.table, 0.3)), nodes.make("node-1"), nodes.make("node-2")]
+    for node in group:
+        node.announce()
+    nodes.join(*group)
+    (pending,) = nodes.start(group[0])
+    nodes.rejoin(*group[1:])
+    round_ = pending.result(TIMEOUT).round
+    assert (round_.number, len(round_.members)) == (2, 3)
 
 
 def test_a_newcomer_waits_is_seen_and_gets_in(nodes):
