@@ -176,6 +176,7 @@ class _Run:
         sealed: time spans in which rounds ran, in order.
         restored: step with which training begins, by round.
         kept: last step of each round that no later round has trained again.
+        reached: last step that a node has reported, by round.
         causes: why each round ended.
         commits: committed checkpoints by round.
         reports_steps: whether any step was reported; a script without a session reports none.
@@ -186,6 +187,7 @@ class _Run:
     sealed: list[tuple[float, float]]
     restored: Mapping[int, int]
     kept: Mapping[int, float]
+    reached: Mapping[int, int]
     causes: Mapping[int, Cause]
     commits: Mapping[int, list[CheckpointCommitted]]
     reports_steps: bool
@@ -219,6 +221,10 @@ class _Run:
             sealed,
             restored,
             surviving_steps(restored, numbers),
+            {
+                number: max((event.step for event in by_round[number] if isinstance(event, Progress)), default=0)
+                for number in numbers
+            },
             {number: _cause(by_round[number], left) for number in numbers},
             commits,
             any(isinstance(event, Progress | Restored) for event in events),
@@ -351,6 +357,11 @@ class _Steps:
         restored = run.restored.get(number, done[0][1] - 1)
         (first_time, first_step), (last_time, last_step) = done[0], done[-1]
         each = (last_time - first_time) / (last_step - first_step) if last_step > first_step else 0.0
+        missing = run.reached[number] - last_step
+        if each and missing > 0 and not any(isinstance(event, Progress) and event.last for event in own):
+            # A killed node has not recorded its last steps, which were those of the others, too.
+            last_time, last_step = last_time + missing * each, last_step + missing
+            done.append((last_time, last_step))
         before = [at for at in launched if at <= first_time]
         # The duration of a step is unknown where one alone was reported, as in the table.
         started = max([first_time - each * max(1, first_step - restored), *before] if each else before or [first_time])

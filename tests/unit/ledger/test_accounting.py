@@ -108,6 +108,16 @@ def test_causes_follow_from_the_events_of_the_round(reason, left, cause):
     assert {span.cause for span in found} == {None, cause}
 
 
+def test_a_killed_node_has_trained_as_far_as_the_others_where_its_last_steps_were_not_recorded():
+    events = lost_node()
+    thinned = [event for event in events if not (isinstance(event, Progress) and event.node == "b" and event.step > 5)]
+    times = {"b": NodeTime(0.75, 15.5)}
+    assert summed(thinned, times)["b"] == pytest.approx(summed(events, times)["b"])
+    early = summed(thinned, {"b": NodeTime(0.75, 11.5)})["b"]  # it cannot have trained after its end
+    assert early["training"] == pytest.approx(6.5)
+    assert sum(early.values()) == pytest.approx(11.5 - 0.75)
+
+
 def test_a_newcomer_waits_as_a_spare_until_the_others_change_the_round():
     events = [
         *started(0, "a", 1),

@@ -6,15 +6,14 @@ import threading
 import time
 
 from azureml_elastic.ledger.events import Progress
+from azureml_elastic.node.agent.event_rate import EventRate
 from azureml_elastic.node.agent.event_recorder import Recorder
 
 __all__ = ["ProgressLog"]
 
-_SECONDS = 0.05
-
 
 class ProgressLog:
-    """Writer of completed steps, at most 20 a second; thread-safe.
+    """Writer of completed steps, fewer the longer the node runs; thread-safe.
 
     Args:
         recorder: writer of the ledger's events.
@@ -23,13 +22,12 @@ class ProgressLog:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._lock = threading.Lock()
-        self._recorded_at = 0.0
+        self._rate = EventRate()
         self._last: tuple[int, int, float] | None = None
         self._recorded = self._closed = True
 
     def completed(self, number: int, step: int) -> None:
         """Record a step of a round, or keep it until a later one or the end of the round."""
-        now = time.monotonic()
         with self._lock:
             if self._last is not None and (number, step) == self._last[:2]:
                 return
@@ -37,8 +35,7 @@ class ProgressLog:
                 self._write(last=True)
             self._last = number, step, time.time()
             self._recorded = self._closed = False
-            if now - self._recorded_at >= _SECONDS:
-                self._recorded_at = now
+            if self._rate.due():
                 self._write(last=False)
 
     def flush(self) -> None:
