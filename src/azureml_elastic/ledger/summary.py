@@ -145,7 +145,7 @@ class Report(_Record):
         rounds = tuple(timeline.rounds(events))
         recoveries = tuple(timeline.recoveries(events, losses))
         sizes = tuple(timeline.world_sizes(rounds))
-        activities = tuple(accounting.totals(accounting.account(events, self._times)))
+        activities = tuple(accounting.totals(self.spans(events)))
         return self.model_copy(
             update={
                 "rounds": rounds,
@@ -168,7 +168,7 @@ class Report(_Record):
         """
         times = {**accounting.node_times(events), **self._times}
         needed: dict[str, float] = {}
-        for span in accounting.account(events, times):
+        for span in self.spans(events):
             if span.activity in ("starting", "training", "saving"):
                 needed[span.node] = needed.get(span.node, 0.0) + span.seconds
         uses = [
@@ -184,6 +184,14 @@ class Report(_Record):
             if node.name in times
         ]
         return self.model_copy(update={"bill": bill(uses, prices)})
+
+    def spans(self, events: Sequence[Event]) -> list[accounting.Span]:
+        """Return what each node was doing over its whole lifetime.
+
+        Args:
+            events: events of all nodes.
+        """
+        return accounting.account(events, self._times)
 
     @property
     def _times(self) -> dict[str, accounting.NodeTime]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -11,17 +9,18 @@ from rich.text import Text
 from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
-from azureml_elastic.ledger.timeline import RoundSpan, reason_and_losses
+from azureml_elastic.ledger.timeline import reason_and_losses
+from azureml_elastic.report.cells import MEASURED_FROM, OUTCOMES, activity_text, bill_rows, steps_text
 from azureml_elastic.report.picture import lifelines, size_chart, time_axis
 
 __all__ = ["audit_text", "bill_table", "summary", "timeline_picture"]
 
 _WIDTH = 50
-_OUTCOMES = {
-    "succeeded": ("succeeded", "bold green"),
-    "failed": ("failed", "bold red"),
-    "interrupted": ("was interrupted", "bold yellow"),
-    "unfinished": ("has no recorded end", "bold yellow"),
+_STYLES = {
+    "succeeded": "bold green",
+    "failed": "bold red",
+    "interrupted": "bold yellow",
+    "unfinished": "bold yellow",
 }
 
 
@@ -82,29 +81,19 @@ def _rounds_table(report: Report) -> Table:
     table = _table("rounds", "round", "workers", "nodes", "steps", "ended because")
     for round_ in report.rounds:
         reason = Text(reason_and_losses(round_.reason, round_.lost))
-        table.add_row(str(round_.number), str(round_.world_size), ", ".join(round_.members), _steps(round_), reason)
+        table.add_row(str(round_.number), str(round_.world_size), ", ".join(round_.members), steps_text(round_), reason)
     return table
-
-
-def _steps(round_: RoundSpan) -> str:
-    if round_.last_step is None:
-        return "none" if round_.ran else "did not start"
-    first = round_.first_step if round_.restored_step is None else round_.restored_step + 1
-    if first is not None and first > round_.last_step:
-        return "none"
-    return f"{first} to {round_.last_step}"
 
 
 def _recoveries_table(report: Report) -> Table:
     table = _table("recoveries", "round", "lost", "back at step", "seconds", "measured from")
-    measured = {"loss": "the loss", "notice": "a survivor's notice", "last step": "the last step"}
     for recovery in report.recoveries:
         table.add_row(
             str(recovery.round),
             ", ".join(recovery.lost) or "a worker",
             str(recovery.step),
             f"{recovery.seconds:.2f}",
-            measured[recovery.since],
+            MEASURED_FROM[recovery.since],
         )
     return table
 
@@ -123,7 +112,7 @@ def _activities_table(report: Report) -> Table:
     table.add_column("node-seconds", justify="right")
     table.add_column("share", justify="right")
     for total in report.activities:
-        name = total.activity if total.cause is None else f"{total.activity}: {total.cause}"
+        name = activity_text(total.activity, total.cause)
         table.add_row(name, f"{total.seconds:.1f}", f"{total.seconds / whole:.1%}")
     return table
 
@@ -135,25 +124,12 @@ def bill_table(bill: Bill, *, samples: int | None = None) -> RenderableType:
         bill: bill of the run.
         samples: number of samples that were trained, if it is known.
     """
-    rows = [
-        {
-            "pool": line.pool,
-            "size": line.size or "",
-            "tier": (line.tier or "").replace("_", "-"),
-            "nodes": str(line.nodes),
-            "node-hours": f"{line.hours:.4f}",
-            "per hour": _money(line.price, bill.currency),
-            "cost": _money(line.cost, bill.currency),
-            "dedicated": _money(line.dedicated_cost, bill.currency),
-        }
-        for line in bill.lines
-    ]
+    rows = bill_rows(bill)
     table = Table(title="cost of the nodes", title_justify="left", title_style="bold")
-    shown = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
-    for name in shown:
+    for name in rows[0] if rows else ():
         table.add_column(name, justify="left" if name in ("pool", "size", "tier") else "right")
     for row in rows:
-        table.add_row(*(row[name] for name in shown))
+        table.add_row(*row.values())
     parts: list[RenderableType] = [table]
     if bill.saving is not None:
         parts.append(Text(f"saved against dedicated nodes: {bill.saving:.1%}"))
@@ -162,16 +138,8 @@ def bill_table(bill: Bill, *, samples: int | None = None) -> RenderableType:
     return Group(*parts)
 
 
-def _money(amount: Decimal | None, currency: str) -> str:
-    """Return an amount with two digits, or four if it is small; empty if there is none."""
-    if amount is None:
-        return ""
-    return f"{amount:,.2f} {currency}" if amount >= 1 or not amount else f"{amount:.4f} {currency}"
-
-
 def _outcome(report: Report) -> Text:
-    verb, style = _OUTCOMES[report.outcome]
-    text = Text.assemble((f"the run {verb}", style))
+    text = Text.assemble((f"the run {OUTCOMES[report.outcome]}", _STYLES[report.outcome]))
     if report.last_step:  # a script without a session reports no steps
         text.append(f" at step {report.last_step}")
     if report.message:
