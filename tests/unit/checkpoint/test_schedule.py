@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from azureml_elastic.checkpoint.save.schedule import CheckpointSchedule, decide, optimal_interval
 from azureml_elastic.config import CheckpointPolicy, Plan
-from azureml_elastic.config import environment as names
 
 
 @given(pace=st.floats(0.001, 50), every=st.floats(1, 3600), slow_first=st.floats(1, 100))
@@ -80,15 +79,14 @@ def test_a_checkpoint_costs_its_stall_and_the_slowdown_of_steps():
     assert schedule.cost_seconds == pytest.approx((2.5 + 0.5) / 2)
 
 
-def test_a_run_with_losses_saves_more_often(monkeypatch):
+def test_a_run_with_losses_saves_more_often():
     policy = CheckpointPolicy(every="auto")
     assert CheckpointPolicy.model_validate_json(policy.model_dump_json()) == policy
 
     def interval(history, cost, now=1000.0):
-        monkeypatch.setenv(names.HISTORY, history)
         clock = [0.0]
         schedule = CheckpointSchedule(policy, None, clock=lambda: clock[0])
-        schedule.begin(0)
+        schedule.begin(0, history=history)
         clock[0] = now
         schedule.saving(100)
         clock[0] += cost
@@ -96,11 +94,20 @@ def test_a_run_with_losses_saves_more_often(monkeypatch):
         schedule.written(100)
         return schedule.every
 
-    calm, rough = interval("0 36000", 1.0), interval("20 36000", 1.0)
+    calm, rough = interval((0, 36000), 1.0), interval((20, 36000), 1.0)
     assert rough < calm / 3
-    assert interval("0 36000", 0.01) < calm < interval("0 36000", 20.0)
-    assert interval("1000 1000", 0.001) == 10.0
-    assert interval("0 100000000", 100.0) == 3600.0
+    assert interval((0, 36000), 0.01) < calm < interval((0, 36000), 20.0)
+    assert interval((1000, 1000), 0.001) == 10.0
+    assert interval((0, 1e8), 100.0) == 3600.0
+
+
+@pytest.mark.parametrize(
+    ("every", "every_steps", "expected"), [(None, None, None), (None, 7, 14), ("auto", None, 11), ("auto", 12, 11)]
+)
+def test_the_next_step_at_which_a_checkpoint_may_be_due_is_known(every, every_steps, expected):
+    schedule = CheckpointSchedule(CheckpointPolicy(every=every, every_steps=every_steps), None, clock=lambda: 0.0)
+    schedule.begin(10)
+    assert schedule.next_candidate(10) == expected
 
 
 def test_the_plan_holds_an_automatic_interval():

@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 from azureml_elastic.config import CheckpointPolicy
-from azureml_elastic.distributed.control_group import ControlGroup
-from azureml_elastic.distributed.process import read_history
 
-__all__ = ["CheckpointSchedule", "Decision", "decide", "optimal_interval"]
+__all__ = ["CheckpointSchedule", "Decision", "Main", "decide", "optimal_interval"]
 
 _FIRST_COST_SECONDS = 1.0
 _EXPECTED_SECONDS = 7200.0
@@ -64,6 +63,13 @@ def decide(every_seconds: float, since_save_seconds: float, steps_seen: int, sec
     return Decision(save=save, steps_to_next=max(1, min(estimate, steps_seen)))
 
 
+class Main(Protocol):
+    """What a schedule needs of the control group: rank 0's decision on every rank."""
+
+    def from_main(self, value: Decision | None) -> Decision:
+        """Return rank 0's value on every rank."""
+
+
 class CheckpointSchedule:
     """Schedule of checkpoints, the same on every rank.
 
@@ -80,7 +86,7 @@ class CheckpointSchedule:
         write_seconds: duration of the last write.
     """
 
-    def __init__(self, policy: CheckpointPolicy, control: ControlGroup, *, clock: Callable[[], float]) -> None:
+    def __init__(self, policy: CheckpointPolicy, control: Main, *, clock: Callable[[], float]) -> None:
         self._policy, self._control, self._clock = policy, control, clock
         self.cost_seconds, self.write_seconds = _FIRST_COST_SECONDS, 0.0
         self._measured = False
@@ -91,15 +97,21 @@ class CheckpointSchedule:
         self._losses, self._seconds = 0, 0.0
         self._began = self._saved_time = clock()
 
-    def begin(self, step: int, unsaved_seconds: float = 0.0) -> None:
-        """Start the schedule after this step, with a last checkpoint of this age in seconds."""
+    def begin(self, step: int, unsaved_seconds: float = 0.0, history: tuple[int, float] = (0, 0.0)) -> None:
+        """Start the schedule after this step.
+
+        Args:
+            step: last completed step.
+            unsaved_seconds: age of the last checkpoint.
+            history: number of losses and the seconds of training of the run before this round.
+        """
         self._first_step, self._next_decision = step, step + 1
         self._began = self._clock()
         self._saved_time = self._began - unsaved_seconds
-        self._losses, self._seconds = read_history()
+        self._losses, self._seconds = history
         self._quiet, self._stopped = (step, self._began), None
 
-    def enter(self, control: ControlGroup) -> None:
+    def enter(self, control: Main) -> None:
         """Continue with the ranks of another round."""
         self._control = control
 
@@ -140,6 +152,13 @@ class CheckpointSchedule:
         between = (trained + _EXPECTED_SECONDS) / (self._losses + 1)
         shortest = max(_SHORTEST_SECONDS, _WRITES * self.write_seconds)
         return min(max(optimal_interval(self.cost_seconds, between), shortest), _LONGEST_SECONDS)
+
+    def next_candidate(self, step: int) -> int | None:
+        """Return the next step after which a checkpoint may be due, later than ``step``; ``None`` without checkpoints."""
+        by_steps, by_time = self._policy.every_steps, self._policy.every
+        found = [] if by_steps is None else [(step // by_steps + 1) * by_steps]
+        found += [] if by_time is None else [max(step + 1, self._next_decision)]
+        return min(found, default=None)
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step. A collective at decision steps."""

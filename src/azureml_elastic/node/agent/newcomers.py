@@ -1,17 +1,26 @@
-"""Whether a round of a program without a session may be ended, so that waiting nodes join. Pure functions.
+"""Whether a round may be ended, so that waiting nodes join. Pure functions.
 
-Such a program has no step boundary: its workers are ended, and the next ones begin where the program itself resumes.
-All work since its last save is lost, so the round goes on until the program has saved, or for a minimum time.
+A program with a session stops at a step boundary, which is not worth it shortly before its end. One without a session
+has no step boundary: its workers are ended, and the next ones begin where the program itself resumes. All work since
+its last save is lost, so the round goes on until the program has saved, or for a minimum time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LONGEST_SECONDS", "RoundProgress", "may_end_round", "minimum_seconds"]
+__all__ = ["LONGEST_SECONDS", "RoundProgress", "ends_soon", "may_end_round", "minimum_seconds"]
+
+_REMAINING_SECONDS = 1.0
+"""A newcomer is not let in any more when the run will end sooner than this: it would only hold it up."""
 
 LONGEST_SECONDS = 3600.0
 """Longest time for which newcomers wait, unless the configured minimum is longer."""
+
+
+def ends_soon(seconds_left: float | None) -> bool:
+    """Return whether the training ends too soon for newcomers; ``None`` if it is unknown when."""
+    return seconds_left is not None and seconds_left < _REMAINING_SECONDS
 
 
 @dataclass(frozen=True)

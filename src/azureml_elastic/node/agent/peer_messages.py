@@ -21,6 +21,7 @@ from azureml_elastic.ipc.agent_messages import (
 from azureml_elastic.ipc.worker_messages import Decide
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
+from azureml_elastic.node.agent.newcomers import ends_soon
 from azureml_elastic.node.agent.peer_discovery import PeerDiscovery
 from azureml_elastic.node.agent.step_boundary import BoundaryCoordinator
 from azureml_elastic.node.hangs.policy import Hang
@@ -39,9 +40,6 @@ _LOG = logging.getLogger(__name__)
 _IMPORT_SECONDS = 30.0
 """How long newcomers wait at least for the session that the program speaks of. The same rules as for a program without
 a session apply then."""
-
-_REMAINING_SECONDS = 1.0
-"""A newcomer is not let in any more when the run will end sooner than this: it would only hold it up."""
 
 
 class PeerMessenger:
@@ -171,8 +169,7 @@ class PeerMessenger:
         ending = coordinator.finished or self._channel.workers.finished or done
         if coordinator.busy or coordinator.leaving or ending or not (self.leavers or status.waiting):
             return None
-        left = self._channel.workers.seconds_left
-        if left is not None and left < _REMAINING_SECONDS and not self.leavers:
+        if ends_soon(self._channel.workers.seconds_left) and not self.leavers:
             return None
         if not coordinator.incapable and self._channel.workers.in_session:
             coordinator.propose(self._channel.workers.step, "leave" if self.leavers else "rejoin")

@@ -13,6 +13,7 @@ Durations are differences of times set by one server.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -31,6 +32,7 @@ __all__ = [
     "decide",
     "limit_reached",
     "most_replacements",
+    "next_change",
 ]
 
 EARLY_S = 120.0
@@ -138,6 +140,19 @@ def decide(
         stops += _stops(pools, wanted, alive)
     starts = _starts(pools, wanted, jobs, alive, policy, most) if over is None else []
     return [*starts, *(stop for stop in stops if stop.job.name)]
+
+
+def next_change(pools: Sequence[NodePool], jobs: Sequence[NodeJob], policy: ReplacementPolicy) -> float:
+    """Return the seconds until time alone may change the decision of an active run; infinite if it cannot.
+
+    The budget is not considered: reaching it only prevents actions that another change causes.
+    """
+    fallback_after = policy.fallback_after.total_seconds()
+    moments = [fallback_after - job.waited_s for job in jobs if job.alive and job.state == "waiting"]
+    for number in range(len(pools)):
+        if (pause := _pause(number, jobs, policy)) > 0:
+            moments += [pause, fallback_after - _since_last_end(number, jobs)]
+    return min((moment for moment in moments if moment > 0), default=math.inf)
 
 
 def limit_reached(

@@ -16,6 +16,7 @@ from azureml_elastic.checkpoint.state import random_state
 from azureml_elastic.checkpoint.state.tracked_state import TrackedState
 from azureml_elastic.checkpoint.storage.storage import Storage
 from azureml_elastic.config import CheckpointPolicy
+from azureml_elastic.distributed.process import read_history
 from azureml_elastic.distributed.process_groups import ProcessGroups
 from azureml_elastic.errors import CheckpointDamaged, ElasticError, RoundBroken
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
@@ -275,8 +276,9 @@ class TrainingState:
 
     def _begin(self, unsaved_seconds: float) -> None:
         self._entered_at = self.steps
-        self._schedule.begin(self.steps, unsaved_seconds)
-        self._snapshot_schedule.begin(self.steps, 0.0)
+        history = read_history()
+        self._schedule.begin(self.steps, unsaved_seconds, history)
+        self._snapshot_schedule.begin(self.steps, 0.0, history)
 
     def _data(self) -> dict[str, Any]:
         return {**self._position.to_json(), "rate": self._rate.to_json()}

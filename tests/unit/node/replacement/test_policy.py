@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config import NodePool, ReplacementPolicy
 from azureml_elastic.config.resources import first_nodes, replacement_name, step_names
-from azureml_elastic.node.replacement.policy import NodeJob, Start, Stop, cost, decide
+from azureml_elastic.node.replacement.policy import NodeJob, Start, Stop, cost, decide, next_change
 
 SPOT = NodePool("spot", max_instance_count=6, price_per_hour=1.0)
 DEDICATED = NodePool("dedicated", min_instance_count=1, max_instance_count=2, price_per_hour=5.0)
@@ -190,3 +190,27 @@ def test_the_names_of_jobs_have_their_limit():
     names = {replacement_name("r" * 200 + tail, "s" * 40, number) for tail in ("a" * 55, "b" * 55) for number in (1, 2)}
     assert len(names) == 4
     assert max(len(name) for name in names) == 255
+
+
+STATES = st.tuples(st.integers(0, 1), st.sampled_from(["waiting", "running", "ended"]), st.integers(0, 1500))
+
+
+@given(st.lists(STATES, max_size=8), st.floats(0, 1))
+def test_a_decision_stays_the_same_until_its_next_change(drawn, share):
+    found = [
+        NodeJob(pool, number, f"n{number}", state, waited_s=age, ran_s=age, ended_s=age)
+        for number, (pool, state, age) in enumerate(drawn)
+    ]
+    left = next_change(POOLS, found, POLICY)
+    assert left > 0
+    later = min(left, HOURS) * share * 0.999
+    aged = [
+        replace(
+            job,
+            waited_s=job.waited_s + later,
+            ran_s=job.ran_s + (later if job.state == "running" else 0),
+            ended_s=job.ended_s + later,
+        )
+        for job in found
+    ]
+    assert ask(POOLS, 6, found) == ask(POOLS, 6, aged)
