@@ -109,6 +109,9 @@ class Agent(Protocol):
             ElasticError: the announced decision did not come.
         """
 
+    def logged(self, step: int, values: dict[str, float]) -> None:
+        """Report values that the script has logged for a step, by name. For rank 0 alone; returns at once."""
+
     def busy(self, *, bounded: bool = True) -> None:
         """Report that the next step will take its time: a checkpoint is written, say.
 

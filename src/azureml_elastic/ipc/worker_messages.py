@@ -6,13 +6,17 @@ it with one of :data:`Reply`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated, get_args
+
+from pydantic import Field, PlainSerializer
 
 from azureml_elastic.checkpoint.format.manifest import Reference
 from azureml_elastic.ipc.agent_interface import Action, HandedOverState
 from azureml_elastic.ipc.message import Count, FileName, MessageCodec, Seconds, Text
 from azureml_elastic.ipc.shards import HeldShard, ShardDescription
+from azureml_elastic.ledger.metric_names import ALLOWED_NAME, LONGEST_NAME, MOST_VALUES
 
 __all__ = [
     "FROM_AGENT",
@@ -34,6 +38,7 @@ __all__ = [
     "Hello",
     "HoldShard",
     "Interrupt",
+    "Logged",
     "Memory",
     "MemoryMessage",
     "MemoryReply",
@@ -55,6 +60,13 @@ __all__ = [
 ]
 
 
+MetricName = Annotated[str, Field(max_length=LONGEST_NAME, pattern=f"^{ALLOWED_NAME}$")]
+"""The name of a logged value, as a field of a message."""
+
+MetricValue = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
+"""A logged value, as a field of a message; NaN and infinity, which JSON lacks, are texts."""
+
+
 @dataclass(frozen=True)
 class Hello:
     """First message of a worker; ``round`` is 0 where the worker waits for an assignment."""
@@ -74,6 +86,14 @@ class Step:
     """The worker has completed a step."""
 
     step: Count
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Values that the script has logged for a step, by name; sent by rank 0."""
+
+    step: Count
+    values: Annotated[dict[MetricName, MetricValue], Field(max_length=MOST_VALUES)]
 
 
 @dataclass(frozen=True)
@@ -274,7 +294,21 @@ class ShardsReply:
 
 MemoryMessage = HandOver | Memory | HoldShard | HeldShards | RetainSnapshot | DiscardSnapshot
 Request = Pointer | Commit | HandOver | Memory | HoldShard | HeldShards | ReplicateShard
-Report = Hello | Connected | Step | Busy | Free | Expects | Prepared | Parked | Restored | Damaged | Stopped | Finished
+Report = (
+    Hello
+    | Connected
+    | Step
+    | Logged
+    | Busy
+    | Free
+    | Expects
+    | Prepared
+    | Parked
+    | Restored
+    | Damaged
+    | Stopped
+    | Finished
+)
 WorkerMessage = Report | Request | RetainSnapshot | DiscardSnapshot
 Reply = Accepted | Refused | PointerReply | MemoryReply | ShardsReply
 AgentMessage = Prepare | Decide | Interrupt | Assign | Reply

@@ -20,6 +20,7 @@ from azureml_elastic.ipc.worker_messages import FROM_AGENT, FROM_WORKER
 from azureml_elastic.ledger.events import CheckpointQuarantined, Restored
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.local_workers import LocalWorkers, RoundState, WorkerState
+from azureml_elastic.node.agent.metrics_log import MetricsLog
 from azureml_elastic.node.agent.pointer_service import PointerService
 from azureml_elastic.node.agent.progress_log import ProgressLog
 from azureml_elastic.node.agent.shard_sender import ShardSender
@@ -72,6 +73,7 @@ class Channel:
         self.path = str(self.folder / "agent.sock")
         self.ended_well = False
         self._progress = ProgressLog(recorder)
+        self._metrics = MetricsLog(recorder)
         self._memories = memory
         self._sender = sender
         self._pointers = PointerService(recorder)
@@ -103,7 +105,8 @@ class Channel:
             self._pointers.take_over(pointer)
 
     def record_last_step(self) -> None:
-        """Record the last step of a round that ends, of which no more messages count."""
+        """Record the last step of a round that ends, of which no more messages count, and its logged values."""
+        self._metrics.flush()
         self._progress.flush()
 
     def close(self) -> None:
@@ -153,6 +156,9 @@ class Channel:
                 self._memories.completed(state.number)
                 self.workers.advance(state, message.step, completed=True)
                 self._progress.completed(state.number, message.step)
+            case worker_messages.Logged(step, values):
+                if worker.rank == 0:
+                    self._metrics.logged(worker.round, step, values)
             case worker_messages.Busy():
                 self._watch.busy(local_rank, bounded=message.bounded)
             case worker_messages.Free():
@@ -179,6 +185,7 @@ class Channel:
             case worker_messages.Stopped(step) | worker_messages.Finished(step):
                 self.workers.end(state, local_rank, step, finished=isinstance(message, worker_messages.Finished))
                 self._watch.finished()
+                self._metrics.flush()
                 self._progress.completed(state.number, step)
                 self._progress.flush()
                 self._wake()
@@ -198,7 +205,12 @@ class Channel:
         self._wake()
 
 
-_IN_ANY_ROUND = (worker_messages.Parked, worker_messages.Expects, *get_args(worker_messages.MemoryMessage))
+_IN_ANY_ROUND = (
+    worker_messages.Parked,
+    worker_messages.Expects,
+    worker_messages.Logged,
+    *get_args(worker_messages.MemoryMessage),
+)
 """Messages of a worker that may belong to an earlier round than the agent's."""
 
 

@@ -127,6 +127,10 @@ class ChannelAgent:
         actions = {boundary.action for boundary in due if self._decision(boundary)}
         return next((action for action in _STRONGEST_FIRST if action in actions), None)
 
+    def logged(self, step: int, values: dict[str, float]) -> None:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
+        self._send(messages.Logged(step, values))
+
     def busy(self, *, bounded: bool = True) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         self._send(messages.Busy(bounded))

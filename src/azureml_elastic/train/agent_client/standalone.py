@@ -120,6 +120,9 @@ class StandaloneAgent:
         del step
         return "leave" if self._terminated else None
 
+    def logged(self, step: int, values: dict[str, float]) -> None:
+        """Nobody to tell."""
+
     def busy(self, *, bounded: bool = True) -> None:
         """Nobody to tell."""
 

@@ -161,6 +161,30 @@ class Session(Training):
             self._position.commit()
         self._commits.completed(**pending)
 
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Log values of a step, such as the loss, to the run's metrics. Only the call on rank 0 has an effect.
+
+        The values belong to the step whose batch is being trained, which the next :meth:`commit` completes; between
+        ``run.commit()`` and the next batch, to the step that was completed. A loop without :meth:`loader` logs a step's
+        values before its commit. A value that is logged twice for a step replaces the first one. Those of a step that
+        is not committed are dropped.
+
+        Nothing waits: a value on a GPU is copied by the device's queue, and sent with a later commit.
+
+        Args:
+            values: up to 100 numbers by name: floats, ints, and tensors or arrays of one element; NaN and infinity are
+                allowed. A name has letters, digits, ``_``, ``-``, ``.``, ``:``, ``/`` and spaces
+
+        Raises:
+            UsageError: nothing is tracked, the session is over, or, on rank 0, a name or a value is not allowed.
+        """
+        self._require_tracked("log")
+        if self._lifecycle.world.identity.rank or self._lifecycle.discarded:
+            return
+        position = self._position
+        in_progress = self._state.half_step or not position.loaders or bool(position.opened)
+        self._values.add(values, None if in_progress else self._state.steps)
+
     def save(self, *, wait: bool = False) -> None:
         """Take a checkpoint of the last committed step, besides those of the checkpoint policy. A collective.
 
@@ -250,6 +274,7 @@ class Session(Training):
         if self._context.profiling is not None:
             self._context.profiling.close()
         if not self._lifecycle.over:
+            self._values.send(wait=False)
             self._state.settle(_CLOSING_SECONDS)
         self._context.agent.close()
         self._context.audit.close()

@@ -11,6 +11,7 @@ import logging
 
 from azureml_elastic.errors import CheckpointError
 from azureml_elastic.train.session.context import SessionContext
+from azureml_elastic.train.session.logged_values import LoggedValues
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 from azureml_elastic.train.session.training_state import TrainingState
 
@@ -22,10 +23,13 @@ _LOG = logging.getLogger(__name__)
 class StepCommits:
     """Step boundaries and checkpoints of a session."""
 
-    def __init__(self, context: SessionContext, lifecycle: ProcessGroupLifecycle, state: TrainingState) -> None:
+    def __init__(
+        self, context: SessionContext, lifecycle: ProcessGroupLifecycle, state: TrainingState, values: LoggedValues
+    ) -> None:
         self._context = context
         self._lifecycle = lifecycle
         self._state = state
+        self._values = values
         self._boundary_deferred = False
         self._save_deferred: bool | None = None
         """Whether the deferred ``run.save()`` waits for the commit; ``None`` without one."""
@@ -41,8 +45,10 @@ class StepCommits:
             changes_state: whether that code, or the code at the end of the epoch, may change tracked objects
         """
         if self._lifecycle.discarded:
+            self._values.drop()
             self._lifecycle.end_discarded_step()
         else:
+            self._values.commit(self._state.steps + 1)
             self._state.complete_step()
             self._context.audit.done(self._state.steps)
             self._position.code_pending |= pending
@@ -82,6 +88,9 @@ class StepCommits:
         self._state.settle()
         if self._state.tracked is None:
             return
+        if not self._position.loaders:
+            self._values.commit(self._state.steps)
+        self._values.send(wait=True)
         if self._state.half_step:
             _LOG.warning("The optimizer has stepped after the last run.commit(); that step is not saved.")
         else:
@@ -112,6 +121,7 @@ class StepCommits:
         with self._lifecycle.guard():
             action = self._context.agent.completed(self._state.steps)
             if action in ("leave", "rejoin"):
+                self._values.send(wait=True)
                 self._lifecycle.leave_round(save=action == "leave")
                 return
             self._state.after_step(save=action == "save")

@@ -24,6 +24,7 @@ from azureml_elastic.train.optim.learning_rate import LearningRate
 from azureml_elastic.train.optim.schedule import Schedule, ScheduleCheck
 from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.evaluation import Evaluation
+from azureml_elastic.train.session.logged_values import LoggedValues
 from azureml_elastic.train.session.process_group_lifecycle import ProcessGroupLifecycle
 from azureml_elastic.train.session.step_commits import StepCommits
 from azureml_elastic.train.session.training_state import TrainingState
@@ -43,7 +44,8 @@ class Training:
         self._gradients = Gradients(lifecycle.world, position, self._rate, exact=self._batching.exact)
         self._state = TrainingState(context, lifecycle.world, position, self._rate)
         lifecycle.training_state = self._state
-        self._commits = StepCommits(context, lifecycle, self._state)
+        self._values = LoggedValues(context.agent.logged)
+        self._commits = StepCommits(context, lifecycle, self._state, self._values)
         self._schedule_check = ScheduleCheck(position) if isinstance(context.batch, FixedPerWorkerBatch) else None
         self._trained_out = False
         self._epochs: int | None = None

@@ -1,0 +1,145 @@
+"""Values that the script logs, from the call to the message to the node's agent.
+
+A value of a tensor on a GPU is copied to the host by the device's queue, and read when the copy is there, so that
+logging makes the training loop wait for no kernel. A message leaves at a commit: with all values of the committed steps
+whose copies have arrived, in the order of the steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+
+from azureml_elastic.errors import UsageError
+from azureml_elastic.ledger.metric_names import MOST_VALUES, name_problem
+
+__all__ = ["LoggedValues"]
+
+
+class LoggedValues:
+    """Values of the step in progress and of committed steps that were not sent yet.
+
+    Args:
+        send: function that sends the values of a step by name
+    """
+
+    def __init__(self, send: Callable[[int, dict[str, float]], None]) -> None:
+        self._send = send
+        self._in_progress: dict[str, float | _DeviceCopy] = {}
+        self._committed: deque[tuple[int, dict[str, float | _DeviceCopy]]] = deque()
+        self._names: set[object] = set()
+
+    def add(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Add values; one of a name that the step already has replaces it.
+
+        Args:
+            values: numbers by name
+            step: completed step to which they belong, ``None`` for the step in progress
+
+        Raises:
+            UsageError: there are too many values, a name is not allowed, or a value is no number.
+        """
+        if not isinstance(values, Mapping):
+            raise UsageError(
+                f"run.log() takes values by name, as in run.log({{'loss': loss}}), not {type(values).__name__}."
+            )
+        if len(values) > MOST_VALUES:
+            raise UsageError(
+                f"run.log() was called with {len(values)} values; the limit is {MOST_VALUES}. Log a summary of them, "
+                "or divide them among several calls."
+            )
+        for name in values:
+            if name not in self._names:
+                if problem := name_problem(name):
+                    raise UsageError(f"run.log(): the name {name!r} {problem}.")
+                self._names.add(name)
+        read = {name: _number(name, value) for name, value in values.items()}
+        if step is None:
+            self._in_progress.update(read)
+        elif self._committed and self._committed[-1][0] == step:
+            self._committed[-1][1].update(read)
+        else:
+            self._committed.append((step, read))
+
+    def commit(self, step: int) -> None:
+        """Assign the values of the step in progress to this step, and send all values that have arrived."""
+        if self._in_progress:
+            self._committed.append((step, self._in_progress))
+            self._in_progress = {}
+        self.send(wait=False)
+
+    def drop(self) -> None:
+        """Drop the values of the step in progress, which is not going to be committed."""
+        self._in_progress = {}
+
+    def send(self, *, wait: bool) -> None:
+        """Send the values of committed steps.
+
+        Args:
+            wait: whether to wait for those that are still on a device
+        """
+        while self._committed:
+            step, values = self._committed[0]
+            if not wait and not all(value.arrived() for value in values.values() if isinstance(value, _DeviceCopy)):
+                return
+            self._committed.popleft()
+            numbers = ((name, value if isinstance(value, float) else value.read()) for name, value in values.items())
+            while part := dict(islice(numbers, MOST_VALUES)):
+                self._send(step, part)
+
+
+class _DeviceCopy:
+    """A copy of a value on a GPU in the host's memory, under way."""
+
+    __slots__ = ("_arrived", "_value")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        with torch.cuda.device(value.device):
+            self._value = value.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def arrived(self) -> bool:
+        """Return whether the copy is complete."""
+        return bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> float:
+        """Return the value, after the copy is complete."""
+        self._arrived.synchronize()
+        return float(self._value.item())
+
+
+def _number(name: str, value: Any) -> float | _DeviceCopy:
+    """Return a value as a number, or as a copy that becomes one.
+
+    Raises:
+        UsageError: the value is no number.
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise UsageError(
+                f"run.log(): {name!r} is a {value.dtype} tensor of the shape {tuple(value.shape)}; give one real "
+                "number, such as value.mean()."
+            )
+        value = value.detach()
+        return _DeviceCopy(value) if value.is_cuda else float(value.item())
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError  # noqa: TRY301 - float() would read a text
+        return float(value.item() if getattr(value, "size", 0) == 1 else value)  # an array of NumPy's
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(
+            f"run.log(): {name!r} is {_shown(value)} of the type {type(value).__name__}; give one real number: a "
+            "float, an int, or a tensor or an array of one element."
+        ) from None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - a line of the message
