@@ -13,7 +13,7 @@ from azureml_elastic.errors import ElasticError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from azureml_elastic.node.run_state import RunState
+    from azureml_elastic.node.observation.run_state import RunState
     from azureml_elastic.submit.submitted import NodeOfRun
 
 __all__ = ["status"]

@@ -14,7 +14,7 @@ from azureml_elastic.cli.failures import require
 from azureml_elastic.cli.workspaces import find_workspace
 
 if TYPE_CHECKING:
-    from azureml_elastic.node.run_state import RunState
+    from azureml_elastic.node.observation.run_state import RunState
     from azureml_elastic.node.table import Table
     from azureml_elastic.submit.submitted import SubmittedRun
 
@@ -49,7 +49,7 @@ def read_state(submitted: SubmittedRun, variables: Mapping[str, str]) -> RunStat
     Raises:
         ElasticError: the table cannot be opened or read, or the packages for it are not installed.
     """
-    from azureml_elastic.node.run_state import read_run_state
+    from azureml_elastic.node.observation.run_state import read_run_state
 
     with open_run_table(submitted, variables) as table:
         return read_run_state(table)

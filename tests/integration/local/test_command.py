@@ -3,7 +3,12 @@
 import subprocess
 import sys
 
-COMMAND = (sys.executable, "-c", "from azureml_elastic.cli import main; main()", "local", "--plain")
+import pytest
+
+from tests.support.waiting import until
+
+PROGRAM = (sys.executable, "-c", "from azureml_elastic.cli import main; main()")
+COMMAND = (*PROGRAM, "local", "--plain")
 
 
 def test_each_worker_receives_its_own_values_of_variables_in_the_arguments(tmp_path):
@@ -46,3 +51,40 @@ def test_a_run_that_succeeded_without_its_faults_exits_with_125_and_names_them(t
     assert "the fault kill=node-9@0s did not happen: there was no node-9; started were node-0" in output
     assert "the fault kill=any@3600s did not happen: the run ended after" in output
     assert done.returncode == 125
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path, exit_code):
+    (tmp_path / "train.py").write_text(
+        "import pathlib, sys, time\n"
+        "print('trains', flush=True)\n"
+        "while not pathlib.Path('enough').exists():\n"
+        "    time.sleep(0.05)\n"
+        f"sys.exit({exit_code})\n"
+    )
+    options = ("--nodes", "1", "--run-dir", "run", "--max-restarts", "0", "--timeout", "120")
+    watched = tmp_path / "watched.txt"
+    with (tmp_path / "out.txt").open("w") as out, watched.open("w") as shown:
+        run = subprocess.Popen([*COMMAND, *options, "train.py"], cwd=tmp_path, stdout=out, stderr=out)
+        watch = None
+        try:
+            until((tmp_path / "run/events").is_dir)
+            watch = subprocess.Popen([*PROGRAM, "watch", "run", "--plain"], cwd=tmp_path, stdout=shown, stderr=shown)
+            until(lambda: "node-0 | [rank0]: trains" in watched.read_text())
+            (tmp_path / "enough").touch()
+            assert watch.wait(60) == (1 if exit_code else 0), watched.read_text()
+            assert run.wait(60) == exit_code
+        finally:
+            for process in (run, watch):
+                if process is not None:
+                    process.kill()
+                    process.wait()
+    text = watched.read_text()
+    assert "round 1: 1 workers on node-0" in text
+    assert ("the run failed" if exit_code else "the run succeeded") in text
+
+
+def test_a_folder_without_a_run_is_not_watched(tmp_path):
+    done = subprocess.run([*PROGRAM, "watch", str(tmp_path)], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "contains no events of a run" in done.stderr

@@ -82,6 +82,10 @@ def test_a_run_is_watched_read_and_downloaded(run):
         assert re.search(r"step (\d+)( of \d+)?, checkpoint of step \1\b", shown.output), shown.output
         read_logs(run, job.name)
         read_report(run, job.name)
+        shown = run("watch", job.name, "--plain")
+        assert shown.exit_code == 0, shown.output
+        assert "2 workers on node_0, node_1" in shown.output or "2 workers on node_1, node_0" in shown.output
+        assert "* the run succeeded" in shown.output.splitlines()
         shown = run("download", job.name, "--to", "there")
         assert shown.exit_code == 0, shown.output
         assert list(Path("there").rglob("manifest.json"))
@@ -259,6 +263,7 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
         client = workspace.ml_client
         submitted = client.jobs.create_or_update(job)
         assert workspace.wait(submitted.name, 120) == "Failed"
+        live = None
         with Path("watched.txt").open("w") as out:
             watching = subprocess.Popen(
                 [*COMMAND, "replace-nodes", submitted.name, "--every", "1"], stdout=out, stderr=out
@@ -280,6 +285,9 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             assert endings["dedicated_0"] == "running"
             assert {total.cause for total in report.activities} >= {None, "preemption"}
             assert next(total for total in report.activities if total.activity == "training").seconds > 0
+            with Path("live.txt").open("w") as out:
+                live = subprocess.Popen([*COMMAND, "watch", submitted.name, "--plain"], stdout=out, stderr=out)
+            until(lambda: "1 workers on dedicated_0" in Path("live.txt").read_text())
             # By the name of a job that came later it is the same run.
             assert f"{submitted.name}: Failed" in run("status", name).output
             wrong = run("replace-nodes", name, "--once", "--budget", "5")
@@ -288,9 +296,11 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             shown = run("cancel", submitted.name)
             assert f"cancelling {name}" in shown.output, shown.output
             assert watching.wait(60) == 1, Path("watched.txt").read_text()
+            assert live.wait(60) == 1, Path("live.txt").read_text()
         finally:
-            watching.kill()
-            watching.wait()
+            for process in filter(None, (watching, live)):
+                process.kill()
+                process.wait()
     watched = Path("watched.txt").read_text()
     assert f"submitted {submitted.name}-spot-1: a node was lost" in watched
     assert f"submitted {name}: nodes of spot do not start" in watched

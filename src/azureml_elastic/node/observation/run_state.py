@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from azureml_elastic.ledger.events import Event, NodeStarted, read_event_value
+from azureml_elastic.ledger.events import NodeStarted, read_event_value
 from azureml_elastic.node.agent.event_recorder import EVENT_PREFIX
 from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import ALL_PREFIX, ROUND_KEY, node_of
@@ -14,7 +14,7 @@ from azureml_elastic.node.rendezvous.table_heartbeat import TABLE_HEARTBEAT_KEY
 from azureml_elastic.node.table import Row, Table
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
 
-__all__ = ["NodeOfTable", "RunState", "read_event_rows", "read_run_state"]
+__all__ = ["NodeOfTable", "RunState", "read_run_state"]
 
 _BEFORE_ROUNDS = f"{EVENT_PREFIX}000000."
 
@@ -109,24 +109,6 @@ def read_run_state(table: Table) -> RunState | None:
         steps=heartbeat.get("steps"),
         checkpoint_step=pointer.get("step"),
     )
-
-
-def read_event_rows(table: Table) -> tuple[list[Event], int]:
-    """Read the events of a run that its table has: all but most steps and passed health checks.
-
-    Returns:
-        The events of all nodes, those of one node in order, and the number of rows that are no events of a known kind.
-
-    Raises:
-        TableError: the table cannot be read.
-    """
-    events, skipped = [], 0
-    for row in sorted(table.query(EVENT_PREFIX), key=lambda row: row.key):
-        try:
-            events.append(read_event_value(row.value))
-        except ValueError:
-            skipped += 1
-    return sorted(events, key=lambda event: event.time), skipped
 
 
 def _value(row: Row | None) -> Mapping[str, Any]:

@@ -1,0 +1,1 @@
+"""Reads of a run's table from outside of the run."""
