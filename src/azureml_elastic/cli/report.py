@@ -76,7 +76,7 @@ def _gather(submitted: SubmittedRun, variables: Mapping[str, str], folder: Path,
     """Return the report of a submitted run, and write its events and the report to a folder."""
     from azureml_elastic.ledger.node_names import NodeNames
     from azureml_elastic.ledger.summary import Paths, report_of_events
-    from azureml_elastic.node.run_state import read_event_rows
+    from azureml_elastic.node.observation.event_rows import read_event_rows
     from azureml_elastic.submit.client import readable_errors
 
     with readable_errors(f"read the jobs of {submitted.name!r}"):
