@@ -173,6 +173,8 @@ class _Run:
 
     Args:
         events: events by node, in order.
+        by_round: events by node and round, in order.
+        entries: rounds that nodes have entered, with the times.
         sealed: time spans in which rounds ran, in order.
         restored: step with which training begins, by round.
         kept: last step of each round that no later round has trained again.
@@ -184,6 +186,8 @@ class _Run:
     """
 
     events: Mapping[str, list[Event]]
+    by_round: Mapping[tuple[str, int], list[Event]]
+    entries: list[tuple[int, float]]
     sealed: list[tuple[float, float]]
     restored: Mapping[int, int]
     kept: Mapping[int, float]
@@ -197,9 +201,11 @@ class _Run:
     def of(cls, events: Sequence[Event]) -> _Run:
         by_node: dict[str, list[Event]] = {}
         by_round: dict[int, list[Event]] = {}
+        by_node_and_round: dict[tuple[str, int], list[Event]] = {}
         for event in sorted(events, key=lambda event: event.time):
             by_node.setdefault(event.node, []).append(event)
             by_round.setdefault(event.round, []).append(event)
+            by_node_and_round.setdefault((event.node, event.round), []).append(event)
         commits: dict[int, list[CheckpointCommitted]] = {}
         for event in events:
             if isinstance(event, CheckpointCommitted):
@@ -218,6 +224,8 @@ class _Run:
         ends = [event.round for event in events if isinstance(event, RunEnded)]
         return cls(
             by_node,
+            by_node_and_round,
+            [(event.round, event.time) for event in events if isinstance(event, RoundEntered)],
             sealed,
             restored,
             surviving_steps(restored, numbers),
@@ -313,17 +321,12 @@ def _account_round(line: _Line, run: _Run, number: int, before: int | None, foll
 
 def _leave_round(line: _Line, run: _Run, number: int, cause: Cause) -> None:
     """Draw the time until the others have the next round."""
-    later = [
-        event.time
-        for events in run.events.values()
-        for event in events
-        if isinstance(event, RoundEntered) and event.round > number
-    ]
+    later = [time for entered, time in run.entries if entered > number]
     line.draw(min(later, default=line.time.ended), "recovering", number, cause)
 
 
 def _has_seen_the_end(run: _Run, node: str, number: int) -> bool:
-    return any(isinstance(event, RoundReopened) and event.round == number for event in run.events[node])
+    return any(isinstance(event, RoundReopened) for event in run.by_round.get((node, number), ()))
 
 
 @dataclass(frozen=True)
@@ -344,7 +347,7 @@ class _Steps:
 
     @classmethod
     def of(cls, run: _Run, node: str, number: int) -> _Steps:
-        own = [event for event in run.events[node] if event.round == number]
+        own = run.by_round[node, number]
         done = [(event.time, event.step) for event in own if isinstance(event, Progress)]
         launched = [event.time for event in own if isinstance(event, RoundEntered | WorkersStarted | Restored)]
         if not done:

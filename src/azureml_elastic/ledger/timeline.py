@@ -5,7 +5,7 @@ Rounds are ordered by number. Durations are differences of two times that *one* 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -97,9 +97,7 @@ class RecoverySpan:
 
 def rounds(events: Iterable[Event]) -> list[RoundSpan]:
     """Return the sealed rounds by number."""
-    by_round: dict[int, list[Event]] = {}
-    for event in events:
-        by_round.setdefault(event.round, []).append(event)
+    by_round = _by_round(events)
     return [
         _round(number, by_round[number])
         for number in sorted(by_round)
@@ -125,6 +123,7 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
         losses: lost nodes with the times of their losses; only for a caller that shares the nodes' clock.
     """
     losses = list(losses)
+    by_round = _by_round(events)
     all_rounds = rounds(events)
     failed_in = {event.round for event in events if isinstance(event, WorkerFailed | HangDetected)}
     found: list[RecoverySpan] = []
@@ -133,7 +132,7 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
         resumed = next((later for later in all_rounds[index + 1 :] if later.last_step is not None), None)
         if resumed is None or not (lost or round_.number in failed_in):
             continue
-        pause = _pause(events, round_, resumed, [time for node, time in losses if node in lost])
+        pause = _pause(by_round, round_, resumed, [time for node, time in losses if node in lost])
         if pause is not None:
             step = resumed.first_step or 0
             found.append(RecoverySpan(round_.number, resumed.number, step, *pause, lost, round_.reason))
@@ -164,6 +163,13 @@ def headline(message: str) -> str:
     else:
         found = next((line for line in lines if line.strip()), "")
     return found if len(found) <= _LONGEST_HEADLINE else f"{found[: _LONGEST_HEADLINE - 3]}..."
+
+
+def _by_round(events: Iterable[Event]) -> dict[int, list[Event]]:
+    found: dict[int, list[Event]] = {}
+    for event in events:
+        found.setdefault(event.round, []).append(event)
+    return found
 
 
 def _round(number: int, events: list[Event]) -> RoundSpan:
@@ -207,29 +213,29 @@ def _end(events: list[Event], reporter: str, started: float) -> float:
 
 
 def _pause(
-    events: Sequence[Event], before: RoundSpan, after: RoundSpan, lost_at: Sequence[float]
+    by_round: Mapping[int, Sequence[Event]], before: RoundSpan, after: RoundSpan, lost_at: Sequence[float]
 ) -> tuple[float, Literal["loss", "notice", "last step"]] | None:
     """Return the time from the loss to the first step afterwards, as exactly as the events allow."""
-    resumed = {node: times[0] for node, times in _times(events, after.number, Progress).items()}
+    resumed = {node: times[0] for node, times in _times(by_round[after.number], Progress).items()}
     back = min(resumed.values())
     within = [time for time in lost_at if before.started <= time <= back]
     if within:
         return back - min(within), "loss"
     # A hang is detected long after training has stopped, so the last step counts.
-    hung = _times(events, before.number, HangDetected)
-    noticed = {} if hung else _times(events, before.number, WorkerFailed, RoundReopened)
+    hung = _times(by_round[before.number], HangDetected)
+    noticed = {} if hung else _times(by_round[before.number], WorkerFailed, RoundReopened)
     if pauses := [resumed[node] - times[0] for node, times in noticed.items() if node in resumed]:
         return max(0.0, min(pauses)), "notice"
-    trained = _times(events, before.number, Progress)
+    trained = _times(by_round[before.number], Progress)
     if pauses := [resumed[node] - times[-1] for node, times in trained.items() if node in resumed]:
         return max(0.0, min(pauses)), "last step"
     return None
 
 
-def _times(events: Iterable[Event], number: int, *kinds: type[Event]) -> dict[str, list[float]]:
-    """Return for each node the ordered times of its events of these kinds in the round."""
+def _times(events: Iterable[Event], *kinds: type[Event]) -> dict[str, list[float]]:
+    """Return for each node the ordered times of its events of these kinds."""
     times: dict[str, list[float]] = {}
     for event in events:
-        if event.round == number and isinstance(event, kinds):
+        if isinstance(event, kinds):
             times.setdefault(event.node, []).append(event.time)
     return times
