@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained, require
-from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, Recovery
+from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, MetricsPolicy, Recovery
 from azureml_elastic.errors import UsageError
 from azureml_elastic.local.faults.model import MOST_NODES
 
@@ -52,6 +52,9 @@ def local(
     audit: Annotated[
         bool, typer.Option("--audit", help="Record each sample, and verify that each was trained exactly once.")
     ] = False,
+    tensorboard: Annotated[
+        str | None, typer.Option(help="Folder for TensorBoard's files with the run's metrics.", metavar="FOLDER")
+    ] = None,
     max_restarts: Annotated[int, typer.Option(help="Worker failures that the run may have.")] = 3,
     recovery: Annotated[
         Recovery, typer.Option(help="Whether the loss of a worker restarts the others, or they keep their processes.")
@@ -97,6 +100,7 @@ def local(
         checkpoint_steps=checkpoint_steps,
         resume_from=resume_from,
         audit=audit,
+        metrics=MetricsPolicy(tensorboard=tensorboard),
         max_restarts=max_restarts,
         distribution=distribution,
         timeout_s=timeout,

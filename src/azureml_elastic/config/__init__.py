@@ -3,6 +3,7 @@
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Ramp
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution, HealthPolicy, PreemptionPolicy, Recovery
+from azureml_elastic.config.metrics import MetricsPolicy
 from azureml_elastic.config.plan import PLAN_VERSION, Plan
 from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.profile import Profile
@@ -20,6 +21,7 @@ __all__ = [
     "FixedGlobalBatch",
     "FixedPerWorkerBatch",
     "HealthPolicy",
+    "MetricsPolicy",
     "NodePool",
     "Placement",
     "Plan",

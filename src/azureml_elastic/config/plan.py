@@ -12,6 +12,7 @@ from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.config.metrics import MetricsPolicy
 from azureml_elastic.config.profile import Profile
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import ElasticResources, NodePool
@@ -68,6 +69,7 @@ class Plan(ConfigModel):
         distribution: configuration of the processes.
         checkpoint: checkpoint policy.
         batch: policy for batch size and learning rate when the world size changes.
+        metrics: where the run's metrics are published.
         pools: node pools in the order of preference; empty if all nodes have one compute.
         replacement: policy for replacing lost nodes; ``None`` disables replacement.
         run_id: identifier of the run in the table; ``None`` selects Azure ML's run id, which is new for each
@@ -83,6 +85,7 @@ class Plan(ConfigModel):
     distribution: ElasticDistribution = ElasticDistribution()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
+    metrics: MetricsPolicy = MetricsPolicy()
     pools: tuple[NodePool, ...] = ()
     replacement: ReplacementPolicy | None = None
     run_id: str | None = None

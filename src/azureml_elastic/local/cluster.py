@@ -18,6 +18,7 @@ from azureml_elastic.config import (
     ElasticDistribution,
     ElasticResources,
     FixedGlobalBatch,
+    MetricsPolicy,
     Plan,
     TableRendezvous,
 )
@@ -63,6 +64,7 @@ class LocalCluster:
         audit: whether workers record the samples of each step, so that the report can prove that each was seen once.
         max_restarts: number of worker failures after which the run fails.
         batch: batch policy.
+        metrics: where the run's metrics are published.
         resume_from: folder of an earlier run, from whose last committed checkpoint this run starts.
         distribution: all other settings of the processes; the arguments above take precedence.
         timeout_s: seconds after which the run is stopped and counted as failed.
@@ -87,6 +89,7 @@ class LocalCluster:
     audit: bool = False
     max_restarts: int = 3
     batch: BatchPolicy = field(default_factory=FixedGlobalBatch)
+    metrics: MetricsPolicy = field(default_factory=MetricsPolicy)
     resume_from: Path | None = None
     distribution: ElasticDistribution = field(default_factory=ElasticDistribution)
     timeout_s: float | None = None
@@ -183,6 +186,7 @@ class LocalCluster:
                 snapshot_path=None if self.snapshot_path is None else str(self.snapshot_path),
             ),
             batch=self.batch,
+            metrics=self.metrics,
             resume_from=None if self.resume_from is None else find_earlier_run(self.resume_from),
             run_id=f"local-{secrets.token_hex(4)}",
             audit=self.audit,

@@ -23,6 +23,7 @@ from azureml_elastic.config.base import ConfigModel, PositiveDuration
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
 from azureml_elastic.config.distribution import ElasticDistribution
+from azureml_elastic.config.metrics import MetricsPolicy
 from azureml_elastic.config.plan import EarlierRun, Plan, SubmittedNames
 from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import ReplacementPolicy
@@ -79,6 +80,7 @@ class JobFields(ConfigModel):
     resume_from: str | None = None
     replacement: ReplacementPolicy | None = ReplacementPolicy()
     batch: BatchPolicy = FixedGlobalBatch()
+    metrics: MetricsPolicy = MetricsPolicy()
     presets: Presets = Presets()
     name: str | None = None
     display_name: str | None = None
@@ -211,6 +213,7 @@ class JobFields(ConfigModel):
             distribution=self.distribution,
             checkpoint=self.checkpoint,
             batch=self.batch,
+            metrics=self.metrics,
             pools=self.pools,
             replacement=self.replacement,
             resume_from=None if self.resume_from is None else EarlierRun(run_id=self.resume_from),

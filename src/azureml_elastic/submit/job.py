@@ -47,6 +47,7 @@ class ElasticCommandJob(JobFields, Submittable):
             its own checkpoints have a place of their own. Both runs need the same checkpoint path.
         replacement: policy for replacing lost nodes; ``None`` disables replacement.
         batch: policy for batch size and learning rate when the world size changes.
+        metrics: where what the script logs and the metrics of the run are published.
         presets: network, mount, data and profiler settings, which the job's own settings override.
         name: name of the run; ``None`` generates a new one for each submission.
         display_name: display name of the run in the studio.
