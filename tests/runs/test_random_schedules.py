@@ -96,3 +96,7 @@ def check_accounting(report: Report, faults: Schedule, trail: str) -> None:
             assert any(span.cause == "node loss" for span in spans), trail
     assert report.audit is not None
     assert report.lost_steps == report.audit.rolled_back_steps, trail
+    if report.lost_steps == 0:
+        assert report.samples == report.audit.seen, trail
+    else:  # where in the round the other samples were is known as exactly as its steps were recorded
+        assert report.samples == pytest.approx(report.audit.seen, rel=0.05), trail

@@ -99,11 +99,15 @@ class Agent(Protocol):
     def restored(self, step: int, directory: str | None) -> None:
         """Report, on every rank, where training starts."""
 
-    def completed(self, step: int) -> Action | None:
+    def completed(self, step: int, samples: int = 0) -> Action | None:
         """Report a completed step and return what is to be done now.
 
         Every rank gets the same result at the same step. Returns at once, unless the agent has announced a decision for
         this very step.
+
+        Args:
+            step: number of completed steps of the run.
+            samples: number of samples over all ranks since the last report, 0 if they are not counted.
 
         Raises:
             ElasticError: the announced decision did not come.

@@ -83,9 +83,10 @@ class Connected:
 
 @dataclass(frozen=True)
 class Step:
-    """The worker has completed a step."""
+    """The worker has completed a step; ``samples`` over all ranks were trained since its last message of this kind."""
 
     step: Count
+    samples: Count = 0
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,8 @@ class Progress(_Event):
     step: int
     last: bool = False
     """Whether it is the node's last step of the round, which the table has, too; its time is that of the step."""
+    samples: int | None = None
+    """Samples that all nodes have trained in the round up to this step; ``None`` if they are not counted."""
 
 
 class Metrics(_Event):

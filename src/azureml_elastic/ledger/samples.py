@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from azureml_elastic.ledger.events import Event, Restored
+from azureml_elastic.ledger.events import Event, Progress, Restored
 
-__all__ = ["SampleAudit", "SampleLine", "audit_samples", "restored_steps", "surviving_steps"]
+__all__ = ["SampleAudit", "SampleLine", "audit_samples", "restored_steps", "surviving_steps", "trained_samples"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,36 @@ def surviving_steps(restored: Mapping[int, int], rounds: Iterable[int]) -> dict[
         number: min((step for later, step in restored.items() if later > number), default=math.inf)
         for number in set(rounds)
     }
+
+
+def trained_samples(events: Iterable[Event]) -> int | None:
+    """Return the number of samples in the steps that count, by the nodes' progress; ``None`` if they were not counted.
+
+    Where a round's steps were rolled back up to a step that was not recorded, its samples are those in proportion.
+    """
+    events = list(events)
+    restored = restored_steps(events)
+    counted: dict[int, dict[int, int]] = {}
+    for event in events:
+        if isinstance(event, Progress) and event.samples is not None:
+            own = counted.setdefault(event.round, {restored.get(event.round, 0): 0})
+            own[event.step] = max(event.samples, own.get(event.step, 0))
+    if not counted:
+        return None
+    surviving = surviving_steps(restored, counted)
+    return round(math.fsum(_samples_at(surviving[number], own) for number, own in counted.items()))
+
+
+def _samples_at(step: float, counted: Mapping[int, int]) -> float:
+    """Return the samples up to a step, of which those up to some steps are known, the first one being 0."""
+    before = max((known for known in counted if known <= step), default=None)
+    if before is None:
+        return 0.0
+    after = min((known for known in counted if known > step), default=None)
+    if after is None:
+        return counted[before]
+    share = (step - before) / (after - before)
+    return counted[before] + share * (counted[after] - counted[before])
 
 
 def audit_samples(

@@ -15,7 +15,13 @@ from azureml_elastic.ledger.bill import Bill, NodeUse, bill
 from azureml_elastic.ledger.events import Event, NodeLeft, NodeStarted
 from azureml_elastic.ledger.prices import Prices, Tier
 from azureml_elastic.ledger.reading import EventReader, read_events, read_samples
-from azureml_elastic.ledger.samples import SampleAudit, SampleLine, audit_samples, restored_steps
+from azureml_elastic.ledger.samples import (
+    SampleAudit,
+    SampleLine,
+    audit_samples,
+    restored_steps,
+    trained_samples,
+)
 
 __all__ = [
     "FaultRecord",
@@ -105,6 +111,7 @@ class Report(_Record):
         audit: result of the sample audit, ``None`` without recorded samples.
         activities: seconds of all nodes by activity and cause, the largest first; their sum is the nodes' wall time.
         lost_steps: number of steps that were trained again after a loss.
+        samples: number of samples in the steps that count; ``None`` if the script does not count them.
         bill: cost of the nodes; ``None`` if it was not requested.
         goodput: share of that time which was spent on training that was kept; ``None`` without events.
         skipped_events: number of unreadable lines in the event files.
@@ -125,6 +132,7 @@ class Report(_Record):
     audit: SampleAudit | None = None
     activities: tuple[accounting.Total, ...] = ()
     lost_steps: int = 0
+    samples: int | None = None
     goodput: float | None = None
     bill: Bill | None = None
     skipped_events: int = 0
@@ -153,6 +161,7 @@ class Report(_Record):
                 "world_sizes": sizes,
                 "activities": activities,
                 "lost_steps": accounting.lost_steps(events),
+                "samples": trained_samples(events),
                 "goodput": accounting.goodput(activities),
             }
         )

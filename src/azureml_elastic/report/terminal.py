@@ -34,7 +34,7 @@ def summary(report: Report) -> RenderableType:
     if report.goodput is not None:
         parts.append(_activities_table(report))
     if report.bill is not None:
-        parts.append(bill_table(report.bill, samples=None if report.audit is None else report.audit.seen))
+        parts.append(bill_table(report.bill, samples=report.samples))
     if report.audit is not None:
         parts.append(audit_text(report.audit))
     parts.append(_outcome(report))

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.ledger.events import Progress, Restored
-from azureml_elastic.ledger.samples import SampleAudit, SampleLine, audit_samples, restored_steps, surviving_steps
+from azureml_elastic.ledger.samples import (
+    SampleAudit,
+    SampleLine,
+    audit_samples,
+    restored_steps,
+    surviving_steps,
+    trained_samples,
+)
 
 
 @st.composite
@@ -147,3 +154,20 @@ def test_a_step_counts_when_any_rank_has_completed_it():
     audit = audit_samples([*died, *survived, *given_up, *again], {1: 0, 2: 2}, dataset_size=6)
     assert audit.complete
     assert (audit.steps, audit.seen, audit.rolled_back_steps) == (3, 6, 0)
+
+
+def progress(number, step, samples, node="a"):
+    return Progress(time=step, node=node, round=number, step=step, samples=samples)
+
+
+def test_samples_of_steps_that_count_are_summed_over_the_rounds():
+    assert trained_samples([]) is None
+    assert trained_samples([progress(1, 3, None)]) is None
+    events = [progress(1, 2, 20), progress(1, 4, 40), progress(1, 4, 40, "b")]
+    assert trained_samples(events) == 40
+    events += [Restored(time=5, node="a", round=2, step=4), progress(2, 6, 24)]
+    assert trained_samples(events) == 64
+    rolled_back = [*events, Restored(time=7, node="a", round=3, step=3), progress(3, 5, 16)]
+    assert trained_samples(rolled_back) == 30 + 16
+    from_scratch = [*rolled_back, Restored(time=9, node="a", round=4, step=0)]
+    assert trained_samples(from_scratch) == 0

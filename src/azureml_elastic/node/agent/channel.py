@@ -155,7 +155,7 @@ class Channel:
                 self._watch.completed(message.step, local_rank)
                 self._memories.completed(state.number)
                 self.workers.advance(state, message.step, completed=True)
-                self._progress.completed(state.number, message.step)
+                self._progress.completed(state.number, message.step, message.samples)
             case worker_messages.Logged(step, values):
                 if worker.rank == 0:
                     self._metrics.logged(worker.round, step, values)

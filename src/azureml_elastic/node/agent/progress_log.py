@@ -23,16 +23,25 @@ class ProgressLog:
         self._recorder = recorder
         self._lock = threading.Lock()
         self._rate = EventRate()
+        self._samples = 0
         self._last: tuple[int, int, float] | None = None
         self._recorded = self._closed = True
 
-    def completed(self, number: int, step: int) -> None:
-        """Record a step of a round, or keep it until a later one or the end of the round."""
+    def completed(self, number: int, step: int, samples: int = 0) -> None:
+        """Record a step of a round, or keep it until a later one or the end of the round.
+
+        Args:
+            number: number of the round.
+            step: number of completed steps of the run.
+            samples: number of samples over all nodes since the step before, 0 if they are not counted.
+        """
         with self._lock:
-            if self._last is not None and (number, step) == self._last[:2]:
-                return
+            if self._last is not None and number == self._last[0] and step <= self._last[1]:
+                return  # another local worker has reported it
             if self._last is not None and number != self._last[0]:
                 self._write(last=True)
+                self._samples = 0
+            self._samples += samples
             self._last = number, step, time.time()
             self._recorded = self._closed = False
             if self._rate.due():
@@ -47,4 +56,4 @@ class ProgressLog:
         if self._last is not None and not (self._closed if last else self._recorded):
             number, step, at = self._last
             self._recorded, self._closed = True, last
-            self._recorder.record(Progress, number, at, step=step, last=last)
+            self._recorder.record(Progress, number, at, step=step, last=last, samples=self._samples or None)

@@ -118,12 +118,12 @@ class ChannelAgent:
         if self._identity.rank == 0:
             self._send(messages.Restored(step, directory))
 
-    def completed(self, step: int) -> Action | None:
+    def completed(self, step: int, samples: int = 0) -> Action | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         with self._changed:
             self._completed = step
             due = [boundary for boundary in self._boundaries.values() if boundary.step == step]
-        self._send(messages.Step(step))
+        self._send(messages.Step(step, samples))
         actions = {boundary.action for boundary in due if self._decision(boundary)}
         return next((action for action in _STRONGEST_FIRST if action in actions), None)
 

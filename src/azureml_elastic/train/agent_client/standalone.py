@@ -115,9 +115,9 @@ class StandaloneAgent:
     def restored(self, step: int, directory: str | None) -> None:
         """Nobody to tell."""
 
-    def completed(self, step: int) -> Action | None:
+    def completed(self, step: int, samples: int = 0) -> Action | None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
-        del step
+        del step, samples
         return "leave" if self._terminated else None
 
     def logged(self, step: int, values: dict[str, float]) -> None:

@@ -121,6 +121,7 @@ class Position:
     when_continued: Callable[[], None] = _ignore
     when_repeated: Callable[[], None] = _ignore
     _saved: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _trained: int = 0
 
     @property
     def opened(self) -> list[LoaderState]:
@@ -210,8 +211,14 @@ class Position:
         for loader in self.opened:
             assert loader.open is not None
             ending = ending or loader.open.window.ends_epoch
+            self._trained += loader.open.window.count
             loader.cursor, loader.open = loader.open.window.after, None
         self.code_pending = self.in_epochs and ending
+
+    def take_trained(self) -> int:
+        """Return the number of samples over all ranks that were counted as trained since the last call."""
+        trained, self._trained = self._trained, 0
+        return trained
 
     def drop(self) -> None:
         """Close the open windows without counting them."""

@@ -119,7 +119,7 @@ class StepCommits:
 
     def _step_boundary(self) -> None:
         with self._lifecycle.guard():
-            action = self._context.agent.completed(self._state.steps)
+            action = self._context.agent.completed(self._state.steps, self._position.take_trained())
             if action in ("leave", "rejoin"):
                 self._values.send(wait=True)
                 self._lifecycle.leave_round(save=action == "leave")

@@ -49,10 +49,14 @@ def test_the_last_step_of_a_round_is_recorded_whatever_the_rate(tmp_path):
     recorder = Recorder(tmp_path, "a", "i", None)
     log = ProgressLog(recorder)
     for step in range(1, 2001):
-        log.completed(1, step)
-    log.completed(2, 2001)
+        log.completed(1, step, 32)
+        log.completed(1, step, 32)  # the other worker of the node
+    log.completed(2, 2001, 16)
     log.flush()
     recorder.close()
     events = [event for event in read_events(tmp_path / "events") if isinstance(event, Progress)]
     assert len(events) < 1000
-    assert [(event.round, event.step) for event in events if event.last] == [(1, 2000), (2, 2001)]
+    assert [(event.round, event.step, event.samples) for event in events if event.last] == [
+        (1, 2000, 64_000),
+        (2, 2001, 16),
+    ]
