@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -57,6 +58,13 @@ def readable_errors(action: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """Return the first line of an error's message, or the name of its type; of a failed validation, what was wrong."""
+    text = str(error).strip()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        # azure-ai-ml's message of a failed validation is a JSON object with a list of errors.
+        found = [
+            (str(each["message"]).strip().partition("\n")[0], each.get("path")) for each in json.loads(text)["errors"]
+        ]
+        if found:
+            return "; ".join(f"{path}: {message}" if path else message for message, path in found)
+    return text.partition("\n")[0] or type(error).__name__

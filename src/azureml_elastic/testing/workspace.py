@@ -43,6 +43,7 @@ _SUBSCRIPTION = "00000000-0000-0000-0000-0000000000aa"
 _GROUP = "local"
 _NAME = "local"
 _POLL_S = 0.1
+_DEFAULT_POOLS = {"cluster": Pool(), "spot-cluster": Pool()}  # the second one is that of the starter job
 _NAMES = {
     "AZUREML_ARM_SUBSCRIPTION": _SUBSCRIPTION,
     "AZUREML_ARM_RESOURCEGROUP": _GROUP,
@@ -61,7 +62,7 @@ class LocalWorkspace:
     process can have one open workspace at a time.
 
     Args:
-        pools: computes by name; ``serverless`` always exists.
+        pools: computes by name; ``None`` for ``cluster`` and ``spot-cluster``. ``serverless`` always exists.
         evictions: planned evictions of machines.
         requeue: whether the service restarts a preempted job from the beginning, as Azure's documentation says,
             instead of failing it, as users report.
@@ -84,7 +85,7 @@ class LocalWorkspace:
         lenient: bool = True,
         folder: Path | None = None,
     ) -> None:
-        self._pools = {"serverless": Pool(), **({"cluster": Pool()} if pools is None else pools)}
+        self._pools = {"serverless": Pool(), **(_DEFAULT_POOLS if pools is None else pools)}
         self._evictions = tuple(evictions)
         self._requeue = requeue
         self._grows = grows

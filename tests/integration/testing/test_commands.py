@@ -196,9 +196,10 @@ def test_a_run_on_this_machine_that_fails_says_why(run):
 
 
 def test_a_command_of_a_workspace_submits_to_it_also_where_a_file_names_another_one(run):
-    Path("job.yml").write_text(JOB)
+    assert run("init", "starter").exit_code == 0
     Path("config.json").write_text("{}")
-    words = ["workspace", "start", "--", *COMMAND, "submit", "job.yml", "--set", "inputs.epochs=1", "--stream"]
+    options = ["--set", "inputs.epochs=1", "--set", "elastic.max_instance_count=1", "--stream"]
+    words = ["workspace", "start", "--", *COMMAND, "submit", "starter/job.yml", *options]
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert Path("config.json").read_text() == "{}"

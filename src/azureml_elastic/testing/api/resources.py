@@ -119,7 +119,10 @@ class Resources:
         if name not in self.pools:
             there = ", ".join(sorted(self.pools))
             return refusal(
-                404, "NotFound", f"The local workspace has no compute {name!r}, only {there}. Give it one with pools=."
+                404,
+                "NotFound",
+                f"The local workspace has no compute {name!r}, only {there}. Give it one by "
+                f"pools=, or 'azureml-elastic workspace start --pool {name}=8'.",
             )
         if request.method != "GET":
             return _cannot(request)

@@ -96,7 +96,7 @@ class Service(threading.Thread):
         """Resolve a command's pool and data."""
         pool = self.setting.machines.pools.get(body.compute)
         if pool is None:
-            raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one with pools=.")
+            raise UsageError(f"The local workspace has no compute {body.compute!r}. Give it one by pools= or --pool.")
         if body.nodes > pool.nodes:
             raise UsageError(
                 f"The job requests {body.nodes} nodes at once, above the limit of {pool.nodes} of the compute "
