@@ -1,6 +1,10 @@
 """Made-up histories of runs, for the tests of the ledger and of the reports."""
 
+import math
+
 from azureml_elastic.ledger.events import (
+    CheckpointCommitted,
+    Metrics,
     NodeLeft,
     NodeStarted,
     Progress,
@@ -8,6 +12,7 @@ from azureml_elastic.ledger.events import (
     RoundEntered,
     RoundReopened,
     RunEnded,
+    WorkerFailed,
     WorkersStarted,
 )
 
@@ -51,3 +56,50 @@ def loss_and_newcomer():
         RunEnded(time=47.0, node="node-1", round=3, succeeded=True),
         *(NodeLeft(time=48.0, node=f"node-{index}", round=3, reason="done", exit_code=0) for index in (1, 2, 3)),
     ]
+
+
+def long_run(events=100_000, *, nodes=8, rounds=200, failing=5):
+    """A run of about so many events: each round loses a node that the next one has again, some of them by a failure."""
+    names = [f"node-{index}" for index in range(nodes)]
+    found = [NodeStarted(time=0.5 * index, node=name, host="h", pid=1) for index, name in enumerate(names)]
+    each = max(2, events // (rounds * (nodes + 1)))
+    step, clock = 0, 10.0
+    for number in range(1, rounds + 1):
+        members = names if number % 2 else [name for name in names if name != names[number % nodes]]
+        found += enter(number, members, at=clock)
+        found.append(Restored(time=clock + 1.0, node=members[0], round=number, step=step))
+        clock += 2.0
+        found += steps(number, members, step + 1, step + each, at=clock, each=0.5)
+        for at in range(step + 1, step + each + 1):
+            time = clock + 0.5 * (at - step - 1)
+            rate = 1e-3 * min(1.0, at / 500)
+            values = {"loss": 2.5 / (1 + at / 900) + 0.1 * math.sin(at * 1.7), "learning_rate": rate}
+            found.append(Metrics(time=time, node=members[0], round=number, step=at, values=values))
+        clock += 0.5 * each
+        done = step + each
+        found.append(
+            CheckpointCommitted(
+                time=clock - 0.2,
+                node=members[0],
+                round=number,
+                step=done - 1,
+                directory=f"step-{done - 1}",
+                seconds=0.05,
+            )
+        )
+        stamp = {"node": members[0], "round": number}
+        if number == rounds:
+            found.append(RunEnded(time=clock, succeeded=True, **stamp))
+        elif number % max(1, rounds // failing) == 0:
+            message = (
+                f"Traceback (most recent call last):\n  File 'train.py', line {number}\nRuntimeError: round {number}"
+            )
+            found.append(WorkerFailed(time=clock, rank=1, exit_code=1, message=message, step=done, **stamp))
+            found.append(RoundReopened(time=clock, reason="worker 1 on node-1 failed with exit code 1", **stamp))
+        else:
+            lost = names[(number + 1) % nodes]
+            found.append(RoundReopened(time=clock, reason=f"{lost} is lost", lost=(lost,), **stamp))
+        step = done - 1
+        clock += 1.0
+    found += [NodeLeft(time=clock, node=name, round=rounds, reason="done", exit_code=0) for name in names]
+    return found

@@ -1,20 +1,16 @@
-"""The summary in the terminal and the HTML page."""
+"""The summary in the terminal."""
 
-import importlib.util
 import io
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from azureml_elastic.errors import MissingExtra, UsageError
 from azureml_elastic.ledger.events import NodeLeft, RoundReopened, RunEnded
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report
 from azureml_elastic.ledger.timeline import RoundSpan
 from azureml_elastic.node.failures.classification import Failure
-from azureml_elastic.report.html import write_html
 from azureml_elastic.report.picture import lifelines, size_chart, time_axis
 from azureml_elastic.report.terminal import audit_text, summary
 from tests.support.histories import enter, loss_and_newcomer
@@ -146,26 +142,3 @@ def test_any_history_has_a_picture_of_the_given_width(history, width):
         for number, (start, length, size) in enumerate(history, 1)
     ]
     assert {len(line) for line in size_chart(rounds, width)} == {width + 6}
-
-
-def test_the_page_is_self_contained(tmp_path):
-    pytest.importorskip("plotly")
-    path = tmp_path / "page.html"
-    write_html(report(tmp_path), path)
-    page = path.read_text()
-    assert "run-7" in page
-    assert "kill=rank0@step:12" in page
-    assert "<script src=" not in page.replace('<script src="data:', "")
-
-
-def test_the_page_of_an_empty_run_is_refused(tmp_path):
-    pytest.importorskip("plotly")
-    with pytest.raises(UsageError, match="no timeline to show"):
-        write_html(Report(outcome="failed", exit_code=2, paths=Paths.of(tmp_path)), tmp_path / "page.html")
-
-
-def test_without_plotly_the_extra_is_named(tmp_path):
-    if importlib.util.find_spec("plotly") is not None:
-        pytest.skip("plotly is installed")
-    with pytest.raises(MissingExtra, match=r"azureml-elastic\[report\]"):
-        write_html(report(tmp_path), tmp_path / "page.html")

@@ -1,0 +1,206 @@
+"""Charts over steps and of sums, each as an image with a table of the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from azureml_elastic.report.markup import Markup, element, joined
+from azureml_elastic.report.numbers import duration_text, nice_ticks, number_text, tick_text
+from azureml_elastic.report.page_content import PageContent, Rescale, WaterfallBar
+from azureml_elastic.report.series import Series
+from azureml_elastic.report.svg import Scale, horizontal_grid, percent, picture, stretched, vertical_axis
+
+__all__ = ["AXIS", "BAR", "ROW", "Chart", "DataRow", "activity_class", "series_chart", "waterfall_chart"]
+
+ROW = 28
+"""Height of a node's row in pixels."""
+
+BAR = 16
+"""Height of a bar in it."""
+
+AXIS = 26
+"""Height of a horizontal axis with its texts."""
+
+_SERIES_HEIGHT, _TOP = 150, 14
+_CLOSEST_LABELS = 11.0
+"""Least distance of two labels of rescales in percent of the width."""
+
+_MOST_LINES, _MOST_STROKES = 24, 160
+
+
+def activity_class(activity: str) -> str:
+    """Return the class of an activity's colour and pattern."""
+    return f"a-{activity.replace(' ', '-')}"
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """A row of a chart's table.
+
+    Args:
+        cells: texts.
+        left: left edge of the same data in the image, in percent.
+        right: its right edge.
+        line: index of the node, where each has a line of its own.
+    """
+
+    cells: tuple[str, ...]
+    left: float
+    right: float
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """An image and its data.
+
+    Args:
+        name: name that is unique in the page.
+        title: heading.
+        image: image.
+        headings: headings of the data.
+        rows: data.
+        note: sentence below the heading; may be empty.
+        layout: class of the margins around the image.
+        lines: names of the nodes that have a line each.
+    """
+
+    name: str
+    title: str
+    image: Markup
+    headings: tuple[str, ...]
+    rows: tuple[DataRow, ...]
+    note: str = ""
+    layout: str = "narrow"
+    lines: tuple[str, ...] = ()
+
+
+def series_chart(content: PageContent, series: Series, name: str, title: str, *, is_rate: bool = False) -> Chart:
+    """Return the chart of a quantity over the steps.
+
+    Args:
+        content: content of the page.
+        series: quantity.
+        name: name of the chart that is unique in the page.
+        title: heading.
+        is_rate: whether only the means count, from zero.
+    """
+    buckets = series.buckets
+    first, last = buckets[0].first, buckets[-1].last
+    x = Scale(first, max(last, first + 1))
+    shown = [b for b in buckets if b.mean is not None]
+    lows = [b.mean if is_rate else b.low for b in shown]
+    highs = [b.mean if is_rate else b.high for b in shown]
+    low = min((each for each in lows if each is not None), default=0.0)
+    high = max((each for each in highs if each is not None), default=1.0)
+    ticks = nice_ticks(0.0 if is_rate else low, high, 4)
+    y = Scale(ticks[0], ticks[-1], _SERIES_HEIGHT, _TOP)
+    line = [(x(b.middle), y(b.mean)) for b in shown if b.mean is not None]
+    upper = [(x(b.middle), y(b.high)) for b in shown if b.high is not None]
+    lower = [(x(b.middle), y(b.low)) for b in reversed(shown) if b.low is not None]
+    spread = not is_rate and any(b.low != b.high for b in shown)
+    if len(line) == 1:
+        line = [(max(0.0, line[0][0] - 0.5), line[0][1]), (line[0][0] + 0.5, line[0][1])]
+    shapes = ([("band", upper + lower)] if spread else []) + [("line", line)]
+    bad = [b for b in buckets if b.not_finite]
+    image = picture(
+        name,
+        _SERIES_HEIGHT + AXIS,
+        f"{title} over the steps",
+        f"{title} of steps {first:,} to {last:,}: between {number_text(low)} and {number_text(high)}, "
+        + (f"{number_text(line_end(series))} at the end." if shown else "without a finite value."),
+        horizontal_grid([(y(tick), tick_text(tick)) for tick in ticks]),
+        vertical_axis(_step_ticks(first, last, x), _SERIES_HEIGHT, _SERIES_HEIGHT),
+        joined(_rescales(content.rescales, x)),
+        stretched(_SERIES_HEIGHT + 1, shapes),
+        joined(element("use", href="#m-fault", x=percent(x(b.middle)), y=_TOP + 6) for b in bad[:100]),
+    )
+    headings = ("steps", series.name) if is_rate else ("steps", "mean", "least", "greatest")
+    if not is_rate and not spread:
+        headings = ("step", "value")
+    rows = []
+    for b in buckets:
+        mean = "none" if b.mean is None else number_text(b.mean)
+        if b.not_finite:
+            mean += f" ({b.not_finite} NaN or infinite)"
+        ends = ("", "") if b.low is None or b.high is None else (number_text(b.low), number_text(b.high))
+        rows.append(DataRow((b.steps, mean, *ends)[: len(headings)], x(b.middle), x(b.middle)))
+    return Chart(name, title, image, headings, tuple(rows))
+
+
+def line_end(series: Series) -> float:
+    """Return the last finite mean of a series."""
+    return next((b.mean for b in reversed(series.buckets) if b.mean is not None), float("nan"))
+
+
+def waterfall_chart(bars: Sequence[WaterfallBar]) -> Chart:
+    """Return the chart that leads from the delivered node-seconds to those of training that was kept."""
+    whole = bars[0].seconds
+    x = Scale(0, whole)
+    parts, rows = [], []
+    for index, bar in enumerate(bars):
+        top = index * ROW + (ROW - BAR) / 2
+        last = index == len(bars) - 1
+        left = 0.0 if index == 0 or last else x(bar.left)
+        width = x(bar.seconds) if index == 0 or last else min(x(bar.seconds), 100 - left)
+        share = bar.seconds / whole
+        name = activity_class(bar.activity)
+        parts += [
+            element("text", bar.name, x="-8", y=top + 12, class_="label end"),
+            element("rect", x="0", width="100%", y=top, height=BAR, class_="track"),
+            element("rect", x=percent(left), width=percent(max(width, 0.15)), y=top, height=BAR, class_=f"bar {name}"),
+            element("text", f"{share:.1%}", x="100%", dx="56", y=top + 12, class_="label strong end"),
+            element("text", duration_text(bar.seconds), x="100%", dx="140", y=top + 12, class_="label quiet end"),
+        ]
+        if not last:
+            edge = 100.0 if index == 0 else left
+            parts.append(
+                element("line", x1=percent(edge), x2=percent(edge), y1=top, y2=top + ROW + BAR, class_="connector")
+            )
+        rows.append(DataRow((bar.name, f"{bar.seconds:,.1f}", f"{share:.2%}"), left, left + width, index))
+    image = picture(
+        "waterfall",
+        len(bars) * ROW,
+        "Node-seconds by activity, from the delivered time to the training that was kept",
+        "; ".join(f"{bar.name} {bar.seconds / whole:.1%}" for bar in bars) + ".",
+        *parts,
+    )
+    note = f"{duration_text(whole)} of node time were delivered; what is left below is the goodput."
+    headings = ("activity", "node-seconds", "share")
+    return Chart(
+        "waterfall", "From delivered time to kept training", image, headings, tuple(rows), note, "bars",
+        tuple(bar.name for bar in bars),
+    )  # fmt: skip
+
+
+def _step_ticks(first: int, last: int, x: Scale) -> list[tuple[float, str]]:
+    ticks = [tick for tick in nice_ticks(first, max(last, first + 1), 5) if first <= tick <= last and tick == int(tick)]
+    return [(x(tick), tick_text(tick)) for tick in ticks]
+
+
+def _rescales(rescales: Sequence[Rescale], x: Scale) -> Iterable[Markup]:
+    """Return where the world size changed: lines with labels that do not overlap, or short strokes where too many."""
+    shown = [each for each in rescales if x.low <= each.step <= x.high]
+    crowded = len(shown) > _MOST_LINES
+    last_line = last_label = float("-inf")
+    for each in shown:
+        at = x(each.step)
+        if crowded and at - last_line < 100 / _MOST_STROKES:
+            continue
+        last_line = at
+        title = element("title", f"{each.before} to {each.after} workers after step {each.step}")
+        bottom = _TOP + 6 if crowded else _SERIES_HEIGHT
+        yield element(
+            "line",
+            title,
+            x1=percent(at),
+            x2=percent(at),
+            y1=_TOP - 2,
+            y2=bottom,
+            class_="rescale short" if crowded else "rescale",
+        )
+        if not crowded and at - last_label >= _CLOSEST_LABELS:
+            last_label = at
+            kind = "start" if at < _CLOSEST_LABELS / 2 else "end" if at > 100 - _CLOSEST_LABELS / 2 else "middle"
+            yield element("text", f"{each.before}→{each.after}", x=percent(at), y=_TOP - 5, class_=f"tick {kind}")

@@ -1,0 +1,252 @@
+"""What each node of a run was doing, with marks for faults and checkpoints, reduced to what a page can show.
+
+Pure functions. Spans that are too short to be seen are merged with their neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from azureml_elastic.ledger.accounting import Activity, Cause, Span
+from azureml_elastic.ledger.events import (
+    CheckpointCommitted,
+    Event,
+    HangDetected,
+    RoundReopened,
+    WorkerFailed,
+)
+from azureml_elastic.ledger.summary import Report
+from azureml_elastic.report.cells import activity_text
+
+__all__ = ["Mark", "NodeTimeline", "Segment", "node_timelines"]
+
+MOST_NODES = 60
+"""Most nodes that have a timeline."""
+
+_MOST_SEGMENTS = 2400
+"""About the most segments of all timelines."""
+
+_MOST_MARKS = 1500
+_CLOSEST = 0.006
+"""Least distance of two marks of a kind, as a share of the run."""
+
+_FINEST = 1 / 800
+"""Shortest visible segment, as a share of the run."""
+
+_Key = tuple[Activity, "Cause | None"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A visible part of a node's timeline.
+
+    Args:
+        activity: activity that took most of the time.
+        cause: cause of this activity.
+        started: seconds since the epoch.
+        ended: seconds since the epoch.
+        rounds: first and last round.
+        others: other activities with their seconds.
+    """
+
+    activity: Activity
+    cause: Cause | None
+    started: float
+    ended: float
+    rounds: tuple[int, int]
+    others: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event on a node's timeline.
+
+    Args:
+        kind: kind of event; a fault is one that was injected.
+        time: seconds since the epoch.
+        text: description.
+    """
+
+    kind: Literal["checkpoint", "fault", "loss", "failure", "added"]
+    time: float
+    text: str
+
+
+@dataclass(frozen=True)
+class NodeTimeline:
+    """Timeline of one node.
+
+    Args:
+        node: name of the node.
+        ending: end of the node, such as ``killed``; empty if it is unknown.
+        segments: segments without gaps.
+        marks: marks in the order of their times.
+    """
+
+    node: str
+    ending: str
+    segments: tuple[Segment, ...]
+    marks: tuple[Mark, ...]
+
+
+def node_timelines(report: Report, spans: Sequence[Span], events: Sequence[Event]) -> list[NodeTimeline]:
+    """Return the timelines of the first nodes, in the order in which they started.
+
+    Args:
+        report: report of the run.
+        spans: spans of all nodes.
+        events: events of all nodes.
+    """
+    if not spans:
+        return []
+    by_node: dict[str, list[Span]] = {}
+    for span in spans:
+        by_node.setdefault(span.node, []).append(span)
+    names = sorted(by_node, key=lambda name: by_node[name][0].started)[:MOST_NODES]
+    duration = max(span.ended for span in spans) - min(span.started for span in spans)
+    shortest = duration * max(_FINEST, len(names) / _MOST_SEGMENTS)
+    endings = {node.name: _ending(node.ending, node.exit_code) for node in report.nodes}
+    found = _marks(report, events)
+    marks = _thinned({name: found.get(name, []) for name in names}, duration * _CLOSEST)
+    return [
+        NodeTimeline(
+            name,
+            endings.get(name, ""),
+            tuple(_merged(by_node[name], shortest)),
+            tuple(marks[name]),
+        )
+        for name in names
+    ]
+
+
+def _ending(ending: str, exit_code: int | None) -> str:
+    if ending == "exited":
+        return "finished" if exit_code == 0 else f"exited with {exit_code}"
+    return "" if ending == "unknown" else ending
+
+
+class _Pending:
+    """Successive spans that become one segment."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[_Key, float] = {}
+        self.started = self.ended = 0.0
+        self.rounds = (0, 0)
+
+    @property
+    def main(self) -> _Key:
+        return max(self.seconds, key=lambda key: self.seconds[key])
+
+    def add(self, span: Span) -> None:
+        if not self.seconds:
+            self.started, self.rounds = span.started, (span.round, span.round)
+        key = (span.activity, span.cause)
+        self.seconds[key] = self.seconds.get(key, 0.0) + span.seconds
+        self.ended = span.ended
+        self.rounds = (min(self.rounds[0], span.round), max(self.rounds[1], span.round))
+
+    def extend(self, other: _Pending) -> None:
+        if not self.seconds:
+            self.started, self.rounds = other.started, other.rounds
+        for key, seconds in other.seconds.items():
+            self.seconds[key] = self.seconds.get(key, 0.0) + seconds
+        self.ended = other.ended
+        self.rounds = (min(self.rounds[0], other.rounds[0]), max(self.rounds[1], other.rounds[1]))
+
+    def segment(self) -> Segment:
+        activity, cause = self.main
+        others = sorted(((key, each) for key, each in self.seconds.items() if key != self.main), key=lambda x: -x[1])
+        return Segment(
+            activity,
+            cause,
+            self.started,
+            self.ended,
+            self.rounds,
+            tuple((activity_text(*key), seconds) for key, seconds in others),
+        )
+
+
+def _merged(spans: Iterable[Span], shortest: float) -> list[Segment]:
+    """Return the spans of one node as segments, of which none but the only one is shorter than ``shortest``."""
+    parts: list[_Pending] = []
+    short = _Pending()
+    for span in spans:
+        if span.seconds < shortest:
+            short.add(span)
+            if short.ended - short.started >= shortest:
+                _append(parts, short)
+                short = _Pending()
+            continue
+        current = _Pending()
+        if short.seconds and parts:
+            parts[-1].extend(short)
+        elif short.seconds:
+            current.extend(short)
+        short = _Pending()
+        current.add(span)
+        _append(parts, current)
+    if short.seconds and parts:
+        parts[-1].extend(short)
+    elif short.seconds:
+        parts.append(short)
+    return [part.segment() for part in parts]
+
+
+def _append(parts: list[_Pending], part: _Pending) -> None:
+    """Append a part, or extend the last one if it has the same activity in the same round."""
+    if parts and parts[-1].main == part.main and parts[-1].rounds[1] == part.rounds[0]:
+        parts[-1].extend(part)
+    else:
+        parts.append(part)
+
+
+def _marks(report: Report, events: Sequence[Event]) -> dict[str, list[Mark]]:
+    """Return the injected faults, the losses that they do not explain, the failures and the checkpoints by node."""
+    found: dict[str, list[Mark]] = {}
+    injected = set()
+    for fault in report.faults:
+        added = fault.fault.startswith("add")
+        for node in fault.nodes:
+            if not added:
+                injected.add(node)
+            text = f"{'added' if added else 'injected fault'}: {fault.fault}, at step {fault.step}"
+            found.setdefault(node, []).append(Mark("added" if added else "fault", fault.time, text))
+    lost: set[tuple[str, int]] = set()
+    for event in events:
+        if isinstance(event, CheckpointCommitted):
+            text = f"checkpoint of step {event.step} committed, training paused for {event.seconds * 1000:.0f} ms"
+            found.setdefault(event.node, []).append(Mark("checkpoint", event.time, text))
+        elif isinstance(event, WorkerFailed):
+            text = f"worker {event.rank} failed with exit code {event.exit_code}"
+            found.setdefault(event.node, []).append(Mark("failure", event.time, text))
+        elif isinstance(event, HangDetected):
+            text = f"no step for {event.seconds:.1f} s (limit {event.limit_seconds:.1f} s)"
+            found.setdefault(event.node, []).append(Mark("failure", event.time, text))
+        elif isinstance(event, RoundReopened):
+            for node in event.lost:
+                if node not in injected and (node, event.round) not in lost:
+                    lost.add((node, event.round))
+                    text = f"lost in round {event.round}: {event.reason}"
+                    found.setdefault(node, []).append(Mark("loss", event.time, text))
+    return {node: sorted(marks, key=lambda mark: mark.time) for node, marks in found.items()}
+
+
+def _thinned(marks: Mapping[str, Sequence[Mark]], apart: float) -> dict[str, list[Mark]]:
+    """Return the marks by node without those that would overlap an earlier one of their kind, or are too many."""
+    while True:
+        kept = {node: _apart(own, apart) for node, own in marks.items()}
+        if not apart or sum(map(len, kept.values())) <= max(_MOST_MARKS, len(kept) * 5):
+            return kept
+        apart *= 2
+
+
+def _apart(marks: Sequence[Mark], apart: float) -> list[Mark]:
+    kept: list[Mark] = []
+    last: dict[str, float] = {}
+    for mark in marks:
+        if mark.time - last.get(mark.kind, float("-inf")) >= apart:
+            kept.append(mark)
+            last[mark.kind] = mark.time
+    return kept

@@ -1,0 +1,269 @@
+"""Everything that the page of a run shows, derived from its report and its events. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from azureml_elastic.ledger.accounting import Total
+from azureml_elastic.ledger.events import Event
+from azureml_elastic.ledger.samples import SampleAudit
+from azureml_elastic.ledger.summary import Report
+from azureml_elastic.ledger.timeline import RoundSpan
+from azureml_elastic.report.cells import OUTCOMES, activity_text, money_text
+from azureml_elastic.report.failures import Failure, failures
+from azureml_elastic.report.node_timelines import NodeTimeline, node_timelines
+from azureml_elastic.report.numbers import duration_text, utc_text
+from azureml_elastic.report.page_tables import (
+    DataTable,
+    checkpoints_table,
+    cost_notes,
+    cost_table,
+    recoveries_table,
+    rounds_table,
+)
+from azureml_elastic.report.series import Series, metric_series, throughput
+
+__all__ = ["Fact", "PageContent", "Rescale", "SizeStep", "WaterfallBar", "page_content"]
+
+_MOST_SERIES = 24
+_MOST_SIZES = 1000
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact of the page's head.
+
+    Args:
+        name: name of the fact.
+        value: the fact.
+        detail: explanation; may be empty.
+        state: ``good`` or ``bad`` where the fact is a judgement, otherwise empty.
+    """
+
+    name: str
+    value: str
+    detail: str = ""
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class SizeStep:
+    """A time span with one world size; 0 between two rounds."""
+
+    started: float
+    ended: float
+    size: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Rescale:
+    """A change of the world size after a step."""
+
+    step: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class WaterfallBar:
+    """A part of the nodes' time.
+
+    Args:
+        name: name of the part.
+        activity: activity, ``delivered`` for the whole.
+        seconds: node-seconds of the part.
+        left: node-seconds that are left below it.
+    """
+
+    name: str
+    activity: str
+    seconds: float
+    left: float
+
+
+@dataclass(frozen=True)
+class PageContent:
+    """Content of the page of a run.
+
+    Args:
+        title: name of the run.
+        state: outcome, or ``running``.
+        verdict: outcome as the rest of a sentence.
+        message: reason of a failure; may be empty.
+        facts: facts of the head.
+        start: begin of the time axis in seconds since the epoch.
+        duration: length of the time axis in seconds.
+        sizes: world size over time.
+        nodes: timelines of the nodes.
+        hidden_nodes: number of nodes without a timeline.
+        rescales: changes of the world size over the steps.
+        metrics: logged metrics.
+        hidden_metrics: number of metrics that are left out.
+        throughput: steps per second and samples per second, as far as they are known.
+        waterfall: delivered time, what was subtracted from it, and what is left.
+        cost: cost of the nodes; ``None`` without a bill.
+        cost_notes: sentences below it.
+        checkpoints: committed checkpoints.
+        rounds: rounds.
+        recoveries: recoveries.
+        failures: failures, and what else needs attention.
+        notes: further remarks.
+    """
+
+    title: str
+    state: str
+    verdict: str
+    message: str
+    facts: tuple[Fact, ...]
+    start: float
+    duration: float
+    sizes: tuple[SizeStep, ...]
+    nodes: tuple[NodeTimeline, ...]
+    hidden_nodes: int
+    rescales: tuple[Rescale, ...]
+    metrics: tuple[Series, ...]
+    hidden_metrics: int
+    throughput: tuple[Series, ...]
+    waterfall: tuple[WaterfallBar, ...]
+    cost: DataTable | None
+    cost_notes: tuple[str, ...]
+    checkpoints: DataTable
+    rounds: DataTable
+    recoveries: DataTable
+    failures: tuple[Failure, ...]
+    notes: tuple[str, ...]
+
+
+def page_content(report: Report, events: Sequence[Event], *, running: bool = False) -> PageContent:
+    """Return the content of the page.
+
+    Args:
+        report: report of the run.
+        events: events of all nodes.
+        running: whether the run goes on.
+    """
+    if report.bill is None and report.nodes:
+        report = report.with_bill(events, None)
+    spans = report.spans(events)
+    ran = [round_ for round_ in report.rounds if round_.ran]
+    times = [(span.started, span.ended) for span in spans] + [(round_.started, round_.ended) for round_ in ran]
+    timelines = node_timelines(report, spans, events)
+    start = min((began for began, _ in times), default=0.0)
+    duration = max(max((ended for _, ended in times), default=0.0) - start, 1e-3)
+    reporters = {round_.number: round_.reporter for round_ in report.rounds}
+    metrics = metric_series(events)
+    return PageContent(
+        title=report.run_id or report.paths.run_dir.name,
+        state="running" if running else report.outcome,
+        verdict="is running" if running else OUTCOMES[report.outcome],
+        message=report.message,
+        facts=tuple(_facts(report, start, duration, bool(times))),
+        start=start,
+        duration=duration,
+        sizes=tuple(_sizes(ran)),
+        nodes=tuple(timelines),
+        hidden_nodes=len({span.node for span in spans}) - len(timelines),
+        rescales=tuple(_rescales(ran)),
+        metrics=tuple(metrics[:_MOST_SERIES]),
+        hidden_metrics=max(0, len(metrics) - _MOST_SERIES),
+        throughput=tuple(throughput(events, reporters)),
+        waterfall=tuple(_waterfall(report.activities)),
+        cost=cost_table(report),
+        cost_notes=tuple(cost_notes(report)),
+        checkpoints=checkpoints_table(events, start),
+        rounds=rounds_table(report, start),
+        recoveries=recoveries_table(report),
+        failures=tuple(failures(report, events, start)),
+        notes=tuple(_notes(report)),
+    )
+
+
+def _facts(report: Report, start: float, duration: float, known: bool) -> Iterable[Fact]:
+    if report.last_step:
+        again = f"{report.lost_steps:,} trained again" if report.lost_steps else "none trained again"
+        yield Fact("Steps", f"{report.last_step:,}", again)
+    if known:
+        yield Fact("Duration", duration_text(duration), f"from {utc_text(start)}")
+    if report.world_sizes:
+        sizes = [str(size) for size in report.world_sizes]
+        if len(sizes) > 5:  # noqa: PLR2004 - as many as fit
+            sizes = [*sizes[:2], "…", *sizes[-2:]]
+        yield Fact("World size", " → ".join(sizes), f"{sum(round_.ran for round_ in report.rounds):,} rounds")
+    if report.goodput is not None:
+        yield Fact("Goodput", f"{report.goodput:.1%}", "share of the nodes' time in training that was kept")
+    if report.recoveries:
+        middle = sorted(recovery.seconds for recovery in report.recoveries)[len(report.recoveries) // 2]
+        yield Fact("Recoveries", f"{len(report.recoveries):,}", f"median {duration_text(middle)}")
+    if report.bill is not None:
+        cost, saving = report.bill.cost, report.bill.saving
+        detail = "" if saving is None else f"{saving:.1%} saved against dedicated nodes"
+        if cost is not None:
+            yield Fact("Cost", money_text(cost, report.bill.currency), detail)
+        elif report.bill.lines:
+            yield Fact("Node-hours", f"{report.bill.hours:,.2f}", "no price was given")
+    if report.audit is not None:
+        yield _audit_fact(report.audit)
+
+
+def _audit_fact(audit: SampleAudit) -> Fact:
+    if not audit.exactly_once:
+        text = f"{audit.missing:,} missed, {audit.repeated:,} repeated of {audit.seen:,} samples"
+        return Fact("Exactly once", "✕ No", text, "bad")
+    text = f"{audit.seen:,} samples of {audit.epochs:,} epochs"
+    if audit.unfinished:
+        text += f", the last one after {audit.dataset_size - audit.unfinished:,} of {audit.dataset_size:,}"
+    if audit.rolled_back_samples:
+        text += f"; {audit.rolled_back_samples:,} rolled back and trained again"
+    return Fact("Exactly once", "✓ Yes", text, "good")
+
+
+def _sizes(ran: Sequence[RoundSpan]) -> Iterable[SizeStep]:
+    """Return the world sizes; the shortest rounds are left out where there are too many."""
+    spans = [SizeStep(each.started, max(each.started, each.ended), each.world_size, each.number) for each in ran]
+    if len(spans) > _MOST_SIZES:
+        longest = sorted(spans, key=lambda span: span.started - span.ended)[:_MOST_SIZES]
+        spans = sorted(longest, key=lambda span: span.round)
+    return spans
+
+
+def _rescales(ran: Sequence[RoundSpan]) -> Iterable[Rescale]:
+    trained = [round_ for round_ in ran if round_.last_step is not None]
+    for before, after in pairwise(trained):
+        if before.world_size != after.world_size:
+            step = after.restored_step if after.restored_step is not None else before.last_step
+            yield Rescale(step or 0, before.world_size, after.world_size)
+
+
+def _waterfall(activities: Sequence[Total]) -> Iterable[WaterfallBar]:
+    """Return the delivered time, all that is not training, the largest part of each kind first, and what is left."""
+    whole = left = math.fsum(total.seconds for total in activities)
+    if not whole:
+        return
+    yield WaterfallBar("delivered", "delivered", whole, whole)
+    order = ("starting", "waiting", "idle", "saving", "recovering", "lost work")
+    for total in sorted(activities, key=lambda each: (each.activity == "training", _index(order, each.activity))):
+        if total.activity != "training":
+            left -= total.seconds
+            yield WaterfallBar(
+                activity_text(total.activity, total.cause), total.activity, total.seconds, max(0.0, left)
+            )
+    kept = math.fsum(total.seconds for total in activities if total.activity == "training")
+    yield WaterfallBar("training, kept", "training", kept, 0.0)
+
+
+def _index(order: Sequence[str], activity: str) -> int:
+    return order.index(activity) if activity in order else len(order)
+
+
+def _notes(report: Report) -> Iterable[str]:
+    left = sum(node.leftovers for node in report.nodes)
+    if left:
+        yield f"{left:,} processes outlived their agent and were killed."
+    if report.skipped_events:
+        yield f"{report.skipped_events:,} lines of the event files could not be read."
+    if report.resumed_from is not None:
+        yield f"The run has continued that of {report.resumed_from}."

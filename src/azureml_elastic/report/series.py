@@ -1,0 +1,183 @@
+"""Logged metrics and throughput over the steps of a run, reduced to a number of buckets. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from azureml_elastic.ledger.events import Event, Metrics, Progress
+
+__all__ = ["Bucket", "Series", "metric_series", "throughput"]
+
+BUCKETS = 300
+"""Most buckets of a series, one for two or three pixels."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Values of successive steps.
+
+    Args:
+        first: first step.
+        last: last step.
+        mean: mean of the finite values; ``None`` if there is none.
+        low: least finite value.
+        high: greatest finite value.
+        not_finite: number of values that are NaN or infinite.
+    """
+
+    first: int
+    last: int
+    mean: float | None
+    low: float | None
+    high: float | None
+    not_finite: int = 0
+
+    @property
+    def middle(self) -> float:
+        """Middle of the steps."""
+        return (self.first + self.last) / 2
+
+    @property
+    def steps(self) -> str:
+        """The steps as text."""
+        return str(self.first) if self.first == self.last else f"{self.first} to {self.last}"
+
+
+@dataclass(frozen=True)
+class Series:
+    """A quantity over the steps.
+
+    Args:
+        name: name of the quantity.
+        buckets: buckets in the order of their steps.
+        count: number of values.
+    """
+
+    name: str
+    buckets: tuple[Bucket, ...]
+    count: int
+
+
+def metric_series(events: Iterable[Event], most: int = BUCKETS) -> list[Series]:
+    """Return the logged metrics, losses and learning rates first, the others by name.
+
+    A step that was trained again has the values of its highest round.
+
+    Args:
+        events: events of all nodes.
+        most: greatest number of buckets of a series.
+    """
+    found: dict[str, dict[int, tuple[int, float]]] = {}
+    for event in events:
+        if isinstance(event, Metrics):
+            for name, value in event.values.items():
+                steps = found.setdefault(name, {})
+                if event.round >= steps.get(event.step, (0, 0.0))[0]:
+                    steps[event.step] = (event.round, value)
+    return [_reduced(name, {step: value for step, (_, value) in found[name].items()}, most) for name in _order(found)]
+
+
+def throughput(events: Iterable[Event], reporters: Mapping[int, str], most: int = BUCKETS) -> list[Series]:
+    """Return the steps per second and, if samples were counted, the samples per second.
+
+    The times of a round are those of one node. A step that was trained again counts in its highest round.
+
+    Args:
+        events: events of all nodes.
+        reporters: node whose times count, by round, among those that have reported the most steps.
+        most: greatest number of buckets.
+    """
+    reported: dict[int, dict[str, dict[int, Progress]]] = {}
+    for event in events:
+        if isinstance(event, Progress):
+            reported.setdefault(event.round, {}).setdefault(event.node, {})[event.step] = event
+    intervals: list[_Interval] = []
+    oldest = math.inf
+    for number in sorted(reported, reverse=True):
+        by_node = reported[number]
+        most_steps = max(map(len, by_node.values()))
+        nodes = sorted(node for node, own in by_node.items() if len(own) == most_steps)
+        own = by_node[reporters[number] if reporters.get(number) in nodes else nodes[0]]
+        points = [own[step] for step in sorted(own)]
+        intervals += [
+            _Interval.between(before, after)
+            for before, after in pairwise(points)
+            if after.step < oldest and after.time > before.time
+        ]
+        oldest = min(oldest, points[0].step)
+    intervals.sort(key=lambda interval: interval.before)
+    counted = [interval for interval in intervals if interval.samples is not None]
+    found = []
+    if intervals:
+        found.append(_rates("steps/s", intervals, [each.last - each.before for each in intervals], most))
+    if counted:
+        found.append(_rates("samples/s", counted, [each.samples or 0 for each in counted], most))
+    return found
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """Time between two reported steps.
+
+    Args:
+        before: first reported step.
+        last: second reported step.
+        seconds: time between them.
+        samples: samples of the steps after the first one; ``None`` if they were not counted.
+    """
+
+    before: int
+    last: int
+    seconds: float
+    samples: int | None
+
+    @classmethod
+    def between(cls, before: Progress, after: Progress) -> _Interval:
+        known = before.samples is not None and after.samples is not None
+        samples = (after.samples or 0) - (before.samples or 0) if known else None
+        return cls(before.step, after.step, after.time - before.time, samples)
+
+
+def _rates(name: str, intervals: Sequence[_Interval], amounts: Sequence[int], most: int) -> Series:
+    """Return the amounts per second of intervals in order."""
+    first = intervals[0].before
+    width = _width(first, intervals[-1].last, most)
+    buckets = []
+    for _, grouped in groupby(zip(intervals, amounts, strict=True), lambda pair: (pair[0].last - first) // width):
+        group = list(grouped)
+        rates = [amount / interval.seconds for interval, amount in group]
+        mean = sum(amount for _, amount in group) / math.fsum(interval.seconds for interval, _ in group)
+        buckets.append(Bucket(group[0][0].before + 1, group[-1][0].last, mean, min(rates), max(rates)))
+    return Series(name, tuple(buckets), len(intervals))
+
+
+def _order(names: Iterable[str]) -> list[str]:
+    def key(name: str) -> tuple[int, str]:
+        lower = name.lower()
+        first = ("loss" in lower, "learning_rate" in lower or lower in ("lr", "learning rate"))
+        return (0 if first[0] else 1 if first[1] else 2, lower)
+
+    return sorted(names, key=key)
+
+
+def _reduced(name: str, values: Mapping[int, float], most: int) -> Series:
+    steps = sorted(values)
+    width = _width(steps[0], steps[-1], most)
+    groups = (list(group) for _, group in groupby(steps, lambda step: (step - steps[0]) // width))
+    return Series(name, tuple(_bucket(group, [values[step] for step in group]) for group in groups), len(steps))
+
+
+def _width(first: int, last: int, most: int) -> int:
+    """Return the number of steps of each bucket."""
+    return max(1, -(-(last - first + 1) // most))
+
+
+def _bucket(steps: Sequence[int], values: Sequence[float]) -> Bucket:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return Bucket(steps[0], steps[-1], None, None, None, len(values))
+    mean = math.fsum(value / len(finite) for value in finite)
+    return Bucket(steps[0], steps[-1], mean, min(finite), max(finite), len(values) - len(finite))
