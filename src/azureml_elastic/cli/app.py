@@ -15,6 +15,7 @@ from azureml_elastic.cli.local import demo, local
 from azureml_elastic.cli.replace_nodes import replace_nodes
 from azureml_elastic.cli.report import report
 from azureml_elastic.cli.runs import cancel, download, logs
+from azureml_elastic.cli.simulate import simulate
 from azureml_elastic.cli.status import status
 from azureml_elastic.cli.watch import watch
 from azureml_elastic.cli.workspace import workspace
@@ -30,7 +31,9 @@ app = typer.Typer(
 # Options end where the program begins; everything after it is the program's.
 app.command(context_settings={"allow_interspersed_args": False})(local)
 app.command(name="compile")(compile_)
-for command in (demo, report, doctor, init, schema, submit, status, watch, logs, cancel, download, replace_nodes):
+for command in (
+    demo, report, simulate, doctor, init, schema, submit, status, watch, logs, cancel, download, replace_nodes
+):  # fmt: skip
     app.command()(command)
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(workspace, name="workspace")

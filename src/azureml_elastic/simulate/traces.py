@@ -1,7 +1,7 @@
 """Traces of availability: when the machines of a pool can be had, read from the two shapes of public spot traces.
 
 The times of a trace start at 0. A machine that a trace does not have up at first is down. After the end of a trace its
-last state continues.
+last state continues; :meth:`Trace.repeated` makes one that is longer.
 """
 
 from __future__ import annotations
@@ -65,6 +65,23 @@ class Trace:
             else:
                 total += change.time - since.pop(change.machine)
         return total + sum(self.seconds - start for start in since.values())
+
+    def repeated(self, seconds: float) -> Trace:
+        """Return the trace repeated from its beginning until it has at least this length."""
+        if not 0 < self.seconds < seconds:
+            return self
+        changes: list[Change] = []
+        up: set[int] = set()
+        for number in range(math.ceil(seconds / self.seconds)):
+            start = number * self.seconds
+            at_start = {change.machine for change in self.changes if change.time == 0 and change.up}
+            changes += [Change(start, machine, False) for machine in sorted(up - at_start)]
+            up &= at_start
+            for change in self.changes:
+                if change.up != (change.machine in up):
+                    changes.append(Change(start + change.time, change.machine, change.up))
+                    (up.add if change.up else up.discard)(change.machine)
+        return Trace(tuple(changes), self.machines, math.ceil(seconds / self.seconds) * self.seconds)
 
 
 def from_counts(gap: float, counts: Sequence[int]) -> Trace:

@@ -154,7 +154,7 @@ class CheckpointSchedule:
         return min(max(optimal_interval(self.cost_seconds, between), shortest), _LONGEST_SECONDS)
 
     def next_candidate(self, step: int) -> int | None:
-        """Return the next step after which a checkpoint may be due, later than ``step``; ``None`` without checkpoints."""
+        """Return the first step later than ``step`` at which one may be due; ``None`` without checkpoints."""
         by_steps, by_time = self._policy.every_steps, self._policy.every
         found = [] if by_steps is None else [(step // by_steps + 1) * by_steps]
         found += [] if by_time is None else [max(step + 1, self._next_decision)]

@@ -1,0 +1,112 @@
+"""Results of a simulation in the terminal: the strategies, the swept settings, and a chart of cost against time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from decimal import Decimal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from azureml_elastic.simulate.comparison import Candidate, pareto_front
+from azureml_elastic.simulate.scenario import Outcome
+
+__all__ = ["cost_chart", "duration", "recommendation", "strategies_table"]
+
+_NAMES = {"rigid": "rigid", "restart": "checkpoint and restart", "elastic": "elastic"}
+_WIDTH, _HEIGHT = 60, 14
+_DAY, _HOUR, _MINUTE = 86400, 3600, 60
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in the unit that fits."""
+    for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds:.1f} s"
+
+
+def strategies_table(results: Sequence[Outcome]) -> RenderableType:
+    """Return a table of the strategies on the same machines, with the activities of their nodes."""
+    table = Table(title="the same work on the same machines", title_justify="left", title_style="bold")
+    table.add_column("")
+    for result in results:
+        table.add_column(_NAMES[result.strategy], justify="right")
+    table.add_row("time", *(_time(result) for result in results))
+    table.add_row("node-hours", *(f"{result.node_hours:,.1f}" for result in results))
+    if any(result.cost for result in results):
+        table.add_row("cost", *(_money(result.cost, result.bill.currency) for result in results))
+    table.add_row("goodput", *(f"{result.goodput:.1%}" for result in results))
+    table.add_row("restarts, rounds", *(f"{result.restarts:,}" for result in results))
+    table.add_row("steps trained again", *(f"{result.lost_steps:,}" for result in results))
+    for activity in ("training", "saving", "lost work", "recovering", "starting", "waiting", "idle"):
+        seconds = [sum(total.seconds for total in each.activities if total.activity == activity) for each in results]
+        if any(seconds):
+            table.add_row(Text(f"  {activity}", style="dim"), *(f"{each / _HOUR:,.1f} h" for each in seconds))
+    notes = [Text(f"{_NAMES[each.strategy]}: {each.why}", style="yellow") for each in results if each.why]
+    return Group(table, *notes)
+
+
+def cost_chart(found: Sequence[Candidate], best: Candidate | None = None) -> RenderableType:
+    """Return a chart of cost (node-hours without prices) against time: ``●`` on the Pareto front, ``★`` recommended."""
+    finished = [each for each in found if each.result.finished]
+    if not finished:
+        return Text("No setting has done the work within the time.", style="yellow")
+    front = pareto_front(finished)
+    columns = _scale([each.result.seconds for each in finished], _WIDTH)
+    rows = _scale([each.expense for each in finished], _HEIGHT)
+    grid = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    for mark, group in (("·", finished), ("●", front), ("★", [best] if best is not None else [])):
+        for each in group:
+            grid[_HEIGHT - 1 - rows(each.expense)][columns(each.result.seconds)] = mark
+    expenses = [each.expense for each in finished]
+    times = [each.result.seconds for each in finished]
+    unit = finished[0].result.bill.currency if finished[0].result.cost else "node-hours"
+    labels = {0: f"{max(expenses):,.0f}", _HEIGHT - 1: f"{min(expenses):,.0f}"}
+    lines: list[RenderableType] = [Text(f"{unit} against time, ● Pareto front, ★ recommended", style="bold")]
+    for number, row in enumerate(grid):
+        lines.append(Text.assemble((f"{labels.get(number, ''):>10} │", "dim"), ("".join(row), "cyan")))
+    lines.append(Text(" " * 11 + "└" + "─" * _WIDTH, style="dim"))
+    lines.append(Text(" " * 12 + duration(min(times)) + duration(max(times)).rjust(_WIDTH - 10), style="dim"))
+    return Group(*lines)
+
+
+def recommendation(found: Sequence[Candidate], best: Candidate | None) -> RenderableType:
+    """Return the settings on the Pareto front, with the recommended ones marked."""
+    table = Table(title="settings for which none is faster and cheaper", title_justify="left", title_style="bold")
+    for name in ("", "nodes", "checkpoints", "pools", "time", "node-hours", "cost"):
+        table.add_column(name, justify="right" if name in ("time", "node-hours", "cost") else "left")
+    for each in pareto_front(found):
+        scenario, result = each.scenario, each.result
+        table.add_row(
+            "★" if each is best else "",
+            f"{scenario.minimum}:{scenario.maximum}",
+            each.every,
+            each.mix,
+            duration(result.seconds),
+            f"{result.node_hours:,.1f}",
+            _money(result.cost, result.bill.currency) or "no price",
+        )
+    return table
+
+
+def _time(result: Outcome) -> str:
+    return duration(result.seconds) if result.finished else f"not within {duration(result.seconds)}"
+
+
+def _money(amount: Decimal | None, currency: str) -> str:
+    return "" if amount is None else f"{amount:,.2f} {currency}".strip()
+
+
+class _scale:  # noqa: N801 - a function with bounds
+    """Map values to the positions of a chart, from the least to the greatest value."""
+
+    def __init__(self, values: Sequence[float], size: int) -> None:
+        self._low, self._span, self._size = min(values), max(values) - min(values), size
+
+    def __call__(self, value: float) -> int:
+        if self._span <= 0 or not math.isfinite(value):
+            return 0
+        return min(self._size - 1, int((value - self._low) / self._span * self._size))

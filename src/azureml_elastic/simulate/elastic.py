@@ -1,0 +1,386 @@
+"""An elastic run in simulated time: rounds of nodes that come and go, by the decisions of the agents themselves.
+
+Whether an open round is sealed, and with which members, is decided by :class:`SealTimer` and :func:`seal`, what follows
+a round by :func:`reopened`, when it makes room for spares by :class:`HubView` and :func:`ends_soon`. Simulated are the
+durations between these decisions. Nodes are added and taken away by the caller.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from azureml_elastic.config import CheckpointPolicy, RendezvousTimings
+from azureml_elastic.ledger.accounting import Activity, Cause
+from azureml_elastic.node.agent.newcomers import ends_soon
+from azureml_elastic.node.rendezvous.hub.state import HubView
+from azureml_elastic.node.rendezvous.state.member_selection import candidates
+from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
+from azureml_elastic.node.rendezvous.state.sealing import SealTimer, reopened, seal
+from azureml_elastic.simulate.accounts import Accounts, Life, exact, later
+from azureml_elastic.simulate.parameters import Parameters
+from azureml_elastic.simulate.training import Training
+
+__all__ = ["ElasticRun"]
+
+_Phase = Literal["open", "entering", "training", "broken", "ended"]
+"""``entering`` lasts from the seal to the first step, ``broken`` from a silent loss to its detection."""
+
+
+@dataclass
+class _Node:
+    """A node's process. Its seconds are accounted up to ``at``; those of members while they train by ``Training``."""
+
+    name: str
+    pool: int
+    began: float
+    at: float
+    ready: bool = False
+    entered: bool = False
+    waiting_since: float = 0.0
+    activity: Activity = "starting"
+    cause: Cause | None = None
+
+
+@dataclass(order=True)
+class _Timer:
+    time: float
+    order: int
+    action: Callable[[], None] = field(compare=False)
+
+
+class ElasticRun:
+    """An elastic run.
+
+    Args:
+        work: number of steps.
+        limits: node counts.
+        parameters: durations.
+        checkpoint: checkpoint policy.
+        timings: timeouts of the rendezvous.
+
+    Attributes:
+        now: time in seconds since the submission.
+        training: steps and checkpoints.
+        accounts: node-seconds by activity.
+        nodes: names of the nodes whose process runs.
+        over: whether the run has ended.
+        rounds: number of rounds that have trained.
+    """
+
+    def __init__(
+        self,
+        work: int,
+        limits: Limits,
+        parameters: Parameters,
+        checkpoint: CheckpointPolicy | None = None,
+        timings: RendezvousTimings | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.accounts = Accounts()
+        self.training = Training(work, parameters, checkpoint or CheckpointPolicy(), self.accounts)
+        self.nodes: dict[str, _Node] = {}
+        self.over = False
+        self.rounds = 0
+        self._limits, self._parameters, self._timings = limits, parameters, timings or RendezvousTimings()
+        self._round = Round()
+        self._seal_timer = self._new_seal_timer()
+        self._phase: _Phase = "open"
+        self._sealed_at = 0.0
+        self._cause: Cause = "scale-up"
+        self._members: list[str] = []
+        self._holders: set[str] = set()  # members with the newest state in memory
+        self._lost: set[str] = set()
+        self._leavers: dict[str, Cause] = {}
+        self._boundary: int | None = None
+        self._wake, self._on_wake = math.inf, self._try_seal  # when the phase goes on by itself, and how
+        self._timers: list[_Timer] = []
+        self._orders = itertools.count()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the nodes of the sealed round in rank order; none while a round is open."""
+        return tuple(self._members)
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, pool: int = 0, ready_in: float | None = None) -> None:
+        """Start the process of a node.
+
+        Args:
+            name: name of the node, unique in the run.
+            pool: index of its pool.
+            ready_in: seconds until it is ready; by default those of the parameters.
+        """
+        node = self.nodes[name] = _Node(name, pool, self.now, self.now)
+        if ready_in is None:
+            joins = self._phase != "open" or self._round.number > 1
+            ready_in = self._parameters.start_seconds + (self._parameters.preload_seconds if joins else 0.0)
+        self._at(self.now + exact(ready_in), lambda: self._is_ready(node))
+
+    def lose(self, name: str, *, silent: bool = True) -> None:
+        """End the process of a node at once.
+
+        Args:
+            name: name of the node.
+            silent: whether the others notice it by ``heartbeat_timeout`` only, as when a machine is gone; otherwise
+                its connections break at once.
+        """
+        self._break(name, "node loss")
+        self._remove(name)
+        if self._phase == "open":
+            self._try_seal()
+        elif name in self._lost:
+            self._detect(silent=silent)
+
+    def freeze(self, name: str, seconds: float) -> None:
+        """Stop the process of a node for a time. If the others do not notice it by then, training goes on."""
+        timeout = self._timings.heartbeat_timeout.total_seconds()
+        if seconds >= timeout or self._phase != "training" or name not in self._members:
+            node = self.nodes[name]
+            if name in self._members and self._phase in ("training", "entering", "broken"):
+                self._break(name, "node loss")
+                self._mark(node, "recovering", "node loss")
+                self._detect(silent=True)
+            node.ready = False
+            self._at(self.now + exact(seconds), lambda: self._is_ready(node))
+            return
+        self._interrupt(None)
+        self._phase = "broken"
+        self._wake_at(self.now + exact(seconds), self._go_on)
+
+    def leave(self, name: str, cause: Cause = "scale-up") -> None:
+        """Let a node leave: at the next step boundary if it trains, otherwise at once."""
+        if self._phase == "training" and name in self._members:
+            self._leavers[name] = cause
+            self._propose_boundary()
+        elif self._phase == "entering" and name in self._members:
+            self._leavers[name] = cause
+        else:
+            self.lose(name, silent=False)
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def advance(self, until: float = math.inf, step: int | None = None) -> None:
+        """Let time pass until a moment, until a step is completed, or until the run is over or nothing more happens."""
+        while not self.over and (step is None or self.training.steps < step):
+            timer = self._timers[0].time if self._timers else math.inf
+            time = min(until, timer, self._wake)
+            if self._phase == "training":
+                self.training.stop = min(self._boundary or math.inf, step or math.inf)
+                if self.training.advance(time):
+                    self.now = self.training.at
+                    self._has_stopped()
+                    continue
+            if time == math.inf:
+                return
+            self.now = time
+            if timer == time:
+                heapq.heappop(self._timers).action()
+            elif self._wake == time:
+                self._wake, action = math.inf, self._on_wake
+                action()
+            else:
+                return
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, _Timer(time, next(self._orders), action))
+
+    def _wake_at(self, time: float, action: Callable[[], None]) -> None:
+        self._wake, self._on_wake = time, action
+
+    # --- rounds ------------------------------------------------------------------------------------------------------
+
+    def _is_ready(self, node: _Node) -> None:
+        if self.nodes.get(node.name) is not node or self.over:
+            return
+        node.ready, node.waiting_since = True, self.now
+        self._mark(node, "idle" if self._phase in ("training", "ended") else "waiting")
+        if self._phase == "open":
+            self._try_seal()
+        elif self._phase == "training":
+            self._look_at_spares()
+        elif self._phase == "broken" and not self._survivors:
+            self._detect(silent=True)
+
+    def _new_seal_timer(self) -> SealTimer:
+        return SealTimer(self._round, self._limits, self._timings, clock=lambda: self.now)
+
+    def _try_seal(self) -> None:
+        """Seal the open round if its first candidate would do so now."""
+        number = self._round.number
+        rows = [
+            Member(node.name, node.name, "waiting" if node.ready else "starting", number)
+            for node in self.nodes.values()
+        ]
+        ranked = candidates(self._round, rows)
+        self._wake = math.inf
+        if ranked and self._seal_timer.is_due(rows, ranked[0].node):
+            self._enter(seal(self._round, rows, self._limits))
+        elif ranked:
+            self._wake_at(later(self.now, self._seal_timer.next_change), self._try_seal)
+
+    def _enter(self, sealed: Round) -> None:
+        """Let the members of a sealed round get ready for its first step."""
+        self._round, self._sealed_at, self._phase = sealed, self.now, "entering"
+        self._members = [member.node for member in sealed.members]
+        self._leavers, self._boundary = {}, None
+        self._holders &= set(self._members)
+        if self._holders:
+            seconds = self._parameters.recovery_seconds[self._cause]
+        else:
+            self.training.roll_back(self._cause)
+            restore = self._parameters.restore_seconds if self.training.committed else 0.0
+            seconds = self._parameters.first_step_seconds + restore
+        for node in self.nodes.values():
+            if node.name in self._members:
+                self._mark(node, *(("recovering", self._cause) if node.entered else ("starting", None)))
+            elif node.ready:
+                self._mark(node, "idle")
+        self._wake_at(self.now + exact(seconds), self._begin)
+
+    def _begin(self) -> None:
+        """Begin the first step of a round."""
+        self._phase, self._holders = "training", set(self._members)
+        self.rounds += 1
+        for name in self._members:
+            self.nodes[name].entered = True
+            self._mark(self.nodes[name], "training")
+        self.training.begin(self.now, len(self._members), self._round.losses, self._round.seconds)
+        if self._leavers:
+            self._propose_boundary()
+        self._look_at_spares()
+
+    def _look_at_spares(self) -> None:
+        """Make room for the spares if rank 0's node would do so now, otherwise when it may."""
+        since = {node.name: node.waiting_since for node in self._spares}
+        if self._phase != "training" or not since or len(self._members) >= self._limits.maximum:
+            return
+        debounce = self._timings.rescale_debounce.total_seconds()
+        if HubView(waiting_since=since).spares(self.now, debounce):
+            if not ends_soon(self.training.seconds_left):
+                self._propose_boundary()
+        elif self._boundary is None:
+            self._at(later(max(since.values()), debounce), self._look_at_spares)
+
+    def _propose_boundary(self) -> None:
+        if self._boundary is None:
+            self._boundary = self.training.steps + 1
+
+    def _has_stopped(self) -> None:
+        """Go on after the last step before a boundary, or the last one of the run."""
+        if self.training.done:
+            self._end()
+        elif self._boundary is not None and self.training.steps >= self._boundary:
+            if self._leavers and self.training.committed < self.training.steps:
+                self.training.save(must_commit=True)
+                return
+            cause: Cause = "preemption" if "preemption" in self._leavers.values() else "scale-up"
+            self._interrupt(cause)
+            self._reopen("rescale at a step boundary", cause)
+
+    def _break(self, name: str, cause: Cause) -> None:
+        """Interrupt the round if the node is a member of it."""
+        if self._phase not in ("training", "entering", "broken") or name not in self._members:
+            return
+        node = self.nodes[name]
+        if self._phase == "training":
+            self._interrupt(cause)
+            node.activity = "lost work"
+        else:
+            for member in self._survivors:
+                if member.entered:
+                    self._mark(member, "recovering", cause)
+        self._cause = cause
+        self._lost.add(name)
+        self._holders.discard(name)
+
+    def _interrupt(self, cause: Cause | None) -> None:
+        """Interrupt the training, because the round ends for a cause, or because a node does not go on for now."""
+        self.training.interrupt(self.now)
+        activity: Activity = "training" if cause is None else "recovering"
+        for member in self._survivors:
+            member.at, member.activity, member.cause = self.training.at, activity, cause
+
+    def _detect(self, *, silent: bool) -> None:
+        """End a broken round when a survivor notices it, or else a spare by the table."""
+        timings = self._timings
+        if self._survivors:
+            seconds = timings.heartbeat_timeout.total_seconds() if silent else 0.0
+        elif self._spares:
+            seconds = 2 * timings.table_heartbeat_interval.total_seconds()
+        else:
+            seconds = math.inf
+        time = self.now + exact(seconds)
+        if self._phase == "broken" and self._on_wake == self._reopen_broken and self._survivors:
+            time = min(time, self._wake)  # the first loss is detected first
+        self._phase = "broken"
+        self._wake_at(time, self._reopen_broken)
+
+    def _reopen_broken(self) -> None:
+        self._reopen(f"lost {', '.join(sorted(self._lost))}", self._cause)
+
+    def _go_on(self) -> None:
+        """Train on after a pause that was too short to be noticed."""
+        self._phase = "training"
+        for name in self._members:
+            self._mark(self.nodes[name], "training")
+        self.training.begin(self.now, len(self._members), self._round.losses, self._round.seconds)
+
+    def _reopen(self, reason: str, cause: Cause) -> None:
+        for name in self._leavers.keys() & self.nodes.keys():  # a node that has to go does not take part again
+            self._remove(name)
+            self._lost.add(name)
+        spares = [node.name for node in self._spares]
+        seconds = self.now - self._sealed_at
+        self._round = reopened(self._round, reason, self._lost, spares, seconds=seconds)
+        self._seal_timer = self._new_seal_timer()
+        self._phase, self._cause, self._boundary = "open", cause, None
+        self._lost, self._leavers, self._members = set(), {}, []
+        for name in spares:
+            self._mark(self.nodes[name], "waiting")
+        self._try_seal()
+
+    def _end(self) -> None:
+        self._phase = "ended"
+        for node in self.nodes.values():
+            if node.name in self._members:
+                node.at = self.training.at
+            self._mark(node, "idle")
+        self._wake_at(self.now + exact(self._parameters.finish_seconds), self._close)
+
+    def _close(self) -> None:
+        for name in list(self.nodes):
+            self._remove(name)
+        self.over = True
+
+    # --- accounts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _survivors(self) -> list[_Node]:
+        return [self.nodes[name] for name in self._members if name in self.nodes and name not in self._lost]
+
+    @property
+    def _spares(self) -> list[_Node]:
+        members = set(self._members) - self._lost
+        return [node for node in self.nodes.values() if node.ready and node.name not in members]
+
+    def _mark(self, node: _Node, activity: Activity, cause: Cause | None = None) -> None:
+        """Account for a node's time until now, and continue with an activity."""
+        self.accounts.add(node.activity, self.now - node.at, node.cause)
+        node.at, node.activity, node.cause = self.now, activity, cause
+
+    def _remove(self, name: str) -> None:
+        node = self.nodes.pop(name)
+        self._mark(node, "idle")
+        self.accounts.lives.append(Life(name, node.pool, node.began, self.now))
+
+    def stop(self) -> None:
+        """End the run before its work is done, to account for all nodes."""
+        if self._phase == "training":
+            self._interrupt("node loss")
+        self._close()

@@ -1,0 +1,208 @@
+"""An elastic run on pools of machines: its node jobs, replaced by the decisions of the replacement policy itself."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+from azureml_elastic.config.resources import first_nodes, step_names
+from azureml_elastic.node.rendezvous.state.round import Limits
+from azureml_elastic.node.replacement.policy import JobState, NodeJob, Start, decide, limit_reached, next_change
+from azureml_elastic.simulate.accounts import exact
+from azureml_elastic.simulate.elastic import ElasticRun
+from azureml_elastic.simulate.machines import Machine, MachineChange, machine_changes
+from azureml_elastic.simulate.scenario import Outcome, Scenario, outcome
+
+__all__ = ["simulate_elastic"]
+
+
+@dataclass
+class _Job:
+    """A node job. Its machine is set from the allocation on, ``began`` when its process starts."""
+
+    pool: int
+    number: int
+    name: str
+    first: bool
+    submitted: float
+    state: JobState = "waiting"
+    machine: Machine | None = None
+    began: float | None = None
+    ended: float | None = None
+    stopped: bool = False
+
+    def observed(self, now: float) -> NodeJob:
+        """Return what the replacement policy knows of the job."""
+        began = now if self.began is None else self.began
+        ended = now if self.ended is None else self.ended
+        return NodeJob(
+            self.pool,
+            self.number,
+            self.name,
+            self.state,
+            first=self.first,
+            waited_s=now - self.submitted if self.state == "waiting" else 0.0,
+            ran_s=ended - began,
+            ended_s=now - ended,
+            stopped=self.stopped,
+        )
+
+
+def simulate_elastic(scenario: Scenario) -> Outcome:
+    """Simulate an elastic run, the jobs of which are replaced as by ``azureml-elastic replace-nodes``."""
+    return _Fleet(scenario).simulate()
+
+
+class _Fleet:
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._pools = [pool.pool for pool in scenario.pools]
+        self._stems = step_names(self._pools)
+        limits = Limits(scenario.minimum, scenario.maximum)
+        self._run = ElasticRun(
+            scenario.work, limits, scenario.parameters, scenario.checkpoint, timings=scenario.timings
+        )
+        self._provisioning = exact(scenario.parameters.provisioning_seconds)
+        self._interval = exact(scenario.replacement.interval.total_seconds())
+        self._jobs: dict[str, _Job] = {}
+        self._available: set[Machine] = set()
+        self._used: dict[Machine, _Job] = {}
+        self._provisioned: list[tuple[float, str, Machine]] = []
+        self._look_at = self._interval
+        self._settled = 0
+
+    def simulate(self) -> Outcome:
+        run, scenario = self._run, self._scenario
+        changes = machine_changes(scenario.pools, scenario.parameters.notice_seconds)
+        limit = exact(scenario.limit_seconds)
+        for pool, count in enumerate(first_nodes(self._pools, scenario.maximum)):
+            for number in range(count):
+                self._submit(pool, number, first=True)
+        position = 0
+        while not run.over and run.now < limit:
+            change = changes[position].time if position < len(changes) else math.inf
+            provisioned = self._provisioned[0][0] if self._provisioned else math.inf
+            run.advance(min(change, provisioned, self._look_at, limit))
+            self._settle()
+            while not run.over and position < len(changes) and changes[position].time <= run.now:
+                self._apply(changes[position])
+                position += 1
+            while not run.over and self._provisioned and self._provisioned[0][0] <= run.now:
+                self._start(*heapq.heappop(self._provisioned)[1:])
+            if not run.over and self._look_at <= run.now:
+                self._look()
+            self._allot()
+        why = self._why()
+        if not run.over:
+            run.stop()
+        return outcome(
+            "elastic",
+            scenario,
+            run.accounts,
+            seconds=run.now,
+            steps=run.training.steps,
+            lost_steps=run.training.lost_steps,
+            restarts=max(0, run.rounds - 1),
+            why=why,
+        )
+
+    def _why(self) -> str:
+        jobs = [job.observed(self._run.now) for job in self._jobs.values()]
+        limit = limit_reached(self._pools, self._scenario.maximum, jobs, self._scenario.replacement)
+        unfinished = f"The work was not done within {self._scenario.limit_seconds / 3600:g} h."
+        return limit or ("" if self._run.over else unfinished)
+
+    # --- jobs --------------------------------------------------------------------------------------------------------
+
+    def _submit(self, pool: int, number: int, *, first: bool) -> None:
+        name = f"{self._stems[pool]}-{number}"
+        self._jobs[name] = _Job(pool, number, name, first, self._run.now)
+
+    def _look(self) -> None:
+        """Submit and cancel jobs as the replacement policy decides."""
+        now, policy = self._run.now, self._scenario.replacement
+        jobs = [job.observed(now) for job in self._jobs.values()]
+        actions = decide(self._pools, self._scenario.maximum, jobs, policy)
+        acted = False
+        for action in actions:
+            if isinstance(action, Start):
+                self._submit(action.pool, action.number, first=False)
+                acted = True
+            elif not self._jobs[action.job.name].stopped:
+                self._cancel(self._jobs[action.job.name])
+                acted = True
+        self._look_after(self._interval if acted else next_change(self._pools, jobs, policy))
+
+    def _look_after(self, seconds: float) -> None:
+        """Look at the first check that is at least these seconds later."""
+        now = self._run.now
+        checks = math.inf if math.isinf(seconds) else max(1, math.ceil(seconds / self._interval))
+        self._look_at = math.inf if math.isinf(checks) else (now // self._interval + checks) * self._interval
+
+    def _changed(self) -> None:
+        """Note that the policy may decide otherwise at its next check."""
+        self._look_at = min(self._look_at, (self._run.now // self._interval + 1) * self._interval)
+
+    def _cancel(self, job: _Job) -> None:
+        job.stopped = True
+        if job.state == "running":
+            self._run.leave(job.name)
+        elif job.machine is not None:
+            self._release(job)
+        job.state = "cancelled"
+
+    def _settle(self) -> None:
+        """Take note of the nodes whose process has ended."""
+        for life in self._run.accounts.lives[self._settled :]:
+            job = self._jobs[life.node]
+            job.ended = life.ended
+            job.state = "cancelled" if job.stopped else "ended"
+            self._release(job)
+            self._changed()
+        self._settled = len(self._run.accounts.lives)
+
+    # --- machines ----------------------------------------------------------------------------------------------------
+
+    def _apply(self, change: MachineChange) -> None:
+        machine, job = change.machine, self._used.get(change.machine)
+        if change.kind == "up":
+            self._available.add(machine)
+            return
+        self._available.discard(machine)
+        if job is None:
+            return
+        if job.began is None:
+            self._release(job)  # it goes on waiting for another one
+        elif job.name in self._run.nodes:
+            if change.kind == "notice":
+                self._run.leave(job.name, "preemption")
+                self._changed()
+            else:
+                self._run.lose(job.name)
+        self._settle()
+
+    def _allot(self) -> None:
+        """Give free machines to waiting jobs, in the order of their submission."""
+        waiting = [job for job in self._jobs.values() if job.state == "waiting" and job.machine is None]
+        if not waiting:
+            return
+        free = sorted(self._available - self._used.keys())
+        for job in waiting:
+            machine = next((each for each in free if each[0] == job.pool), None)
+            if machine is not None:
+                free.remove(machine)
+                job.machine, self._used[machine] = machine, job
+                heapq.heappush(self._provisioned, (self._run.now + self._provisioning, job.name, machine))
+
+    def _start(self, name: str, machine: Machine) -> None:
+        job = self._jobs[name]
+        if job.state == "waiting" and job.machine == machine:
+            job.state, job.began = "running", self._run.now
+            self._run.add(name, job.pool)
+            self._changed()
+
+    def _release(self, job: _Job) -> None:
+        if job.machine is not None:
+            self._used.pop(job.machine, None)
+            job.machine = None
