@@ -40,6 +40,7 @@ from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.client import PreloadServer
+from azureml_elastic.node.publishing.opening import open_publishing
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.replacement.on_node import start_replacement_thread
@@ -112,7 +113,11 @@ class _Node:
         stack.callback(self._preemption.close)
         self._preemption.listen()
         self._preemption.watch()
-        self._recorder = recorder = Recorder(identity.folder, identity.node, identity.incarnation, table)
+        publishing = open_publishing(identity, os.environ)
+        stack.callback(publishing.close)
+        self._recorder = recorder = Recorder(
+            identity.folder, identity.node, identity.incarnation, table, publishing.put
+        )
         stack.callback(recorder.close)
         memory = AgentMemory(_local_snapshots(identity))
         receiver = ShardReceiver(memory)

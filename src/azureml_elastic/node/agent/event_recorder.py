@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,23 @@ class Recorder:
         node: this node's name.
         incarnation: the agent's incarnation, part of the rows' keys.
         table: table for the rare events, ``None`` to write the file only.
+        subscriber: function that gets each event and returns at once.
     """
 
-    def __init__(self, folder: Path, node: str, incarnation: str, table: Table | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        node: str,
+        incarnation: str,
+        table: Table | None,
+        subscriber: Callable[[Event], None] = lambda _: None,
+    ) -> None:
         path = folder / "events" / f"{node}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
         self._node = node
         self._incarnation = incarnation
+        self._subscriber = subscriber
         self._lock = threading.Lock()
         self._warned = False
         self._numbers = itertools.count()
@@ -72,6 +82,7 @@ class Recorder:
                 if not self._warned:
                     _LOG.warning("The ledger cannot be written (%s); the run goes on without it.", error)
                 self._warned = True
+            self._subscriber(event)
         if self._thread is not None and event.rare:
             self._queue.put(event)
 

@@ -1,0 +1,1 @@
+"""Metrics of a run where people look already: MLflow, TensorBoard and OpenTelemetry."""

@@ -1,0 +1,167 @@
+"""Publishes on threads of their own, one for each destination, so that none of them delays or fails the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from azureml_elastic.errors import MissingExtra
+from azureml_elastic.ledger.events import Event
+from azureml_elastic.node.publishing.protocol import Publisher, Update
+from azureml_elastic.node.publishing.translation import Translation
+
+__all__ = ["Publishing", "PublishingThread"]
+
+_LOG = logging.getLogger(__name__)
+
+_MOST_EVENTS = 10_000
+"""Largest number of events, and of updates, that wait to be published."""
+
+_FLUSH_SECONDS = 3.0
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+
+
+class PublishingThread:
+    """Translates events and publishes them to one destination.
+
+    Args:
+        name: name of the destination, for messages.
+        open_publisher: function that opens the destination; called before the first update, as its packages take
+            seconds to import.
+    """
+
+    def __init__(self, name: str, open_publisher: Callable[[], Publisher]) -> None:
+        self._name = name
+        self._open = open_publisher
+        self._queue: queue.Queue[Event | None] = queue.Queue(_MOST_EVENTS)
+        self._closing = threading.Event()
+        self._over = threading.Event()
+        self._warned = self._dropped = False
+        self._thread = threading.Thread(target=self._run, name=f"publish to {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, event: Event) -> None:
+        """Have an event published, unless too many wait already. Returns at once."""
+        if self._over.is_set():
+            return
+        try:
+            self._queue.put_nowait(event)
+        except queue.Full:
+            self._warn_of_drop()
+
+    def begin_closing(self) -> None:
+        """Have the thread publish what waits, try a failing destination once more, and end."""
+        self._closing.set()
+        with contextlib.suppress(queue.Full):  # the thread is awake then
+            self._queue.put_nowait(None)
+
+    def join(self, until: float) -> None:
+        """Wait for the end of the thread.
+
+        Args:
+            until: monotonic seconds at which the rest is given up.
+        """
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            _LOG.warning(
+                "Not everything was published to %s within %g s; the rest is lost.", self._name, _FLUSH_SECONDS
+            )
+
+    def _run(self) -> None:
+        translation = Translation()
+        publisher: Publisher | None = None
+        waiting: list[Update] = []
+        pause = 0.0
+        try:
+            while True:
+                ended = self._closing.is_set()
+                waiting += [update for event in self._take(pause) if (update := translation.add(event))]
+                if waiting:
+                    try:
+                        publisher = publisher or self._open()
+                        publisher.publish(waiting)
+                        waiting, pause = [], 0.0
+                    except MissingExtra as error:
+                        _LOG.warning("Nothing is published to %s: %s", self._name, error)
+                        return
+                    except Exception as error:  # noqa: BLE001 - of another package, and never the run's
+                        pause = min(_LONGEST_PAUSE_SECONDS, pause * 2 or _FIRST_PAUSE_SECONDS)
+                        self._warn(error)
+                        waiting = self._bounded(waiting)
+                if ended and self._queue.empty():
+                    return
+        finally:
+            self._over.set()
+            if publisher is not None:
+                self._close(publisher)
+
+    def _take(self, pause: float) -> Sequence[Event]:
+        """Return the events that wait; before, wait for the first one, or for the end of a pause."""
+        events: list[Event] = []
+        if pause:
+            self._closing.wait(pause)
+        elif not self._closing.is_set():
+            events += self._get(block=True)
+        while not self._queue.empty() and len(events) < _MOST_EVENTS:
+            events += self._get(block=False)
+        return events
+
+    def _get(self, *, block: bool) -> list[Event]:
+        event = self._queue.get(block)
+        return [] if event is None else [event]
+
+    def _bounded(self, waiting: list[Update]) -> list[Update]:
+        if len(waiting) > _MOST_EVENTS:
+            self._warn_of_drop()
+        return waiting[-_MOST_EVENTS:]
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "Publishing to %s fails and is tried again until the run ends: %s: %s",
+                self._name,
+                type(error).__name__,
+                error,
+            )
+        _LOG.debug("Publishing to %s has failed.", self._name, exc_info=error)
+
+    def _warn_of_drop(self) -> None:
+        if not self._dropped:
+            self._dropped = True
+            _LOG.warning("More than %d events wait for %s; some are not published.", _MOST_EVENTS, self._name)
+
+    def _close(self, publisher: Publisher) -> None:
+        try:
+            publisher.close()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._warn(error)
+
+
+class Publishing:
+    """All destinations of a node.
+
+    Args:
+        threads: one thread for each destination.
+    """
+
+    def __init__(self, threads: Sequence[PublishingThread]) -> None:
+        self._threads = threads
+
+    def put(self, event: Event) -> None:
+        """Have an event published everywhere. Returns at once."""
+        for thread in self._threads:
+            thread.put(event)
+
+    def close(self) -> None:
+        """Publish what is waiting, for a short time."""
+        until = time.monotonic() + _FLUSH_SECONDS
+        for thread in self._threads:
+            thread.begin_closing()
+        for thread in self._threads:
+            thread.join(until)
