@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.checkpoints import checkpoints
+from azureml_elastic.cli.dashboard import dashboard
 from azureml_elastic.cli.doctor import doctor
 from azureml_elastic.cli.init import init
 from azureml_elastic.cli.jobs import compile_, schema, submit
@@ -32,7 +33,8 @@ app = typer.Typer(
 app.command(context_settings={"allow_interspersed_args": False})(local)
 app.command(name="compile")(compile_)
 for command in (
-    demo, report, simulate, doctor, init, schema, submit, status, watch, logs, cancel, download, replace_nodes
+    demo, report, simulate, doctor, init, schema,
+    submit, status, watch, dashboard, logs, cancel, download, replace_nodes,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(checkpoints, name="checkpoints")

@@ -1,4 +1,4 @@
-"""The base of the HTTP servers that stand in for Azure on this machine.
+"""The base of the HTTP servers of this machine: those that stand in for Azure, and the dashboard.
 
 Requests have limits, malformed ones are refused with a status, and the end of a server ends all its connections and
 their threads.
@@ -71,20 +71,23 @@ def read_body(headers: Message, reader: BinaryIO | BufferedIOBase, limit: int = 
 
 
 class Server(ThreadingHTTPServer):
-    """A server on a free port of this machine, with a thread for each connection.
+    """A server with a thread for each connection.
 
     Args:
         handler: handler of the connections.
+        address: address to listen on, by default a free port of this machine's loopback; port 0 is a free one.
     """
 
     daemon_threads = False
     request_queue_size = 256
 
-    def __init__(self, handler: type[Handler]) -> None:
+    def __init__(self, handler: type[Handler], address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
-        super().__init__(("127.0.0.1", 0), handler)
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, handler)
 
     def keep(self, connection: socket.socket) -> None:
         """Register a connection to be closed with the server."""
