@@ -122,7 +122,7 @@ def bench_stacks(session: nox.Session) -> None:
 @nox.session
 def stacks(session: nox.Session) -> None:
     """Run stock scripts of training stacks under faults: a node's loss, an arrival and a preemption with notice."""
-    install_wheel(session, "node", "transformers", "accelerate", "lightning", "report", groups=("test",))
+    install_wheel(session, "node", "transformers", "accelerate", "lightning", groups=("test", "samples"))
     session.install("--constraint", str(CONSTRAINTS), "pytorch-lightning")  # the same under its other name
     session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=10")), "tests/stacks")
 

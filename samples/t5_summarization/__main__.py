@@ -4,7 +4,8 @@ python samples/t5_summarization --model t5-small --dataset cnn_dailymail
 python samples/t5_summarization --small        # a tiny model on one machine, in a minute
 
 Both run on local nodes. It writes ``comparison.html``: world size, loss over steps, time and cost. Costs need prices of
-a node per hour, ``--price`` for the base job and ``--low-priority-price`` for the elastic one.
+a node per hour, ``--price`` for the base job and ``--low-priority-price`` for the elastic one. The pictures need plotly
+(``pip install plotly``).
 """
 
 from __future__ import annotations
