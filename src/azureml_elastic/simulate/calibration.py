@@ -5,8 +5,9 @@ All durations are medians over the nodes and rounds of all runs. Each is the dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, median
 
 from azureml_elastic.errors import UsageError
@@ -27,6 +28,9 @@ __all__ = ["calibrate"]
 
 _TRAINS = ("training", "saving", "lost work")
 
+_STALL = 10.0
+"""Duration of a step, as a multiple of the median, from which a node has stalled: no property of the program."""
+
 _Steps = dict[tuple[str, int], list[Progress]]
 """Reported steps by node and round, in order."""
 
@@ -40,6 +44,7 @@ class _Samples:
     first_step: list[float] = field(default_factory=list)
     recovery: dict[Cause, list[float]] = field(default_factory=dict)
     steps: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    paused: dict[int, float] = field(default_factory=dict)
     pause: list[float] = field(default_factory=list)
     write: list[float] = field(default_factory=list)
     finish: list[float] = field(default_factory=list)
@@ -68,7 +73,9 @@ def calibrate(runs: Iterable[Sequence[Event]], base: Parameters | None = None) -
     joining = _median(samples.joining_start, start + base.preload_seconds)
     return base.model_copy(
         update={
-            "step_seconds": {nodes: _per_step(found) for nodes, found in sorted(samples.steps.items())},
+            "step_seconds": {
+                nodes: _per_step(found, samples.paused[nodes]) for nodes, found in sorted(samples.steps.items())
+            },
             "start_seconds": start,
             "preload_seconds": max(0.0, joining - start),
             "first_step_seconds": _median(samples.first_step, base.first_step_seconds),
@@ -89,10 +96,11 @@ def _measure(events: Sequence[Event], samples: _Samples) -> None:
             first_steps[key] = min(span.started, first_steps.get(key, span.started))
     entries = {(event.node, event.round): event for event in events if isinstance(event, RoundEntered)}
     first = min((number for _, number in entries), default=0)
-    _measure_starts(events, spans, samples, joins_after=first)
-    for (node, number), entry in entries.items():
-        if number == first and (begun := first_steps.get((node, number))) is not None:
-            samples.first_step.append(begun - entry.time)
+    ready = {event.node: event.time for event in events if isinstance(event, NodeReady)}
+    _measure_starts(events, ready, first, samples)
+    # The node that was ready last has waited for the shortest time.
+    waits = [time - ready[node] for (node, number), time in first_steps.items() if number == first and node in ready]
+    samples.first_step += [min(waits)] if waits else []
     steps: _Steps = {}
     for event in sorted(events, key=lambda event: event.time):
         if isinstance(event, Progress):
@@ -112,16 +120,13 @@ def _measure(events: Sequence[Event], samples: _Samples) -> None:
             samples.finish.append(event.time - own[-1].time)
 
 
-def _measure_starts(events: Sequence[Event], spans: Sequence[Span], samples: _Samples, *, joins_after: int) -> None:
-    """Measure the time until a node is ready, apart for nodes that join a run that has begun."""
-    began = {event.node: event.began or event.time for event in events if isinstance(event, NodeStarted)}
-    trained = min((span.started for span in spans if span.activity in _TRAINS), default=float("inf"))
-    ready = {event.node: event.time for event in events if isinstance(event, NodeReady)}
-    early = {event.node for event in events if isinstance(event, RoundEntered) and event.round == joins_after}
-    for node, time in ready.items():
-        if node in began:
-            joins = node not in early and time > trained
-            (samples.joining_start if joins else samples.start).append(time - began[node])
+def _measure_starts(events: Sequence[Event], ready: Mapping[str, float], first: int, samples: _Samples) -> None:
+    """Measure the time until a node is ready, apart for nodes that are not in the first round."""
+    early = {event.node for event in events if isinstance(event, RoundEntered) and event.round == first}
+    for event in events:
+        if isinstance(event, NodeStarted) and event.node in ready:
+            began = event.time if event.began is None else event.began
+            (samples.start if event.node in early else samples.joining_start).append(ready[event.node] - began)
 
 
 def _measure_recoveries(
@@ -160,9 +165,10 @@ def _measure_steps(
             pauses[span.node, span.round] = pauses.get((span.node, span.round), 0.0) + span.seconds
     for place, entry in entries.items():
         own = steps.get(place, [])
-        if entry.rank == 0 and own and (count := own[-1].step - own[0].step):
-            seconds = own[-1].time - own[0].time - pauses.get(place, 0.0)
-            samples.steps.setdefault(len(entry.members), []).append((seconds, count))
+        if entry.rank == 0 and len(own) > 1:
+            measured = samples.steps.setdefault(len(entry.members), [])
+            measured += [(after.time - each.time, after.step - each.step) for each, after in pairwise(own)]
+            samples.paused[len(entry.members)] = samples.paused.get(len(entry.members), 0.0) + pauses.get(place, 0.0)
 
 
 def _recoveries(found: dict[Cause, list[float]], base: Parameters) -> dict[Cause, float]:
@@ -173,8 +179,16 @@ def _recoveries(found: dict[Cause, list[float]], base: Parameters) -> dict[Cause
     return {cause: measured.get(cause, median(measured.values())) for cause in base.recovery_seconds}
 
 
-def _per_step(found: Sequence[tuple[float, int]]) -> float:
-    return max(1e-6, sum(seconds for seconds, _ in found) / sum(count for _, count in found))
+def _per_step(found: Sequence[tuple[float, int]], paused: float) -> float:
+    """Return the mean duration of a step.
+
+    Args:
+        found: seconds between two reported steps, and number of steps.
+        paused: seconds of all pauses for checkpoints among them.
+    """
+    usual = median(seconds / count for seconds, count in found)
+    steps = [(seconds, count) for seconds, count in found if seconds <= _STALL * usual * count]
+    return max(1e-6, usual / 2, (sum(seconds for seconds, _ in steps) - paused) / sum(count for _, count in steps))
 
 
 def _median(values: Sequence[float], default: float) -> float:

@@ -138,9 +138,9 @@ class ElasticRun:
             self._detect(silent=silent)
 
     def freeze(self, name: str, seconds: float) -> None:
-        """Stop the process of a node for a time. If the others do not notice it by then, training goes on."""
-        timeout = self._timings.heartbeat_timeout.total_seconds()
-        if seconds >= timeout or self._phase != "training" or name not in self._members:
+        """Stop the process of a node for a time. If no other member notices it by then, training goes on."""
+        noticed = seconds >= self._timings.heartbeat_timeout.total_seconds() and len(self._survivors) > 1
+        if noticed or self._phase != "training" or name not in self._members:
             node = self.nodes[name]
             if name in self._members and self._phase in ("training", "entering", "broken"):
                 self._break(name, "node loss")

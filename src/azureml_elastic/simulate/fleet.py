@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from azureml_elastic.config.resources import first_nodes, step_names
 from azureml_elastic.node.rendezvous.state.round import Limits
@@ -15,6 +15,12 @@ from azureml_elastic.simulate.machines import Machine, MachineChange, machine_ch
 from azureml_elastic.simulate.scenario import Outcome, Scenario, outcome
 
 __all__ = ["simulate_elastic"]
+
+_LONG_AGO = 7200.0
+"""Seconds after which the policy decides the same however long ago a job has ended, or ``fallback_after`` if longer."""
+
+_END_OF_TIME = 1e12
+"""Time from which the ages of such jobs are counted: they keep their order, and need not be aged at each check."""
 
 
 @dataclass
@@ -66,6 +72,8 @@ class _Fleet:
         self._provisioning = exact(scenario.parameters.provisioning_seconds)
         self._interval = exact(scenario.replacement.interval.total_seconds())
         self._jobs: dict[str, _Job] = {}
+        self._recent: dict[str, _Job] = {}  # jobs of which time may still change what the policy decides
+        self._old: list[NodeJob] = []
         self._available: set[Machine] = set()
         self._used: dict[Machine, _Job] = {}
         self._provisioned: list[tuple[float, str, Machine]] = []
@@ -108,21 +116,30 @@ class _Fleet:
         )
 
     def _why(self) -> str:
-        jobs = [job.observed(self._run.now) for job in self._jobs.values()]
+        jobs = self._observed()
         limit = limit_reached(self._pools, self._scenario.maximum, jobs, self._scenario.replacement)
         unfinished = f"The work was not done within {self._scenario.limit_seconds / 3600:g} h."
         return limit or ("" if self._run.over else unfinished)
+
+    def _observed(self) -> list[NodeJob]:
+        """Return what the replacement policy knows of the jobs."""
+        now = self._run.now
+        long_ago = now - max(_LONG_AGO, self._scenario.replacement.fallback_after.total_seconds())
+        for job in [job for job in self._recent.values() if job.ended is not None and job.ended < long_ago]:
+            del self._recent[job.name]
+            self._old.append(replace(job.observed(now), ended_s=_END_OF_TIME - (job.ended or 0.0)))
+        return [*self._old, *(job.observed(now) for job in self._recent.values())]
 
     # --- jobs --------------------------------------------------------------------------------------------------------
 
     def _submit(self, pool: int, number: int, *, first: bool) -> None:
         name = f"{self._stems[pool]}-{number}"
-        self._jobs[name] = _Job(pool, number, name, first, self._run.now)
+        self._jobs[name] = self._recent[name] = _Job(pool, number, name, first, self._run.now)
 
     def _look(self) -> None:
         """Submit and cancel jobs as the replacement policy decides."""
-        now, policy = self._run.now, self._scenario.replacement
-        jobs = [job.observed(now) for job in self._jobs.values()]
+        policy = self._scenario.replacement
+        jobs = self._observed()
         actions = decide(self._pools, self._scenario.maximum, jobs, policy)
         acted = False
         for action in actions:
@@ -148,7 +165,8 @@ class _Fleet:
         job.stopped = True
         if job.state == "running":
             self._run.leave(job.name)
-        elif job.machine is not None:
+        else:
+            job.ended = self._run.now
             self._release(job)
         job.state = "cancelled"
 
@@ -184,7 +202,7 @@ class _Fleet:
 
     def _allot(self) -> None:
         """Give free machines to waiting jobs, in the order of their submission."""
-        waiting = [job for job in self._jobs.values() if job.state == "waiting" and job.machine is None]
+        waiting = [job for job in self._recent.values() if job.state == "waiting" and job.machine is None]
         if not waiting:
             return
         free = sorted(self._available - self._used.keys())

@@ -27,7 +27,7 @@ class Parameters(ConfigModel):
         provisioning_seconds: time from a free machine to the start of the node's process, which is not billed.
         start_seconds: time from the start of a node's process until it is ready.
         preload_seconds: further time of a node that joins a run that has begun, for its imports.
-        first_step_seconds: time from the seal of a round without a survivor to its first step.
+        first_step_seconds: time from the last node's readiness to the first step of a round without a survivor.
         restore_seconds: further time to read a checkpoint.
         recovery_seconds: time from the end of a round to the first step of the next one, by cause.
         checkpoint_pause_seconds: pause of training for a checkpoint.
