@@ -194,7 +194,8 @@
 
   function replace(page) {
     const parts = [...page.querySelectorAll("[data-part]")];
-    const anchor = [...document.querySelectorAll("[data-part]")].find((each) => each.getBoundingClientRect().bottom > 0);
+    const shownNow = [...document.querySelectorAll("[data-part]")];
+    const anchor = shownNow.find((each) => each.getBoundingClientRect().bottom > innerHeight / 4);
     const before = anchor && { id: anchor.id, top: anchor.getBoundingClientRect().top };
     const now = source(page);
     const main = document.getElementById("main");
