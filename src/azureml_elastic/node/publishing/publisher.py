@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_EVENTS = 10_000
 """Largest number of events, and of updates, that wait to be published."""
 
-_FLUSH_SECONDS = 3.0
+_FLUSH_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 
