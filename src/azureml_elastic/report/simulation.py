@@ -55,8 +55,8 @@ def cost_chart(found: Sequence[Candidate], best: Candidate | None = None) -> Ren
     if not finished:
         return Text("No setting has done the work within the time.", style="yellow")
     front = pareto_front(finished)
-    columns = _scale([each.result.seconds for each in finished], _WIDTH)
-    rows = _scale([each.expense for each in finished], _HEIGHT)
+    columns = _Scale([each.result.seconds for each in finished], _WIDTH)
+    rows = _Scale([each.expense for each in finished], _HEIGHT)
     grid = [[" "] * _WIDTH for _ in range(_HEIGHT)]
     for mark, group in (("·", finished), ("●", front), ("★", [best] if best is not None else [])):
         for each in group:
@@ -100,7 +100,7 @@ def _money(amount: Decimal | None, currency: str) -> str:
     return "" if amount is None else f"{amount:,.2f} {currency}".strip()
 
 
-class _scale:  # noqa: N801 - a function with bounds
+class _Scale:
     """Map values to the positions of a chart, from the least to the greatest value."""
 
     def __init__(self, values: Sequence[float], size: int) -> None:

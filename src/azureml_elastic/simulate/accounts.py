@@ -1,7 +1,7 @@
 """Accounting of simulated nodes: each second of each node has one activity, as in :mod:`ledger.accounting`.
 
 Times are multiples of 2^-20 s, about a microsecond. Sums and differences of such floats are exact up to 2^33 s, which
-is 27,000 node-hours of a hundred nodes: the accounted node-seconds are the delivered ones to the last bit.
+is two million node-hours: the accounted node-seconds are the delivered ones to the last bit.
 """
 
 from __future__ import annotations

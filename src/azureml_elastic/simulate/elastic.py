@@ -1,8 +1,9 @@
 """An elastic run in simulated time: rounds of nodes that come and go, by the decisions of the agents themselves.
 
 Whether an open round is sealed, and with which members, is decided by :class:`SealTimer` and :func:`seal`, what follows
-a round by :func:`reopened`, when it makes room for spares by :class:`HubView` and :func:`ends_soon`. Simulated are the
-durations between these decisions. Nodes are added and taken away by the caller.
+a round by :func:`reopened`, when it makes room for spares by :class:`HubView` and :func:`ends_soon`, how long a
+preempted node may stay by :class:`Notice`. Simulated are the durations between these decisions. Nodes are added and
+taken away by the caller.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from azureml_elastic.config import CheckpointPolicy, RendezvousTimings
+from azureml_elastic.config import CheckpointPolicy, PreemptionPolicy, RendezvousTimings
 from azureml_elastic.ledger.accounting import Activity, Cause
 from azureml_elastic.node.agent.newcomers import ends_soon
+from azureml_elastic.node.preemption.notices import Announcement, Notice
 from azureml_elastic.node.rendezvous.hub.state import HubView
 from azureml_elastic.node.rendezvous.state.member_selection import candidates
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
@@ -87,6 +89,7 @@ class ElasticRun:
         self.over = False
         self.rounds = 0
         self._limits, self._parameters, self._timings = limits, parameters, timings or RendezvousTimings()
+        self._grace = PreemptionPolicy().grace.total_seconds()
         self._round = Round()
         self._seal_timer = self._new_seal_timer()
         self._phase: _Phase = "open"
@@ -122,15 +125,16 @@ class ElasticRun:
             ready_in = self._parameters.start_seconds + (self._parameters.preload_seconds if joins else 0.0)
         self._at(self.now + exact(ready_in), lambda: self._is_ready(node))
 
-    def lose(self, name: str, *, silent: bool = True) -> None:
+    def lose(self, name: str, *, silent: bool = True, cause: Cause = "node loss") -> None:
         """End the process of a node at once.
 
         Args:
             name: name of the node.
             silent: whether the others notice it by ``heartbeat_timeout`` only, as when a machine is gone; otherwise
                 its connections break at once.
+            cause: reason of the loss.
         """
-        self._break(name, "node loss")
+        self._break(name, cause)
         self._remove(name)
         if self._phase == "open":
             self._try_seal()
@@ -152,6 +156,17 @@ class ElasticRun:
         self._interrupt(None)
         self._phase = "broken"
         self._wake_at(self.now + exact(seconds), self._go_on)
+
+    def preempt(self, name: str, seconds_left: float) -> None:
+        """Announce the loss of a node's machine: it leaves at a step boundary, or at its deadline."""
+        notice = Notice.of(Announcement("", seconds_left), self.now, self._grace, 0)
+        self.leave(name, "preemption")
+        if (node := self.nodes.get(name)) is not None:
+            self._at(exact(notice.until), lambda: self._is_overdue(node))
+
+    def _is_overdue(self, node: _Node) -> None:
+        if self.nodes.get(node.name) is node and not self.over:
+            self.lose(node.name, silent=False, cause="preemption")
 
     def leave(self, name: str, cause: Cause = "scale-up") -> None:
         """Let a node leave: at the next step boundary if it trains, otherwise at once."""
@@ -382,5 +397,5 @@ class ElasticRun:
     def stop(self) -> None:
         """End the run before its work is done, to account for all nodes."""
         if self._phase == "training":
-            self._interrupt("node loss")
+            self._interrupt(None)
         self._close()

@@ -194,7 +194,7 @@ class _Fleet:
             self._release(job)  # it goes on waiting for another one
         elif job.name in self._run.nodes:
             if change.kind == "notice":
-                self._run.leave(job.name, "preemption")
+                self._run.preempt(job.name, self._scenario.parameters.notice_seconds)
                 self._changed()
             else:
                 self._run.lose(job.name)

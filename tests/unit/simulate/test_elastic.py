@@ -105,6 +105,19 @@ def test_a_node_that_leaves_saves_first():
     assert "n0" not in run.nodes
 
 
+def test_a_preempted_node_whose_step_takes_too_long_leaves_at_its_deadline():
+    slow = DURATIONS.model_copy(update={"step_seconds": {2: 100.0}, "serial_fraction": 1.0})
+    run = ElasticRun(20, Limits(1, 2), slow, CheckpointPolicy(every=None))
+    run.add("n0")
+    run.add("n1")
+    run.advance(until=12 + 110)
+    run.preempt("n0", seconds_left=30.0)
+    run.advance(step=2)
+    assert run.now == 12 + 110 + 25 + 5 + 100  # grace, recovery, and the step again
+    assert seconds(run)["lost work", "preemption"] == 35
+    assert run.training.lost_steps == 0
+
+
 def test_all_nodes_lost_continue_from_the_committed_checkpoint():
     run = run_of(2, every_steps=40)
     run.advance(until=12 + 20 + 1 + 4)  # the checkpoint of step 40 is still being written
