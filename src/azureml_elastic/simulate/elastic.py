@@ -8,11 +8,8 @@ taken away by the caller.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
 
 from azureml_elastic.config import CheckpointPolicy, PreemptionPolicy, RendezvousTimings
@@ -23,36 +20,16 @@ from azureml_elastic.node.rendezvous.hub.state import HubView
 from azureml_elastic.node.rendezvous.state.member_selection import candidates
 from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.state.sealing import SealTimer, reopened, seal
-from azureml_elastic.simulate.accounts import Accounts, Life, exact, later
+from azureml_elastic.simulate.accounts import Accounts, exact, later
 from azureml_elastic.simulate.parameters import Parameters
+from azureml_elastic.simulate.processes import Process, Processes
+from azureml_elastic.simulate.timers import Timers
 from azureml_elastic.simulate.training import Training
 
 __all__ = ["ElasticRun"]
 
 _Phase = Literal["open", "entering", "training", "broken", "ended"]
 """``entering`` lasts from the seal to the first step, ``broken`` from a silent loss to its detection."""
-
-
-@dataclass
-class _Node:
-    """A node's process. Its seconds are accounted up to ``at``; those of members while they train by ``Training``."""
-
-    name: str
-    pool: int
-    began: float
-    at: float
-    ready: bool = False
-    entered: bool = False
-    waiting_since: float = 0.0
-    activity: Activity = "starting"
-    cause: Cause | None = None
-
-
-@dataclass(order=True)
-class _Timer:
-    time: float
-    order: int
-    action: Callable[[], None] = field(compare=False)
 
 
 class ElasticRun:
@@ -69,7 +46,7 @@ class ElasticRun:
         now: time in seconds since the submission.
         training: steps and checkpoints.
         accounts: node-seconds by activity.
-        nodes: names of the nodes whose process runs.
+        nodes: running processes by the names of their nodes.
         over: whether the run has ended.
         rounds: number of rounds that have trained.
     """
@@ -85,7 +62,7 @@ class ElasticRun:
         self.now = 0.0
         self.accounts = Accounts()
         self.training = Training(work, parameters, checkpoint or CheckpointPolicy(), self.accounts)
-        self.nodes: dict[str, _Node] = {}
+        self.nodes = Processes(self.accounts)
         self.over = False
         self.rounds = 0
         self._limits, self._parameters, self._timings = limits, parameters, timings or RendezvousTimings()
@@ -101,8 +78,7 @@ class ElasticRun:
         self._leavers: dict[str, Cause] = {}
         self._boundary: int | None = None
         self._wake, self._on_wake = math.inf, self._try_seal  # when the phase goes on by itself, and how
-        self._timers: list[_Timer] = []
-        self._orders = itertools.count()
+        self._timers = Timers()
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -119,11 +95,11 @@ class ElasticRun:
             pool: index of its pool.
             ready_in: seconds until it is ready; by default those of the parameters.
         """
-        node = self.nodes[name] = _Node(name, pool, self.now, self.now)
+        node = self.nodes.start(name, pool, self.now)
         if ready_in is None:
             joins = self._phase != "open" or self._round.number > 1
             ready_in = self._parameters.start_seconds + (self._parameters.preload_seconds if joins else 0.0)
-        self._at(self.now + exact(ready_in), lambda: self._is_ready(node))
+        self._timers.add(self.now + exact(ready_in), lambda: self._is_ready(node))
 
     def lose(self, name: str, *, silent: bool = True, cause: Cause = "node loss") -> None:
         """End the process of a node at once.
@@ -135,7 +111,7 @@ class ElasticRun:
             cause: reason of the loss.
         """
         self._break(name, cause)
-        self._remove(name)
+        self.nodes.end(name, self.now)
         if self._phase == "open":
             self._try_seal()
         elif name in self._lost:
@@ -151,7 +127,7 @@ class ElasticRun:
                 self._mark(node, "recovering", "node loss")
                 self._detect(silent=True)
             node.ready = False
-            self._at(self.now + exact(seconds), lambda: self._is_ready(node))
+            self._timers.add(self.now + exact(seconds), lambda: self._is_ready(node))
             return
         self._interrupt(None)
         self._phase = "broken"
@@ -162,9 +138,9 @@ class ElasticRun:
         notice = Notice.of(Announcement("", seconds_left), self.now, self._grace, 0)
         self.leave(name, "preemption")
         if (node := self.nodes.get(name)) is not None:
-            self._at(exact(notice.until), lambda: self._is_overdue(node))
+            self._timers.add(exact(notice.until), lambda: self._is_overdue(node))
 
-    def _is_overdue(self, node: _Node) -> None:
+    def _is_overdue(self, node: Process) -> None:
         if self.nodes.get(node.name) is node and not self.over:
             self.lose(node.name, silent=False, cause="preemption")
 
@@ -183,8 +159,7 @@ class ElasticRun:
     def advance(self, until: float = math.inf, step: int | None = None) -> None:
         """Let time pass until a moment, until a step is completed, or until the run is over or nothing more happens."""
         while not self.over and (step is None or self.training.steps < step):
-            timer = self._timers[0].time if self._timers else math.inf
-            time = min(until, timer, self._wake)
+            time = min(until, self._timers.next, self._wake)
             if self._phase == "training":
                 self.training.stop = min(self._boundary or math.inf, step or math.inf)
                 if self.training.advance(time):
@@ -194,27 +169,30 @@ class ElasticRun:
             if time == math.inf:
                 return
             self.now = time
-            if timer == time:
-                heapq.heappop(self._timers).action()
+            if self._timers.next == time:
+                self._timers.fire()
             elif self._wake == time:
                 self._wake, action = math.inf, self._on_wake
                 action()
             else:
                 return
 
-    def _at(self, time: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, _Timer(time, next(self._orders), action))
+    def stop(self) -> None:
+        """End the run before its work is done, to account for all nodes."""
+        if self._phase == "training":
+            self._interrupt(None)
+        self._close()
 
     def _wake_at(self, time: float, action: Callable[[], None]) -> None:
         self._wake, self._on_wake = time, action
 
     # --- rounds ------------------------------------------------------------------------------------------------------
 
-    def _is_ready(self, node: _Node) -> None:
+    def _is_ready(self, node: Process) -> None:
         if self.nodes.get(node.name) is not node or self.over:
             return
         node.ready, node.waiting_since = True, self.now
-        self._mark(node, "idle" if self._phase in ("training", "ended") else "waiting")
+        self._mark(node, "waiting" if self._phase in ("open", "broken") else "idle")
         if self._phase == "open":
             self._try_seal()
         elif self._phase == "training":
@@ -280,7 +258,7 @@ class ElasticRun:
             if not ends_soon(self.training.seconds_left):
                 self._propose_boundary()
         elif self._boundary is None:
-            self._at(later(max(since.values()), debounce), self._look_at_spares)
+            self._timers.add(later(max(since.values()), debounce), self._look_at_spares)
 
     def _propose_boundary(self) -> None:
         if self._boundary is None:
@@ -348,7 +326,7 @@ class ElasticRun:
 
     def _reopen(self, reason: str, cause: Cause) -> None:
         for name in self._leavers.keys() & self.nodes.keys():  # a node that has to go does not take part again
-            self._remove(name)
+            self.nodes.end(name, self.now)
             self._lost.add(name)
         spares = [node.name for node in self._spares]
         seconds = self.now - self._sealed_at
@@ -370,32 +348,17 @@ class ElasticRun:
 
     def _close(self) -> None:
         for name in list(self.nodes):
-            self._remove(name)
+            self.nodes.end(name, self.now)
         self.over = True
 
-    # --- accounts ----------------------------------------------------------------------------------------------------
-
     @property
-    def _survivors(self) -> list[_Node]:
+    def _survivors(self) -> list[Process]:
         return [self.nodes[name] for name in self._members if name in self.nodes and name not in self._lost]
 
     @property
-    def _spares(self) -> list[_Node]:
+    def _spares(self) -> list[Process]:
         members = set(self._members) - self._lost
         return [node for node in self.nodes.values() if node.ready and node.name not in members]
 
-    def _mark(self, node: _Node, activity: Activity, cause: Cause | None = None) -> None:
-        """Account for a node's time until now, and continue with an activity."""
-        self.accounts.add(node.activity, self.now - node.at, node.cause)
-        node.at, node.activity, node.cause = self.now, activity, cause
-
-    def _remove(self, name: str) -> None:
-        node = self.nodes.pop(name)
-        self._mark(node, "idle")
-        self.accounts.lives.append(Life(name, node.pool, node.began, self.now))
-
-    def stop(self) -> None:
-        """End the run before its work is done, to account for all nodes."""
-        if self._phase == "training":
-            self._interrupt(None)
-        self._close()
+    def _mark(self, node: Process, activity: Activity, cause: Cause | None = None) -> None:
+        self.nodes.mark(node, self.now, activity, cause)

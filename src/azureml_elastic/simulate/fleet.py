@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 from azureml_elastic.config.resources import first_nodes, step_names
 from azureml_elastic.node.rendezvous.state.round import Limits
@@ -13,6 +13,7 @@ from azureml_elastic.simulate.accounts import exact
 from azureml_elastic.simulate.elastic import ElasticRun
 from azureml_elastic.simulate.machines import Machine, MachineChange, machine_changes
 from azureml_elastic.simulate.scenario import Outcome, Scenario, outcome
+from azureml_elastic.simulate.timers import Timers
 
 __all__ = ["simulate_elastic"]
 
@@ -76,7 +77,7 @@ class _Fleet:
         self._old: list[NodeJob] = []
         self._available: set[Machine] = set()
         self._used: dict[Machine, _Job] = {}
-        self._provisioned: list[tuple[float, str, Machine]] = []
+        self._provisioned = Timers()
         self._look_at = self._interval
         self._settled = 0
 
@@ -90,14 +91,13 @@ class _Fleet:
         position = 0
         while not run.over and run.now < limit:
             change = changes[position].time if position < len(changes) else math.inf
-            provisioned = self._provisioned[0][0] if self._provisioned else math.inf
-            run.advance(min(change, provisioned, self._look_at, limit))
+            run.advance(min(change, self._provisioned.next, self._look_at, limit))
             self._settle()
             while not run.over and position < len(changes) and changes[position].time <= run.now:
                 self._apply(changes[position])
                 position += 1
-            while not run.over and self._provisioned and self._provisioned[0][0] <= run.now:
-                self._start(*heapq.heappop(self._provisioned)[1:])
+            while not run.over and self._provisioned.next <= run.now:
+                self._provisioned.fire()
             if not run.over and self._look_at <= run.now:
                 self._look()
             self._allot()
@@ -211,13 +211,12 @@ class _Fleet:
             if machine is not None:
                 free.remove(machine)
                 job.machine, self._used[machine] = machine, job
-                heapq.heappush(self._provisioned, (self._run.now + self._provisioning, job.name, machine))
+                self._provisioned.add(self._run.now + self._provisioning, partial(self._start, job, machine))
 
-    def _start(self, name: str, machine: Machine) -> None:
-        job = self._jobs[name]
+    def _start(self, job: _Job, machine: Machine) -> None:
         if job.state == "waiting" and job.machine == machine:
             job.state, job.began = "running", self._run.now
-            self._run.add(name, job.pool)
+            self._run.add(job.name, job.pool)
             self._changed()
 
     def _release(self, job: _Job) -> None:
