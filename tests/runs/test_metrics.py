@@ -37,14 +37,14 @@ def files(tmp_path, monkeypatch):
     return uri
 
 
-def cluster(tmp_path, *, nodes=(1, 2), chaos="", **options):
+def cluster(tmp_path, *, nodes=(1, 2), chaos="", recovery="restart", **options):
     return LocalCluster(
         nodes,
         popen=start_node,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         timeout_s=150,
-        distribution=ElasticDistribution(rendezvous=GATHERING),
+        distribution=ElasticDistribution(rendezvous=GATHERING, recovery=recovery),
         **options,
     )
 
@@ -54,11 +54,13 @@ def history(client, run, name):
 
 
 @needs_mlflow
-def test_each_step_is_in_mlflow_once_although_rank_0_s_node_is_lost(tmp_path, files):
+@pytest.mark.parametrize("recovery", ["restart", "in_process"])
+def test_each_step_is_in_mlflow_once_although_rank_0_s_node_is_lost(tmp_path, files, recovery):
     from mlflow import MlflowClient
 
     published = ("--wait-for", str(tmp_path / "mlruns"), "*/*/metrics/step")
-    report = cluster(tmp_path, chaos="kill=rank0@step:15", checkpoint_steps=7).run([PROGRAM, *published])
+    chaos = "kill=rank0@step:15"
+    report = cluster(tmp_path, chaos=chaos, checkpoint_steps=7, recovery=recovery).run([PROGRAM, *published])
     assert (report.outcome, report.last_step) == ("succeeded", 40), report.message
     client = MlflowClient(tracking_uri=files)
     (run,) = client.search_runs(["0"])

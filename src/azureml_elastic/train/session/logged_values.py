@@ -1,8 +1,8 @@
 """Values that the script logs, from the call to the message to the node's agent.
 
 A value of a tensor on a GPU is copied to the host by the device's queue, and read when the copy is there, so that
-logging makes the training loop wait for no kernel. A message leaves at a commit: with all values of the committed steps
-whose copies have arrived, in the order of the steps.
+logging makes the training loop wait for no kernel. Values of the step in progress are sent when it is committed, those
+of a committed step at once, both when their copies have arrived, in the order of the steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LoggedValues:
         self._names: set[object] = set()
 
     def add(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Add values; one of a name that the step already has replaces it.
+        """Add values of the step in progress, or send those of a completed step.
 
         Args:
             values: numbers by name
@@ -60,10 +60,9 @@ class LoggedValues:
         read = {name: _number(name, value) for name, value in values.items()}
         if step is None:
             self._in_progress.update(read)
-        elif self._committed and self._committed[-1][0] == step:
-            self._committed[-1][1].update(read)
         else:
             self._committed.append((step, read))
+            self.send(wait=False)
 
     def commit(self, step: int) -> None:
         """Assign the values of the step in progress to this step, and send all values that have arrived."""

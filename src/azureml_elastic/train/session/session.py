@@ -166,10 +166,9 @@ class Session(Training):
 
         The values belong to the step whose batch is being trained, which the next :meth:`commit` completes; between
         ``run.commit()`` and the next batch, to the step that was completed. A loop without :meth:`loader` logs a step's
-        values before its commit. A value that is logged twice for a step replaces the first one. Those of a step that
-        is not committed are dropped.
+        values before its commit. Values of a step that is not committed are dropped. A name is logged once for a step.
 
-        Nothing waits: a value on a GPU is copied by the device's queue, and sent with a later commit.
+        Nothing waits: a value on a GPU is copied by the device's queue, and sent later.
 
         Args:
             values: up to 100 numbers by name: floats, ints, and tensors or arrays of one element; NaN and infinity are

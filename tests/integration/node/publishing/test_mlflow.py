@@ -1,4 +1,4 @@
-"""Publishing to the real MLflow, in files and in a database: each step once, whoever publishes it."""
+"""Publishing to the real MLflow, in files and in a database: each step once, by whichever node."""
 
 from __future__ import annotations
 

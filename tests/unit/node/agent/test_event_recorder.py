@@ -29,6 +29,17 @@ def test_a_full_disk_is_reported_once_and_survived(tmp_path, caplog):
     assert caplog.text.count("cannot be written") == 1
 
 
+def test_a_subscriber_gets_each_event_also_if_the_file_cannot_be_written(tmp_path):
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "node-0.jsonl").symlink_to("/dev/full")
+    received = []
+    pen = Recorder(tmp_path, "node-0", "inc", None, received.append)
+    for pid in range(3):
+        pen.record(NodeStarted, 0, host="h", pid=pid)
+    pen.close()
+    assert [event.pid for event in received] == [0, 1, 2]
+
+
 def test_many_threads_write_whole_lines(tmp_path):
     pen = Recorder(tmp_path, "node-0", "inc", None)
 
