@@ -74,6 +74,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(arguments.step_delay)
+            run.log({"loss": loss, "learning_rate": optimizer.param_groups[0]["lr"]})
             run.commit()
             if run.is_main and index % 10 == 0:
                 print(f"epoch {epoch} step {run.steps} loss {loss.item():.4f}", flush=True)

@@ -156,6 +156,12 @@ class Browser:
             self.send("Input.dispatchKeyEvent", type="keyUp", **common)
 
     @property
+    def cpu_seconds(self):
+        """Processor time of all processes of the browser so far."""
+        processes = self._send("SystemInfo.getProcessInfo")["processInfo"]
+        return sum(each["cpuTime"] for each in processes)
+
+    @property
     def complaints(self):
         """Errors, warnings and refused resources of the page."""
         found = [event["params"] for event in self.events]

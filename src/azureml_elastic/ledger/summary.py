@@ -166,7 +166,9 @@ class Report(_Record):
             }
         )
 
-    def with_bill(self, events: Sequence[Event], prices: Prices | None) -> Report:
+    def with_bill(
+        self, events: Sequence[Event], prices: Prices | None, spans: Sequence[accounting.Span] | None = None
+    ) -> Report:
         """Return the report with the cost of its nodes.
 
         On dedicated nodes the same work takes the time of starting, training and saving.
@@ -174,10 +176,11 @@ class Report(_Record):
         Args:
             events: events of all nodes.
             prices: prices by VM size and tier; ``None`` for those of the job's pools.
+            spans: result of :meth:`spans`, if the caller has it.
         """
         times = {**accounting.node_times(events), **self._times}
         needed: dict[str, float] = {}
-        for span in self.spans(events):
+        for span in self.spans(events) if spans is None else spans:
             if span.activity in ("starting", "training", "saving"):
                 needed[span.node] = needed.get(span.node, 0.0) + span.seconds
         uses = [

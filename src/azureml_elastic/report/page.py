@@ -195,7 +195,7 @@ def _training(content: PageContent) -> list[Markup]:
         series_chart(content, series, f"metric-{index}", series.name) for index, series in enumerate(content.metrics)
     ]
     charts += [
-        series_chart(content, series, f"throughput-{index}", f"throughput in {series.name}", is_rate=True)
+        series_chart(content, series, f"throughput-{index}", f"Throughput, {series.name}", is_rate=True)
         for index, series in enumerate(content.throughput)
     ]
     if not charts:

@@ -146,9 +146,9 @@ def page_content(report: Report, events: Sequence[Event], *, running: bool = Fal
         events: events of all nodes.
         running: whether the run goes on.
     """
-    if report.bill is None and report.nodes:
-        report = report.with_bill(events, None)
     spans = report.spans(events)
+    if report.bill is None and report.nodes:
+        report = report.with_bill(events, None, spans)
     ran = [round_ for round_ in report.rounds if round_.ran]
     times = [(span.started, span.ended) for span in spans] + [(round_.started, round_.ended) for round_ in ran]
     timelines = node_timelines(report, spans, events)

@@ -87,7 +87,7 @@ def test_the_page_has_what_the_report_has(tmp_path):
         "low-priority",
         "back at step",
         "a survivor&#x27;s notice",
-        "throughput in steps/s",
+        "Throughput, steps/s",
     ):
         assert part in text, part
 
