@@ -135,19 +135,31 @@ raise ValueError("no more")
 """
 
 
+@needs_mlflow
 @needs_tensorboard
-def test_tensorboard_s_files_are_in_the_folder_of_the_policy(tmp_path):
+def test_steps_that_are_trained_again_are_published_once(tmp_path, files):
+    from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     policy = MetricsPolicy(tensorboard=str(tmp_path / "logs"))
-    published = ("--wait-for", str(tmp_path / "logs"), "events.out.tfevents.*")
-    report = cluster(tmp_path, chaos="kill=rank0@step:15", metrics=policy).run([PROGRAM, *published])
-    assert report.outcome == "succeeded", report.message
+    arguments = (PROGRAM, "--epochs", "2", "--fail-after", "13", "--step-seconds", "0.2")
+    report = cluster(tmp_path, nodes=(1, 1), checkpoint_steps=5, metrics=policy).run(arguments)
+    assert (report.outcome, report.last_step) == ("succeeded", 20), report.message
+    assert report.lost_steps == 3
+    recorded = [event for event in EventReader(report.paths.events).read() if isinstance(event, Metrics)]
+    rounds = {event.step: event.round for event in recorded if "step" in event.values}
+    assert min(step for step, number in rounds.items() if number == 2) == 11
+    client = MlflowClient(tracking_uri=files)
+    (run,) = client.search_runs(["0"])
+    steps = [step for step, _ in history(client, run, "step")]
+    assert steps == sorted(set(steps))
+    assert set(steps) == rounds.keys()
+    assert "failed after step 13" in run.data.tags["elastic.failure.1"]
     found = EventAccumulator(str(tmp_path / "logs"), size_guidance={"scalars": 0})
     found.Reload()
-    steps = [each.step for each in found.Scalars("step")]
-    assert steps == sorted(set(steps))
-    assert (steps[0], steps[-1]) == (1, 40)
+    scalars = [each.step for each in found.Scalars("step")]
+    assert scalars == sorted(set(scalars))
+    assert set(scalars) >= {step for step, number in rounds.items() if number == 2}
     assert {"loss", "epoch", "elastic/world_size", "elastic/goodput"} <= set(found.Tags()["scalars"])
 
 

@@ -19,6 +19,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--step-seconds", type=float, default=0.1)
     parser.add_argument("--wait-for", nargs=2, help="folder and pattern of a file that step 10 waits for")
+    parser.add_argument("--fail-after", type=int, help="step after which the first round fails")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     run = train.start()
@@ -41,6 +42,8 @@ def main():
             ):
                 time.sleep(0.05)
             run.commit()
+            if run.steps == arguments.fail_after and run.round == 1:
+                raise ValueError("as requested")
         run.log({"epoch": epoch})
 
 
