@@ -112,6 +112,13 @@ def bench_checkpoints(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_simulation(session: nox.Session) -> None:
+    """Measure the simulator beside runs of real processes; writes docs/reference/benchmarks-simulation.md."""
+    install_wheel(session, "node", groups=("test",))
+    session.run("python", "benchmarks/simulation.py", *session.posargs)
+
+
+@nox.session
 def bench_stacks(session: nox.Session) -> None:
     """Measure recovery under training stacks beside a session's; writes docs/reference/benchmarks-stacks.md."""
     install_wheel(session, "node", "transformers", "accelerate", "lightning", groups=("test",))
