@@ -25,8 +25,8 @@ _LOG = logging.getLogger(__name__)
 RUN_TAG = "azureml_elastic.run"
 """Tag by which the nodes of a run find their MLflow run."""
 
-_MOST_METRICS = 500
-"""Metrics of one call; MLflow's limit is 1,000."""
+_MOST_METRICS = 200
+"""Metrics of one call; MLflow's limit is 1,000, and Azure ML's 250."""
 
 _REJECTED = frozenset({400, 413, 422})
 """HTTP states of requests that will never be accepted."""
@@ -113,31 +113,35 @@ class MlflowPublisher:
         tags = {name: text for update in updates for name, text in update.tags.items()}
         for at in range(0, len(values), _MOST_METRICS):
             part = values[at : at + _MOST_METRICS]
-            self._log([Metric(each.name, each.value, round(each.time * 1000), each.step) for each in part], [])
+            self._log([Metric(each.name, each.value, round(each.time * 1000), each.step) for each in part])
         if tags:
-            self._log([], [RunTag(name, text) for name, text in tags.items()])
+            self._log([RunTag(name, text) for name, text in tags.items()])
         ended = next((update.ended for update in reversed(updates) if update.ended is not None), None)
         if self._target.run_id is None and ended is not None:
             self._client.set_terminated(self._run, "FINISHED" if ended else "FAILED")
 
-    def _log(self, metrics: list[Any], tags: list[Any]) -> None:
-        """Log a batch; one that is rejected as such is dropped, as it would be again.
+    def _log(self, entries: list[Any]) -> None:
+        """Log metrics or tags; of a batch that is rejected, the names that are rejected by themselves are dropped.
 
         Raises:
             Exception: the batch may be accepted later.
         """
+        from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
 
+        metrics = [each for each in entries if isinstance(each, Metric)]
         try:
-            self._client.log_batch(self._run, metrics=metrics, tags=tags)
+            self._client.log_batch(self._run, metrics=metrics, tags=[] if metrics else entries)
         except MlflowException as error:
             if error.get_http_status_code() not in _REJECTED:  # type: ignore[no-untyped-call]
                 raise
-            if not self._warned:
+            names = list(dict.fromkeys(each.key for each in entries))
+            if len(names) > 1:
+                for name in names:
+                    self._log([each for each in entries if each.key == name])
+            elif not self._warned:
                 self._warned = True
-                _LOG.warning(
-                    "MLflow rejects %d metrics and %d tags, which are dropped: %s", len(metrics), len(tags), error
-                )
+                _LOG.warning("MLflow rejects %r, which is dropped, and perhaps others: %s", names[0], error)
 
     def _fresh(self, values: Sequence[Value]) -> list[Value]:
         """Return the values that MLflow does not have yet, and count them as logged."""
