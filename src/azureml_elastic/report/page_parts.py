@@ -115,16 +115,16 @@ def _folded(name: str, summary: Markup, text: str) -> Markup:
 
 def data_table(name: str, table: DataTable) -> Markup:
     """Return a table in the section of this name."""
-    numbers = [table.is_number(column) for column in range(len(table.headings))]
+    kinds = [table.kind(column) for column in range(len(table.headings))]
 
     def cells(kind: str, texts: Sequence[str], **attributes: str) -> Iterable[Markup]:
-        for text, number in zip(texts, numbers, strict=True):
-            yield element(kind, text, class_="number" if number else None, **attributes)
+        for text, column in zip(texts, kinds, strict=True):
+            yield element(kind, text, class_=column, **attributes)
 
     rows = [element("tr", *cells("td", row)) for row in table.rows]
     if table.omitted:
         text = f"{table.omitted:,} more"
-        rows.insert(len(rows) // 2, element("tr", element("td", text, colspan=str(len(numbers)), class_="omitted")))
+        rows.insert(len(rows) // 2, element("tr", element("td", text, colspan=str(len(kinds)), class_="omitted")))
     return element(
         "div",
         element(

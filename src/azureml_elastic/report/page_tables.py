@@ -20,6 +20,8 @@ _NUMBERS = frozenset(
     | {"per hour", "cost", "dedicated", "paused"}
 )
 
+_TEXTS = frozenset({"because", "ended because", "nodes by rank"})
+
 
 @dataclass(frozen=True)
 class DataTable:
@@ -44,9 +46,10 @@ class DataTable:
             found = [*found[: _MOST_ROWS // 2], *found[-_MOST_ROWS // 2 :]]
         return cls(tuple(headings), tuple(found), omitted)
 
-    def is_number(self, column: int) -> bool:
-        """Return whether a column has numbers."""
-        return self.headings[column] in _NUMBERS
+    def kind(self, column: int) -> str | None:
+        """Return ``number`` or ``text`` for a column of numbers or of long texts, otherwise ``None``."""
+        heading = self.headings[column]
+        return "number" if heading in _NUMBERS else "text" if heading in _TEXTS else None
 
 
 def cost_table(report: Report) -> DataTable | None:

@@ -1,5 +1,6 @@
 """The command line with a local workspace: status, logs, outputs and cancellation of a run."""
 
+import contextlib
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -100,8 +102,12 @@ def test_a_run_is_watched_read_and_downloaded(run):
 
 def read_report(run, name):
     """Make the report of an ended run of two nodes from its table, and again from the folder that it leaves."""
-    shown = run("report", name, "--json", "report.json")
+    shown = run("report", name, "--json", "report.json", "--html", "report.html")
     assert shown.exit_code == 0, shown.output
+    page = Path("report.html").read_text()
+    assert "The run succeeded" in page
+    assert "node_1" in page
+    assert "node-hours" in page
     assert "the run succeeded at step" in shown.output
     assert "goodput" in shown.output
     made = json.loads(Path("report.json").read_text())
@@ -161,6 +167,23 @@ def test_a_file_is_shown_submitted_and_followed(run):
 
 
 COMMAND = [sys.executable, "-c", "from azureml_elastic.cli import main; main()"]
+
+
+@contextlib.contextmanager
+def dashboard(name, *parts):
+    """A running dashboard whose page has these parts, as a function that returns its page."""
+    with subprocess.Popen([*COMMAND, "dashboard", name], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            url = re.search(r"http://\S+", process.stdout.readline())[0]
+
+            def page():
+                with urllib.request.urlopen(url, timeout=60) as response:
+                    return response.read().decode()
+
+            assert [part for part in parts if part not in page()] == []
+            yield page
+        finally:
+            process.kill()
 
 
 def test_a_file_runs_on_this_machine_and_leaves_its_files(run):
@@ -259,7 +282,10 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
     pools = (NodePool("spot", max_instance_count=1), NodePool("dedicated", max_instance_count=1))
     policy = ReplacementPolicy(by_nodes=False, interval=1, fallback_after=1, retry_after=1)
     job = make(epochs=200, compute=pools, resources=ElasticResources(max_instance_count=1), replacement=policy)
-    with LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)]) as workspace:
+    with (
+        LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)]) as workspace,
+        contextlib.ExitStack() as dashboards,
+    ):
         configure(workspace)
         client = workspace.ml_client
         submitted = client.jobs.create_or_update(job)
@@ -289,6 +315,9 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             with Path("live.txt").open("w") as out:
                 live = subprocess.Popen([*COMMAND, "watch", submitted.name, "--plain"], stdout=out, stderr=out)
             until(lambda: "1 workers on dedicated_0" in Path("live.txt").read_text())
+            page = dashboards.enter_context(
+                dashboard(submitted.name, "The run is running", "dedicated_0", "data-poll=")
+            )
             # By the name of a job that came later it is the same run.
             assert f"{submitted.name}: Failed" in run("status", name).output
             wrong = run("replace-nodes", name, "--once", "--budget", "5")
@@ -298,6 +327,7 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             assert f"cancelling {name}" in shown.output, shown.output
             assert watching.wait(60) == 1, Path("watched.txt").read_text()
             assert live.wait(60) == 1, Path("live.txt").read_text()
+            until(lambda: "data-poll=" not in page().partition("<body")[0])
         finally:
             for process in filter(None, (watching, live)):
                 process.kill()
