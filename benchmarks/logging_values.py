@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.node.agent.event_recorder import Recorder

@@ -1,14 +1,15 @@
 """Publishes to MLflow: the only module that imports it.
 
 Each value of a name and step is logged once, also if another node has logged it before, or the step is trained again:
-the furthest step of each name is read from MLflow whenever this node becomes that of rank 0, and after a failed call,
-of which it is unknown what it has logged.
+the furthest step of each name is read from MLflow whenever this node becomes that of rank 0, after a failed call, of
+which it is unknown what it has logged, and for values that have waited, as on a frozen node that another one replaces.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -27,6 +28,9 @@ RUN_TAG = "azureml_elastic.run"
 
 _MOST_METRICS = 200
 """Metrics of one call; MLflow's limit is 1,000, and Azure ML's 250."""
+
+_LATE_SECONDS = 10.0
+"""Age of a value from which another node may have logged its step."""
 
 _REJECTED = frozenset({400, 413, 422})
 """HTTP states of requests that will never be accepted."""
@@ -77,12 +81,14 @@ class MlflowPublisher:
 
     Args:
         target: place of the run.
+        clock: clock in seconds since the epoch.
     """
 
-    def __init__(self, target: MlflowTarget) -> None:
+    def __init__(self, target: MlflowTarget, clock: Callable[[], float] = time.time) -> None:
         from mlflow import MlflowClient
 
         self._target = target
+        self._clock = clock
         self._client: Any = MlflowClient(tracking_uri=target.tracking_uri)
         self._run: str | None = None
         self._logged: frozenset[str] | None = None
@@ -93,7 +99,8 @@ class MlflowPublisher:
 
     def publish(self, updates: Sequence[Update]) -> None:
         """See :class:`~azureml_elastic.node.publishing.protocol.Publisher`."""
-        if any(update.took_over for update in updates):
+        late = self._clock() - _LATE_SECONDS
+        if any(update.took_over or any(each.time < late for each in update.values) for update in updates):
             self._logged = None
         try:
             self._publish(updates)

@@ -44,6 +44,10 @@ def target(uri, **fields):
     )
 
 
+def publisher_of(uri, at=1000.0, **fields):
+    return MlflowPublisher(target(uri, **fields), clock=lambda: at)
+
+
 def update(*steps, name="loss", **fields):
     return Update(tuple(Value(name, step, step / 10, 1000.0 + step) for step in steps), **fields)
 
@@ -58,7 +62,7 @@ def history(client, run, name="loss"):
 
 
 def test_steps_that_are_trained_again_are_logged_once_by_whichever_node(uri, client):
-    first, second = MlflowPublisher(target(uri)), MlflowPublisher(target(uri))
+    first, second = publisher_of(uri), publisher_of(uri)
     first.publish([update(0, took_over=True), update(1, 2, tags={"elastic.round.1": "sealed"})])
     first.publish([update(3, 4), update(4, name="accuracy")])
     second.publish([update(2, 3, took_over=True, resumed=1), update(4, 5, 6)])
@@ -74,8 +78,16 @@ def test_steps_that_are_trained_again_are_logged_once_by_whichever_node(uri, cli
     assert run_of(client).info.status == "FINISHED"
 
 
+def test_a_node_that_was_frozen_repeats_no_step_of_the_one_that_replaced_it(uri, client):
+    frozen, other = publisher_of(uri, at=1500.0), publisher_of(uri)
+    frozen.publish([update(1, 2, took_over=True)])
+    other.publish([update(3, 4, took_over=True)])
+    frozen.publish([update(3)])
+    assert [step for step, _, _ in history(client, run_of(client))] == [1, 2, 3, 4]
+
+
 def test_many_values_and_values_that_are_not_finite(uri, client):
-    publisher = MlflowPublisher(target(uri))
+    publisher = publisher_of(uri)
     publisher.publish([update(*range(1200), took_over=True)])
     publisher.publish([Update((Value("loss", 1200, float("nan"), 3000.0), Value("loss", 1201, float("inf"), 3000.0)))])
     assert [step for step, _, _ in history(client, run_of(client))] == list(range(1202))
@@ -84,7 +96,7 @@ def test_many_values_and_values_that_are_not_finite(uri, client):
 def test_each_run_has_its_own_in_the_named_experiment(uri, client):
     for name in ("run-1", "run-2"):
         for _ in range(2):
-            publisher = MlflowPublisher(target(uri, experiment_name="digits", name=name))
+            publisher = publisher_of(uri, experiment_name="digits", name=name)
             publisher.publish([update(1, took_over=True)])
     experiment = client.get_experiment_by_name("digits").experiment_id
     assert sorted(run.info.run_name for run in client.search_runs([experiment])) == ["run-1", "run-2"]
@@ -92,14 +104,14 @@ def test_each_run_has_its_own_in_the_named_experiment(uri, client):
 
 def test_a_given_run_is_used_and_its_end_left_to_its_owner(uri, client):
     given = client.create_run("0")
-    publisher = MlflowPublisher(target(uri, run_id=given.info.run_id))
+    publisher = publisher_of(uri, run_id=given.info.run_id)
     publisher.publish([update(1, took_over=True, ended=True)])
     assert history(client, run_of(client)) == [(1, 0.1, 1001000)]
     assert run_of(client).info.status == "RUNNING"
 
 
 def test_a_call_that_failed_after_it_has_logged_something_is_repeated_for_the_rest(uri, client, tmp_path):
-    publisher = MlflowPublisher(target(uri))
+    publisher = publisher_of(uri)
     publisher.publish([update(1, 2, took_over=True)])
     run = run_of(client).info.run_id
     client.log_metric(run, "loss", 0.3, timestamp=1003000, step=3)  # as if the answer had been lost
@@ -109,7 +121,7 @@ def test_a_call_that_failed_after_it_has_logged_something_is_repeated_for_the_re
 
 
 def test_what_mlflow_rejects_is_dropped_with_a_warning(uri, client, caplog):
-    publisher = MlflowPublisher(target(uri))
+    publisher = publisher_of(uri)
     publisher.publish([update(1, name="not%allowed", took_over=True), update(1, 2)])
     assert "MLflow rejects 'not%allowed', which is dropped" in caplog.text
     assert [step for step, _, _ in history(client, run_of(client))] == [1, 2]
