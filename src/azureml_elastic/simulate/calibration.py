@@ -1,6 +1,7 @@
 """Parameters of the simulation from the events of runs. Pure functions.
 
-All durations are medians over the nodes and rounds of all runs. Each is the difference of two times of one node.
+Durations are medians over the nodes and rounds of all runs; those of steps and of pauses for checkpoints are means.
+Each is the difference of two times of one node.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ FACTORS = (0.3, 0.55, 1.0, 1.8, 3.3)
 
 
 def seconds(between, cost, policy, strategy):
-    """Return the mean time of a single node that is lost from time to time, and of its step after the last loss."""
+    """Return the mean wall time of a single node that is lost from time to time."""
     work = int(40 * between)
     times = []
     for seed in range(4):
