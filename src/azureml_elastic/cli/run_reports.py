@@ -121,7 +121,7 @@ class LocalRunReports:
             report = report_of_events(self._paths, self._events, skipped=self._reader.skipped)
         if self._prices is not None:
             report = report.with_bill(self._events, self._prices)
-        return RunReport(report, self._events, running=not written and not self._is_over(report))
+        return RunReport(report, tuple(self._events), running=not written and not self._is_over(report))
 
     def _is_over(self, report: Report) -> bool:
         """Return whether a run that was not launched here, or whose launcher was killed, has ended."""
