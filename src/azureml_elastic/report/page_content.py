@@ -30,6 +30,7 @@ __all__ = ["Fact", "PageContent", "Rescale", "SizeStep", "WaterfallBar", "page_c
 
 _MOST_SERIES = 24
 _MOST_SIZES = 1000
+_MOST_FACT_SIZES = 4
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,11 @@ def _facts(report: Report, start: float, duration: float, known: bool) -> Iterab
         yield Fact("Duration", duration_text(duration), f"from {utc_text(start)}")
     if report.world_sizes:
         sizes = [str(size) for size in report.world_sizes]
-        if len(sizes) > 5:  # noqa: PLR2004 - as many as fit
-            sizes = [*sizes[:2], "…", *sizes[-2:]]
-        yield Fact("World size", " → ".join(sizes), f"{sum(round_.ran for round_ in report.rounds):,} rounds")
+        rounds = f"{sum(round_.ran for round_ in report.rounds):,} rounds"
+        if len(sizes) > _MOST_FACT_SIZES:
+            sizes = [sizes[0], "…", sizes[-1]]
+            rounds += f", {min(report.world_sizes):,} to {max(report.world_sizes):,} workers"
+        yield Fact("World size", " → ".join(sizes), rounds)
     if report.goodput is not None:
         yield Fact("Goodput", f"{report.goodput:.1%}", "share of the nodes' time in training that was kept")
     if report.recoveries:
