@@ -11,6 +11,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _UNITS = ((_DAY, "d", _HOUR, "h"), (_HOUR, "h", _MINUTE, "min"), (_MINUTE, "min", 1, "s"))
 _TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 _LARGE, _SMALL = 1e6, 1e-3
+_HUGE = 1e300
 
 
 def number_text(value: float) -> str:
@@ -76,10 +77,10 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
         count: number of intervals, about which there are.
     """
     size = max(abs(low), abs(high))
-    if not math.isfinite(high - low):
-        return [low, high]
-    if high - low <= max(size * 1e-9, 1e-300):
-        margin = size / 2 if size > 1e-300 else 1.0  # noqa: PLR2004 - as above
+    if size > _HUGE:  # further numbers would be too large for a float
+        return [low, high] if low < high else [-size, size]
+    if high - low <= max(size * 1e-9, 1 / _HUGE):
+        margin = size / 2 if size > 1 / _HUGE else 1.0
         low, high = low - margin, high + margin
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from azureml_elastic.ledger.timeline import headline
-from azureml_elastic.report.charts import Chart, DataRow, activity_class
+from azureml_elastic.report.charts import ROW, Chart, DataRow, activity_class
 from azureml_elastic.report.failures import Failure
 from azureml_elastic.report.markup import Markup, element, joined
 from azureml_elastic.report.page_content import Fact, PageContent
@@ -82,6 +82,7 @@ def figure(chart: Chart, below: Markup | None = None) -> Markup:
         data,
         id=f"{chart.name}-figure",
         data_lines=str(len(chart.lines)) if chart.lines else None,
+        data_row=str(ROW) if chart.lines else None,
     )
 
 

@@ -2,9 +2,10 @@
 
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from azureml_elastic.errors import UsageError
@@ -13,12 +14,19 @@ from azureml_elastic.ledger.events import (
     CheckpointQuarantined,
     HangDetected,
     Metrics,
+    NodeStarted,
+    Progress,
+    Restored,
+    RoundEntered,
+    RoundReopened,
+    RunEnded,
     Unreachable,
     WorkerFailed,
+    WorkersStarted,
 )
 from azureml_elastic.ledger.prices import Prices
 from azureml_elastic.ledger.samples import SampleAudit
-from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report
+from azureml_elastic.ledger.summary import FaultRecord, MissedFault, NodeSummary, Paths, Report, report_of_events
 from azureml_elastic.report.markup import Markup, element
 from azureml_elastic.report.page import message_page, run_page, write_page
 from azureml_elastic.report.page_content import page_content
@@ -239,6 +247,46 @@ def test_the_page_is_bounded_for_many_rounds_and_nodes(tmp_path, rounds, nodes):
     ]
     made = Report(paths=Paths.of(tmp_path), outcome="succeeded", exit_code=0).with_timeline(long)
     assert len(run_page(page_content(made, long)).encode()) < 1_500_000
+
+
+TIMES = st.floats(0, 1e10)
+NODES = st.sampled_from(["a", "b", "c"])
+NUMBERS = st.integers(0, 4)
+ANY_EVENT = st.one_of(
+    st.builds(NodeStarted, time=TIMES, node=NODES, host=st.text(max_size=3), pid=st.just(1)),
+    st.builds(
+        RoundEntered, time=TIMES, node=NODES, round=NUMBERS, rank=NUMBERS, members=st.tuples(NODES, NODES),
+        world_size=st.integers(1, 10**6),
+    ),
+    st.builds(WorkersStarted, time=TIMES, node=NODES, round=NUMBERS, pids=st.just((1,))),
+    st.builds(Restored, time=TIMES, node=NODES, round=NUMBERS, step=st.integers(0, 10**9)),
+    st.builds(
+        Progress, time=TIMES, node=NODES, round=NUMBERS, step=st.integers(0, 10**9),
+        samples=st.none() | st.integers(0, 10**12),
+    ),
+    st.builds(
+        Metrics, time=TIMES, node=NODES, round=NUMBERS, step=st.integers(0, 10**9),
+        values=st.dictionaries(st.text(max_size=3), st.floats(), max_size=3),
+    ),
+    st.builds(
+        CheckpointCommitted, time=TIMES, node=NODES, round=NUMBERS, step=NUMBERS, directory=st.text(max_size=5),
+        seconds=st.floats(0, 1e6),
+    ),
+    st.builds(WorkerFailed, time=TIMES, node=NODES, round=NUMBERS, rank=NUMBERS, exit_code=NUMBERS, message=st.text()),
+    st.builds(RoundReopened, time=TIMES, node=NODES, round=NUMBERS, reason=st.text(), lost=st.tuples(NODES)),
+    st.builds(RunEnded, time=TIMES, node=NODES, round=NUMBERS, succeeded=st.booleans(), message=st.text()),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(ANY_EVENT, max_size=40))
+def test_any_events_have_a_page_with_numbers_as_positions(events):
+    made = report_of_events(Paths.of(Path("no-such-run")), events)
+    text = run_page(page_content(made, events))
+    for image in re.findall(r'<svg class="chart".*?</svg>(?=</div></div>)', text, re.DOTALL):
+        for each in ET.fromstring(image).iter():
+            places = [each.get(name, "0") for name in ("x", "x1", "x2", "y", "y1", "y2", "width", "height", "d")]
+            assert not [place for place in places if "nan" in place or "inf" in place]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):

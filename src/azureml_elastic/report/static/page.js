@@ -140,8 +140,9 @@
         if (!own.length) return;
         const name = own[0].cells[0].textContent;
         const cursor = addCursor(plot, names, own, bare ? `${title}: ${name}` : name, `${figure.id} ${name}`);
-        cursor.style.inset = `${line * 28}px 0 auto`;
-        cursor.style.height = "28px";
+        const height = Number(figure.dataset.row);
+        cursor.style.inset = `${line * height}px 0 auto`;
+        cursor.style.height = `${height}px`;
       });
     }
   }
