@@ -64,6 +64,7 @@ class Chart:
         note: sentence below the heading; may be empty.
         layout: class of the margins around the image.
         lines: names of the nodes that have a line each.
+        is_labelled: whether the image has all values as texts, so that it needs no cursor.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Chart:
     note: str = ""
     layout: str = "narrow"
     lines: tuple[str, ...] = ()
+    is_labelled: bool = False
 
 
 def series_chart(content: PageContent, series: Series, name: str, title: str, *, is_rate: bool = False) -> Chart:
@@ -109,7 +111,7 @@ def series_chart(content: PageContent, series: Series, name: str, title: str, *,
         _SERIES_HEIGHT + AXIS,
         f"{title} over the steps",
         f"{title} of steps {first:,} to {last:,}: between {number_text(low)} and {number_text(high)}, "
-        + (f"{number_text(line_end(series))} at the end." if shown else "without a finite value."),
+        + (f"{number_text(_line_end(series))} at the end." if shown else "without a finite value."),
         horizontal_grid([(y(tick), tick_text(tick)) for tick in ticks]),
         vertical_axis(_step_ticks(first, last, x), _SERIES_HEIGHT, _SERIES_HEIGHT),
         joined(_rescales(content.rescales, x)),
@@ -127,11 +129,6 @@ def series_chart(content: PageContent, series: Series, name: str, title: str, *,
         ends = ("", "") if b.low is None or b.high is None else (number_text(b.low), number_text(b.high))
         rows.append(DataRow((b.steps, mean, *ends)[: len(headings)], x(b.middle), x(b.middle)))
     return Chart(name, title, image, headings, tuple(rows))
-
-
-def line_end(series: Series) -> float:
-    """Return the last finite mean of a series."""
-    return next((b.mean for b in reversed(series.buckets) if b.mean is not None), float("nan"))
 
 
 def waterfall_chart(bars: Sequence[WaterfallBar]) -> Chart:
@@ -158,7 +155,7 @@ def waterfall_chart(bars: Sequence[WaterfallBar]) -> Chart:
             parts.append(
                 element("line", x1=percent(edge), x2=percent(edge), y1=top, y2=top + ROW + BAR, class_="connector")
             )
-        rows.append(DataRow((bar.name, f"{bar.seconds:,.1f}", f"{share:.2%}"), left, left + width, index))
+        rows.append(DataRow((bar.name, f"{bar.seconds:,.1f}", f"{share:.2%}"), left, left + width))
     image = picture(
         "waterfall",
         len(bars) * ROW,
@@ -168,10 +165,13 @@ def waterfall_chart(bars: Sequence[WaterfallBar]) -> Chart:
     )
     note = f"{duration_text(whole)} of node time were delivered; what is left below is the goodput."
     headings = ("activity", "node-seconds", "share")
-    return Chart(
-        "waterfall", "From delivered time to kept training", image, headings, tuple(rows), note, "bars",
-        tuple(bar.name for bar in bars),
-    )  # fmt: skip
+    title = "From delivered time to kept training"
+    return Chart("waterfall", title, image, headings, tuple(rows), note, "bars", is_labelled=True)
+
+
+def _line_end(series: Series) -> float:
+    """Return the last finite mean of a series."""
+    return next((b.mean for b in reversed(series.buckets) if b.mean is not None), float("nan"))
 
 
 def _step_ticks(first: int, last: int, x: Scale) -> list[tuple[float, str]]:

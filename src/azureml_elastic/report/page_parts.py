@@ -83,6 +83,7 @@ def figure(chart: Chart, below: Markup | None = None) -> Markup:
         id=f"{chart.name}-figure",
         data_lines=str(len(chart.lines)) if chart.lines else None,
         data_row=str(ROW) if chart.lines else None,
+        data_labelled=chart.is_labelled,
     )
 
 

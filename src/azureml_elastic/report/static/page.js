@@ -123,7 +123,7 @@
   }
 
   function enhance(scope) {
-    for (const figure of scope.querySelectorAll("figure")) {
+    for (const figure of scope.querySelectorAll("figure:not([data-labelled])")) {
       const plot = figure.querySelector(".plot");
       const names = [...figure.querySelectorAll("thead th")].map((cell) => cell.textContent);
       const rows = [...figure.querySelectorAll("tbody tr")].sort((a, b) => a.dataset.l - b.dataset.l);
@@ -135,11 +135,10 @@
       }
       const lines = Array.from({ length: count }, () => []);
       for (const row of rows) lines[row.dataset.n].push(row);
-      const bare = lines.every((line) => line.length === 1);
       lines.forEach((own, line) => {
         if (!own.length) return;
         const name = own[0].cells[0].textContent;
-        const cursor = addCursor(plot, names, own, bare ? `${title}: ${name}` : name, `${figure.id} ${name}`);
+        const cursor = addCursor(plot, names, own, name, `${figure.id} ${name}`);
         const height = Number(figure.dataset.row);
         cursor.style.inset = `${line * height}px 0 auto`;
         cursor.style.height = `${height}px`;
