@@ -25,6 +25,7 @@
     │   └── RunFailed
     ├── NonFiniteError
     ├── RoundBroken
+    ├── EngineError
     ├── Fenced
     └── CheckpointError
         └── CheckpointDamaged
@@ -43,6 +44,7 @@ __all__ = [
     "CheckpointError",
     "CommandError",
     "ElasticError",
+    "EngineError",
     "Fenced",
     "JobRefused",
     "KeyInvalid",
@@ -182,6 +184,10 @@ class NonFiniteError(ElasticError):
 
 class RoundBroken(ElasticError):
     """A node or a worker of the round was lost during an operation; another round follows."""
+
+
+class EngineError(ElasticError):
+    """The head of an engine's cluster, such as Dask's scheduler, has not started or has ended."""
 
 
 class Fenced(ElasticError):

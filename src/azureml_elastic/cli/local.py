@@ -9,7 +9,14 @@ from typing import Annotated
 import typer
 
 from azureml_elastic.cli.failures import explained, require
-from azureml_elastic.config import CheckpointPolicy, ElasticDistribution, ElasticResources, MetricsPolicy, Recovery
+from azureml_elastic.config import (
+    CheckpointPolicy,
+    ElasticDistribution,
+    ElasticResources,
+    Framework,
+    MetricsPolicy,
+    Recovery,
+)
 from azureml_elastic.errors import UsageError
 from azureml_elastic.local.faults.model import MOST_NODES
 
@@ -59,6 +66,9 @@ def local(
     recovery: Annotated[
         Recovery, typer.Option(help="Whether the loss of a worker restarts the others, or they keep their processes.")
     ] = "restart",
+    framework: Annotated[
+        Framework, typer.Option(help="What a round runs: PROGRAM as all workers, or an engine's cluster that it uses.")
+    ] = "pytorch",
     timeout: Annotated[float | None, typer.Option(help="Stop the run after this many seconds.")] = None,
     live: LiveOption = None,
 ) -> None:
@@ -74,7 +84,7 @@ def local(
     # Invalid options are refused before a folder is created.
     ElasticResources(min_instance_count=counts[0], max_instance_count=counts[1])
     distribution = ElasticDistribution(
-        process_count_per_instance=nproc_per_node, max_restarts=max_restarts, recovery=recovery
+        process_count_per_instance=nproc_per_node, max_restarts=max_restarts, recovery=recovery, framework=framework
     )
     CheckpointPolicy(every_steps=checkpoint_steps)
     require_script(parse_program(program))

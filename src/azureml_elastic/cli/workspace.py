@@ -28,7 +28,10 @@ workspace = typer.Typer(help="An Azure ML workspace on this machine that runs wh
 
 PoolOption = Annotated[
     list[str] | None,
-    typer.Option("--pool", help="A compute: spot=6, sure=2:dedicated, sure=2:dedicated:5s. By default cluster=8 and spot-cluster=8."),
+    typer.Option(
+        "--pool",
+        help="A compute: spot=6, sure=2:dedicated, sure=2:dedicated:5s. By default cluster=8 and spot-cluster=8.",
+    ),
 ]
 EvictOption = Annotated[
     list[str] | None, typer.Option("--evict", help="Evict a node: 1@20s, 1@step:30, 1@step:30/0s (no notice).")

@@ -2,7 +2,7 @@
 
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch, FixedPerWorkerBatch, Ramp
 from azureml_elastic.config.checkpoint import CheckpointPolicy
-from azureml_elastic.config.distribution import ElasticDistribution, HealthPolicy, PreemptionPolicy, Recovery
+from azureml_elastic.config.distribution import ElasticDistribution, Framework, HealthPolicy, PreemptionPolicy, Recovery
 from azureml_elastic.config.metrics import MetricsPolicy
 from azureml_elastic.config.plan import PLAN_VERSION, Plan
 from azureml_elastic.config.presets import Presets
@@ -20,6 +20,7 @@ __all__ = [
     "ElasticResources",
     "FixedGlobalBatch",
     "FixedPerWorkerBatch",
+    "Framework",
     "HealthPolicy",
     "MetricsPolicy",
     "NodePool",

@@ -12,13 +12,16 @@ from typing_extensions import Self
 from azureml_elastic.config.base import ConfigModel, Duration, PositiveDuration
 from azureml_elastic.config.rendezvous import TableRendezvous
 
-__all__ = ["METADATA_ADDRESS", "ElasticDistribution", "HealthPolicy", "PreemptionPolicy", "Recovery"]
+__all__ = ["METADATA_ADDRESS", "ElasticDistribution", "Framework", "HealthPolicy", "PreemptionPolicy", "Recovery"]
 
 METADATA_ADDRESS = "http://169.254.169.254/metadata"
 """Azure's Instance Metadata Service, at the link-local address that every virtual machine reaches it by."""
 
 Recovery = Literal["restart", "in_process"]
 """How the workers recover from the loss of another worker; see :class:`ElasticDistribution`."""
+
+Framework = Literal["pytorch", "dask"]
+"""What a round runs: workers of the program on all nodes, or a cluster of an engine that one program uses."""
 
 
 def _metadata_address(value: str) -> str:
@@ -128,6 +131,9 @@ class ElasticDistribution(ConfigModel):
     """The processes of an elastic job.
 
     Args:
+        framework: what a round runs. ``pytorch`` runs the program as the workers of all nodes. ``dask`` runs a
+            scheduler on the first node of the round, workers on all nodes, and the program once, on the first node;
+            ``docs/explanation/engines.md`` states which guarantees hold.
         process_count_per_instance: number of workers per node, or ``"auto"`` for one per GPU (one on a node without
             GPUs).
         max_restarts: number of worker failures that the *whole run* may have within ``restart_window`` before it
@@ -159,6 +165,7 @@ class ElasticDistribution(ConfigModel):
     """
 
     type: Literal["elastic"] = "elastic"
+    framework: Framework = "pytorch"
     process_count_per_instance: int | Literal["auto"] = "auto"
     max_restarts: int = Field(default=3, ge=0)
     restart_window: PositiveDuration | None = timedelta(hours=1)
@@ -173,6 +180,19 @@ class ElasticDistribution(ConfigModel):
     hang_timeout_floor: PositiveDuration = timedelta(minutes=5)
     health: HealthPolicy = HealthPolicy()
     rendezvous: TableRendezvous = TableRendezvous()
+
+    @property
+    def runs_engine(self) -> bool:
+        """Whether a round runs the cluster of an engine."""
+        return self.framework != "pytorch"
+
+    def keeps_processes(self, *, opens_session: bool) -> bool:
+        """Return whether the processes of a node stay over the rounds.
+
+        Args:
+            opens_session: whether the program uses this library.
+        """
+        return self.runs_engine or (opens_session and self.recovery == "in_process")
 
     @model_validator(mode="after")
     def _count_is_positive(self) -> Self:

@@ -38,6 +38,7 @@ __all__ = [
     "Hello",
     "HoldShard",
     "Interrupt",
+    "Leave",
     "Logged",
     "Memory",
     "MemoryMessage",
@@ -250,6 +251,11 @@ class Interrupt:
 
 
 @dataclass(frozen=True)
+class Leave:
+    """The node is being preempted: an engine moves what it holds to other nodes, and stops."""
+
+
+@dataclass(frozen=True)
 class Assign:
     """A parked worker's assignment in a round."""
 
@@ -312,7 +318,7 @@ Report = (
 )
 WorkerMessage = Report | Request | RetainSnapshot | DiscardSnapshot
 Reply = Accepted | Refused | PointerReply | MemoryReply | ShardsReply
-AgentMessage = Prepare | Decide | Interrupt | Assign | Reply
+AgentMessage = Prepare | Decide | Interrupt | Leave | Assign | Reply
 
 FROM_WORKER: MessageCodec[WorkerMessage] = MessageCodec(*get_args(WorkerMessage))
 FROM_AGENT: MessageCodec[AgentMessage] = MessageCodec(*get_args(AgentMessage))

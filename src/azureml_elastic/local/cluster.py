@@ -117,7 +117,7 @@ class LocalCluster:
                 the earlier run has no committed checkpoint.
             CommandError: an argument has a variable of a worker that cannot be replaced.
         """
-        words = _node_words(argv, self.distribution.recovery)
+        words = _node_words(argv, self.distribution)
         check_table(self.table, self.chaos)  # before a folder is made
         if self.resume_from is not None:
             find_earlier_run(self.resume_from)
@@ -193,14 +193,14 @@ class LocalCluster:
         )
 
 
-def _node_words(argv: Sequence[str], recovery: str) -> tuple[str, ...]:
+def _node_words(argv: Sequence[str], distribution: ElasticDistribution) -> tuple[str, ...]:
     """Return the arguments of a node's agent that start a program with the values of each worker."""
     try:
         parse_program(argv)
     except CommandError:  # a node command of another kind takes other words
         return ("--", *argv)
     words, name, variables = words_with_placeholders(argv)
-    refuse_changing(variables, recovery)
+    refuse_changing(variables, distribution)
     return ("--", *words) if name is None else ("--placeholders", name, "--", *words)
 
 

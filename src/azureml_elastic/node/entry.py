@@ -23,6 +23,7 @@ from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
+from azureml_elastic.node.agent.engine_program import engine_program
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, OutputWatch
 from azureml_elastic.node.agent.output_files import output_paths
@@ -96,11 +97,11 @@ class _Node:
         stack: contextlib.ExitStack,
         start_preload: Callable[..., PreloadServer],
     ) -> None:
-        self._program = program
         plan = identity.plan
         distribution = plan.distribution
+        self._program = program = engine_program(program, distribution)
         timings = distribution.rendezvous.timings
-        self._slots = _slots(distribution.process_count_per_instance)
+        self._slots = 1 if distribution.runs_engine else _slots(distribution.process_count_per_instance)
         self._table = table = open_table(distribution.rendezvous, identity.run_id, os.environ)
         stack.callback(table.close)
         self._identity = identity = with_earlier_checkpoint(identity, table, os.environ)
@@ -156,8 +157,8 @@ class _Node:
         secret = connection_string_variable(table, distribution.rendezvous)
         for name in withheld_variables(secret, plan.checkpoint.path):
             os.environ.pop(name, None)
-        if program.kind == "script" and opens_session(program):
-            os.environ.setdefault(variables.INTEGRATIONS, "off")  # the script has a session of its own
+        if distribution.runs_engine or (program.kind == "script" and opens_session(program)):
+            os.environ.setdefault(variables.INTEGRATIONS, "off")  # the script has a session of its own, or needs none
         self._preload_server = start_preload(program, os.environ) if distribution.preload_workers else None
         if self._preload_server is not None:
             stack.callback(self._preload_server.close)
@@ -266,13 +267,14 @@ class _Node:
             preemption=self._preemption,
             strikes=self._strikes,
             watch=self._watch,
-            opens_session=opens_session(self._program),
+            opens_session=not distribution.runs_engine and opens_session(self._program),
             newcomers=NewcomerWatch(
                 OutputWatch(
                     output_paths(os.environ, self._program.arguments, self._plan.checkpoint.path, Path.cwd()),
                     excluded=self._identity.folder.absolute(),
                 ),
-                distribution.min_round_duration.total_seconds(),
+                # Nodes join the cluster of an engine without a restart, so they need not wait.
+                0.0 if distribution.runs_engine else distribution.min_round_duration.total_seconds(),
             ),
         )
 

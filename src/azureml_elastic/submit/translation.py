@@ -18,5 +18,5 @@ def translated_command(job: JobFields, found: FoundProgram) -> Translated:
     """
     literals = [str(literal_of(value) or "") for value in job.inputs.values()]
     translated = with_placeholders(found, [*literals, *job.environment_variables.values()])
-    refuse_changing(translated.variables, job.distribution.recovery)
+    refuse_changing(translated.variables, job.distribution)
     return translated

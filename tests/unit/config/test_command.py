@@ -123,6 +123,8 @@ def test_what_was_found_can_be_read_again():
         ("bash run.sh", "'bash run.sh' starts no Python program"),
         ("python -m horovod.runner -np 4 python train.py", "starts the launcher 'horovod.runner'"),
         ("export A=1 && torchrun --nproc-per-node 4 train.py; echo done", "takes the launcher's place"),
+        ("dask scheduler --port 8786", 'With ElasticDistribution(framework="dask") the elastic agent starts'),
+        ("python -m distributed.cli.dask_worker tcp://x:1", "starts the launcher 'distributed.cli.dask_worker'"),
         ("python -c 'import train'", "starts no Python program"),
         ("python", "without a program"),
         (

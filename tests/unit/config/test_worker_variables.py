@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from azureml_elastic.config.command.placeholders import fill
 from azureml_elastic.config.command.program import Program, find_program, parse_program
-from azureml_elastic.config.command.worker_variables import with_placeholders, words_with_placeholders
+from azureml_elastic.config.command.worker_variables import (
+    refuse_changing,
+    with_placeholders,
+    words_with_placeholders,
+)
+from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError
 
 WORKER = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"} | {
@@ -128,3 +133,11 @@ def test_the_arguments_are_those_of_a_shell_that_has_the_variables(parts):
 def test_a_program_without_a_name_has_no_placeholders():
     program = Program("python", (), "script", "train.py", ("%{worker:RANK}",))
     assert program.command_for(WORKER) == program.command
+
+
+def test_a_program_that_uses_a_cluster_is_no_worker():
+    distribution = ElasticDistribution(framework="dask")
+    refuse_changing((), distribution)
+    for variables in (["RANK"], ["LOCAL_WORLD_SIZE"]):
+        with pytest.raises(CommandError, match=rf'\${variables[0]}, .* framework="dask" the program runs once'):
+            refuse_changing(variables, distribution)

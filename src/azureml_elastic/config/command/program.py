@@ -32,11 +32,13 @@ _QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
 _PRINTS = frozenset({"-V", "-VV", "--version", "-h", "--help"})
-_LAUNCHERS = frozenset({"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "torchrun"})
+_DASK = frozenset({"dask", "dask-scheduler", "dask-worker"})
+_LAUNCHERS = _DASK | {"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "torchrun"}
 _LAUNCHER_MODULES = frozenset(
     {
         *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
         *("deepspeed.launcher.launch", "deepspeed.launcher.runner"),
+        *("distributed.cli.dask_scheduler", "distributed.cli.dask_worker"),
         *("horovod.runner", "horovod.runner.launch"),
         *("torch.distributed.launch", "torch.distributed.run"),
     }
@@ -253,6 +255,11 @@ def _no_python(words: Sequence[str]) -> str:
     if not words:
         return f"The command starts no Python program. {_NEXT_STEP}."
     text = f"The command {shlex.join(words)!r} starts no Python program"
+    if words[0].rsplit("/", 1)[-1] in _DASK:
+        return (
+            f'{text}. With ElasticDistribution(framework="dask") the elastic agent starts scheduler and workers; give '
+            "the program that uses them, as in 'python search.py'."
+        )
     if words[0].rsplit("/", 1)[-1] in _LAUNCHERS:
         return (
             f"{text} but the launcher {words[0]!r}; the elastic agent takes the launcher's place and starts "

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from azureml_elastic.config.command.placeholders import placeholder, unused_name
 from azureml_elastic.config.command.program import FoundProgram, parse_program
 from azureml_elastic.config.command.shell import Word, all_words, simple_commands
+from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.errors import CommandError
 
 __all__ = ["Translated", "refuse_changing", "with_placeholders", "words_with_placeholders"]
@@ -121,14 +122,19 @@ def words_with_placeholders(words: Sequence[str]) -> tuple[tuple[str, ...], str 
     return changed, chosen if replaced else None, frozenset(replaced)
 
 
-def refuse_changing(variables: Iterable[str], recovery: str) -> None:
+def refuse_changing(variables: Iterable[str], distribution: ElasticDistribution) -> None:
     """Check that the variables in a program's arguments have the same value as long as its processes run.
 
     Raises:
-        CommandError: one of them changes.
+        CommandError: one of them changes, or the program is no worker.
     """
+    if distribution.runs_engine and (found := sorted(variables)):
+        raise CommandError(
+            f"The program's arguments have ${found[0]}, a variable of a worker, but with framework="
+            f'"{distribution.framework}" the program runs once, and uses the cluster. Leave it out.'
+        )
     changing = sorted(set(variables) - _KEPT_VARIABLES)
-    if changing and recovery == "in_process":
+    if changing and distribution.recovery == "in_process":
         raise CommandError(
             f"The program's arguments have ${changing[0]}, which changes when nodes come and go, but with "
             'recovery="in_process" workers keep their arguments over such changes. Read it from the session in the '

@@ -112,13 +112,14 @@ class NodeAgent:
         self._preemption = preemption
         self._strikes = strikes
         self._opens_session = opens_session
+        self._runs_engine = plan.distribution.runs_engine
         self._newcomers = newcomers
         self._group = WorkerGroup(
             workers,
             channel,
             slots,
             identity.node,
-            stays=opens_session and plan.distribution.recovery == "in_process",
+            stays=plan.distribution.keeps_processes(opens_session=opens_session),
             handover_seconds=plan.distribution.handover_timeout.total_seconds(),
             wait=self._wait_for_a_place,
             started=preemption.listen,  # older launchers of torch have just taken the signals
@@ -219,6 +220,8 @@ class NodeAgent:
         """Watch the workers until the round is over; ``None`` means that another round follows."""
         while True:
             self._wait()
+            if self._runs_engine and self._group.all(self._channel.workers.finished):
+                return self._close_run()  # the program has ended, whatever has happened to other nodes since
             status = self._rdzv.status()
             if status.broken:
                 return self._end_round(_why(status), lost=status.lost)
@@ -239,7 +242,10 @@ class NodeAgent:
                 continue
             if self._group.all(self._channel.workers.stopped):
                 # All have saved; exit codes after that are irrelevant.
-                return self._end_round("rescale at a step boundary", lost=self._leavers)
+                if not self._runs_engine:
+                    return self._end_round("rescale at a step boundary", lost=self._leavers)
+                self._peers.announce_leaving()
+                continue
             codes = self._workers.exit_codes
             if any(codes.values()):
                 return self._some_failed()
@@ -274,7 +280,10 @@ class NodeAgent:
         if not self._announced and self._preemption.commit_to_leave():
             self._announced = True
             _LOG.warning("This node is being preempted (%s); leaving at the next step.", self._preemption.reason)
-            self._peers.announce_leaving()
+            if self._runs_engine:
+                self._channel.workers.leave()  # announced to the others when it has stopped
+            else:
+                self._peers.announce_leaving()
 
     def _end_round(self, reason: str, *, lost: frozenset[str], round_failed: bool = False) -> ExitReason | None:
         """Interrupt the workers and end the round, so that the next one forms; or leave, where this node has to.

@@ -186,7 +186,8 @@ class Channel:
                 self.workers.end(state, local_rank, step, finished=isinstance(message, worker_messages.Finished))
                 self._watch.finished()
                 self._metrics.flush()
-                self._progress.completed(state.number, step)
+                if step:  # else there was no step
+                    self._progress.completed(state.number, step)
                 self._progress.flush()
                 self._wake()
             case _ if isinstance(message, get_args(worker_messages.MemoryMessage)):

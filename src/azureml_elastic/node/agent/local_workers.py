@@ -15,6 +15,7 @@ from azureml_elastic.ipc.worker_messages import (
     Decide,
     Hello,
     Interrupt,
+    Leave,
     Prepare,
     Prepared,
 )
@@ -185,6 +186,12 @@ class LocalWorkers:
             gone = self._round.stopped | self._parked
             targets = [connection for rank, connection in self._workers.items() if rank not in gone]
         _send(targets, Interrupt())
+
+    def leave(self) -> None:
+        """Have an engine move what it holds to other nodes; it reports that it has stopped."""
+        with self._lock:
+            targets = list(self._workers.values())
+        _send(targets, Leave())
 
     def cut(self) -> None:
         """Close all connections, at which the workers' sessions end their processes at once."""

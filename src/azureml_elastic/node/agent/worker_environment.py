@@ -26,6 +26,7 @@ def set_inherited_variables(identity: NodeIdentity, channel: str, environ: Mutab
     environ[variables.RUN_DIR] = str(identity.folder)
     environ[variables.PLAN] = identity.plan.to_json()
     environ[variables.CHANNEL] = channel
+    environ[variables.LOCAL_ADDRESS] = identity.host
     environ.update(tracked_run_variables(identity.plan, environ))
     # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
     environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")

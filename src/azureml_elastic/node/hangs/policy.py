@@ -52,7 +52,8 @@ class HangPolicy:
     @classmethod
     def of(cls, distribution: ElasticDistribution) -> HangPolicy:
         """Return the policy of a plan."""
-        timeout, floor = distribution.hang_timeout, distribution.hang_timeout_floor.total_seconds()
+        floor = distribution.hang_timeout_floor.total_seconds()
+        timeout = None if distribution.runs_engine else distribution.hang_timeout  # an engine reports no steps
         if timeout is None or timeout == "auto":
             return cls(enabled=timeout is not None, floor=floor)
         return cls(fixed=timeout.total_seconds(), floor=floor)

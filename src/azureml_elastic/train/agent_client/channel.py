@@ -87,6 +87,7 @@ class ChannelAgent:
         self._boundaries: dict[int, _Boundary] = {}
         self._interrupted = False
         self._interrupt: Callable[[], None] = lambda: None
+        self._leave: Callable[[], None] = lambda: None
         self._assignment: messages.Assign | None = None
         self._completed: int | None = None  # until the start is known no step can be promised
         self._ended = False
@@ -150,6 +151,10 @@ class ChannelAgent:
             already = self._interrupted
         if already:
             callback()
+
+    def when_asked_to_leave(self, callback: Callable[[], None]) -> None:
+        """Call a function when the node is being preempted; for engines, as training loops leave at a step boundary."""
+        self._leave = callback
 
     def wait_interrupted(self, timeout: float) -> bool:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
@@ -282,6 +287,8 @@ class ChannelAgent:
                         self._changed.notify_all()
             case messages.Interrupt():
                 self._on_interrupt()
+            case messages.Leave():
+                self._leave()
             case messages.Assign():
                 with self._changed:
                     self._interrupted = False

@@ -1,0 +1,44 @@
+"""A program with Dask: records each execution of a task, and waits for faults that the test injects.
+
+``dask_program.py FOLDER lost`` blocks until its node is killed; started again, it waits for two workers and finishes.
+``dask_program.py FOLDER replaced`` finishes when another worker has taken the place of one of its two.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from distributed import Client, wait
+
+TASKS = 24
+
+
+def square(number, folder):
+    with (Path(folder) / f"executed-{number}").open("a") as file:
+        file.write("x")
+    return number * number
+
+
+def workers_of(client):
+    return set(client.scheduler_info(n_workers=-1)["workers"])
+
+
+def main(folder, mode):
+    starts = folder / "starts"
+    with starts.open("a") as file:
+        file.write("x")
+    with Client() as client:
+        client.wait_for_workers(2, timeout=120)
+        futures = [client.submit(square, number, str(folder), pure=False) for number in range(TASKS)]
+        wait(futures)
+        before = workers_of(client)
+        (folder / "computed").touch()
+        while mode == "lost" and len(starts.read_text()) == 1:
+            time.sleep(0.1)
+        while mode == "replaced" and (before <= (now := workers_of(client)) or len(now) < len(before)):
+            time.sleep(0.1)
+        (folder / "result").write_text(str(sum(client.gather(futures))))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,127 @@
+"""Programs with Dask on local nodes: the scheduler's node is lost, a node comes, and a node leaves with notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from threading import Thread
+
+import psutil
+import pytest
+
+from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.ledger.events import NodeStarted, RoundEntered
+from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.node_server import start_node
+from tests.support.paths import PROGRAMS, SAMPLES
+from tests.support.waiting import until
+
+pytest.importorskip("distributed", reason="the extra dask is not installed")
+
+PROGRAM = str(PROGRAMS / "dask_program.py")
+TASKS = 24
+
+
+class Run:
+    """A run of the program, and faults at its own points."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.path = folder / "run"
+
+    def run(self, mode, chaos="", nodes=(2, 2), fault=lambda: None):
+        """Run the program to its end; ``fault`` is injected once it has computed."""
+        injecting = Thread(target=self._inject, args=(fault,))
+        injecting.start()
+        cluster = LocalCluster(
+            nodes,
+            popen=start_node,
+            chaos=parse_schedule(chaos) if chaos else None,
+            run_dir=self.path,
+            timeout_s=200,
+            distribution=ElasticDistribution(framework="dask", process_count_per_instance=1),
+        )
+        report = cluster.run([PROGRAM, str(self.folder), mode])
+        injecting.join()
+        assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+        assert (self.folder / "result").read_text() == str(sum(number * number for number in range(TASKS)))
+        assert all(node.leftovers == 0 for node in report.nodes)
+        assert not [each for each in psutil.process_iter(["cmdline"]) if self._is_ours(each)]
+        return report
+
+    def agent(self, node):
+        return next(each.pid for each in read_events(self.path / "events") if self._started(each, node))
+
+    def executions(self):
+        return [len((self.folder / f"executed-{number}").read_text()) for number in range(TASKS)]
+
+    def starts(self):
+        return len((self.folder / "starts").read_text())
+
+    def _inject(self, fault):
+        until((self.folder / "computed").exists, timeout=180)
+        fault()
+
+    def _started(self, event, node):
+        return isinstance(event, NodeStarted) and event.node == node
+
+    def _is_ours(self, process):
+        return str(self.folder) in " ".join(process.info["cmdline"] or ())
+
+
+@pytest.fixture
+def dask(tmp_path):
+    return Run(tmp_path)
+
+
+def members(dask):
+    """Return the nodes of the newest round in rank order."""
+    entries = [each for each in read_events(dask.path / "events") if isinstance(each, RoundEntered)]
+    return max(entries, key=lambda each: each.round).members
+
+
+def kill_tree(pid):
+    agent = psutil.Process(pid)
+    for process in (*agent.children(recursive=True), agent):
+        process.kill()
+
+
+def test_the_loss_of_the_schedulers_node_starts_the_program_again_on_another_one(dask):
+    first = []
+
+    def lose():
+        first.append(members(dask)[0])
+        kill_tree(dask.agent(first[0]))
+
+    report = dask.run("lost", nodes=(2, 3), fault=lose)
+    assert dask.starts() == 2
+    assert report.rounds[-1].members[0] != first[0]
+    assert first[0] in {node for round_ in report.rounds for node in round_.lost}
+
+
+def test_nodes_leave_with_their_results_moved_and_others_come_without_a_restart(dask):
+    left = []
+
+    def leave():
+        left.append(members(dask)[1])
+        os.kill(dask.agent(left[0]), signal.SIGTERM)  # a preemption notice
+
+    report = dask.run("replaced", chaos="add@1s", nodes=(1, 2), fault=leave)
+    assert dask.starts() == 1
+    assert dask.executions() == [1] * TASKS
+    last = report.rounds[-1].members
+    assert len(last) == 2
+    assert left[0] not in last
+
+
+def test_the_sample_searches_on_all_nodes(tmp_path):
+    report = LocalCluster(
+        (1, 2), popen=start_node, run_dir=tmp_path / "run", distribution=ElasticDistribution(framework="dask")
+    ).run([str(SAMPLES / "dask_search.py"), "--output", str(tmp_path / "search.jsonl")])
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    found = [json.loads(line)["accuracy"] for line in (tmp_path / "search.jsonl").read_text().splitlines()]
+    assert len(found) == 16
+    assert max(found) > 0.97
