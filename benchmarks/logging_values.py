@@ -1,10 +1,11 @@
-"""Measure what ``run.log()`` costs the training thread: the call itself, and what it adds to a commit.
+"""Measure what the ledger costs the training thread: ``run.log()``, what it adds to a commit, and the report of a step.
 
 ``python benchmarks/logging_values.py`` prints microseconds; the agent is a real channel on a real socket.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -58,6 +59,10 @@ def main():
         try:
             print(f"{'':36s}   log commit  (median of {STEPS}, in microseconds)")
             print(f"{'nothing':36s}", *measure(lambda: None, values.commit))
+            agent.restored(0, None)
+            steps = itertools.count(1)
+            reports, _ = measure(lambda: agent.completed(next(steps), 256), lambda _: None)
+            print(f"{'a step is reported to the agent':36s}", reports)
             for name, given in cases.items():
                 print(f"{name:36s}", *measure(lambda given=given: values.add(given, None), values.commit))
         finally:
