@@ -6,11 +6,13 @@ import argparse
 import logging
 import os
 import sys
+from importlib.util import find_spec
 
 from azureml_elastic.config import environment as variables
+from azureml_elastic.config.exit_codes import FAILED, USAGE
 from azureml_elastic.engines.dask import Dask
 from azureml_elastic.engines.node_engine import NodeEngine
-from azureml_elastic.errors import ElasticError
+from azureml_elastic.errors import ElasticError, MissingExtra
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 
@@ -25,6 +27,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="worker processes of this node")
     parser.add_argument("program", nargs="+", metavar="-- python program.py ...", help="the program")
     arguments = parser.parse_args()
+    if find_spec("distributed") is None:
+        print(f"error: {MissingExtra('distributed', 'dask')}", file=sys.stderr)
+        return USAGE
     agent = ChannelAgent(os.environ[variables.CHANNEL], WorkerIdentity(0, 0, 0, 0), stays=True)
     threads = max(1, len(os.sched_getaffinity(0)) // arguments.workers)
     folder = os.path.dirname(os.environ[variables.CHANNEL])  # noqa: PTH120 - the agent's temporary folder
@@ -33,7 +38,7 @@ def main() -> int:
         return NodeEngine(engine, agent, arguments.program).run()
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     finally:
         agent.close()
 

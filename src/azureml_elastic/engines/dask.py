@@ -96,7 +96,7 @@ class Dask:
         """Retire this node's workers, and return their number."""
         from distributed import Client
 
-        async with Client(address, asynchronous=True, set_as_default=False) as client:  # type: ignore[no-untyped-call]
+        async with Client(address, asynchronous=True, set_as_default=False) as client:
             workers = (await client.scheduler.identity(n_workers=-1))["workers"]
             own = [worker for worker, about in workers.items() if self._is_own(str(about["name"]))]
             if own:

@@ -140,7 +140,7 @@ class MlflowPublisher:
         try:
             self._client.log_batch(self._run, metrics=metrics, tags=[] if metrics else entries)
         except MlflowException as error:
-            if error.get_http_status_code() not in _REJECTED:  # type: ignore[no-untyped-call]
+            if error.get_http_status_code() not in _REJECTED:
                 raise
             names = list(dict.fromkeys(each.key for each in entries))
             if len(names) > 1:

@@ -34,7 +34,7 @@ _TIME = (1980, 1, 1, 0, 0, 0)
 
 _UNIX = 3
 _MODE = 0o644
-_EXCLUDED_PACKAGES = frozenset({"cli", "local", "report", "submit", "testing"})
+_EXCLUDED_PACKAGES = frozenset({"cli", "local", "report", "simulate", "submit", "testing"})
 """Packages that neither nodes nor training scripts import."""
 
 _EXCLUDED_SUFFIXES = frozenset({".orig", ".pyc", ".pyo", ".rej", ".swp"})
