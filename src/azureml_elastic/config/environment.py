@@ -32,7 +32,8 @@ RUN_DIR = "AZUREML_ELASTIC_RUN_DIR"
 """Folder for events, logs and audit files; set for the workers."""
 
 LOCAL_ADDRESS = "AZUREML_ELASTIC_LOCAL_ADDRESS"
-"""Address that other nodes use to reach this one; the source address of the route to the table when unset."""
+"""Address that other nodes use to reach this one; the source address of the route to the table when unset. Set for the
+workers."""
 
 SCHEDULED_EVENTS = "AZUREML_ELASTIC_SCHEDULED_EVENTS"
 """Address of this node's metadata service; overrides the plan's, and disables the service when empty."""
