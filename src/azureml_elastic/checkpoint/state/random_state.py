@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import json
 import random
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ def capture(device: torch.device) -> torch.Tensor:
     document: dict[str, Any] = {"torch": to_text(torch.get_rng_state()), "python": random.getstate()}
     if device.type == "cuda":
         document["cuda"] = to_text(torch.cuda.get_rng_state(device))
-    numpy = sys.modules.get("numpy.random")
+    numpy = _numpy_random()
     if numpy is not None:
         kind, keys, *rest = numpy.get_state()
         document["numpy"] = [kind, keys.tolist(), *rest]
@@ -66,7 +68,7 @@ def restore(state: torch.Tensor, device: torch.device) -> None:
         torch.set_rng_state(from_text(document["torch"]))
         if device.type == "cuda" and "cuda" in document:
             torch.cuda.set_rng_state(from_text(document["cuda"]), device)
-        numpy = sys.modules.get("numpy.random")
+        numpy = _numpy_random()
         if numpy is not None and "numpy" in document:
             numpy.set_state(tuple(document["numpy"]))
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -78,7 +80,7 @@ def begin(*key: object) -> None:
     seed = seed_of(*key)
     torch.manual_seed(seed)  # seeds the GPUs as well
     random.seed(seed)
-    numpy = sys.modules.get("numpy.random")
+    numpy = _numpy_random()
     if numpy is not None:
         numpy.seed(seed & 0xFFFFFFFF)
 
@@ -86,7 +88,7 @@ def begin(*key: object) -> None:
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Restore the generators of the CPU at the end of the block."""
-    numpy = sys.modules.get("numpy.random")
+    numpy = _numpy_random()
     states = torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
     try:
         yield
@@ -95,6 +97,11 @@ def kept() -> Iterator[None]:
         random.setstate(states[1])
         if numpy is not None:
             numpy.set_state(states[2])
+
+
+def _numpy_random() -> ModuleType | None:
+    """Return NumPy's module of random numbers, which NumPy loads when it is first used; ``None`` without NumPy."""
+    return importlib.import_module("numpy.random") if "numpy" in sys.modules else None
 
 
 def seed_of(*key: object) -> int:
