@@ -171,7 +171,7 @@ class _Fleet:
         job.state = "cancelled"
 
     def _settle(self) -> None:
-        """Take note of the nodes whose process has ended."""
+        """Record the nodes whose process has ended."""
         for life in self._run.accounts.lives[self._settled :]:
             job = self._jobs[life.node]
             job.ended = life.ended
