@@ -20,7 +20,7 @@ METADATA_ADDRESS = "http://169.254.169.254/metadata"
 Recovery = Literal["restart", "in_process"]
 """How the workers recover from the loss of another worker; see :class:`ElasticDistribution`."""
 
-Framework = Literal["pytorch", "dask"]
+Framework = Literal["pytorch", "dask", "ray", "horovod"]
 """What a round runs: workers of the program on all nodes, or a cluster of an engine that one program uses."""
 
 

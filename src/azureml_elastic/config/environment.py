@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "CHANNEL",
+    "ENGINE_KEY",
     "FIRST_JOB",
     "HISTORY",
     "INTEGRATIONS",
@@ -40,6 +41,9 @@ SCHEDULED_EVENTS = "AZUREML_ELASTIC_SCHEDULED_EVENTS"
 
 CHANNEL = "AZUREML_ELASTIC_CHANNEL"
 """Path of the Unix socket on which the node's agent serves its workers."""
+
+ENGINE_KEY = "AZUREML_ELASTIC_ENGINE_KEY"
+"""Key, in hexadecimal digits, that only the run's nodes have; set for the process of an engine, not for the program."""
 
 ROUND = "AZUREML_ELASTIC_ROUND"
 """Number of the round that the worker belongs to."""

@@ -6,41 +6,64 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.exit_codes import FAILED, USAGE
-from azureml_elastic.engines.dask import Dask
+from azureml_elastic.engines.engine import Engine
 from azureml_elastic.engines.node_engine import NodeEngine
-from azureml_elastic.errors import ElasticError, MissingExtra
+from azureml_elastic.errors import ElasticError, EngineError, MissingExtra
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 from azureml_elastic.train.agent_client.channel import ChannelAgent
 
 __all__ = ["main"]
 
+_PACKAGES = {"dask": "distributed", "horovod": "horovod", "ray": "ray"}
+"""Package of each framework, which is installed with the extra of the framework's name."""
+
 
 def main() -> int:
-    """Run the node's part in the cluster, and return the exit code."""
+    """Run the node's part, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     parser = argparse.ArgumentParser(prog="python -m azureml_elastic.engines")
-    parser.add_argument("framework", choices=("dask",))
-    parser.add_argument("--workers", type=int, default=1, help="worker processes of this node")
+    parser.add_argument("framework", choices=sorted(_PACKAGES))
+    parser.add_argument("--workers", default="auto", help='worker processes of this node, or "auto"')
     parser.add_argument("program", nargs="+", metavar="-- python program.py ...", help="the program")
     arguments = parser.parse_args()
-    if find_spec("distributed") is None:
-        print(f"error: {MissingExtra('distributed', 'dask')}", file=sys.stderr)
+    if find_spec(package := _PACKAGES[arguments.framework]) is None:
+        print(f"error: {MissingExtra(package, arguments.framework)}", file=sys.stderr)
         return USAGE
     agent = ChannelAgent(os.environ[variables.CHANNEL], WorkerIdentity(0, 0, 0, 0), stays=True)
-    threads = max(1, len(os.sched_getaffinity(0)) // arguments.workers)
-    folder = os.path.dirname(os.environ[variables.CHANNEL])  # noqa: PTH120 - the agent's temporary folder
-    engine = Dask(os.environ[variables.LOCAL_ADDRESS], arguments.workers, threads, folder)
+    workers = None if arguments.workers == "auto" else int(arguments.workers)
     try:
-        return NodeEngine(engine, agent, arguments.program).run()
+        engine = _engine(arguments.framework, workers, arguments.program, agent)
+        return NodeEngine(engine, agent).run()
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     finally:
         agent.close()
+
+
+def _engine(framework: str, workers: int | None, program: Sequence[str], agent: ChannelAgent) -> Engine:
+    """Return the engine of a framework.
+
+    Args:
+        framework: name of the framework.
+        workers: number of worker processes of this node, ``None`` for the framework's own default.
+        program: command of the program.
+        agent: connection to the node's agent.
+    """
+    host = os.environ[variables.LOCAL_ADDRESS]
+    folder = os.path.dirname(os.environ[variables.CHANNEL])  # noqa: PTH120 - the agent's temporary folder
+    cpus = len(os.sched_getaffinity(0))
+    if framework == "dask":
+        from azureml_elastic.engines.cluster import ClusterEngine
+        from azureml_elastic.engines.dask import Dask
+
+        return ClusterEngine(Dask(host, workers or 1, max(1, cpus // (workers or 1)), folder), program)
+    raise EngineError(f"No engine runs framework={framework!r} on {agent}.")
 
 
 if __name__ == "__main__":

@@ -44,8 +44,11 @@ class Dask:
         self._folder = folder
         self._head: Child | None = None
 
+    def use_key(self, key: bytes) -> None:
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
+
     def start_head(self) -> str:
-        """See :class:`~azureml_elastic.engines.engine.Engine`."""
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         port = _free_port(self._host)
         options = ("--host", self._host, "--port", str(port), "--no-dashboard")
         self._head = Child((sys.executable, "-m", "distributed.cli.dask_scheduler", *options))
@@ -61,13 +64,13 @@ class Dask:
         return f"tcp://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
 
     def start_member(self, address: str) -> Child:
-        """See :class:`~azureml_elastic.engines.engine.Engine`."""
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         counts = ("--nworkers", str(self._workers), "--nthreads", str(self._threads))
         options = ("--name", self._name, "--host", self._host, "--no-dashboard", "--local-directory", self._folder)
         return Child((sys.executable, "-m", "distributed.cli.dask_worker", address, *counts, *options))
 
     def retire_member(self, address: str) -> None:
-        """See :class:`~azureml_elastic.engines.engine.Engine`."""
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         try:
             moved = asyncio.run(asyncio.wait_for(self._retire(address), _RETIRE_SECONDS))
         except (OSError, TimeoutError, asyncio.TimeoutError) as error:
@@ -76,18 +79,18 @@ class Dask:
             _LOG.info("Retired %d Dask workers; their results are on other workers.", moved)
 
     def variables(self, address: str) -> Mapping[str, str]:
-        """See :class:`~azureml_elastic.engines.engine.Engine`."""
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         return {"DASK_SCHEDULER_ADDRESS": address}
 
     def check(self) -> None:
-        """See :class:`~azureml_elastic.engines.engine.Engine`."""
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         if self._head is not None and (code := self._head.exit_code) is not None:
             raise EngineError(
                 f"Dask's scheduler on {self._host} has ended with {code}; its output is in the node's log."
             )
 
     def stop_head(self) -> None:
-        """See :class:`~azureml_elastic.engines.engine.Engine`."""
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         head, self._head = self._head, None
         if head is not None:
             head.stop()

@@ -1,46 +1,38 @@
-"""What a round runs instead of workers: the cluster of an engine.
-
-The first node of a round (rank 0) has the *head*, every node has a *member* that is connected to it, and the program
-runs on the first node, with the head's address in its environment. A round that begins with the same first node keeps
-the head, the program and all members: nodes come and go without a restart. With another first node, the cluster and
-the program are started again.
-"""
+"""What a node runs over the rounds of a run, in the place of the workers of one program."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
-from azureml_elastic.engines.children import Child
+from azureml_elastic.engines.round_store import RoundStore
+from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
 __all__ = ["Engine"]
 
 
 class Engine(Protocol):
-    """The cluster of a framework, as one node takes part in it. Not thread-safe."""
+    """A node's part in what a round runs. Its processes may stay over the rounds. Not thread-safe."""
 
-    def start_head(self) -> str:
-        """Start the head on this node, and return its address once it accepts connections.
+    def enter(self, place: WorkerIdentity, store: RoundStore) -> None:
+        """Take part in another round, with what is left of the one before.
 
-        Raises:
-            EngineError: it has not started.
-        """
-
-    def start_member(self, address: str) -> Child:
-        """Start this node's member of the cluster with this head; the one before is gone."""
-
-    def retire_member(self, address: str) -> None:
-        """Have the cluster move what this node's member holds to others. Blocks until it is done, or cannot be done."""
-
-    def variables(self, address: str) -> Mapping[str, str]:
-        """Return the environment variables by which the program finds the cluster."""
-
-    def check(self) -> None:
-        """Raise if the head of this node has ended.
+        Args:
+            place: the node's place: rank and number of nodes.
+            store: store of the round. Once it is gone its methods raise ``RuntimeError``, which may be passed on.
 
         Raises:
-            EngineError: it has ended.
+            EngineError: a process of the engine has not started.
         """
 
-    def stop_head(self) -> None:
-        """End the head, if this node has it."""
+    def poll(self) -> int | None:
+        """Do what is due now; return the exit code of this node's part once it has ended.
+
+        Raises:
+            EngineError: a process of the engine has ended that must not.
+        """
+
+    def leave(self) -> bool:
+        """Have the others take over what this node holds, and return whether that is done. Called until it is."""
+
+    def stop(self) -> None:
+        """End all processes. May be called at any time, and twice."""

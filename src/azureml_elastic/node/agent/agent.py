@@ -26,6 +26,7 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.agent.engine_program import derive_engine_key
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
@@ -181,7 +182,8 @@ class NodeAgent:
         _LOG.info(
             "Round %d: rank %d of %d nodes, %d workers.", round_.number, assignment.rank, len(names), round_.world_size
         )
-        self._group.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts)
+        engine_key = derive_engine_key(self._rdzv.authenticator.key) if self._runs_engine else b""
+        self._group.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts, engine_key)
         self._record(WorkersStarted, pids=self._workers.pids)
         self._peers.workers_started(round_.world_size, self._has_connected)
 

@@ -1,15 +1,17 @@
-"""The program that a node starts in the place of its worker where a round runs the cluster of an engine."""
+"""The program that a node starts in the place of its worker where a round runs an engine, and the engine's key."""
 
 from __future__ import annotations
+
+import hmac
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config.command.program import Program
 
-__all__ = ["engine_program"]
+__all__ = ["derive_engine_key", "engine_program"]
 
 
 def engine_program(program: Program, distribution: ElasticDistribution) -> Program:
-    """Return the program that runs an engine's cluster and, on the first node, the user's program.
+    """Return the program that runs an engine on this node, and with it the user's program.
 
     Args:
         program: the user's program, which is returned as it is where there is no engine.
@@ -18,6 +20,10 @@ def engine_program(program: Program, distribution: ElasticDistribution) -> Progr
     if not distribution.runs_engine:
         return program
     count = distribution.process_count_per_instance
-    workers = count if isinstance(count, int) else 1
-    arguments = (distribution.framework, "--workers", str(workers), "--", *program.command)
+    arguments = (distribution.framework, "--workers", str(count), "--", *program.command)
     return Program(None, (), "module", "azureml_elastic.engines", arguments, program.placeholders)
+
+
+def derive_engine_key(run_key: bytes | None) -> bytes:
+    """Return the key for an engine's own connections, which does not reveal the run's key; empty without one."""
+    return b"" if run_key is None else hmac.digest(run_key, b"azureml-elastic engine", "sha256")

@@ -51,8 +51,10 @@ def withheld_variables(table_variable: str | None, checkpoints: str | None) -> f
     return frozenset() if needed else frozenset({table_variable})
 
 
-def worker_environments(assignment: Assignment, run_id: str, max_restarts: int) -> dict[int, dict[str, str]]:
-    """Return, by local rank, what torchrun would set for the workers of this node."""
+def worker_environments(
+    assignment: Assignment, run_id: str, max_restarts: int, engine_key: bytes = b""
+) -> dict[int, dict[str, str]]:
+    """Return, by local rank, what torchrun would set for the workers of this node, and the key of an engine."""
     round_ = assignment.round
     ranks = assignment.global_ranks
     host, port = assignment.store_address
@@ -74,6 +76,8 @@ def worker_environments(assignment: Assignment, run_id: str, max_restarts: int) 
         variables.ROUND: str(round_.number),
         variables.HISTORY: f"{round_.losses} {round_.seconds:.0f}",
     }
+    if engine_key:
+        shared[variables.ENGINE_KEY] = engine_key.hex()
     return {
         local_rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
         for local_rank, rank in enumerate(ranks)

@@ -153,7 +153,14 @@ class WorkerGroup:
             if self._workers.exit_codes:
                 raise self._early_end()
 
-    def enter(self, assignment: Assignment, pointer: CheckpointPointer | None, run_id: str, max_restarts: int) -> None:
+    def enter(
+        self,
+        assignment: Assignment,
+        pointer: CheckpointPointer | None,
+        run_id: str,
+        max_restarts: int,
+        engine_key: bytes = b"",
+    ) -> None:
         """Give the workers their places in a round.
 
         Args:
@@ -161,12 +168,13 @@ class WorkerGroup:
             pointer: the checkpoint's row in the table, on rank 0's node only.
             run_id: identifier of the run.
             max_restarts: value of ``TORCHELASTIC_MAX_RESTARTS``.
+            engine_key: key for the process of an engine, empty without one.
         """
         self._workers.finish_stopping()  # whatever they hand over is for the next ones
         round_ = assignment.round
         ranks = assignment.global_ranks
         self._channel.begin(round_.number, len(ranks), pointer, members=round_.members, keep=self.stays)
-        environments = worker_environments(assignment, run_id, max_restarts)
+        environments = worker_environments(assignment, run_id, max_restarts, engine_key)
         if self.stays:
             self._channel.workers.assign(
                 {
