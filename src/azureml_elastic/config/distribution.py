@@ -23,6 +23,9 @@ Recovery = Literal["restart", "in_process"]
 Framework = Literal["pytorch", "dask", "ray", "horovod"]
 """What a round runs: workers of the program on all nodes, or a cluster of an engine that one program uses."""
 
+_PORTS_OF_A_DASK_WORKER = 10
+"""Dask divides the range among workers and nannies: each gets five ports, of which the node has taken four at most."""
+
 
 def _metadata_address(value: str) -> str:
     try:
@@ -186,6 +189,11 @@ class ElasticDistribution(ConfigModel):
         """Whether a round runs the cluster of an engine."""
         return self.framework != "pytorch"
 
+    @property
+    def listens_in_range(self) -> bool:
+        """Whether all that a round runs listens on ports of the rendezvous' ``port_range``, as the agents do."""
+        return self.framework == "dask"
+
     def keeps_processes(self, *, opens_session: bool) -> bool:
         """Return whether the processes of a node stay over the rounds.
 
@@ -200,5 +208,17 @@ class ElasticDistribution(ConfigModel):
         if isinstance(count, int) and count < 1:
             raise ValueError(
                 f'process_count_per_instance={count} is below the limit of 1; give a positive count or "auto"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ports_are_enough(self) -> Self:
+        ports, count = self.rendezvous.port_range, self.process_count_per_instance
+        needed = _PORTS_OF_A_DASK_WORKER * (count if isinstance(count, int) else 1)
+        if ports is not None and self.listens_in_range and ports[1] - ports[0] + 1 < needed:
+            raise ValueError(
+                f"port_range={ports[0]}-{ports[1]} has {ports[1] - ports[0] + 1} ports; with framework="
+                f"{self.framework!r} a node needs {_PORTS_OF_A_DASK_WORKER} for each of its workers, {needed} in all, "
+                "and so does each further node on the same machine. Give for example (29400, 29500)"
             )
         return self

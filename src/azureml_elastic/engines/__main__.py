@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from azureml_elastic.config import Plan
 from azureml_elastic.config import environment as variables
 from azureml_elastic.config.exit_codes import FAILED, USAGE
 from azureml_elastic.engines.engine import Engine
@@ -62,7 +63,8 @@ def _engine(framework: str, workers: int | None, program: Sequence[str], agent: 
         from azureml_elastic.engines.cluster import ClusterEngine
         from azureml_elastic.engines.dask import Dask
 
-        return ClusterEngine(Dask(host, workers or 1, max(1, cpus // (workers or 1)), folder), program)
+        ports = Plan.from_json(os.environ[variables.PLAN]).distribution.rendezvous.port_range
+        return ClusterEngine(Dask(host, workers or 1, max(1, cpus // (workers or 1)), folder, ports), program)
     raise EngineError(f"No engine runs framework={framework!r} on {agent}.")
 
 

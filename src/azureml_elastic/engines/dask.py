@@ -2,19 +2,26 @@
 
 A scheduler that is lost takes its state with it: the round's new first node has another one, and the program computes
 its futures again. A worker that leaves with notice is retired, so that its results are on other workers before it ends.
+
+All connections are mutual TLS with :mod:`~azureml_elastic.engines.credentials` of the run. A cluster keeps those that
+it has begun with; where the run gets another key meanwhile, the next cluster uses that one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from azureml_elastic.engines.children import Child
+from azureml_elastic.engines.credentials import derive_credentials, tls_context, write_credentials
 from azureml_elastic.errors import EngineError
 
 __all__ = ["Dask"]
@@ -24,6 +31,9 @@ _LOG = logging.getLogger(__name__)
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 _RETIRE_SECONDS = 20.0
+_PURPOSE = "dask"
+_HTTP_ADDRESS = "127.0.0.1:0"
+"""Where Dask's HTTP servers listen: they authenticate nobody, and cannot be switched off."""
 
 
 class Dask:
@@ -33,27 +43,41 @@ class Dask:
         host: address of this node, which the others reach.
         workers: number of worker processes.
         threads: number of threads of each worker.
-        folder: folder for the workers' files.
+        folder: folder for the workers' files and the credentials, which only this process's user can enter.
+        port_range: first and last port to listen on; ``None`` for any free ports.
     """
 
-    def __init__(self, host: str, workers: int, threads: int, folder: str) -> None:
+    def __init__(
+        self, host: str, workers: int, threads: int, folder: str, port_range: tuple[int, int] | None = None
+    ) -> None:
         self._host = host
         self._workers = workers
         self._threads = threads
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._folder = folder
+        self._port_range = port_range
         self._head: Child | None = None
+        self._newest: Path | None = None
+        """File of the credentials for the next cluster."""
+        self._of_cluster: dict[str, Path] = {}
+        """File of the credentials of each cluster so far, by the address of its scheduler."""
 
     def use_key(self, key: bytes) -> None:
         """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
+        self._newest = write_credentials(derive_credentials(key, _PURPOSE), self._folder, _PURPOSE)
 
     def start_head(self) -> str:
         """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        port = _free_port(self._host)
-        options = ("--host", self._host, "--port", str(port), "--no-dashboard")
-        self._head = Child((sys.executable, "-m", "distributed.cli.dask_scheduler", *options))
+        assert self._newest is not None
+        port = _free_port(self._host, self._port_range)
+        address = f"tls://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+        self._of_cluster[address] = self._newest
+        options = ("--host", self._host, "--port", str(port), "--no-dashboard", "--dashboard-address", _HTTP_ADDRESS)
+        command = (sys.executable, "-m", "distributed.cli.dask_scheduler", *options)
+        self._head = Child(command, _tls_variables(self._newest))
+        context = tls_context(self._newest)
         until = time.monotonic() + _START_SECONDS
-        while not _accepts(self._host, port):
+        while not _accepts(self._host, port, context):
             self.check()
             if time.monotonic() >= until:
                 raise EngineError(
@@ -61,13 +85,19 @@ class Dask:
                     f"{_START_SECONDS:.0f} s. Its output is in the node's log."
                 )
             time.sleep(_POLL_SECONDS)
-        return f"tcp://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+        return address
 
     def start_member(self, address: str) -> Child:
         """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         counts = ("--nworkers", str(self._workers), "--nthreads", str(self._threads))
-        options = ("--name", self._name, "--host", self._host, "--no-dashboard", "--local-directory", self._folder)
-        return Child((sys.executable, "-m", "distributed.cli.dask_worker", address, *counts, *options))
+        http = ("--no-dashboard", "--dashboard-address", _HTTP_ADDRESS)
+        ports: tuple[str, ...] = ()
+        if self._port_range is not None:  # workers and nannies share it, and pass over ports that are taken
+            shared = "{}:{}".format(*self._port_range)
+            ports = ("--worker-port", shared, "--nanny-port", shared)
+        options = ("--name", self._name, "--host", self._host, "--local-directory", self._folder, *http, *ports)
+        command = (sys.executable, "-m", "distributed.cli.dask_worker", address, *counts, *options)
+        return Child(command, _tls_variables(self._credentials(address)))
 
     def retire_member(self, address: str) -> None:
         """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
@@ -80,7 +110,7 @@ class Dask:
 
     def variables(self, address: str) -> Mapping[str, str]:
         """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
-        return {"DASK_SCHEDULER_ADDRESS": address}
+        return {"DASK_SCHEDULER_ADDRESS": address, **_tls_variables(self._credentials(address))}
 
     def check(self) -> None:
         """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
@@ -97,29 +127,60 @@ class Dask:
 
     async def _retire(self, address: str) -> int:
         """Retire this node's workers, and return their number."""
-        from distributed import Client
+        from distributed import Client, Security
 
-        async with Client(address, asynchronous=True, set_as_default=False) as client:
+        file = str(self._credentials(address))
+        security = Security(require_encryption=True, tls_ca_file=file, tls_client_cert=file, tls_client_key=file)
+        async with Client(address, security=security, asynchronous=True, set_as_default=False) as client:
             workers = (await client.scheduler.identity(n_workers=-1))["workers"]
             own = [worker for worker, about in workers.items() if self._is_own(str(about["name"]))]
             if own:
                 await client.retire_workers(own, close_workers=True, remove=True)
             return len(own)
 
+    def _credentials(self, address: str) -> Path:
+        """Return the file of the credentials of the cluster with this scheduler."""
+        assert self._newest is not None
+        return self._of_cluster.setdefault(address, self._newest)
+
     def _is_own(self, name: str) -> bool:
         # Dask numbers the workers of a node that has several.
         return name == self._name or name.rpartition("-")[0] == self._name
 
 
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def _tls_variables(credentials: Path) -> dict[str, str]:
+    """Return the environment variables that have a process of Dask, or a client, use credentials, and no others."""
+    tls = "DASK_DISTRIBUTED__COMM__TLS__"
+    files = {f"{tls}{role}__{kind}" for role in ("SCHEDULER", "WORKER", "CLIENT") for kind in ("CERT", "KEY")}
+    return {
+        "DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "True",
+        f"{tls}MIN_VERSION": "1.3",
+        **dict.fromkeys({f"{tls}CA_FILE", *files}, str(credentials)),
+    }
 
 
-def _accepts(host: str, port: int) -> bool:
+def _free_port(host: str, port_range: tuple[int, int] | None) -> int:
+    """Return a free port, the last one of a range: agents and workers take theirs from its beginning."""
+    low, high = port_range or (0, 0)
+    for port in range(high, low - 1, -1):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Dask does
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return int(probe.getsockname()[1])
+    raise EngineError(
+        f"All {high - low + 1} ports of port_range={low}-{high} are taken on {host}, and Dask's scheduler needs one. "
+        "Free some, or give a larger port_range."
+    )
+
+
+def _accepts(host: str, port: int, context: ssl.SSLContext) -> bool:
     try:
-        with socket.create_connection((host, port), timeout=1):
+        with socket.create_connection((host, port), timeout=1) as sock, context.wrap_socket(sock):
             return True
     except OSError:
         return False

@@ -138,6 +138,7 @@ class _Node:
             host_id=identity.host_id,
             strikes=lambda fresh: strikes.mine(fresh=fresh),
             ports=distribution.rendezvous.port_range,
+            probes_other_ports=not distribution.listens_in_range,
             incarnation=identity.incarnation,
             wake=wake,
             record=recorder.record,

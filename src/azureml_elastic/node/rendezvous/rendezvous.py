@@ -67,6 +67,7 @@ class Rendezvous:
             other nodes may have written new ones.
         runtime: clock, threads and sockets; by default those of this machine.
         ports: first and last port to listen on; ``None`` for any.
+        probes_other_ports: whether the others test a port outside of ``ports``, because workers listen on such ports.
         incarnation: random identifier of this process; ``None`` for a new one.
         wake: event to set when there is something to do; ``None`` for a new one.
         record: callback for events, with the class, the round's number and the fields.
@@ -100,6 +101,7 @@ class Rendezvous:
         strikes: Callable[[bool], int] = lambda _: 0,
         runtime: Runtime | None = None,
         ports: tuple[int, int] | None = None,
+        probes_other_ports: bool = True,
         incarnation: str | None = None,
         wake: threading.Event | None = None,
         record: Callable[..., None] = lambda *_, **__: None,
@@ -119,7 +121,7 @@ class Rendezvous:
         self.inbox = context.inbox
         self.authenticator = context.authenticator
         hub_listener = context.runtime.listen(self._interface, 4096)
-        self._data_port = DataPort(context, self._interface) if ports is not None else None
+        self._data_port = DataPort(context, self._interface) if ports is not None and probes_other_ports else None
         me = Member(
             node,
             self.incarnation,
