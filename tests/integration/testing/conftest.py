@@ -17,6 +17,7 @@ except ModuleNotFoundError:
     collect_ignore = [
         "test_corpus.py",
         "test_elastic.py",
+        "test_engines.py",
         "test_gateway.py",
         "test_locations.py",
         "test_losses.py",
