@@ -26,7 +26,7 @@ from azureml_elastic.distributed.control_group import ControlGroup
 from azureml_elastic.distributed.process import close_group, open_group
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
-__all__ = ["ProcessGroups", "is_peer_error"]
+__all__ = ["ProcessGroups", "abort_gloo", "is_peer_error"]
 
 _PEER_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "tcpstore", "broken pipe", "socket timeout")
 _FDINFO = Path("/proc/self/fdinfo")
@@ -92,6 +92,15 @@ class ProcessGroups:
             _shut_down(descriptor, self._store, any_peer=descriptor in gloo)
 
 
+def abort_gloo() -> None:
+    """Make all operations of this process that use gloo fail, also those of another library's copy of gloo.
+
+    Callable from any thread.
+    """
+    for descriptor in set(_gloo_descriptors(listening=False)):
+        _shut_down(descriptor, frozenset(), any_peer=True)
+
+
 def is_peer_error(error: BaseException) -> bool:
     """Return whether an error means that another rank, or the connection to it, is lost."""
     lost = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _PEER_WORDS)
@@ -114,8 +123,13 @@ def _descriptors() -> list[int]:
         return []
 
 
-def _gloo_descriptors() -> Iterator[int]:
-    """Yield the descriptors that gloo's event loops watch."""
+def _gloo_descriptors(*, listening: bool = True) -> Iterator[int]:
+    """Yield the descriptors that gloo's event loops watch.
+
+    Args:
+        listening: whether loops without a listening socket are left out: older versions of gloo, such as Horovod's,
+            close it when all ranks have connected.
+    """
     for descriptor in _descriptors():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventpoll]":  # noqa: PTH115
@@ -124,7 +138,7 @@ def _gloo_descriptors() -> Iterator[int]:
             watched = {int(each): int(data, 16) for each, data in _WATCHED.findall(text)}
             pointers = all(each != data & 0xFFFFFFFF for each, data in watched.items())
             pipe = any(stat.S_ISFIFO(os.fstat(each).st_mode) for each in watched)
-            if pointers and pipe and any(_listens(each) for each in watched):
+            if pointers and pipe and (not listening or any(_listens(each) for each in watched)):
                 yield from watched
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -65,6 +66,12 @@ def _engine(framework: str, workers: int | None, program: Sequence[str], agent: 
 
         ports = Plan.from_json(os.environ[variables.PLAN]).distribution.rendezvous.port_range
         return ClusterEngine(Dask(host, workers or 1, max(1, cpus // (workers or 1)), folder, ports), program)
+    if framework == "horovod":
+        from azureml_elastic.engines.horovod.engine import HorovodEngine
+        from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
+
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        return HorovodEngine(name, workers or count_visible_devices() or 1, program, agent)
     raise EngineError(f"No engine runs framework={framework!r} on {agent}.")
 
 

@@ -11,9 +11,16 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
+from azureml_elastic.config.environment import CHANNEL
+
 __all__ = ["Child"]
 
 _PR_SET_PDEATHSIG = 1
+_WORKERS_VARIABLES = frozenset(
+    {CHANNEL, "GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
+)
+"""Variables of this process, which is a worker of the agent; its children are not."""
+
 _libc = ctypes.CDLL(None)
 
 
@@ -25,7 +32,7 @@ class Child:
 
     Args:
         command: command with its arguments.
-        variables: environment variables, in addition to those of this process.
+        variables: environment variables, in addition to those of this process, but for its place as a worker.
         stop_signal: signal that lets it end by itself.
     """
 
@@ -36,9 +43,14 @@ class Child:
         self._stop_signal = stop_signal
         self._process = subprocess.Popen(
             self.command,
-            env={**os.environ, **(variables or {})},
+            env={**_inherited(), **(variables or {})},
             preexec_fn=_end_with_parent,  # noqa: PLW1509 - two system calls, which take no lock of another thread
         )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
@@ -47,22 +59,31 @@ class Child:
 
     def stop(self, timeout: float = 2.0) -> None:
         """Have it end by itself, and kill what is left after some seconds. What it has started ends, too."""
-        tree = self._tree()
+        tree = self.tree()
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(self._stop_signal)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
-        for process in {*tree, *self._tree()}:
+        for process in {*tree, *self.tree()}:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait()
 
-    def _tree(self) -> list[psutil.Process]:
+    def tree(self) -> list[psutil.Process]:
+        """Return the process and all that it has started, as far as they run."""
         try:
             process = psutil.Process(self._process.pid)
             return [process, *process.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+
+def _inherited() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _WORKERS_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def _end_with_parent() -> None:

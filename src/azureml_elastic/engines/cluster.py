@@ -96,6 +96,9 @@ class ClusterEngine:
             self._follow(address.decode())
         return None
 
+    def round_over(self) -> None:
+        """See :class:`~azureml_elastic.engines.engine.Engine`."""
+
     def leave(self) -> bool:
         """Move what this node holds to others. Where it has the head, all is lost with it."""
         if self._member is not None and self._address is not None and not self._leads:

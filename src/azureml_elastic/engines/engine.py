@@ -31,6 +31,9 @@ class Engine(Protocol):
             EngineError: a process of the engine has ended that must not.
         """
 
+    def round_over(self) -> None:
+        """Do what the end of the round requires before the next one; blocks for some seconds at most."""
+
     def leave(self) -> bool:
         """Have the others take over what this node holds, and return whether that is done. Called until it is."""
 

@@ -13,7 +13,7 @@ __all__ = ["NodeEngine"]
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.05
 
 
 class NodeEngine:
@@ -60,6 +60,7 @@ class NodeEngine:
                         return 0
                 elif (code := self._engine.poll()) is not None:
                     return code
+            self._engine.round_over()
         except RuntimeError as error:  # of torch: the store is gone, and with it the round
             _LOG.info("The store of round %d is gone: %s", place.round, error)
             while not self._agent.wait_interrupted(_POLL_SECONDS):

@@ -146,7 +146,7 @@ class LocalCluster:
                 schedule=self.chaos or Schedule(),
                 view=stack.enter_context(UntilBroken(self.view)),
                 signals=signals,
-                opens_session=_opens_session(argv),
+                opens_session=not self.distribution.runs_engine and _opens_session(argv),
                 continued=continued_runs(self.resume_from),
             )
             try:

@@ -128,6 +128,14 @@ class ChannelAgent:
         actions = {boundary.action for boundary in due if self._decision(boundary)}
         return next((action for action in _STRONGEST_FIRST if action in actions), None)
 
+    def report_restored(self, step: int) -> None:
+        """Report where training starts; for engines, whose workers take no part in boundaries."""
+        self._send(messages.Restored(step, None))
+
+    def report_step(self, step: int) -> None:
+        """Report a completed step; for engines."""
+        self._send(messages.Step(step, 0))
+
     def logged(self, step: int, values: dict[str, float]) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         self._send(messages.Logged(step, values))

@@ -21,7 +21,7 @@ from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.profiling import Profiling
 from azureml_elastic.train.session.session import Session
 
-__all__ = ["Recording", "has_session", "open_session", "start"]
+__all__ = ["Recording", "earlier_checkpoint", "has_session", "open_session", "start"]
 
 _SessionClass = TypeVar("_SessionClass", bound=Session)
 
@@ -103,14 +103,14 @@ def open_session(
             audit=Audit(Path(run_dir or ".") if audited else None),
             profiling=profiling,
             can_grow=environment.channel is not None and environment.max_world_size > 1,
-            earlier=_earlier(plan),
+            earlier=earlier_checkpoint(plan),
         )
     )
     _sessions.add(session)
     return session
 
 
-def _earlier(plan: Plan | None) -> EarlierCheckpoint | None:
+def earlier_checkpoint(plan: Plan | None) -> EarlierCheckpoint | None:
     """Return the checkpoint of the run that this run continues, as the agent has found it."""
     run = None if plan is None else plan.resume_from
     if run is None or run.path is None or run.checkpoint is None:

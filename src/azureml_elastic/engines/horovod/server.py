@@ -1,0 +1,185 @@
+"""The HTTP server of a node to which Horovod's workers speak as to Horovod's own rendezvous server.
+
+Source of the protocol: ``horovod/runner/http/http_server.py`` and ``horovod/common/gloo`` of Horovod 0.28.1. A request
+names a scope and a key, ``GET /scope/key``. The server listens on the loopback interface alone; what workers of
+different nodes tell each other goes through the store of the round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+
+from azureml_elastic.checkpoint.format.manifest import Reference
+from azureml_elastic.errors import ElasticError
+from azureml_elastic.train.horovod.relay import COMMIT, FAILURES, LOSS, POINTER, RESTORED, SCOPE, STEP
+
+__all__ = ["HOST", "CommitAgent", "WorkerRequests", "WorkerServer"]
+
+_LOG = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+_PLACES = "rank_and_size"
+_ADDRESSES = "worker_addresses"
+
+
+class WorkerRequests(Protocol):
+    """What workers ask for. Called by the threads of the server."""
+
+    def place(self, local_rank: int) -> bytes:
+        """Return the place of a worker that has left the one before; blocks until there is one.
+
+        Raises:
+            RuntimeError: there will be none.
+        """
+
+    def put(self, scope: str, key: str, value: bytes) -> None:
+        """Store what a worker tells the others while they connect.
+
+        Raises:
+            RuntimeError: the round is over.
+        """
+
+    def get(self, scope: str, key: str) -> bytes:
+        """Return what another worker has stored; blocks until it has.
+
+        Raises:
+            RuntimeError: the round is over.
+        """
+
+    def delete(self, scope: str, key: str) -> None:
+        """Note that a worker has connected to all others of the scope."""
+
+    def loss(self, local_rank: int, seen: int) -> int:
+        """Return the number of losses of other workers once there are more than a worker has seen; blocks until then.
+
+        Raises:
+            RuntimeError: there will be none.
+        """
+
+    def notify_at(self, local_rank: int, value: bytes, port: int) -> None:
+        """Note where a worker can be notified.
+
+        Args:
+            local_rank: local rank of the worker.
+            value: the address and a key, as Horovod encodes them.
+            port: port of the connection that this came by.
+        """
+
+
+class CommitAgent(Protocol):
+    """The part of the node's agent that workers need for their commits."""
+
+    def pointer(self) -> Reference | None:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
+
+    def commit(self, reference: Reference, stall_seconds: float) -> None:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
+
+    def report_restored(self, step: int) -> None:
+        """See :class:`~azureml_elastic.train.agent_client.channel.ChannelAgent`."""
+
+    def report_step(self, step: int) -> None:
+        """See :class:`~azureml_elastic.train.agent_client.channel.ChannelAgent`."""
+
+
+class WorkerServer:
+    """Serves the workers of this node until it is closed.
+
+    Args:
+        requests: what serves the requests.
+        agent: the node's agent.
+
+    Attributes:
+        port: port of the server.
+    """
+
+    def __init__(self, requests: WorkerRequests, agent: CommitAgent) -> None:
+        handler = type("Handler", (_Handler,), {"served": requests, "agent": agent})
+        self._server = ThreadingHTTPServer((HOST, 0), handler)
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="horovod", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    served: WorkerRequests
+    agent: CommitAgent
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer(lambda scope, key: self._put(scope, key, body))
+
+    def do_DELETE(self) -> None:
+        self._answer(self._delete)
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing: workers ask every few milliseconds."""
+
+    def _get(self, scope: str, key: str) -> bytes:
+        if scope == _PLACES:
+            return self.served.place(int(key.rpartition(":")[2]))
+        if scope != SCOPE:
+            return self.served.get(scope, key)
+        if key == POINTER:
+            found = self.agent.pointer()
+            return json.dumps(None if found is None else found.to_json()).encode()
+        name, local_rank, seen = key.split("-")
+        if name != LOSS:
+            raise ValueError(key)
+        return json.dumps(self.served.loss(int(local_rank), int(seen))).encode()
+
+    def _put(self, scope: str, key: str, body: bytes) -> bytes:
+        if scope == _ADDRESSES:
+            self.served.notify_at(int(key.rpartition(":")[2]), body, self.client_address[1])
+        elif scope != SCOPE:
+            self.served.put(scope, key, body)
+        elif key == COMMIT:
+            commit = json.loads(body)
+            self.agent.commit(Reference.from_json(commit["reference"]), commit["stall_seconds"])
+        elif key == STEP:
+            self.agent.report_step(int(json.loads(body)))
+        elif key == RESTORED:
+            self.agent.report_restored(int(json.loads(body)))
+        else:
+            raise ValueError(key)
+        return b""
+
+    def _delete(self, scope: str, key: str) -> bytes:
+        self.served.delete(scope, key)
+        return b""
+
+    def _answer(self, respond: Callable[[str, str], bytes]) -> None:
+        status = int(HTTPStatus.OK)
+        try:
+            _, scope, key = self.path.split("/", 2)
+            body = respond(scope, key)
+        except ElasticError as error:
+            status, body = FAILURES.get(type(error), 500), str(error).encode()
+            _LOG.warning("%s %s of a worker failed: %s", self.command, self.path, error)
+        except RuntimeError as error:  # of a round that is over
+            status, body = 500, str(error).encode()
+            _LOG.debug("%s %s of a worker: %s", self.command, self.path, error)
+        except (ValueError, KeyError, TypeError) as error:
+            status, body = 400, repr(error).encode()
+            _LOG.warning("%s %s of a worker is malformed: %r", self.command, self.path, error)
+        with contextlib.suppress(ConnectionError):  # the worker has ended
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
