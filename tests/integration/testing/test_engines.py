@@ -114,4 +114,5 @@ def test_a_file_runs_a_gang_on_this_machine(framework, tmp_path):
     assert executions(tmp_path) == [1] * TASKS
     report = load_report(Path("out"))
     assert [len(round_.members) for round_ in report.rounds] == [2]
-    assert run("report", "out")
+    run("report", "out", "--html", "page.html")
+    assert "The run succeeded" in Path("page.html").read_text()

@@ -2,8 +2,8 @@
 
 ``dask_program.py FOLDER lost`` blocks until its node is killed; started again, it waits for two workers and finishes.
 ``dask_program.py FOLDER replaced`` finishes when another worker has taken the place of one of its two.
-``dask_program.py FOLDER evicted`` reads its results when one of its three workers has left, then blocks until its node is
-killed; started again, it finishes with one worker.
+``dask_program.py FOLDER evicted`` reads its results when one of its three workers has left, then blocks until its node
+is killed; started again, it finishes with one worker.
 ``dask_program.py FOLDER undisturbed`` finishes with two workers.
 """
 
