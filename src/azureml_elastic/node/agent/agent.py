@@ -136,7 +136,9 @@ class NodeAgent:
             broadcast=rendezvous.hub.broadcast,
             send=lambda body: rendezvous.membership.link.send(Report(body)),
         )
-        self._peers = PeerMessenger(rendezvous, channel, hangs, opens_session=opens_session, newcomers=newcomers)
+        self._peers = PeerMessenger(
+            rendezvous, channel, hangs, opens_session=opens_session, runs_engine=self._runs_engine, newcomers=newcomers
+        )
         self._store: Any = None
         self._announced = False
         self._done = False

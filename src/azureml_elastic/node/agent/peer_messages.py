@@ -50,6 +50,7 @@ class PeerMessenger:
         channel: server for the workers' sessions.
         hangs: what is done about workers that hang.
         opens_session: whether the program uses this library, so that newcomers wait for its session.
+        runs_engine: whether the worker is the process of an engine, which newcomers join without a restart.
         newcomers: decision when newcomers may end a round without a session.
 
     Attributes:
@@ -63,12 +64,14 @@ class PeerMessenger:
         hangs: HangResponse,
         *,
         opens_session: bool,
+        runs_engine: bool,
         newcomers: NewcomerWatch,
     ) -> None:
         self._rdzv = rendezvous
         self._channel = channel
         self._hangs = hangs
         self._opens_session = opens_session
+        self._runs_engine = runs_engine
         self._newcomers = newcomers
         self._coordinator: BoundaryCoordinator | None = None
         self._number = 0
@@ -171,6 +174,8 @@ class PeerMessenger:
             return None
         if ends_soon(self._channel.workers.seconds_left) and not self.leavers:
             return None
+        if self._runs_engine:  # the processes stay and go on working, so that the end of the round costs nothing
+            return f"preempted: {_list(self.leavers)}" if self.leavers else f"joining: {_list(status.waiting)}"
         if not coordinator.incapable and self._channel.workers.in_session:
             coordinator.propose(self._channel.workers.step, "leave" if self.leavers else "rejoin")
         elif self.leavers:

@@ -75,7 +75,8 @@ class Newcomers:
 class Agents:
     """The messengers of a round; rank 0's hub delivers at once."""
 
-    def __init__(self, *, opens_session: bool = True) -> None:
+    def __init__(self, *, opens_session: bool = True, runs_engine: bool = False) -> None:
+        self._runs_engine = runs_engine
         self._opens_session = opens_session
         self.newcomers = Newcomers()
         self.inboxes = {node: Inbox() for node in NODES}
@@ -101,6 +102,7 @@ class Agents:
             SimpleNamespace(workers=self.workers[node]),
             self.hangs[node],
             opens_session=self._opens_session,
+            runs_engine=self._runs_engine,
             newcomers=self.newcomers,
         )
 
@@ -166,6 +168,12 @@ def test_a_preempted_node_is_not_held_up_by_the_rules_for_newcomers():
     agents.settle()
     assert lead(agents, "node-2") == "preempted: node-1"
     assert agents.newcomers.ended == 0
+
+
+def test_newcomers_join_an_engine_at_once():
+    agents = Agents(opens_session=False, runs_engine=True)
+    assert lead(agents) is None
+    assert lead(agents, "node-2") == "joining: node-2"
 
 
 def test_a_session_that_opens_late_gets_its_step_boundary(monkeypatch):
