@@ -32,14 +32,20 @@ _QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
 _PRINTS = frozenset({"-V", "-VV", "--version", "-h", "--help"})
-_DASK = frozenset({"dask", "dask-scheduler", "dask-worker"})
-_LAUNCHERS = _DASK | {"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "torchrun"}
+_ENGINES = {
+    **dict.fromkeys(("dask", "dask-scheduler", "dask-worker"), "dask"),
+    **dict.fromkeys(("distributed.cli.dask_scheduler", "distributed.cli.dask_worker"), "dask"),
+    **dict.fromkeys(("horovodrun", "horovod.runner", "horovod.runner.launch"), "horovod"),
+    **dict.fromkeys(("ray", "ray.scripts.scripts"), "ray"),
+}
+"""Commands and modules in whose place the agent runs an engine, and the framework to choose for it."""
+
+_LAUNCHERS = frozenset({*_ENGINES, "accelerate", "deepspeed", "mpiexec", "mpirun", "srun", "torchrun"})
 _LAUNCHER_MODULES = frozenset(
     {
         *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
         *("deepspeed.launcher.launch", "deepspeed.launcher.runner"),
-        *("distributed.cli.dask_scheduler", "distributed.cli.dask_worker"),
-        *("horovod.runner", "horovod.runner.launch"),
+        *_ENGINES,
         *("torch.distributed.launch", "torch.distributed.run"),
     }
 )
@@ -162,7 +168,7 @@ def find_program(shell_command: str) -> FoundProgram:
         cut = slice(command[skipped].start, command[-1].end)
         found.append(FoundProgram(shell_command[: cut.start], shell_command[cut], shell_command[cut.stop :]))
     if not found:
-        launcher = next((words for words in others if words[0].rsplit("/", 1)[-1] in _LAUNCHERS), None)
+        launcher = next((words for words in others if _name(words) in _LAUNCHERS), None)
         behind = next((words for words in others if _may_hide_python(words)), None)
         raise CommandError(_no_python(launcher or behind or (others[-1] if others else [])))
     if len(found) > 1:
@@ -171,6 +177,11 @@ def find_program(shell_command: str) -> FoundProgram:
             f"The command starts {len(found)} Python programs ({programs}); the elastic agent runs exactly one. Write "
             "'command' before the others, as in 'command python prepare.py && python train.py': the shell then runs "
             "them once per node, without the agent. Or call them from the training script."
+        )
+    if (cluster := next(filter(_starts_cluster, others), None)) is not None:
+        raise CommandError(
+            f"The command {shlex.join(cluster)!r} would start a cluster of its own on each node; "
+            f"{_instead_of(_name(cluster), [])} Leave {shlex.join(cluster)!r} out."
         )
     return found[0]
 
@@ -204,8 +215,7 @@ def _parse_interpreted(words: list[str]) -> Program:
                     raise CommandError(f"{shlex.join(words)!r} names no module after -m. {_NEXT_STEP}.")
                 if module in _LAUNCHER_MODULES:
                     raise CommandError(
-                        f"{shlex.join(words)!r} starts the launcher {module!r}; the elastic agent takes the launcher's "
-                        f"place and starts the workers. {_NEXT_STEP}."
+                        f"{shlex.join(words)!r} starts the launcher {module!r}; {_instead_of(module, rest)}"
                     )
                 return Program(interpreter, tuple(options), "module", module, tuple(rest))
             if letter in _FLAGS_WITH_VALUE:
@@ -255,16 +265,8 @@ def _no_python(words: Sequence[str]) -> str:
     if not words:
         return f"The command starts no Python program. {_NEXT_STEP}."
     text = f"The command {shlex.join(words)!r} starts no Python program"
-    if words[0].rsplit("/", 1)[-1] in _DASK:
-        return (
-            f'{text}. With ElasticDistribution(framework="dask") the elastic agent starts scheduler and workers; give '
-            "the program that uses them, as in 'python search.py'."
-        )
-    if words[0].rsplit("/", 1)[-1] in _LAUNCHERS:
-        return (
-            f"{text} but the launcher {words[0]!r}; the elastic agent takes the launcher's place and starts "
-            f"the workers. {_NEXT_STEP}."
-        )
+    if _name(words) in _LAUNCHERS:
+        return f"{text} but the launcher {words[0]!r}; {_instead_of(_name(words), words[1:])}"
     if _is_shell_text(words):
         return (
             f"{text} but a shell of its own, whose program the agent cannot find. Give what follows -c as the command."
@@ -275,6 +277,33 @@ def _no_python(words: Sequence[str]) -> str:
             f"Leave {words[0]!r} out. {_NEXT_STEP}."
         )
     return f"{text}; the elastic agent has to start, watch and restart the workers itself. {_NEXT_STEP}."
+
+
+def _name(words: Sequence[str]) -> str:
+    """Return the name of a command without its folder."""
+    return words[0].rsplit("/", 1)[-1]
+
+
+def _starts_cluster(words: Sequence[str]) -> bool:
+    """Return whether a command starts a part of a cluster, as ``ray start --head`` does."""
+    return [_name(words), *words[1:2]] in (["dask", "scheduler"], ["dask", "worker"], ["ray", "start"]) or (
+        _name(words) in ("dask-scheduler", "dask-worker")
+    )
+
+
+def _instead_of(launcher: str, words: Sequence[str]) -> str:
+    """Return what to write in the place of a launcher's command with these arguments."""
+    start = next((index for index, word in enumerate(words) if is_interpreter(word)), None)
+    step = _NEXT_STEP if start is None else f"Write {shlex.join(words[start:])!r}"
+    framework = _ENGINES.get(launcher)
+    if framework is None:
+        return f"the elastic agent takes the launcher's place and starts the workers. {step}."
+    if framework == "horovod":
+        return f'with ElasticDistribution(framework="horovod") the elastic agent starts the workers. {step}.'
+    return (
+        f'with ElasticDistribution(framework="{framework}") the elastic agent starts the cluster. Give the program '
+        "that uses it, as in 'python search.py'."
+    )
 
 
 def _split(text: str) -> list[str]:
