@@ -15,6 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from azureml_elastic.config.command.launchers import (
+    LAUNCHER_MODULES,
+    LAUNCHERS,
+    NEXT_STEP,
+    command_name,
+    instead_of,
+    is_shell_text,
+    no_program,
+    starts_cluster,
+)
 from azureml_elastic.config.command.placeholders import fill
 from azureml_elastic.config.command.prefixes import (
     is_assignment,
@@ -32,26 +42,7 @@ _QUOTES = frozenset("'\"\\")
 _FLAGS = frozenset("bBdEIOPqRsSuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
 _PRINTS = frozenset({"-V", "-VV", "--version", "-h", "--help"})
-_ENGINES = {
-    **dict.fromkeys(("dask", "dask-scheduler", "dask-worker"), "dask"),
-    **dict.fromkeys(("distributed.cli.dask_scheduler", "distributed.cli.dask_worker"), "dask"),
-    **dict.fromkeys(("horovodrun", "horovod.runner", "horovod.runner.launch"), "horovod"),
-    **dict.fromkeys(("ray", "ray.scripts.scripts"), "ray"),
-}
-"""Commands and modules in whose place the agent runs an engine, and the framework to choose for it."""
-
-_LAUNCHERS = frozenset({*_ENGINES, "accelerate", "deepspeed", "mpiexec", "mpirun", "srun", "torchrun"})
-_LAUNCHER_MODULES = frozenset(
-    {
-        *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
-        *("deepspeed.launcher.launch", "deepspeed.launcher.runner"),
-        *_ENGINES,
-        *("torch.distributed.launch", "torch.distributed.run"),
-    }
-)
-_SHELLS = frozenset({"bash", "dash", "sh", "zsh"})
 _LOOPS = (["for"], ["until"], ["while"])
-_NEXT_STEP = "Give the script itself, as in 'python train.py --epochs 10' or 'python -m package.module'"
 
 
 @dataclass(frozen=True)
@@ -112,12 +103,12 @@ def parse_program(argv: Sequence[str]) -> Program:
     if len(words) == 1 and any(character.isspace() or character in _QUOTES for character in words[0]):
         words = _split(words[0])
     if not words:
-        raise CommandError(f"The command is empty. {_NEXT_STEP}.")
+        raise CommandError(f"The command is empty. {NEXT_STEP}.")
     if is_interpreter(words[0]):
         return _parse_interpreted(words)
     if words[0].endswith(".py"):
         return Program(None, (), "script", words[0], tuple(words[1:]))
-    raise CommandError(_no_python(words))
+    raise CommandError(no_program(words))
 
 
 def require_script(program: Program) -> None:
@@ -168,9 +159,9 @@ def find_program(shell_command: str) -> FoundProgram:
         cut = slice(command[skipped].start, command[-1].end)
         found.append(FoundProgram(shell_command[: cut.start], shell_command[cut], shell_command[cut.stop :]))
     if not found:
-        launcher = next((words for words in others if _name(words) in _LAUNCHERS), None)
+        launcher = next((words for words in others if command_name(words) in LAUNCHERS), None)
         behind = next((words for words in others if _may_hide_python(words)), None)
-        raise CommandError(_no_python(launcher or behind or (others[-1] if others else [])))
+        raise CommandError(no_program(launcher or behind or (others[-1] if others else [])))
     if len(found) > 1:
         programs = ", ".join(repr(one.program) for one in found)
         raise CommandError(
@@ -178,10 +169,10 @@ def find_program(shell_command: str) -> FoundProgram:
             "'command' before the others, as in 'command python prepare.py && python train.py': the shell then runs "
             "them once per node, without the agent. Or call them from the training script."
         )
-    if (cluster := next(filter(_starts_cluster, others), None)) is not None:
+    if (cluster := next(filter(starts_cluster, others), None)) is not None:
         raise CommandError(
             f"The command {shlex.join(cluster)!r} would start a cluster of its own on each node; "
-            f"{_instead_of(_name(cluster), [])} Leave {shlex.join(cluster)!r} out."
+            f"{instead_of(command_name(cluster), [])} Leave {shlex.join(cluster)!r} out."
         )
     return found[0]
 
@@ -212,28 +203,28 @@ def _parse_interpreted(words: list[str]) -> Program:
                     options.append(word[:position])
                 module = value or (rest.pop(0) if rest else "")
                 if not module:
-                    raise CommandError(f"{shlex.join(words)!r} names no module after -m. {_NEXT_STEP}.")
-                if module in _LAUNCHER_MODULES:
+                    raise CommandError(f"{shlex.join(words)!r} names no module after -m. {NEXT_STEP}.")
+                if module in LAUNCHER_MODULES:
                     raise CommandError(
-                        f"{shlex.join(words)!r} starts the launcher {module!r}; {_instead_of(module, rest)}"
+                        f"{shlex.join(words)!r} starts the launcher {module!r}; {instead_of(module, rest)}"
                     )
                 return Program(interpreter, tuple(options), "module", module, tuple(rest))
             if letter in _FLAGS_WITH_VALUE:
                 if not value and not rest:
-                    raise CommandError(f"{shlex.join(words)!r} gives -{letter} no value. {_NEXT_STEP}.")
+                    raise CommandError(f"{shlex.join(words)!r} gives -{letter} no value. {NEXT_STEP}.")
                 options += [word] if value else [word, rest.pop(0)]
                 break
             if letter not in _FLAGS:
                 raise CommandError(
                     f"{shlex.join(words)!r} gives the interpreter {word!r}, which starts no script or module that "
-                    f"could run again after a restart. {_NEXT_STEP}."
+                    f"could run again after a restart. {NEXT_STEP}."
                 )
         else:
             if len(word) == 1:
-                raise CommandError(f"{shlex.join(words)!r} reads its program from standard input. {_NEXT_STEP}.")
+                raise CommandError(f"{shlex.join(words)!r} reads its program from standard input. {NEXT_STEP}.")
             options.append(word)
     if not rest:
-        raise CommandError(f"{shlex.join(words)!r} starts the interpreter without a program. {_NEXT_STEP}.")
+        raise CommandError(f"{shlex.join(words)!r} starts the interpreter without a program. {NEXT_STEP}.")
     return Program(interpreter, tuple(options), "script", rest[0], tuple(rest[1:]))
 
 
@@ -253,63 +244,13 @@ def _prepares(words: list[str]) -> bool:
 
 
 def _may_hide_python(words: Sequence[str]) -> bool:
-    return _is_shell_text(words) or any(is_interpreter(word) for word in words[1:])
-
-
-def _is_shell_text(words: Sequence[str]) -> bool:
-    options = [word for word in words[1:3] if word.startswith("-") and not word.startswith("--")]
-    return words[0].rsplit("/", 1)[-1] in _SHELLS and any("c" in word for word in options)
-
-
-def _no_python(words: Sequence[str]) -> str:
-    if not words:
-        return f"The command starts no Python program. {_NEXT_STEP}."
-    text = f"The command {shlex.join(words)!r} starts no Python program"
-    if _name(words) in _LAUNCHERS:
-        return f"{text} but the launcher {words[0]!r}; {_instead_of(_name(words), words[1:])}"
-    if _is_shell_text(words):
-        return (
-            f"{text} but a shell of its own, whose program the agent cannot find. Give what follows -c as the command."
-        )
-    if any(is_interpreter(word) for word in words[1:]):
-        return (
-            f"{text} in whose place the agent could run: it is not known whether {words[0]!r} can start the agent. "
-            f"Leave {words[0]!r} out. {_NEXT_STEP}."
-        )
-    return f"{text}; the elastic agent has to start, watch and restart the workers itself. {_NEXT_STEP}."
-
-
-def _name(words: Sequence[str]) -> str:
-    """Return the name of a command without its folder."""
-    return words[0].rsplit("/", 1)[-1]
-
-
-def _starts_cluster(words: Sequence[str]) -> bool:
-    """Return whether a command starts a part of a cluster, as ``ray start --head`` does."""
-    return [_name(words), *words[1:2]] in (["dask", "scheduler"], ["dask", "worker"], ["ray", "start"]) or (
-        _name(words) in ("dask-scheduler", "dask-worker")
-    )
-
-
-def _instead_of(launcher: str, words: Sequence[str]) -> str:
-    """Return what to write in the place of a launcher's command with these arguments."""
-    start = next((index for index, word in enumerate(words) if is_interpreter(word)), None)
-    step = _NEXT_STEP if start is None else f"Write {shlex.join(words[start:])!r}"
-    framework = _ENGINES.get(launcher)
-    if framework is None:
-        return f"the elastic agent takes the launcher's place and starts the workers. {step}."
-    if framework == "horovod":
-        return f'with ElasticDistribution(framework="horovod") the elastic agent starts the workers. {step}.'
-    return (
-        f'with ElasticDistribution(framework="{framework}") the elastic agent starts the cluster. Give the program '
-        "that uses it, as in 'python search.py'."
-    )
+    return is_shell_text(words) or any(is_interpreter(word) for word in words[1:])
 
 
 def _split(text: str) -> list[str]:
     commands = list(simple_commands(text))
     if len(commands) > 1:
         raise CommandError(
-            f"{text!r} holds {len(commands)} shell commands where one Python program is expected. {_NEXT_STEP}."
+            f"{text!r} holds {len(commands)} shell commands where one Python program is expected. {NEXT_STEP}."
         )
     return [word.text for word in commands[0]] if commands else []
