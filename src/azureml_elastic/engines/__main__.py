@@ -72,6 +72,11 @@ def _engine(framework: str, workers: int | None, program: Sequence[str], agent: 
 
         name = f"{socket.gethostname()}-{os.getpid()}"
         return HorovodEngine(name, workers or count_visible_devices() or 1, program, agent)
+    if framework == "ray":
+        from azureml_elastic.engines.cluster import ClusterEngine
+        from azureml_elastic.engines.ray import Ray
+
+        return ClusterEngine(Ray(host, workers or cpus, folder), program)
     raise EngineError(f"No engine runs framework={framework!r} on {agent}.")
 
 

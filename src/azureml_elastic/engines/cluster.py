@@ -37,8 +37,12 @@ class Cluster(Protocol):
             EngineError: it has not started.
         """
 
-    def start_member(self, address: str) -> Child:
-        """Start this node's member of the cluster with this head; the one before is gone."""
+    def start_member(self, address: str) -> Child | None:
+        """Start this node's member of the cluster with this head; the one before is gone.
+
+        Returns:
+            The member, ``None`` where this node has the head and needs no other process.
+        """
 
     def retire_member(self, address: str) -> None:
         """Have the cluster move what this node's member holds to others. Blocks until it is done, or cannot be done."""

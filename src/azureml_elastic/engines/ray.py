@@ -1,0 +1,147 @@
+"""Ray on a run's nodes: the head and the program on the first one, one raylet on each."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from azureml_elastic.engines.children import Child
+from azureml_elastic.errors import EngineError
+
+__all__ = ["Ray"]
+
+_LOG = logging.getLogger(__name__)
+
+_START_SECONDS = 120.0
+_DRAIN_SECONDS = 20.0
+_POLL_SECONDS = 0.02
+_LONGEST_FOLDER_BYTES = 43
+"""The path of a socket has at most 107 bytes, of which Ray's names below its folder take up to 64."""
+
+_ADDRESS_FILE = "ray_current_cluster"
+"""File in Ray's folder that ``ray start`` writes when all processes of the node have started."""
+
+
+class Ray:
+    """This node's part in a Ray cluster. Each node has one raylet; on the first node it is the head's.
+
+    Args:
+        host: address of this node, which the others reach.
+        cpus: number of CPUs that Ray's tasks and actors on this node may use.
+        folder: folder for Ray's files, which only this process's user can enter.
+    """
+
+    def __init__(self, host: str, cpus: int, folder: str) -> None:
+        self._host = host
+        self._cpus = cpus
+        self._folder = folder
+        self._head: Child | None = None
+        self._member: Child | None = None
+        self._files: Path | None = None
+        self._newest: str | None = None
+        """Token for the next cluster."""
+        self._of_cluster: dict[str, str] = {}
+        """Token of each cluster so far, by the address of its head."""
+
+    def use_key(self, key: bytes) -> None:
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
+        self._newest = hmac.digest(key, b"ray", "sha256").hex()
+
+    def start_head(self) -> str:
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
+        assert self._newest is not None
+        folder = self._new_folder()
+        # The server for remote clients cannot be switched off, and its usual port may be taken.
+        ports = ("--port", "0", "--ray-client-server-port", str(_free_port(self._host)))
+        options = ("--head", *ports, "--include-dashboard", "false", "--no-monitor")
+        self._head = self._start(options, folder, self._newest)
+        until = time.monotonic() + _START_SECONDS
+        while not (address := _read(folder / _ADDRESS_FILE)):
+            self.check()
+            if time.monotonic() >= until:
+                raise EngineError(
+                    f"Ray's head on {self._host} has not started within {_START_SECONDS:.0f} s. Its output is in the "
+                    f"node's log, and that of its processes in {folder}."
+                )
+            time.sleep(_POLL_SECONDS)
+        self._of_cluster[address] = self._newest
+        return address
+
+    def start_member(self, address: str) -> Child | None:
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`. The head is a member itself."""
+        if self._head is not None:
+            return None
+        self._member = self._start(("--address", address), self._new_folder(), self._token(address))
+        return self._member
+
+    def retire_member(self, address: str) -> None:
+        """Have Ray schedule nothing more on this node, and wait until what runs here has ended or a time is over."""
+        assert self._member is not None
+        self._member.stop(_DRAIN_SECONDS + 5)
+        _LOG.info("This node has left the Ray cluster of %s.", address)
+
+    def variables(self, address: str) -> Mapping[str, str]:
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
+        return {"RAY_ADDRESS": address, **_authentication(self._token(address))}
+
+    def check(self) -> None:
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
+        if self._head is not None and (code := self._head.exit_code) is not None:
+            raise EngineError(f"Ray's head on {self._host} has ended with {code}; its output is in the node's log.")
+
+    def stop_head(self) -> None:
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
+        head, self._head = self._head, None
+        if head is not None:
+            head.stop(0)
+
+    def _start(self, options: Sequence[str], folder: Path, token: str) -> Child:
+        """Start the processes of a node of Ray."""
+        if len(os.fsencode(folder)) > _LONGEST_FOLDER_BYTES:
+            raise EngineError(
+                f"Ray's sockets need a folder whose path has at most {_LONGEST_FOLDER_BYTES} bytes; {folder} has "
+                f"{len(os.fsencode(folder))}. Set TMPDIR to a shorter path on the nodes."
+            )
+        place = ("--node-ip-address", self._host, "--temp-dir", str(folder))
+        ports = ("--min-worker-port", "0", "--max-worker-port", "0", "--dashboard-agent-listen-port", "0")
+        common = ("--block", "--num-cpus", str(self._cpus), *place, *ports, "--disable-usage-stats")
+        variables = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": f"{_DRAIN_SECONDS:.0f}", **_authentication(token)}
+        return Child((sys.executable, "-m", "ray.scripts.scripts", "start", *options, *common), variables)
+
+    def _new_folder(self) -> Path:
+        """Return an empty folder in the place of the one before, whose processes have ended."""
+        if self._files is not None:
+            shutil.rmtree(self._files, ignore_errors=True)
+        self._files = Path(tempfile.mkdtemp(prefix="r", dir=self._folder))
+        return self._files
+
+    def _token(self, address: str) -> str:
+        """Return the token of the cluster with this head."""
+        assert self._newest is not None
+        return self._of_cluster.setdefault(address, self._newest)
+
+
+def _authentication(token: str) -> dict[str, str]:
+    """Return the environment variables that have Ray's processes, and a program, accept and show only this token."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        return ""
