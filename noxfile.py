@@ -11,7 +11,7 @@ import nox
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "docs", "tests", "oldest_sdk", "deepspeed", "stacks"]
+nox.options.sessions = ["lint", "types", "docs", "tests", "oldest_sdk", "deepspeed", "stacks", "horovod"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_SDK = "1.28.1"
@@ -178,6 +178,22 @@ def deepspeed(session: nox.Session) -> None:
 def deepspeed_oldest(session: nox.Session) -> None:
     """Run the tests that need DeepSpeed on the oldest supported release; not by default."""
     run_deepspeed_tests(session, OLDEST_DEEPSPEED)
+
+
+@nox.session
+def horovod(session: nox.Session) -> None:
+    """Build Horovod for the installed torch, and run the tests that need it."""
+    if shutil.which("c++") is None or shutil.which("cmake") is None:
+        session.skip("Horovod's tests need a C++ compiler and CMake, with which it is built.")
+    install_wheel(session, "node", "demo", groups=("test",))
+    session.install("setuptools<80", "wheel", "packaging")
+    wheels = Path(session.create_tmp()) / "horovod"
+    if not list(wheels.glob("*.whl")):
+        session.run("python", "tools/build_horovod.py", str(wheels), silent=True)
+    session.install("--constraint", str(CONSTRAINTS), *map(str, wheels.glob("*.whl")))
+    files = ("runs/test_horovod.py", "integration/engines/test_horovod_workers.py")
+    paths = [f"tests/{file}" for file in files]
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=5")), *paths)
 
 
 @nox.session
