@@ -15,7 +15,7 @@ from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.node_server import start_node
-from tests.support.paths import PROGRAMS
+from tests.support.paths import PROGRAMS, SAMPLES
 from tests.support.waiting import until
 
 pytest.importorskip("horovod", reason="Horovod is not installed")
@@ -144,3 +144,19 @@ def test_a_run_that_has_lost_all_workers_goes_on_from_the_checkpoint_of_a_commit
     assert batch >= 10
     assert batch % 10 == 0
     assert before != after
+
+
+def test_the_sample_learns_through_the_loss_of_its_first_node(tmp_path):
+    report = LocalCluster(
+        (1, 2),
+        popen=start_node,
+        chaos=parse_schedule("kill=rank0@step:30"),
+        run_dir=tmp_path / "run",
+        distribution=ElasticDistribution(framework="horovod"),
+    ).run([str(SAMPLES / "horovod_digits.py"), "--epochs", "6"])
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    lines = [line for path in (tmp_path / "run/logs").iterdir() for line in path.read_text().splitlines()]
+    accuracies = {line.split()[4]: float(line.split()[-1]) for line in lines if "accuracy" in line}
+    assert set(accuracies) == {"1", "2", "3", "4", "5", "6"}
+    assert accuracies["6"] > 0.9
+    assert [len(round_.members) for round_ in report.rounds] == [2, 1]

@@ -134,9 +134,9 @@ class ElasticDistribution(ConfigModel):
     """The processes of an elastic job.
 
     Args:
-        framework: what a round runs. ``pytorch`` runs the program as the workers of all nodes. ``dask`` runs a
-            scheduler on the first node of the round, workers on all nodes, and the program once, on the first node;
-            ``docs/explanation/engines.md`` states which guarantees hold.
+        framework: what a round runs. ``pytorch`` runs the program as the workers of all nodes. ``horovod`` does so in
+            Horovod's elastic mode. ``dask`` and ``ray`` run a cluster on all nodes, and the program once, on the first
+            node of the round. ``docs/explanation/engines.md`` states which guarantees hold.
         process_count_per_instance: number of workers per node, or ``"auto"`` for one per GPU (one on a node without
             GPUs).
         max_restarts: number of worker failures that the *whole run* may have within ``restart_window`` before it
