@@ -185,13 +185,14 @@ def horovod(session: nox.Session) -> None:
     """Build Horovod for the installed torch, and run the tests that need it."""
     if shutil.which("c++") is None or shutil.which("cmake") is None:
         session.skip("Horovod's tests need a C++ compiler and CMake, with which it is built.")
-    install_wheel(session, "node", "demo", groups=("test",))
+    install_wheel(session, "all", groups=("test",))
     session.install("setuptools<80", "wheel", "packaging")
     wheels = Path(session.create_tmp()) / "horovod"
     if not list(wheels.glob("*.whl")):
         session.run("python", "tools/build_horovod.py", str(wheels), silent=True)
     session.install("--constraint", str(CONSTRAINTS), *map(str, wheels.glob("*.whl")))
     files = ("runs/test_horovod.py", "integration/engines/test_horovod_workers.py")
+    files += ("integration/testing/test_horovod_job.py",)
     paths = [f"tests/{file}" for file in files]
     session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=5")), *paths)
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from threading import Thread
 
 import psutil
 import pytest
 
 from azureml_elastic.config import ElasticDistribution
-from azureml_elastic.ledger.events import NodeStarted, RoundEntered
-from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.local_nodes import LocalNodes
 from tests.support.node_server import start_node
 from tests.support.paths import PROGRAMS, SAMPLES
 from tests.support.waiting import until
@@ -31,6 +28,7 @@ class Run:
     def __init__(self, folder):
         self.folder = folder
         self.path = folder / "run"
+        self.nodes = LocalNodes(self.path)
 
     def run(self, mode, chaos="", nodes=(2, 2), fault=lambda: None):
         """Run the program to its end; ``fault`` is injected once it has computed."""
@@ -52,9 +50,6 @@ class Run:
         assert not [each for each in psutil.process_iter(["cmdline"]) if self._is_ours(each)]
         return report
 
-    def agent(self, node):
-        return next(each.pid for each in read_events(self.path / "events") if self._started(each, node))
-
     def executions(self):
         return [len((self.folder / f"executed-{number}").read_text()) for number in range(TASKS)]
 
@@ -65,9 +60,6 @@ class Run:
         until((self.folder / "computed").exists, timeout=180)
         fault()
 
-    def _started(self, event, node):
-        return isinstance(event, NodeStarted) and event.node == node
-
     def _is_ours(self, process):
         return str(self.folder) in " ".join(process.info["cmdline"] or ())
 
@@ -77,24 +69,12 @@ def dask(tmp_path):
     return Run(tmp_path)
 
 
-def members(dask):
-    """Return the nodes of the newest round in rank order."""
-    entries = [each for each in read_events(dask.path / "events") if isinstance(each, RoundEntered)]
-    return max(entries, key=lambda each: each.round).members
-
-
-def kill_tree(pid):
-    agent = psutil.Process(pid)
-    for process in (*agent.children(recursive=True), agent):
-        process.kill()
-
-
 def test_the_loss_of_the_schedulers_node_starts_the_program_again_on_another_one(dask):
     first = []
 
     def lose():
-        first.append(members(dask)[0])
-        kill_tree(dask.agent(first[0]))
+        first.append(dask.nodes.members()[0])
+        dask.nodes.kill(first[0])
 
     report = dask.run("lost", nodes=(2, 3), fault=lose)
     assert dask.starts() == 2
@@ -106,8 +86,8 @@ def test_nodes_leave_with_their_results_moved_and_others_come_without_a_restart(
     left = []
 
     def leave():
-        left.append(members(dask)[1])
-        os.kill(dask.agent(left[0]), signal.SIGTERM)  # a preemption notice
+        left.append(dask.nodes.members()[1])
+        dask.nodes.preempt(left[0])
 
     report = dask.run("replaced", chaos="add@1s", nodes=(1, 2), fault=leave)
     assert dask.starts() == 1

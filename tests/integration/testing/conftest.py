@@ -19,6 +19,7 @@ except ModuleNotFoundError:
         "test_elastic.py",
         "test_engines.py",
         "test_gateway.py",
+        "test_horovod_job.py",
         "test_locations.py",
         "test_losses.py",
         "test_plugin.py",
