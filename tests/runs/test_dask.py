@@ -69,16 +69,18 @@ def dask(tmp_path):
     return Run(tmp_path)
 
 
-def test_the_loss_of_the_schedulers_node_starts_the_program_again_on_another_one(dask):
+def test_the_loss_of_the_schedulers_node_starts_the_program_again_and_a_node_that_comes_takes_part(dask):
     first = []
 
     def lose():
         first.append(dask.nodes.members()[0])
         dask.nodes.kill(first[0])
 
-    report = dask.run("lost", nodes=(2, 3), fault=lose)
+    report = dask.run("lost", chaos="add@15s", nodes=(1, 3), fault=lose)
     assert dask.starts() == 2
-    assert report.rounds[-1].members[0] != first[0]
+    last = report.rounds[-1].members
+    assert len(last) == 3
+    assert first[0] not in last
     assert first[0] in {node for round_ in report.rounds for node in round_.lost}
 
 

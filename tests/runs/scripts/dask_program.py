@@ -1,6 +1,6 @@
 """A program with Dask: records each execution of a task, and waits for faults that the test injects.
 
-``dask_program.py FOLDER lost`` blocks until its node is killed; started again, it waits for two workers and finishes.
+``dask_program.py FOLDER lost`` blocks until its node is killed; started again, it waits for three workers and finishes.
 ``dask_program.py FOLDER replaced`` finishes when another worker has taken the place of one of its two.
 ``dask_program.py FOLDER evicted`` reads its results when one of its three workers has left, then blocks until its node
 is killed; started again, it finishes with one worker.
@@ -14,7 +14,7 @@ from pathlib import Path
 from distributed import Client, wait
 
 TASKS = 24
-WORKERS = {("evicted", 1): 3, ("evicted", 2): 1}
+WORKERS = {("lost", 1): 3, ("lost", 2): 3, ("evicted", 1): 3, ("evicted", 2): 1}
 """Number of workers to wait for by mode and start, where it is not two."""
 
 
