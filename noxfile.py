@@ -63,7 +63,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests against the installed wheel."""
-    install_wheel(session, "all", "dask", groups=("test", "integrations", "notebooks"))
+    install_wheel(session, "all", "dask", "ray", groups=("test", "integrations", "notebooks"))
     # Most of the time is spent waiting for processes to start and to die, so more run at once than there are cores.
     session.run("python", "-m", "pytest", *(session.posargs or (*PARALLEL, "--durations=10", "--ignore=tests/stacks")))
 
