@@ -52,7 +52,16 @@ class Ray:
         """Token of each cluster so far, by the address of its head."""
 
     def use_key(self, key: bytes) -> None:
-        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`.
+
+        Raises:
+            EngineError: there is no key.
+        """
+        if not key:
+            raise EngineError(
+                "This node has no key of the run (0 bytes), so Ray's connections cannot be authenticated. The node's "
+                "log says why it has none."
+            )
         self._newest = hmac.digest(key, b"ray", "sha256").hex()
 
     def start_head(self) -> str:
