@@ -49,7 +49,11 @@ class NodeEngine:
     def _take_part(self, place: WorkerIdentity) -> int | None:
         """Take part in one round; return the exit code of this process, ``None`` where another round follows."""
         try:
-            store = RoundStore.of_environment()
+            store = RoundStore.of_environment(lambda: self._agent.wait_interrupted(0))
+        except RuntimeError as error:
+            self._wait_for_the_end(place, error)
+            return None
+        try:
             self._agent.connected()
             self._engine.enter(place, store)
             while not self._agent.wait_interrupted(_POLL_SECONDS):
@@ -61,11 +65,17 @@ class NodeEngine:
                 elif (code := self._engine.poll()) is not None:
                     return code
             self._engine.round_over()
-        except RuntimeError as error:  # of torch: the store is gone, and with it the round
-            _LOG.info("The store of round %d is gone: %s", place.round, error)
-            while not self._agent.wait_interrupted(_POLL_SECONDS):
-                pass
+        except RuntimeError as error:
+            self._wait_for_the_end(place, error)
+        finally:
+            store.close()
         return None
+
+    def _wait_for_the_end(self, place: WorkerIdentity, error: RuntimeError) -> None:
+        """Wait until the agent knows that the round is over, whose store is gone."""
+        _LOG.info("The store of round %d is gone: %s", place.round, error)
+        while not self._agent.wait_interrupted(_POLL_SECONDS):
+            pass
 
     def _on_leave(self) -> None:
         self._must_leave = True

@@ -104,7 +104,7 @@ def run(tmp_path, monkeypatch, agent):
     plan = Plan(resources=ElasticResources(max_instance_count=1))
     monkeypatch.setenv(variables.PLAN, plan.to_json())
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = RoundStore("127.0.0.1", server.port, b"")
+    store = RoundStore("127.0.0.1", server.port, b"", lambda: False)
 
     def run_program(text):
         program = tmp_path / "program.py"
@@ -121,6 +121,7 @@ def run(tmp_path, monkeypatch, agent):
             engine.stop()
 
     yield run_program
+    store.close()
     del server
 
 

@@ -1,0 +1,75 @@
+"""A program with Ray: computes with tasks on all nodes, and waits for faults that the test injects.
+
+``ray_program.py FOLDER lost`` blocks until its node is killed; started again, it finishes with any number of nodes.
+``ray_program.py FOLDER replaced`` finishes when another node has taken the place of one of its two.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+TASKS = 12
+SECONDS = 4
+CPUS = 4  # of two nodes
+
+
+@ray.remote(num_cpus=1)
+def square(number):
+    return number * number
+
+
+@ray.remote(num_cpus=1)
+def hold(began, seconds):
+    """Hold a CPU for some seconds, and return the node's id."""
+    began.touch()
+    time.sleep(seconds)
+    return ray.get_runtime_context().get_node_id()
+
+
+def nodes():
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def until(condition):
+    while not condition():
+        time.sleep(0.1)
+
+
+def on(node):
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def squares(numbers, ids):
+    """Return the sum of squares, which each of these nodes has computed."""
+    tasks = [square.options(scheduling_strategy=on(node)).remote(number) for number in numbers for node in ids]
+    return sum(ray.get(tasks)) // len(ids)
+
+
+def main(folder, mode):
+    starts = folder / "starts"
+    with starts.open("a") as file:
+        file.write("x")
+    start = len(starts.read_text())
+    ray.init(logging_level="warning")
+    until(lambda: len(nodes()) >= (2 if start == 1 else 1))
+    before = nodes()
+    total = squares(range(TASKS // 2), before)
+    if start == 1:
+        (other,) = before - {ray.get_runtime_context().get_node_id()}
+        held = hold.options(scheduling_strategy=on(other), max_retries=0).remote(folder / "began", SECONDS)
+        until((folder / "began").exists)
+        until(lambda: ray.cluster_resources()["CPU"] == CPUS)
+        (folder / "computed").touch()
+        if mode == "lost":
+            until(lambda: False)
+        until(lambda: other not in nodes() and len(nodes()) == 2)
+        assert ray.get(held) == other  # it has ended before its node has left
+    total += squares(range(TASKS // 2, TASKS), nodes())
+    (folder / "result").write_text(str(total))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
