@@ -1,26 +1,31 @@
-"""Recovery of a Dask run whose scheduler's node is killed, beside Dask's own start on the same machine.
+"""Recovery of a Dask or Ray run whose first node is killed, beside the framework's own start on the same machine.
 
-``python benchmarks/engines.py --runs 5`` prints, per run and as medians, the seconds from the SIGKILL of the first node
-to the first result of the program that was started again, and from the start of a scheduler, a worker and the same
-program by hand to its first result.
+``python benchmarks/engines.py --framework dask --runs 5`` prints, per run and as medians, the seconds from the SIGKILL
+of the first node to the first result of the program that was started again, and from the start of the framework's head,
+the head's node and the same program, without agents, to its first result.
+
+Ray puts the machine's own address in the place of 127.0.0.1. In a network that has nothing else it cannot:
+``unshare --net bash -c 'ip link set lo up; python benchmarks/engines.py --framework ray'``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from typing import NamedTuple
 
 import psutil
 
 from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.engines.cluster import Cluster
 from azureml_elastic.ledger.events import NodeStarted, RoundEntered
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
@@ -28,48 +33,73 @@ from azureml_elastic.local.cluster import LocalCluster
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from distributed import Client
 folder = Path(sys.argv[1])
-with Client() as client:
-    assert client.submit(sum, [1, 2]).result() == 3
-    number = len(list(folder.glob("result-*")))
-    (folder / f"result-{number}").write_text(str(time.time()))
-    while number == 0 and not (folder / "enough").exists():
-        time.sleep(0.05)
+{result}
+number = len(list(folder.glob("result-*")))
+(folder / f"result-{{number}}").write_text(str(time.time()))
+while number == 0 and not (folder / "enough").exists():
+    time.sleep(0.05)
 """
+TIMEOUT_SECONDS = 120
+
+
+class Framework(NamedTuple):
+    """A framework: code that computes a result, and its cluster for a folder."""
+
+    code: str
+    cluster: Callable[[str], Cluster]
+
+
+def dask(folder: str) -> Cluster:
+    """Return one node's part in a Dask cluster."""
+    from azureml_elastic.engines.dask import Dask
+
+    return Dask("127.0.0.1", 1, 2, folder, None)
+
+
+def ray(folder: str) -> Cluster:
+    """Return one node's part in a Ray cluster."""
+    from azureml_elastic.engines.ray import Ray
+
+    return Ray("127.0.0.1", 1, folder)
+
+
+FRAMEWORKS = {
+    "dask": Framework("from distributed import Client\nassert Client().submit(sum, [1, 2]).result() == 3", dask),
+    "ray": Framework("import ray\nray.init()\nassert ray.get(ray.remote(lambda: 3).remote()) == 3", ray),
+}
 
 
 def await_result(folder: Path, number: int) -> float:
     """Return the time of a start's first result."""
     path = folder / f"result-{number}"
-    until = time.monotonic() + 120
+    until = time.monotonic() + TIMEOUT_SECONDS
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < until, f"no result {number}"
         time.sleep(0.01)
     return float(path.read_text())
 
 
-def measure_recovery(folder: Path) -> float:
+def measure_recovery(framework: str, folder: Path, program: Path) -> float:
     """Return the seconds from the loss of the first node to the next result."""
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
     killed: list[float] = []
 
     def kill() -> None:
         await_result(folder, 0)
-        time.sleep(2)  # all nodes have their workers
+        time.sleep(3)  # all nodes are members
         events = read_events(folder / "run/events")
         first = max((each for each in events if isinstance(each, RoundEntered)), key=lambda each: each.round).members[0]
         pid = next(each.pid for each in events if isinstance(each, NodeStarted) and each.node == first)
         agent = psutil.Process(pid)
+        processes = (agent, *agent.children(recursive=True))
         killed.append(time.time())
-        for process in (agent, *agent.children(recursive=True)):
+        for process in processes:
             process.kill()
 
     injecting = Thread(target=kill)
     injecting.start()
-    distribution = ElasticDistribution(framework="dask")
-    report = LocalCluster((2, 3), run_dir=folder / "run", timeout_s=120, distribution=distribution).run(
+    distribution = ElasticDistribution(framework=framework, process_count_per_instance=1)
+    report = LocalCluster((1, 2), run_dir=folder / "run", timeout_s=200, distribution=distribution).run(
         [str(program), str(folder)]
     )
     injecting.join()
@@ -77,49 +107,43 @@ def measure_recovery(folder: Path) -> float:
     return await_result(folder, 1) - killed[0]
 
 
-def measure_own_start(folder: Path) -> float:
-    """Return the seconds from the start of scheduler, worker and program to the first result."""
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
+def measure_own_start(framework: str, folder: Path, program: Path) -> float:
+    """Return the seconds from the start of the framework and the program to the first result."""
     (folder / "enough").touch()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-    module = [sys.executable, "-m"]
-    local = ["--host", "127.0.0.1", "--no-dashboard"]
+    cluster = FRAMEWORKS[framework].cluster(str(folder))
+    cluster.use_key(b"k" * 32)
     began = time.time()
-    commands = [
-        [*module, "distributed.cli.dask_scheduler", *local, "--port", str(port)],
-        [*module, "distributed.cli.dask_worker", address, *local, "--local-directory", str(folder)],
-        [sys.executable, str(program), str(folder)],
-    ]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    environment = {**os.environ, "DASK_SCHEDULER_ADDRESS": address}
-    processes = [subprocess.Popen(command, env=environment, **quiet) for command in commands]
     try:
+        address = cluster.start_head()
+        member = cluster.start_member(address)
+        environment = {**os.environ, **cluster.variables(address)}
+        subprocess.run([sys.executable, str(program), str(folder)], env=environment, check=True)
+        if member is not None:
+            member.stop(0)
         return await_result(folder, 0) - began
     finally:
-        for process in processes[::-1]:
-            process.terminate()
-            process.wait()
+        cluster.stop_head()
 
 
 def main() -> None:
     """Print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--framework", choices=sorted(FRAMEWORKS), default="dask")
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
     found = []
     for _ in range(arguments.runs):
-        with tempfile.TemporaryDirectory() as name:
-            own = measure_own_start(Path(name))
-        with tempfile.TemporaryDirectory() as name:
-            recovery = measure_recovery(Path(name))
+        seconds = []
+        for measure in (measure_own_start, measure_recovery):
+            with tempfile.TemporaryDirectory(prefix="e") as name:
+                program = Path(name) / "program.py"
+                program.write_text(PROGRAM.format(result=FRAMEWORKS[arguments.framework].code))
+                seconds.append(measure(arguments.framework, Path(name), program))
+        own, recovery = seconds
         found.append((recovery, own))
-        print(f"back {recovery:5.2f} s after the loss; Dask's own start {own:5.2f} s", flush=True)
+        print(f"back {recovery:5.2f} s after the loss; {arguments.framework}'s own start {own:5.2f} s", flush=True)
     recovery, own = (statistics.median(each) for each in zip(*found, strict=True))
-    print(f"median: {recovery:.2f} s and {own:.2f} s: {recovery - own:+.2f} s beyond Dask's own start")
+    print(f"median: {recovery:.2f} s and {own:.2f} s: {recovery - own:+.2f} s beyond {arguments.framework}'s own start")
 
 
 if __name__ == "__main__":

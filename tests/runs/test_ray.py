@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,10 +16,9 @@ import psutil
 import pytest
 
 from azureml_elastic.config import ElasticDistribution
-from azureml_elastic.ledger.events import NodeStarted, RoundEntered
-from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.local_nodes import LocalNodes
 from tests.support.node_server import start_node
 from tests.support.paths import PROGRAMS, SAMPLES
 from tests.support.waiting import until
@@ -52,6 +50,7 @@ class Run:
     def __init__(self, folder, network):
         self.folder = folder
         self.path = folder / "run"
+        self.nodes = LocalNodes(self.path)
         self._popen = functools.partial(start_node, network=network)
         self._network = network
 
@@ -81,15 +80,6 @@ class Run:
     def computed(self):
         until((self.folder / "computed").exists, timeout=180)
 
-    def members(self):
-        """Return the nodes of the newest round in rank order."""
-        entries = [each for each in read_events(self.path / "events") if isinstance(each, RoundEntered)]
-        return max(entries, key=lambda each: each.round).members
-
-    def agent(self, node):
-        events = read_events(self.path / "events")
-        return next(each.pid for each in events if isinstance(each, NodeStarted) and each.node == node)
-
     def temporary(self):
         return [*Path(tempfile.gettempdir()).glob("elastic-*/r*"), *Path("/tmp").glob("ray*/session*")]
 
@@ -103,12 +93,6 @@ def ray(tmp_path, network):
     return Run(tmp_path, network)
 
 
-def kill_tree(pid):
-    agent = psutil.Process(pid)
-    for process in (*agent.children(recursive=True), agent):
-        process.kill()
-
-
 def log(run, node):
     return (run.path / "logs" / f"{node}.log").read_text()
 
@@ -117,18 +101,20 @@ def result(run):
     return int((run.folder / "result").read_text())
 
 
-def test_the_loss_of_the_heads_node_starts_the_program_again_on_another_one(ray):
+def test_the_loss_of_the_heads_node_starts_the_program_again_and_a_node_that_comes_takes_part(ray):
     first = []
 
     def lose():
         ray.computed()
-        first.append(ray.members()[0])
-        kill_tree(ray.agent(first[0]))
+        first.append(ray.nodes.members()[0])
+        ray.nodes.kill(first[0])
 
-    report = ray.run([PROGRAM, str(ray.folder), "lost"], nodes=(1, 2), fault=lose)
+    report = ray.run([PROGRAM, str(ray.folder), "lost"], nodes=(1, 2), chaos="add@15s", fault=lose)
     assert len((ray.folder / "starts").read_text()) == 2
     assert result(ray) == sum(number * number for number in range(TASKS))
-    assert report.rounds[-1].members[0] != first[0]
+    last = report.rounds[-1].members
+    assert len(last) == 2
+    assert first[0] not in last
     assert first[0] in {node for round_ in report.rounds for node in round_.lost}
 
 
@@ -137,8 +123,8 @@ def test_nodes_leave_when_their_tasks_have_ended_and_others_come_without_a_resta
 
     def leave():
         ray.computed()
-        left.append(ray.members()[1])
-        os.kill(ray.agent(left[0]), signal.SIGTERM)  # a preemption notice
+        left.append(ray.nodes.members()[1])
+        ray.nodes.preempt(left[0])
 
     report = ray.run([PROGRAM, str(ray.folder), "replaced"], nodes=(1, 2), chaos="add@1s", fault=leave)
     assert len((ray.folder / "starts").read_text()) == 1
@@ -154,8 +140,8 @@ def test_the_sample_goes_on_from_its_checkpoint_when_the_heads_node_is_lost(ray)
     def lose():
         state = ray.folder / "digits" / "checkpoint_manager_snapshot.json"  # of Ray: it names the complete checkpoints
         until(lambda: state.exists() and "checkpoint_dir_name" in state.read_text(), timeout=180)
-        first.append(ray.members()[0])
-        kill_tree(ray.agent(first[0]))
+        first.append(ray.nodes.members()[0])
+        ray.nodes.kill(first[0])
 
     command = [str(SAMPLES / "ray_train.py"), "--epochs", "6", "--most-workers", "2", "--output", str(ray.folder)]
     report = ray.run(command, nodes=(1, 2), fault=lose, cpus=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -43,7 +44,14 @@ class LocalNodes:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all its descendants."""
+    """Kill a process and all its descendants, which are stopped first so that they start no others meanwhile."""
     agent = psutil.Process(pid)
-    for process in (*agent.children(recursive=True), agent):
-        process.kill()
+    stopped: set[psutil.Process] = set()
+    while found := {agent, *agent.children(recursive=True)} - stopped:
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        stopped |= found
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

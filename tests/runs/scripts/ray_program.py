@@ -1,6 +1,6 @@
 """A program with Ray: computes with tasks on all nodes, and waits for faults that the test injects.
 
-``ray_program.py FOLDER lost`` blocks until its node is killed; started again, it finishes with any number of nodes.
+``ray_program.py FOLDER lost`` blocks until its node is killed; started again, it waits for two nodes and finishes.
 ``ray_program.py FOLDER replaced`` finishes when another node has taken the place of one of its two.
 """
 
@@ -54,7 +54,7 @@ def main(folder, mode):
         file.write("x")
     start = len(starts.read_text())
     ray.init(logging_level="warning")
-    until(lambda: len(nodes()) >= (2 if start == 1 else 1))
+    until(lambda: len(nodes()) >= 2)
     before = nodes()
     total = squares(range(TASKS // 2), before)
     if start == 1:
