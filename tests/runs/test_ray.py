@@ -132,6 +132,9 @@ def test_nodes_leave_when_their_tasks_have_ended_and_others_come_without_a_resta
     last = report.rounds[-1].members
     assert len(last) == 2
     assert left[0] not in last
+    code, _, output = (ray.folder / "stranger").read_text().partition(" ")
+    assert code == "1"
+    assert "InvalidAuthToken" in output  # a program with another token is refused
 
 
 def test_the_sample_goes_on_from_its_checkpoint_when_the_heads_node_is_lost(ray):

@@ -4,6 +4,8 @@
 ``ray_program.py FOLDER replaced`` finishes when another node has taken the place of one of its two.
 """
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -48,6 +50,14 @@ def squares(numbers, ids):
     return sum(ray.get(tasks)) // len(ids)
 
 
+def connect_with(token):
+    """Try to connect to the cluster with a token, and return the exit code and the output."""
+    program = [sys.executable, "-c", "import ray; ray.init(logging_level='error')"]
+    environment = {**os.environ, "RAY_AUTH_TOKEN": token}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
 def main(folder, mode):
     starts = folder / "starts"
     with starts.open("a") as file:
@@ -65,6 +75,8 @@ def main(folder, mode):
         (folder / "computed").touch()
         if mode == "lost":
             until(lambda: False)
+        code, output = connect_with("0" * 64)
+        (folder / "stranger").write_text(f"{code} {output}")
         until(lambda: other not in nodes() and len(nodes()) == 2)
         assert ray.get(held) == other  # it has ended before its node has left
     total += squares(range(TASKS // 2, TASKS), nodes())
