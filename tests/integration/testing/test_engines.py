@@ -15,7 +15,7 @@ from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from tests.support.paths import PROGRAMS
 from tests.support.waiting import until
 
-PACKAGES = {"dask": "distributed"}
+PACKAGES = {"dask": "distributed", "ray": "ray"}
 """Package of each framework, whose program is among those of the whole runs."""
 TASKS = 24
 RESULT = str(sum(number * number for number in range(TASKS)))
@@ -38,6 +38,8 @@ elastic:
 @pytest.fixture(params=sorted(PACKAGES))
 def framework(request, project):
     """Name of a framework whose program is in ``src``."""
+    if request.param == "ray" and set(psutil.net_if_addrs()) != {"lo"}:
+        pytest.skip("Ray puts the machine's own address in the place of 127.0.0.1: run this where there is no other")
     pytest.importorskip(PACKAGES[request.param], reason=f"the extra {request.param} is not installed")
     shutil.copy(PROGRAMS / f"{request.param}_program.py", project / "src" / "program.py")
     return request.param

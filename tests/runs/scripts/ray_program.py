@@ -2,6 +2,9 @@
 
 ``ray_program.py FOLDER lost`` blocks until its node is killed; started again, it waits for two nodes and finishes.
 ``ray_program.py FOLDER replaced`` finishes when another node has taken the place of one of its two.
+``ray_program.py FOLDER evicted`` computes on three nodes, records each execution, reads its results when one of them
+has left, then blocks until its node is killed; started again, it finishes with one node.
+``ray_program.py FOLDER undisturbed`` does so with two nodes, and finishes.
 """
 
 import os
@@ -14,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 TASKS = 12
+RECORDED = 24
 SECONDS = 4
 CPUS = 4  # of two nodes
 
@@ -58,12 +62,37 @@ def connect_with(token):
     return done.returncode, done.stdout + done.stderr
 
 
+@ray.remote
+def record(number, folder):
+    """Return the square of a number; each execution is recorded."""
+    with (folder / f"executed-{number}").open("a") as file:
+        file.write("x")
+    return number * number
+
+
+def compute(folder, mode, start):
+    """Compute with tasks on all nodes, and return the sum."""
+    until(lambda: len(nodes()) >= {("evicted", 1): 3, ("evicted", 2): 1}.get((mode, start), 2))
+    before = nodes()
+    futures = [record.options(scheduling_strategy="SPREAD").remote(number, folder) for number in range(RECORDED)]
+    ray.wait(futures, num_returns=RECORDED)
+    (folder / "computed").touch()
+    if mode == "evicted" and start == 1:
+        until(lambda: not before <= nodes())
+        (folder / "result-after-notice").write_text(str(sum(ray.get(futures))))
+        until(lambda: False)
+    (folder / "result").write_text(str(sum(ray.get(futures))))
+
+
 def main(folder, mode):
     starts = folder / "starts"
     with starts.open("a") as file:
         file.write("x")
     start = len(starts.read_text())
     ray.init(logging_level="warning")
+    if mode in ("evicted", "undisturbed"):
+        compute(folder, mode, start)
+        return
     until(lambda: len(nodes()) >= 2)
     before = nodes()
     total = squares(range(TASKS // 2), before)
