@@ -158,10 +158,13 @@ def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) ->
 def _distribution(held: Any, launcher: Launched) -> ElasticDistribution:
     """Return the combination of the job's distribution and its launcher's options."""
     kind = "" if held is None else str(getattr(held, "type", type(held).__name__)).lower()
+    if kind == "ray":
+        return _ray(held)
     if kind not in {"", "pytorch"}:
+        framework = 'framework="horovod"' if kind == "mpi" else "..."
         raise SubmitError(
-            f"distribution={type(held).__name__} cannot be carried: an elastic job starts PyTorch workers. Give "
-            "from_command(..., distribution=ElasticDistribution(...)) if the script runs without it."
+            f"distribution={type(held).__name__} cannot be carried: an elastic job runs PyTorch, Horovod, Dask or Ray. "
+            f"Give from_command(..., distribution=ElasticDistribution({framework})) if the script runs so."
         )
     if held is None:
         return ElasticDistribution(**launcher.all_fields)
@@ -176,6 +179,24 @@ def _distribution(held: Any, launcher: Launched) -> ElasticDistribution:
     return ElasticDistribution(
         **{**launcher.fields, "process_count_per_instance": count if launched == 1 else launched}
     )
+
+
+def _ray(held: Any) -> ElasticDistribution:
+    """Return the distribution of a job with Ray, whose port the head chooses."""
+    options = (
+        "address",
+        "include_dashboard",
+        "dashboard_port",
+        "head_node_additional_args",
+        "worker_node_additional_args",
+    )
+    given = [name for name in options if getattr(held, name, None)]
+    if given:
+        raise SubmitError(
+            f"RayDistribution({given[0]}={getattr(held, given[0])!r}) cannot be carried: the elastic agents start Ray "
+            'themselves. Leave it out, or give from_command(..., distribution=ElasticDistribution(framework="ray")).'
+        )
+    return ElasticDistribution(framework="ray")
 
 
 def _located_input(value: Any, base: Path) -> Any:

@@ -4,7 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from azure.ai.ml import Input, MpiDistribution, Output, PyTorchDistribution, command, load_job
+from azure.ai.ml import Input, MpiDistribution, Output, PyTorchDistribution, RayDistribution, command, load_job
 from azure.ai.ml.entities import (
     CommandJob,
     Environment,
@@ -271,11 +271,20 @@ def test_without_resources_native_elasticity_is_taken_over():
     assert ElasticCommandJob.from_command(given).resources == wanted
 
 
+def test_ray_is_carried():
+    given = sdk_job(distribution=RayDistribution(port=6379), instance_count=4)
+    assert ElasticCommandJob.from_command(given).distribution == ElasticDistribution(framework="ray")
+
+
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
         (sdk_job, ["instance_count=1", "resources=ElasticResources(max_instance_count=...)"]),
-        (lambda: sdk_job(distribution=MpiDistribution(), instance_count=2), ["MpiDistribution", "distribution="]),
+        (lambda: sdk_job(distribution=MpiDistribution(), instance_count=2), ["MpiDistribution", 'framework="horovod"']),
+        (
+            lambda: sdk_job(distribution=RayDistribution(head_node_additional_args="--num-cpus 4"), instance_count=2),
+            ["head_node_additional_args='--num-cpus 4'", 'ElasticDistribution(framework="ray")'],
+        ),
         (
             lambda: sdk_job(
                 command="torchrun --nproc_per_node 4 train.py",

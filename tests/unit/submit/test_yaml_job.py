@@ -316,7 +316,7 @@ def test_a_wrong_block_is_refused_with_its_place(write, block, parts):
                 "distribution": {"type": "mpi"},
                 "elastic": {"max_instance_count": 2, "distribution": {"max_restarts": 7}},
             },
-            ["distribution.type is 'mpi'", "give elastic.distribution.process_count_per_instance"],
+            ["distribution.type is 'mpi'", "give elastic.distribution.framework"],
         ),
         ({"environment_variables": {"A": None}}, ["environment_variables.A is empty"]),
         ({"environment_variables": {"A": {"b": 1}}}, ["environment_variables.A is a block"]),

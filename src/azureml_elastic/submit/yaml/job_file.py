@@ -178,12 +178,13 @@ def _distribution(
 
     standard = document.get("distribution")
     kind = str(standard.get("type", "")).lower() if isinstance(standard, dict) else ""
-    if "process_count_per_instance" in block.model_fields_set:
+    if not block.model_fields_set.isdisjoint({"framework", "process_count_per_instance"}):
         return block
-    if kind not in {"", "pytorch"}:
+    if kind not in {"", "pytorch", "ray"}:
+        framework = "horovod" if kind == "mpi" else "pytorch"
         raise SubmitError(
-            f"distribution.type is {kind!r}, but an elastic job starts PyTorch workers. If the script runs without it, "
-            f"leave it out, or give {BLOCK}.distribution.process_count_per_instance the workers of a node."
+            f"distribution.type is {kind!r}, but an elastic job runs PyTorch, Horovod, Dask or Ray. If the script runs "
+            f"so, leave it out, or give {BLOCK}.distribution.framework, as in 'framework: {framework}'."
         )
     outside = ElasticCommandJob.from_command(loaded, resources=resources).distribution
     both = [{name: getattr(one, name) for name in one.model_fields_set} for one in (outside, block)]
