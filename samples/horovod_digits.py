@@ -55,11 +55,11 @@ def main() -> None:
             state.epoch += 1
             state.batch = 0
             sampler.set_epoch(state.epoch)
-            state.commit()
             inputs, targets = zip(*test_set, strict=True)
             accuracy = float((model(torch.stack(inputs)).argmax(1) == torch.stack(targets)).float().mean())
             if hvd.rank() == 0:
                 print(f"epoch {state.epoch} with {hvd.size()} workers: accuracy {accuracy:.3f}", flush=True)
+            state.commit()
 
     train(state)
 

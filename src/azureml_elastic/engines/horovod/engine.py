@@ -171,6 +171,7 @@ class HorovodEngine:
             round_.counts = [int(count or b"0") for count in found]
             if not self._partners <= round_.names and Status.RUNNING in self._rendezvous.statuses():
                 self._rendezvous.lose()
+                round_.notified.add("changes")  # they leave their places anyway
         return round_.counts is not None
 
     def _all_ended(self, round_: _Round) -> bool:
