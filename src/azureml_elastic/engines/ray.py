@@ -26,9 +26,6 @@ _POLL_SECONDS = 0.02
 _LONGEST_FOLDER_BYTES = 43
 """The path of a socket has at most 107 bytes, of which Ray's names below its folder take up to 64."""
 
-_SHORT_FOLDER = "/tmp"  # noqa: S108 - the new folder in it is its owner's alone
-"""Where Ray's files are if the path of the given folder is too long."""
-
 _ADDRESS_FILE = "ray_current_cluster"
 """File in Ray's folder that ``ray start`` writes when all processes of the node have started."""
 
@@ -39,7 +36,7 @@ class Ray:
     Args:
         host: address of this node, which the others reach.
         cpus: number of CPUs that Ray's tasks and actors on this node may use.
-        folder: folder for Ray's files, which only this process's user can enter; see :data:`_SHORT_FOLDER`.
+        folder: folder for Ray's files, which only this process's user can enter.
     """
 
     def __init__(self, host: str, cpus: int, folder: str) -> None:
@@ -110,14 +107,18 @@ class Ray:
             raise EngineError(f"Ray's head on {self._host} has ended with {code}; its output is in the node's log.")
 
     def stop_head(self) -> None:
-        """End the head, if this node has it, and remove Ray's files."""
+        """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         head, self._head = self._head, None
         if head is not None:
             head.stop(0)
-        self._remove_files()
 
     def _start(self, options: Sequence[str], folder: Path, token: str) -> Child:
         """Start the processes of a node of Ray."""
+        if len(os.fsencode(folder)) > _LONGEST_FOLDER_BYTES:
+            raise EngineError(
+                f"Ray's sockets need a folder whose path has at most {_LONGEST_FOLDER_BYTES} bytes; {folder} has "
+                f"{len(os.fsencode(folder))}. Set TMPDIR to a shorter path on the nodes."
+            )
         place = ("--node-ip-address", self._host, "--temp-dir", str(folder))
         ports = ("--min-worker-port", "0", "--max-worker-port", "0", "--dashboard-agent-listen-port", "0")
         common = ("--block", "--num-cpus", str(self._cpus), *place, *ports, "--disable-usage-stats")
@@ -126,17 +127,10 @@ class Ray:
 
     def _new_folder(self) -> Path:
         """Return an empty folder in the place of the one before, whose processes have ended."""
-        self._remove_files()
-        self._files = Path(tempfile.mkdtemp(prefix="r", dir=self._folder))
-        if len(os.fsencode(self._files)) > _LONGEST_FOLDER_BYTES:
-            self._remove_files()
-            self._files = Path(tempfile.mkdtemp(prefix="ray-", dir=_SHORT_FOLDER))
-        return self._files
-
-    def _remove_files(self) -> None:
         if self._files is not None:
             shutil.rmtree(self._files, ignore_errors=True)
-            self._files = None
+        self._files = Path(tempfile.mkdtemp(prefix="r", dir=self._folder))
+        return self._files
 
     def _token(self, address: str) -> str:
         """Return the token of the cluster with this head."""
