@@ -196,7 +196,7 @@ def engines(session: nox.Session) -> None:
     files = [f"runs/test_{framework}.py" for framework in ("dask", "ray", "horovod")]
     files += ["integration/engines", "integration/testing/test_engines.py", "integration/testing/test_horovod_job.py"]
     paths = [f"tests/{file}" for file in files]
-    env = {"TMPDIR": "/tmp"}  # Ray's sockets need a short path, and nox's is long
+    env = {"TMPDIR": "/tmp"}  # noqa: S108 - Ray's sockets need a short path, and nox's is long
     session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=10")), *paths, env=env)
     if os.geteuid() == 0 and not session.posargs:  # Ray needs a network in which 127.0.0.1 is the only address
         again = "ip link set lo up && exec python -m pytest -k ray tests/integration/testing/test_engines.py"
