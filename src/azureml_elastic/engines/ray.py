@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from azureml_elastic.engines.children import Child
@@ -68,8 +69,10 @@ class Ray:
         """See :class:`~azureml_elastic.engines.cluster.Cluster`."""
         assert self._newest is not None
         folder = self._new_folder()
-        # The server for remote clients cannot be switched off, and its usual port may be taken.
-        ports = ("--port", "0", "--ray-client-server-port", str(_free_port(self._host)))
+        ports = ["--port", "0"]
+        if find_spec("grpc") is not None:
+            # With ray[client] the server for remote clients cannot be switched off, and its usual port may be taken.
+            ports += ["--ray-client-server-port", str(_free_port(self._host))]
         options = ("--head", *ports, "--include-dashboard", "false", "--no-monitor")
         self._head = self._start(options, folder, self._newest)
         until = time.monotonic() + _START_SECONDS
