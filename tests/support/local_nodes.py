@@ -11,8 +11,9 @@ import psutil
 
 from azureml_elastic.ledger.events import NodeStarted, RoundEntered
 from azureml_elastic.ledger.reading import read_events
+from azureml_elastic.local.processes import MARKER
 
-__all__ = ["LocalNodes", "kill_tree"]
+__all__ = ["LocalNodes"]
 
 
 class LocalNodes:
@@ -31,8 +32,18 @@ class LocalNodes:
         return max(entries, key=lambda each: each.round).members
 
     def kill(self, node: str) -> None:
-        """Kill all processes of a node."""
-        kill_tree(self._agent(node))
+        """Kill all processes of a node, which are stopped first so that they start no others meanwhile."""
+        agent = psutil.Process(self._agent(node))
+        marker = agent.environ()[MARKER]
+        stopped: set[psutil.Process] = set()
+        while found := _processes(agent, marker) - stopped:
+            for process in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            stopped |= found
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def preempt(self, node: str) -> None:
         """Give a node a preemption notice."""
@@ -43,15 +54,11 @@ class LocalNodes:
         return next(each.pid for each in found if each.node == node)
 
 
-def kill_tree(pid: int) -> None:
-    """Kill a process and all its descendants, which are stopped first so that they start no others meanwhile."""
-    agent = psutil.Process(pid)
-    stopped: set[psutil.Process] = set()
-    while found := {agent, *agent.children(recursive=True)} - stopped:
-        for process in found:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
-        stopped |= found
-    for process in stopped:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+def _processes(agent: psutil.Process, marker: str) -> set[psutil.Process]:
+    """Return the processes of a node: the agent's descendants, and those that have left its tree."""
+    found = {agent, *agent.children(recursive=True)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARKER) == marker:
+                found.add(process)
+    return found
