@@ -12,6 +12,7 @@ import psutil
 from azureml_elastic.ledger.events import NodeStarted, RoundEntered
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.processes import MARKER
+from tests.support.waiting import until
 
 __all__ = ["LocalNodes"]
 
@@ -41,9 +42,11 @@ class LocalNodes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.suspend()
             stopped |= found
-        for process in stopped:
+        for process in stopped - {agent}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        until(lambda: not any(_runs(process) for process in stopped - {agent}))
+        agent.kill()  # the last one: what is left then counts as left behind
 
     def preempt(self, node: str) -> None:
         """Give a node a preemption notice."""
@@ -62,3 +65,10 @@ def _processes(agent: psutil.Process, marker: str) -> set[psutil.Process]:
             if process.environ().get(MARKER) == marker:
                 found.add(process)
     return found
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
