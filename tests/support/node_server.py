@@ -265,8 +265,8 @@ def _import_training() -> None:
     from azureml_elastic import node, train
 
     for package in (node, train):
-        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if not module.name.endswith("__main__"):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda _: None):
+            if not module.name.endswith("__main__") and ".train.horovod" not in module.name:  # which needs Horovod
                 importlib.import_module(module.name)
     for name in ("azureml_elastic.node.__main__", "torch.distributed.elastic.multiprocessing", *import_loader.LATER):
         importlib.import_module(name)
