@@ -8,7 +8,6 @@ from torch.distributed import TCPStore
 
 from azureml_elastic.config import ElasticResources, Plan
 from azureml_elastic.config import environment as variables
-from azureml_elastic.engines.horovod.engine import HorovodEngine
 from azureml_elastic.engines.round_store import RoundStore
 from azureml_elastic.ipc.agent_interface import WorkerIdentity
 
@@ -98,6 +97,8 @@ def agent():
 @pytest.fixture
 def run(tmp_path, monkeypatch, agent):
     """Return a function that runs a program with two workers, and returns its exit code."""
+    from azureml_elastic.engines.horovod.engine import HorovodEngine
+
     monkeypatch.setenv(variables.ROUND, "1")
     monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
