@@ -61,7 +61,7 @@ class ElasticDataParallel(DistributedDataParallel):
         """
         kept = {name: getattr(self, name) for name in _KEPT if hasattr(self, name)}
         module, elastic = self.module, self._elastic
-        self.__dict__.pop("reducer", None)  # removes its hooks on the parameters; none after a failure
+        self.dissolve()
         try:
             DistributedDataParallel.__init__(self, module, **elastic.options)
         finally:
@@ -70,9 +70,17 @@ class ElasticDataParallel(DistributedDataParallel):
                 setattr(self, name, value)
 
     def dissolve(self) -> None:
-        """Release the process group at the end of training."""
+        """Release the process group and remove the hooks on the parameters.
+
+        The group goes last. A group joins its threads when its last owner goes, and they may need the GIL for that.
+        The reducer, which the logger owns as well, would hold the GIL meanwhile; the group's own object does not.
+        """
         for name in ("reducer", "logger", "process_group"):
             self.__dict__.pop(name, None)
+
+    def __del__(self) -> None:
+        """Release the process group of a model that a script drops after it has left the group, or after an error."""
+        self.dissolve()
 
     def share_buffers(self) -> None:
         """Overwrite the buffers of all ranks with those of rank 0. A collective."""

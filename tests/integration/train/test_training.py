@@ -247,6 +247,11 @@ def test_a_model_goes_on_after_a_rank_is_lost_while_its_process_group_is_replace
     assert (calls, gradient) == (["called"], [[1.0] * 4])
 
 
+def test_a_group_that_ends_while_its_threads_need_the_gil_is_replaced():
+    """The reducer joined them with the GIL held: 1 step in 40 ended in a deadlock."""
+    assert World(1, training.reform_many_times, 300).values() == [300]
+
+
 def test_ranks_find_each_other_after_one_has_failed_to_before():
     """torch numbers the groups of a process, also those that it could not open."""
     outcomes = World(2, training.open_after_a_failure).outcomes()

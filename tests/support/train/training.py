@@ -150,6 +150,21 @@ def reform_again_after_a_loss():
     return failure, calls, model.module.weight.grad.tolist()
 
 
+def reform_many_times(times):
+    """Replace the process group of a model right after each step, and drop the model after each tenth."""
+    for each in range(times):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        if each % 10 == 0:
+            model = ElasticDataParallel(nn.Linear(4, 1), lambda _: False, lambda: False)
+        else:
+            model.reform()
+        model(torch.ones(1, 4)).sum().backward()
+        dist.destroy_process_group()
+        if each % 10 == 9:
+            del model
+    return times
+
+
 def open_after_a_failure():
     """Fail to open a group on rank 0, and return what both ranks add up after that."""
     identity = WorkerEnvironment.read().identity
