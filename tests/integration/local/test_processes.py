@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from azureml_elastic.local.processes import NodeProcesses
+from tests.support.waiting import until
 
 # An agent with a worker in a session of its own, which has a child of its own; all write their ids and wait.
 TREE = """
@@ -30,13 +30,6 @@ while True:
 """
 
 
-def wait_for(condition, timeout=60.0):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
 def alive(pid):
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -48,7 +41,7 @@ def start_tree(processes, folder, *, name="node-0", agent_exits=False):
     folder.mkdir()
     argv = [sys.executable, "-c", TREE, "2", str(folder), TREE] + (["exit"] if agent_exits else [])
     node = processes.start(name, argv, dict(os.environ))
-    wait_for(lambda: all((folder / f"{depth}.pid").exists() for depth in (0, 1, 2)))
+    until(lambda: all((folder / f"{depth}.pid").exists() for depth in (0, 1, 2)))
     return node, [int((folder / f"{depth}.pid").read_text()) for depth in (2, 1, 0)]
 
 
@@ -71,11 +64,11 @@ def test_a_frozen_tree_stops_resumes_and_can_be_killed(tmp_path):
     with NodeProcesses(tmp_path / "logs") as processes:
         node, pids = start_tree(processes, folder)
         node.freeze()
-        wait_for(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
+        until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
         before = beats(folder)
         assert node.exit_code() is None
         node.thaw()
-        wait_for(lambda: all(size > before.get(name, 0) for name, size in beats(folder).items()))
+        until(lambda: all(size > before.get(name, 0) for name, size in beats(folder).items()))
         node.freeze()
         assert node.kill() == 3
         assert not any(alive(pid) for pid in pids)
@@ -84,7 +77,7 @@ def test_a_frozen_tree_stops_resumes_and_can_be_killed(tmp_path):
 def test_orphans_of_an_agent_that_has_exited_are_still_found(tmp_path):
     with NodeProcesses(tmp_path / "logs") as processes:
         node, pids = start_tree(processes, tmp_path / "a", agent_exits=True)
-        wait_for(lambda: node.exit_code() is not None)
+        until(lambda: node.exit_code() is not None)
         assert node.exit_code() == 0
         assert {process.pid for process in node.tree()} == set(pids[1:])
         assert node.kill() == 2
@@ -114,7 +107,7 @@ def test_sigterm_reaches_the_agent_alone(tmp_path):
     with NodeProcesses(tmp_path / "logs") as processes:
         node, pids = start_tree(processes, tmp_path / "a")
         node.terminate()
-        wait_for(lambda: node.exit_code() is not None)
+        until(lambda: node.exit_code() is not None)
         assert node.exit_code() == -signal.SIGTERM
         assert [alive(pid) for pid in pids] == [False, True, True]
 
@@ -123,7 +116,7 @@ def test_the_output_of_the_whole_tree_is_in_the_log(tmp_path):
     with NodeProcesses(tmp_path / "logs") as processes:
         script = "import subprocess; print('agent', flush=True); subprocess.run(['sh', '-c', 'echo worker >&2'])"
         node = processes.start("node-0", [sys.executable, "-c", script], dict(os.environ))
-        wait_for(lambda: node.exit_code() is not None)
+        until(lambda: node.exit_code() is not None)
         assert (tmp_path / "logs" / "node-0.log").read_text().split() == ["agent", "worker"]
 
 
@@ -146,4 +139,4 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path, sign):
         process.send_signal(sign)
         process.wait(60)
     assert len(pids) == 3
-    wait_for(lambda: not any(alive(pid) for pid in pids))
+    until(lambda: not any(alive(pid) for pid in pids))

@@ -13,6 +13,7 @@ import pytest
 from azureml_elastic.errors import UsageError
 from azureml_elastic.local.faults.disturbance import TROUBLES, Disturbance, draw
 from azureml_elastic.local.faults.table_proxy import TableProxy
+from tests.support.waiting import until
 
 OF_CALLS = [kind for kind in TROUBLES if kind not in ("outage", "any")]
 
@@ -86,16 +87,9 @@ def call(connection, method="GET", path="/account/t(PartitionKey='p',RowKey='it'
 
 def exchanges(proxy, count):
     """Return the calls, which are recorded at their end: a moment after the client has its answer."""
-    wait_for(lambda: len(proxy.exchanges) >= count)
+    until(lambda: len(proxy.exchanges) >= count)
     assert len(proxy.exchanges) == count
     return proxy.exchanges
-
-
-def wait_for(condition, seconds=60.0):
-    until = time.monotonic() + seconds
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert condition()
 
 
 def test_a_call_without_a_fault_passes_unchanged_and_is_recorded(proxy, service, tmp_path):
@@ -156,7 +150,7 @@ def test_a_slow_response_or_call_is_late(proxy, service):
         proxy.set(Disturbance("slow", arrives=False, delay_s=(0.5, 0.5)))
         began = time.monotonic()
         connection.request("PUT", "/account/t", b"{}")
-    wait_for(lambda: len(service.calls) == 2)  # the client has hung up
+    until(lambda: len(service.calls) == 2)  # the client has hung up
     assert service.times[1] - began >= 0.5
     assert exchanges(proxy, 2)[1].written
 
@@ -202,7 +196,7 @@ def test_an_outage_refuses_connections_and_keeps_the_port(proxy, service):
 
 def test_an_outage_drops_the_response_of_a_call_in_progress(proxy, service):
     def begin():
-        wait_for(lambda: service.calls)
+        until(lambda: service.calls)
         proxy.add(Disturbance("outage"))
 
     proxy.set(Disturbance("slow", arrives=True, delay_s=(3, 3), times=1))
@@ -307,7 +301,7 @@ def test_the_proxy_closes_at_once_during_calls(service):
         began = time.monotonic()
         proxy.__exit__(None, None, None)
         assert time.monotonic() - began < 10  # it would wait five seconds for each of them
-        wait_for(lambda: set(threading.enumerate()) <= before, 20)
+        until(lambda: set(threading.enumerate()) <= before, 20)
     with client(proxy) as connection, pytest.raises(ConnectionRefusedError):
         connection.connect()
 

@@ -1,5 +1,6 @@
 """No secret is revealed in bodies, logs, events, rows, reprs or errors."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from azureml_elastic.errors import ElasticError
 from azureml_elastic.node.table import open_table
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from azureml_elastic.testing.api.tokens import StaticCredential
+from tests.support.waiting import until
 
 SUBMITTERS = {
     "AZURE_CLIENT_SECRET": "planted-client-secret",
@@ -29,6 +31,7 @@ SUBMITTERS = {
 }
 USERS = "planted-by-the-user"
 SIGNATURE = "planted-signature"
+REPLACED = "Replacement of nodes: submitted"
 KEYS = ("planted-client-secret", "planted-run-token", "planted-account-key", USERS, SIGNATURE)
 FAILS = """
 import os, sys, time
@@ -37,12 +40,12 @@ run = train.start()
 import torch
 model = run.wrap(torch.nn.Linear(1, 1)); optimizer = torch.optim.SGD(model.parameters(), lr=.1)
 run.track(model=model, optimizer=optimizer)
-loader = run.loader(torch.utils.data.TensorDataset(torch.ones(800, 1)), global_batch_size=4, seed=0)
+loader = run.loader(torch.utils.data.TensorDataset(torch.ones(8000, 1)), global_batch_size=4, seed=0)
 for epoch in run.epochs(1):
     for (x,) in loader:
         loss = model(x).square().mean(); run.backward(loss); optimizer.step(); optimizer.zero_grad(); run.commit()
         time.sleep(.1)
-        if run.steps == 130: raise RuntimeError("the training failed")
+        if os.path.exists(FILE): raise RuntimeError("the training failed")
 """
 
 
@@ -100,18 +103,22 @@ def without_the_users_own(body):
 
 
 def test_a_run_that_loses_a_node_and_fails_reveals_no_secret(project, script, tmp_path, capfd):
-    script(FAILS)
+    fails = tmp_path / "fails"
+    script(FAILS.replace("FILE", repr(str(fails))))
     folder = tmp_path / "workspace"
     evictions = [Eviction(node=1, at_step=10)]
     with LocalWorkspace(pools={"spot": Pool(nodes=2)}, evictions=evictions, folder=folder) as workspace:
         Path("config.json").write_text(json.dumps(dict(workspace.config)))
         job = make()
         submitted = workspace.ml_client.jobs.create_or_update(job)
+        nodes = functools.partial(workspace.ml_client.jobs.list, parent_job_name=submitted.name)
+        until(lambda: any(REPLACED in workspace.log(node.name) for node in nodes()))
+        fails.touch()
         assert workspace.wait(submitted.name, 120) == "Failed"
-        (first, _) = workspace.ml_client.jobs.list(parent_job_name=submitted.name)
+        (first, _) = nodes()
         log = workspace.log(first.name)
         assert "the training failed" in log
-        assert "Replacement of nodes: submitted" in log
+        assert REPLACED in log
         documents = bodies(workspace)
         assert len([body for body in documents if body.get("jobType") == "Pipeline"]) == 2
         secrets = [workspace._storage.key, workspace._storage.blob_signature]
