@@ -7,7 +7,9 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import psutil
 
@@ -15,6 +17,8 @@ from azureml_elastic.config.environment import CHANNEL
 
 __all__ = ["Child"]
 
+_T = TypeVar("_T")
+_POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
 _WORKERS_VARIABLES = frozenset(
     {CHANNEL, "GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
@@ -56,6 +60,17 @@ class Child:
     def exit_code(self) -> int | None:
         """Exit code; negative for the signal that ended it, ``None`` while it runs."""
         return self._process.poll()
+
+    def wait_for(self, condition: Callable[[], _T], timeout: float) -> _T:
+        """Call a function until its result is true, the process has ended or some seconds are over.
+
+        Returns:
+            The function's last result.
+        """
+        until = time.monotonic() + timeout
+        while not (result := condition()) and self.exit_code is None and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        return result
 
     def stop(self, timeout: float = 2.0) -> None:
         """Have it end by itself, and kill what is left after some seconds. What it has started ends, too."""

@@ -16,7 +16,6 @@ import os
 import socket
 import ssl
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,7 +28,6 @@ __all__ = ["Dask"]
 _LOG = logging.getLogger(__name__)
 
 _START_SECONDS = 60.0
-_POLL_SECONDS = 0.02
 _RETIRE_SECONDS = 20.0
 _PURPOSE = "dask"
 _HTTP_ADDRESS = "127.0.0.1:0"
@@ -76,15 +74,12 @@ class Dask:
         command = (sys.executable, "-m", "distributed.cli.dask_scheduler", *options)
         self._head = Child(command, _tls_variables(self._newest))
         context = tls_context(self._newest)
-        until = time.monotonic() + _START_SECONDS
-        while not _accepts(self._host, port, context):
+        if not self._head.wait_for(lambda: _accepts(self._host, port, context), _START_SECONDS):
             self.check()
-            if time.monotonic() >= until:
-                raise EngineError(
-                    f"Dask's scheduler on {self._host}, port {port}, accepts no connections after "
-                    f"{_START_SECONDS:.0f} s. Its output is in the node's log."
-                )
-            time.sleep(_POLL_SECONDS)
+            raise EngineError(
+                f"Dask's scheduler on {self._host}, port {port}, accepts no connections after {_START_SECONDS:.0f} s. "
+                "Its output is in the node's log."
+            )
         return address
 
     def start_member(self, address: str) -> Child:

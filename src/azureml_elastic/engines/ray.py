@@ -9,7 +9,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,6 @@ _LOG = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0
 _DRAIN_SECONDS = 20.0
-_POLL_SECONDS = 0.02
 _LONGEST_FOLDER_BYTES = 43
 """The path of a socket has at most 107 bytes, of which Ray's names below its folder take up to 64."""
 
@@ -75,15 +73,13 @@ class Ray:
             ports += ["--ray-client-server-port", str(_free_port(self._host))]
         options = ("--head", *ports, "--include-dashboard", "false", "--no-monitor")
         self._head = self._start(options, folder, self._newest)
-        until = time.monotonic() + _START_SECONDS
-        while not (address := _read(folder / _ADDRESS_FILE)):
+        address = self._head.wait_for(lambda: _read(folder / _ADDRESS_FILE), _START_SECONDS)
+        if not address:
             self.check()
-            if time.monotonic() >= until:
-                raise EngineError(
-                    f"Ray's head on {self._host} has not started within {_START_SECONDS:.0f} s. Its output is in the "
-                    f"node's log, and that of its processes in {folder}."
-                )
-            time.sleep(_POLL_SECONDS)
+            raise EngineError(
+                f"Ray's head on {self._host} has not started within {_START_SECONDS:.0f} s. Its output is in the "
+                f"node's log, and that of its processes in {folder}."
+            )
         self._of_cluster[address] = self._newest
         return address
 

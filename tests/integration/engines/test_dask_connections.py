@@ -14,6 +14,7 @@ import pytest
 from azureml_elastic.engines.credentials import derive_credentials, tls_context, write_credentials
 from azureml_elastic.engines.dask import Dask
 from azureml_elastic.errors import EngineError
+from tests.support.listening import reachable_addresses
 from tests.support.waiting import until
 
 pytest.importorskip("distributed", reason="the extra dask is not installed")
@@ -64,17 +65,9 @@ def cluster(tmp_path_factory, ports):
 
 def listening():
     """Return the ports of the node's own address on which processes of this one listen."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        try:
-            connections = process.net_connections("inet")
-        except psutil.Error:
-            continue
-        for each in connections:
-            if each.status == psutil.CONN_LISTEN and each.laddr.ip != "127.0.0.1":
-                assert each.laddr.ip == HOST
-                found.add(each.laddr.port)
-    return found
+    addresses = reachable_addresses()
+    assert {address for address, _ in addresses} <= {HOST}
+    return {port for _, port in addresses}
 
 
 def reached(scheme, contexts):

@@ -12,6 +12,7 @@ from azureml_elastic import ElasticCommandJob, ElasticDistribution, ElasticResou
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
+from tests.support.listening import reachable_addresses
 from tests.support.paths import PROGRAMS
 from tests.support.waiting import until
 
@@ -55,19 +56,6 @@ def executions(folder):
     return [len((folder / f"executed-{number}").read_text()) for number in range(TASKS)]
 
 
-def ports_of_machines():
-    """Return the ports of the machines' own addresses on which processes of nodes listen."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        try:
-            connections = process.net_connections("inet")
-        except psutil.Error:
-            continue
-        listening = [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
-        found |= {address.port for address in listening if address.ip != "127.0.0.1"}
-    return found
-
-
 def test_finished_results_survive_an_eviction_with_notice_and_the_run_that_of_its_first_node(framework, tmp_path):
     job = ElasticCommandJob(
         code="src",
@@ -90,7 +78,7 @@ def test_finished_results_survive_an_eviction_with_notice_and_the_run_that_of_it
         leads = ["rank 0 of 3 nodes" in workspace.log(node.name) for node in nodes]
         first, other = leads.index(True), leads.index(False)
         if job.distribution.listens_in_range:
-            assert ports_of_machines() <= set(range(PORTS[0], PORTS[1] + 1))
+            assert {port for _, port in reachable_addresses()} <= set(range(PORTS[0], PORTS[1] + 1))
         workspace.evict(Eviction(node=other, after_s=0))
         until((tmp_path / "result-after-notice").exists, timeout=120)
         assert (tmp_path / "result-after-notice").read_text() == RESULT
