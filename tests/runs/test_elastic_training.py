@@ -165,7 +165,6 @@ def test_a_node_that_comes_after_the_end_exits_at_once_with_0(tmp_path):
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert late.returncode == 0, late.stderr

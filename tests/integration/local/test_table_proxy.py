@@ -301,7 +301,7 @@ def test_the_proxy_closes_at_once_during_calls(service):
         began = time.monotonic()
         proxy.__exit__(None, None, None)
         assert time.monotonic() - began < 10  # it would wait five seconds for each of them
-        until(lambda: set(threading.enumerate()) <= before, 20)
+        until(lambda: set(threading.enumerate()) <= before)
     with client(proxy) as connection, pytest.raises(ConnectionRefusedError):
         connection.connect()
 
