@@ -129,9 +129,7 @@ def test_the_second_signal_kills_nodes_that_do_not_leave(tmp_path):
 
 def test_nodes_that_do_not_leave_in_time_are_killed(tmp_path):
     run_dir = tmp_path / "run"
-    thread = threading.Thread(
-        target=lambda: (until(lambda: started(run_dir)), os.kill(os.getpid(), signal.SIGTERM))
-    )
+    thread = threading.Thread(target=lambda: (until(lambda: started(run_dir)), os.kill(os.getpid(), signal.SIGTERM)))
     thread.start()
     command = (sys.executable, FAKE_NODE)
     cluster = LocalCluster((1, 2), run_dir=run_dir, node_command=command, exit_grace_s=0.5, timeout_s=60.0)
