@@ -156,8 +156,7 @@ def test_a_signal_before_the_nodes_start_leaves_a_report_and_no_emulator(tmp_pat
     report = load_report(run_dir)
     assert (report.outcome, report.exit_code, report.nodes) == ("interrupted", 128 + signal.SIGTERM, ())
     assert report.message == "The run was interrupted before its nodes were started."
-    children = psutil.Process().children
-    until(lambda: not [process for process in children(recursive=True) if runs(process, emulator.resolve())])
+    until(lambda: not any(runs(process, emulator.resolve()) for process in psutil.process_iter()))
 
 
 def test_signals_without_end_neither_tear_the_report_nor_leave_a_process(tmp_path):
