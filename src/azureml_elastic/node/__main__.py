@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 
 from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.errors import ElasticError, UsageError
-from azureml_elastic.node.entry import run_node
-from azureml_elastic.node.host.identity import read_identity
 from azureml_elastic.node.preload.client import PreloadServer
+from azureml_elastic.node.preload.early_start import start_early
 
 __all__ = ["main"]
 
@@ -48,7 +47,17 @@ def main(argv: Sequence[str] | None = None, start_preload: Callable[..., Preload
             from azureml_elastic.node.diagnostics.doctor import main as examine
 
             return examine(program.arguments)  # in the node's place: it finds out why nodes fail
-        return run_node(read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir), program, start_preload)
+        early = start_early(program, os.environ, start_preload)
+        try:
+            # These imports take as long as a third of torch's, which the preload server makes meanwhile.
+            from azureml_elastic.node.entry import run_node
+            from azureml_elastic.node.host.identity import read_identity
+
+            identity = read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir)
+            return run_node(identity, program, early, start_preload)
+        finally:
+            if early is not None:
+                early.close()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import psutil
@@ -21,6 +21,7 @@ from azureml_elastic.config.command.program import Program, require_script
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
+from azureml_elastic.node.agent.agent import ExitReason, NodeAgent
 from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.engine_program import engine_program
@@ -31,6 +32,7 @@ from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender
 from azureml_elastic.node.agent.worker_environment import set_inherited_variables, withheld_variables
+from azureml_elastic.node.agent.worker_processes import Workers
 from azureml_elastic.node.diagnostics.admission import Admission
 from azureml_elastic.node.diagnostics.checks.accelerator import count_visible_devices
 from azureml_elastic.node.diagnostics.findings import CheckRunner, DiagnosticReport
@@ -41,6 +43,7 @@ from azureml_elastic.node.hangs.policy import HangPolicy
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.preload.client import PreloadServer
+from azureml_elastic.node.preload.early_start import begin_preload
 from azureml_elastic.node.publishing.opening import open_publishing
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.round import Limits
@@ -49,22 +52,23 @@ from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.opening import connection_string_variable
 from azureml_elastic.node.table.server_time import ServerClock
 
-if TYPE_CHECKING:
-    from azureml_elastic.node.agent.agent import NodeAgent
-
 __all__ = ["run_node"]
 
 _LOG = logging.getLogger(__name__)
 
 
 def run_node(
-    identity: NodeIdentity, program: Program, start_preload: Callable[..., PreloadServer] = PreloadServer
+    identity: NodeIdentity,
+    program: Program,
+    early_preload: PreloadServer | None = None,
+    start_preload: Callable[..., PreloadServer] = PreloadServer,
 ) -> int:
     """Run one node until the run ends or the node must leave.
 
     Args:
         identity: identity of the node.
         program: the user's training program.
+        early_preload: preload server that was started before the plan was read, closed by the caller.
         start_preload: function that starts the preload server, with the arguments of :class:`PreloadServer`.
 
     Returns:
@@ -75,7 +79,7 @@ def run_node(
     """
     require_script(program)
     with contextlib.ExitStack() as stack:
-        return _Node(identity, program, stack, start_preload).run()
+        return _Node(identity, program, stack, early_preload, start_preload).run()
 
 
 class _Node:
@@ -87,6 +91,7 @@ class _Node:
         identity: identity of the node.
         program: the user's training program.
         stack: takes the node apart at its end.
+        early_preload: preload server that was started before the plan was read.
         start_preload: function that starts the preload server.
     """
 
@@ -95,6 +100,7 @@ class _Node:
         identity: NodeIdentity,
         program: Program,
         stack: contextlib.ExitStack,
+        early_preload: PreloadServer | None,
         start_preload: Callable[..., PreloadServer],
     ) -> None:
         plan = identity.plan
@@ -160,8 +166,9 @@ class _Node:
             os.environ.pop(name, None)
         if distribution.runs_engine or (program.kind == "script" and opens_session(program)):
             os.environ.setdefault(variables.INTEGRATIONS, "off")  # the script has a session of its own, or needs none
-        self._preload_server = start_preload(program, os.environ) if distribution.preload_workers else None
-        if self._preload_server is not None:
+        self._preload_server: PreloadServer | None = None
+        if distribution.preload_workers:
+            self._preload_server = begin_preload(early_preload, program, os.environ, start_preload)
             stack.callback(self._preload_server.close)
         self._replacement = start_replacement_thread(identity, table, self._leads, os.environ)
         if self._replacement is not None:
@@ -203,8 +210,6 @@ class _Node:
 
     def _take_part(self, agent: NodeAgent) -> tuple[int, str]:
         """Return the exit code and why the node ends."""
-        from azureml_elastic.node.agent.agent import ExitReason
-
         try:
             if not self._admission.wait():
                 return UNHEALTHY, self._admission.report.lines("fail")[0]
@@ -239,19 +244,11 @@ class _Node:
         return self._rendezvous.membership.leads or self._rendezvous.hub.should_seal()
 
     def _agent(self) -> NodeAgent:
-        try:
-            from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-        except ImportError as error:
-            raise MissingExtra("torch", "node") from error
-        from azureml_elastic.node.agent.agent import NodeAgent
-        from azureml_elastic.node.agent.worker_processes import Workers
-
+        _require_torch()
         distribution = self._plan.distribution
-        logs = self._identity.folder / "workers" / self._identity.node
-        logs.mkdir(parents=True, exist_ok=True)
         workers = Workers(
             self._program,
-            DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL, tee=Std.ALL),
+            self._identity.folder / "workers" / self._identity.node,
             self._channel,
             self._preload_server,
             handover_seconds=distribution.handover_timeout.total_seconds(),
@@ -305,11 +302,18 @@ def _slots(count: int | str) -> int:
     """Return the number of workers of this node: as configured, or one per GPU."""
     if isinstance(count, int):
         return count
-    from importlib.util import find_spec
+    _require_torch()
+    return count_visible_devices() or 1
 
+
+def _require_torch() -> None:
+    """Check that torch is installed, without its import, which is the workers'.
+
+    Raises:
+        MissingExtra: it is not.
+    """
     if find_spec("torch") is None:
         raise MissingExtra("torch", "node")
-    return count_visible_devices() or 1
 
 
 def _local_snapshots(identity: NodeIdentity) -> LocalSnapshots | None:

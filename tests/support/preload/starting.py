@@ -23,8 +23,11 @@ class Result(NamedTuple):
 
 
 def preload_server(target, *arguments, kind="script", options=("-u",), environ: Mapping[str, str] | None = None):
-    program = Program(None, options, kind, str(target), arguments)
-    return PreloadServer(program, ENVIRON if environ is None else environ)
+    """Start a preload server with the environment of its workers."""
+    environ = ENVIRON if environ is None else environ
+    server = PreloadServer(Program(None, options, kind, str(target), arguments), environ)
+    server.begin(environ)
+    return server
 
 
 def run_forked(server: PreloadServer, environ: Mapping[str, str], folder: Path, name: str) -> Result:
@@ -34,7 +37,7 @@ def run_forked(server: PreloadServer, environ: Mapping[str, str], folder: Path, 
 
 
 def run_plain(command, environ: Mapping[str, str], folder: Path, name: str) -> Result:
-    """Start a worker as torch's SubprocessHandler does."""
+    """Start a worker as torchrun does."""
     out, err = folder / f"{name}.out", folder / f"{name}.err"
     with out.open("w") as stdout, err.open("w") as stderr:
         process = subprocess.Popen(command, env=environ, stdout=stdout, stderr=stderr, start_new_session=True)

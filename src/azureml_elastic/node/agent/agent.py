@@ -1,8 +1,8 @@
 """Agent of one node: runs its workers through all rounds of the run, independently of the loss of other nodes.
 
-torch's launcher starts the workers and collects their output. Everything that torch's own agent does through rank 0's
-store between rendezvous and exit (rank assignment, exit barrier) is replaced: ranks follow from the sealed round, the
-end of the run from the hub and the table.
+The agent does without torch, whose import takes longer than everything else on the way to the first step: the preload
+server has it. What torch's own agent does through rank 0's store between rendezvous and exit (rank assignment, exit
+barrier) is replaced: ranks follow from the sealed round, the end of the run from the hub and the table.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
-
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from azureml_elastic.config.exit_codes import AGENT_LOST, FAILED
 from azureml_elastic.ledger.events import (
@@ -32,7 +30,7 @@ from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
-from azureml_elastic.node.failures.classification import Failure, hang_failure, root_cause
+from azureml_elastic.node.failures.classification import FailedWorker, Failure, hang_failure, root_cause
 from azureml_elastic.node.failures.host_strikes import HostStrikes, faulty_members, incident_id, worker_fault
 from azureml_elastic.node.failures.restart_decision import apply_restart_policy
 from azureml_elastic.node.hangs.detector import HangDetector
@@ -44,8 +42,8 @@ from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
 from azureml_elastic.node.rendezvous.hub.messages import Done, Report
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
-from azureml_elastic.node.rendezvous.state.assignment import Status
-from azureml_elastic.node.rendezvous.torchrun import enter
+from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
+from azureml_elastic.node.rendezvous.store_process import RemoteStore, RoundStore, enter, open_round_store
 from azureml_elastic.node.table import Table
 from azureml_elastic.node.table.checkpoint_pointer import CheckpointPointer
 
@@ -123,7 +121,6 @@ class NodeAgent:
             stays=plan.distribution.keeps_processes(opens_session=opens_session),
             handover_seconds=plan.distribution.handover_timeout.total_seconds(),
             wait=self._wait_for_a_place,
-            started=preemption.listen,  # older launchers of torch have just taken the signals
         )
         dumper = StackReporter(
             channel.folder, identity.folder / "stacks", identity.node, self._processes, rendezvous.wake.set
@@ -139,7 +136,7 @@ class NodeAgent:
         self._peers = PeerMessenger(
             rendezvous, channel, hangs, opens_session=opens_session, runs_engine=self._runs_engine, newcomers=newcomers
         )
-        self._store: Any = None
+        self._store: RoundStore = RemoteStore()
         self._announced = False
         self._done = False
         self.failure: Failure | None = None
@@ -168,12 +165,16 @@ class NodeAgent:
             self._newcomers.close()
             self._workers.begin_stopping()
             self._workers.finish_stopping()
+            self._store.close()
 
     # --- into a round ------------------------------------------------------------------------------------------------
 
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
-        assignment, self._store = enter(self._rdzv, self._get_ready)
+        assignment, store = enter(self._rdzv, self._open_store, self._get_ready)
+        # Only now: the workers of the round before may have used its store until they were interrupted.
+        self._store.close()
+        self._store = store
         round_ = assignment.round
         leads = assignment.rank == 0
         pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
@@ -187,14 +188,11 @@ class NodeAgent:
         engine_key = derive_engine_key(self._rdzv.authenticator.key) if self._runs_engine else b""
         self._group.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts, engine_key)
         self._record(WorkersStarted, pids=self._workers.pids)
-        self._peers.workers_started(round_.world_size, self._has_connected)
+        # Workers set keys when they connect to each other.
+        self._peers.workers_started(round_.world_size, store.has_keys)
 
-    def _has_connected(self) -> bool:
-        """Whether workers have used the round's store, as they do when they connect to each other."""
-        try:
-            return bool(self._store.num_keys())
-        except RuntimeError:  # DistStoreError
-            return False
+    def _open_store(self, assignment: Assignment) -> RoundStore | None:
+        return open_round_store(assignment, self._rdzv, lambda: self._workers.preload_server)
 
     def _get_ready(self) -> bool:
         """Wait for the script's imports before the round ends for this node; return whether that took time."""
@@ -236,6 +234,8 @@ class NodeAgent:
                 self._announce_leaving()
                 if self._announced and self._preemption.overdue:
                     return self._end_round(f"{self._rdzv.node} was preempted", lost=frozenset({self._rdzv.node}))
+            if self._store.ended:
+                return self._store_ended()
             if (gap := self._peers.gap()) is not None:
                 return self._end_round(f"the workers cannot connect: {gap}", lost=frozenset(), round_failed=True)
             if (hang := self._peers.hang()) is not None:
@@ -267,7 +267,7 @@ class NodeAgent:
         failures = {ranks[local_rank]: failure for local_rank, failure in self._workers.failures().items()}
         if all(failure.exitcode == AGENT_LOST for failure in failures.values()):
             return self._workers_gave_way()
-        return self._worker_failed(RunResult(state=WorkerState.FAILED, failures=failures))
+        return self._worker_failed(failures)
 
     def _workers_gave_way(self) -> ExitReason | None:
         """Start anew: a session has seen the end of the round, or cannot go on with this one."""
@@ -319,9 +319,14 @@ class NodeAgent:
             self._strikes.strike(host, reason, incident_id(self._rdzv.membership.assignment.round))
             self._record(HostStruck, host=host, reason=reason)
 
-    def _worker_failed(self, result: RunResult) -> ExitReason | None:
+    def _store_ended(self) -> ExitReason | None:
+        """End the round: its workers can open no further process group, and new processes cannot connect at all."""
+        reason = f"the process of the round's store on {self._rdzv.node} has ended"
+        return self._end_round(reason, lost=frozenset(), round_failed=True)
+
+    def _worker_failed(self, failures: Mapping[int, FailedWorker]) -> ExitReason | None:
         """Find out whose fault it is: a lost node's, this node's preemption, or the worker's own."""
-        failure = root_cause(result.failures, self._workers.stderrs)
+        failure = root_cause(failures, self._workers.stderrs)
         distribution = self._plan.distribution
         # SIGKILL is nobody's consequence. SIGTERM may be: a preempted container's processes all get it.
         killed = failure.exit_code == 128 + signal.SIGKILL
@@ -330,12 +335,14 @@ class NodeAgent:
             until += distribution.rendezvous.timings.heartbeat_timeout.total_seconds()
         status = self._rdzv.status()
         while not status.broken and not self._preemption.noticed and time.monotonic() < until:
+            if self._store.ended and failure.kind == "peer":
+                return self._store_ended()
             self._rdzv.wake.wait(until - time.monotonic())
             self._rdzv.wake.clear()
             status = self._rdzv.status()
         if status.broken or self._preemption.noticed:
             return self._end_round(_why(status), lost=status.lost)
-        if self._died_after_training(result):
+        if self._died_after_training(failures):
             return self._end_round("a worker was aborted after its training had ended", lost=frozenset())
         self._strike(self._strikes.host, worker_fault(failure.exit_code, failure.message))
         reason = f"worker {failure.rank} on {self._rdzv.node} failed with {failure.ending}"
@@ -361,12 +368,12 @@ class NodeAgent:
         )
         return ExitReason.FAILED if self.failure is not None else None
 
-    def _died_after_training(self, result: RunResult) -> bool:
+    def _died_after_training(self, failures: Mapping[int, FailedWorker]) -> bool:
         """Tell whether torch has aborted a worker that had finished, as its threads sometimes do at interpreter exit.
 
         Such a round is repeated free of charge, but only if it has trained: the next one has nothing left to train.
         """
-        aborted = [failure for failure in result.failures.values() if failure.exitcode != -signal.SIGTERM]
+        aborted = [failure for failure in failures.values() if failure.exitcode != -signal.SIGTERM]
         return (
             self._channel.workers.trained
             and bool(aborted)

@@ -28,8 +28,6 @@ def set_inherited_variables(identity: NodeIdentity, channel: str, environ: Mutab
     environ[variables.CHANNEL] = channel
     environ[variables.LOCAL_ADDRESS] = identity.host
     environ.update(tracked_run_variables(identity.plan, environ))
-    # torch's launcher would turn SIGTERM into an exception wherever the agent is at that moment.
-    environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
     interface = identity.interface or interface_of(identity.host, machine_interfaces())
     if interface is not None:  # the workers' data goes the same way, unless the job configures another
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -52,7 +52,6 @@ class WorkerGroup:
         stays: whether they stay over the rounds where they can.
         handover_seconds: timeout for workers of the previous round to wait for the next one.
         wait: waits a moment, or until something happens; raises where this node must leave while it has no place.
-        started: callback after the start of processes.
         clock: clock in monotonic seconds.
     """
 
@@ -66,7 +65,6 @@ class WorkerGroup:
         stays: bool,
         handover_seconds: float,
         wait: Callable[[], None],
-        started: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers = workers
@@ -75,7 +73,6 @@ class WorkerGroup:
         self._node = node
         self._handover = handover_seconds
         self._wait = wait
-        self._started = started
         self._clock = clock
         self._warm_since: float | None = None
         self._ready_at: float | None = None
@@ -198,7 +195,6 @@ class WorkerGroup:
         else:
             prefixes = {local_rank: f"[rank{each['RANK']}]: " for local_rank, each in environments.items()}
         self._workers.start({local_rank: {**own, **each} for local_rank, each in environments.items()}, prefixes)
-        self._started()
 
     def _early_end(self) -> RunFailed:
         failures = self._workers.failures()

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SubprocessContext
+from pathlib import Path
+from urllib.parse import quote
 
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.node.agent.channel import Channel
+from azureml_elastic.node.agent.worker_output import OutputCopier
+from azureml_elastic.node.failures.classification import FailedWorker
 from azureml_elastic.node.host.extension_locks import remove_stale_locks
-from azureml_elastic.node.preload.client import PreloadServer
-from azureml_elastic.node.preload.context import PreloadContext, plain_environments
+from azureml_elastic.node.preload.client import ForkedWorker, ForkRefused, PreloadServer
+from azureml_elastic.node.preload.stack_imports import for_plain_start
 
-__all__ = ["Workers"]
+__all__ = ["WorkerSet", "Workers"]
+
+_LOG = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.01
 
@@ -30,7 +39,7 @@ class Workers:
 
     Args:
         program: program of the workers.
-        logs: where their output goes.
+        output: folder for their output, made if missing.
         channel: server for their sessions.
         preload_server: server that forks the workers; ``None`` starts each one as a new interpreter.
         handover_seconds: timeout for interrupted workers to put their state into memory.
@@ -40,7 +49,7 @@ class Workers:
     def __init__(
         self,
         program: Program,
-        logs: LogsSpecs,
+        output: Path,
         channel: Channel,
         preload_server: PreloadServer | None,
         *,
@@ -48,13 +57,14 @@ class Workers:
         stop_seconds: float,
     ) -> None:
         self._program = program
-        self._logs = logs
+        self._output = output
         self._channel = channel
         self._preload_server = preload_server
         self._handover = handover_seconds
         self._stop = stop_seconds
         self._imports_until = time.monotonic() + _IMPORT_SECONDS
-        self._context: SubprocessContext | None = None
+        self._folder: Path | None = None
+        self._set: WorkerSet | None = None
         self._stopping: threading.Thread | None = None
 
     def start(self, environments: Mapping[int, Mapping[str, str]], prefixes: Mapping[int, str]) -> tuple[int, ...]:
@@ -65,23 +75,18 @@ class Workers:
             prefixes: prefix of each output line, by local rank.
         """
         self.finish_stopping()
-        commands = {rank: self._program.command_for({**os.environ, **each}) for rank, each in environments.items()}
         remove_stale_locks()
-        arguments: dict[str, Any] = {
-            "name": "worker",
-            "entrypoint": self._program.command[0],
-            "args": {local_rank: command[1:] for local_rank, command in commands.items()},
-            "envs": {local_rank: dict(each) for local_rank, each in environments.items()},
-            "logs_specs": self._logs,
-            "log_line_prefixes": dict(prefixes),
-        }
-        left = max(0.0, self._imports_until - time.monotonic())
-        if self._preload_server is not None and self._preload_server.wait_ready(left):
-            self._context = PreloadContext(self._preload_server, **arguments)
-        else:
-            self._context = SubprocessContext(**{**arguments, "envs": plain_environments(environments)})
-        self._context.start()
+        whole = {local_rank: {**os.environ, **each} for local_rank, each in environments.items()}
+        self._set = WorkerSet(self._program, self._round_folder(whole[0]), whole, prefixes)
+        self._set.start(self.preload_server)
         return self.pids
+
+    @property
+    def preload_server(self) -> PreloadServer | None:
+        """The preload server, once its imports are done; ``None`` where there is none that can fork."""
+        server = self._preload_server
+        left = max(0.0, self._imports_until - time.monotonic())
+        return server if server is not None and server.wait_ready(left) else None
 
     @property
     def ready(self) -> bool:
@@ -96,41 +101,27 @@ class Workers:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids by local rank."""
-        if self._context is None:
-            return ()
-        return tuple(pid for _, pid in sorted(self._context.pids().items()))
+        return self._set.pids if self._set is not None else ()
 
     @property
     def stderrs(self) -> Mapping[int, str]:
         """The file of each worker's standard error, by local rank."""
-        return self._context.stderrs if self._context is not None else {}
+        return self._set.stderrs if self._set is not None else {}
 
     @property
     def exit_codes(self) -> dict[int, int]:
         """Of those that have ended, by local rank; negative: the signal that ended it."""
-        codes = {local_rank: handler.proc.poll() for local_rank, handler in self._handlers().items()}
-        return {local_rank: code for local_rank, code in codes.items() if code is not None}
+        return self._set.exit_codes if self._set is not None else {}
 
     @property
     def alive(self) -> bool:
         """Whether there are workers and all of them run."""
-        handlers = self._handlers()
-        return bool(handlers) and all(handler.proc.poll() is None for handler in handlers.values())
+        return self._set is not None and not self._set.exit_codes
 
-    def failures(self) -> dict[int, ProcessFailure]:
+    def failures(self) -> dict[int, FailedWorker]:
         """Return, by local rank, those that did not end well."""
-        context = self._context
-        assert context is not None
-        return {
-            local_rank: ProcessFailure(
-                local_rank=local_rank,
-                pid=context.pids()[local_rank],
-                exitcode=code,
-                error_file=context.error_files[local_rank],
-            )
-            for local_rank, code in self.exit_codes.items()
-            if code != 0
-        }
+        assert self._set is not None
+        return self._set.failures()
 
     def wait_for_siblings(self) -> None:
         """Let the workers beside one that has failed hand their state over, and end by themselves."""
@@ -143,9 +134,9 @@ class Workers:
         """Stop them on a thread: this node can ask for its next place meanwhile."""
         self.finish_stopping()
         self._channel.workers.interrupt()
-        context, self._context = self._context, None
-        if context is not None:
-            self._stopping = threading.Thread(target=self._end, args=(context,), name="stop-workers")
+        workers, self._set = self._set, None
+        if workers is not None:
+            self._stopping = threading.Thread(target=self._end, args=(workers,), name="stop-workers")
             self._stopping.start()
 
     def finish_stopping(self) -> None:
@@ -154,18 +145,161 @@ class Workers:
             self._stopping.join()
             self._stopping = None
 
-    def _end(self, context: SubprocessContext) -> None:
+    def _end(self, workers: WorkerSet) -> None:
         """Let sessions hand over what they have, then end whatever is left."""
         until = time.monotonic() + self._handover
-        while self._channel.workers.leaving and _running(context) and time.monotonic() < until:
+        while self._channel.workers.leaving and workers.running and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
         self._channel.workers.cut()
-        context.close(signal.SIGTERM, timeout=round(self._stop))
+        workers.close(self._stop)
 
-    def _handlers(self) -> Mapping[int, Any]:
-        return getattr(self._context, "subprocess_handlers", {})
+    def _round_folder(self, environ: Mapping[str, str]) -> Path:
+        """Return the folder for the output of a round: named as under torchrun, and a new one for each agent."""
+        if self._folder is None:
+            self._output.mkdir(parents=True, exist_ok=True)
+            run_id = quote(environ.get("TORCHELASTIC_RUN_ID", "run"), safe="")
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._output))
+        return self._folder / f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _running(context: SubprocessContext) -> bool:
-    handlers: Mapping[int, Any] = getattr(context, "subprocess_handlers", {})
-    return any(handler.proc.poll() is None for handler in handlers.values())
+class WorkerSet:
+    """Worker processes that are started together, with their output in files and on the console.
+
+    Each worker leads a session and a process group, to which signals are sent, so that they also reach the processes
+    that it has started. The variable ``TORCHELASTIC_ERROR_FILE`` names the file to which torch's ``record`` decorator
+    writes a worker's exception.
+
+    Args:
+        program: program of the workers.
+        folder: folder for their output, emptied; each local rank has a folder in it.
+        environments: complete environment of each local rank.
+        prefixes: prefix of each line on the console, by local rank.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        folder: Path,
+        environments: Mapping[int, Mapping[str, str]],
+        prefixes: Mapping[int, str],
+    ) -> None:
+        self._program = program
+        self._folder = folder
+        self._environments = {
+            local_rank: {**each, "TORCHELASTIC_ERROR_FILE": str(folder / str(local_rank) / "error.json")}
+            for local_rank, each in environments.items()
+        }
+        self._prefixes = prefixes
+        self._processes: dict[int, ForkedWorker | subprocess.Popen[bytes]] = {}
+        self._copier: OutputCopier | None = None
+        self.forked = False
+        """Whether the workers were forked by the preload server."""
+
+    def start(self, server: PreloadServer | None) -> None:
+        """Start the workers; where the preload server refuses one of them, all are started as new interpreters.
+
+        Args:
+            server: preload server that is ready; ``None`` for new interpreters.
+
+        Raises:
+            OSError: the interpreter cannot be started, or the output cannot be written.
+        """
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for local_rank in self._environments:
+            (self._folder / str(local_rank)).mkdir(parents=True)
+        start = time.monotonic()
+        if server is not None:
+            try:
+                for local_rank, environ in self._environments.items():
+                    paths = self._path(local_rank, "stdout.log"), self._path(local_rank, "stderr.log")
+                    self._processes[local_rank] = server.start(environ, *paths)
+                self.forked = True
+            except ForkRefused as refusal:
+                _LOG.info("The workers of this round are started plainly: %s.", refusal)
+                self._kill()
+        if not self.forked:
+            try:
+                for local_rank, environ in self._environments.items():
+                    self._processes[local_rank] = self._spawn(local_rank, environ)
+            except OSError:
+                self._kill()
+                raise
+        how = "Forked" if self.forked else "Started"
+        _LOG.info("%s %d workers in %.0f ms.", how, len(self._processes), (time.monotonic() - start) * 1e3)
+        self._copier = OutputCopier(
+            [
+                (self._path(local_rank, name), prefix, console)
+                for local_rank, prefix in self._prefixes.items()
+                for name, console in (("stdout.log", sys.stdout), ("stderr.log", sys.stderr))
+            ]
+        )
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by local rank."""
+        return tuple(process.pid for _, process in sorted(self._processes.items()))
+
+    @property
+    def stderrs(self) -> dict[int, str]:
+        """The file of each worker's standard error, by local rank."""
+        return {local_rank: str(self._path(local_rank, "stderr.log")) for local_rank in self._environments}
+
+    @property
+    def exit_codes(self) -> dict[int, int]:
+        """Of those that have ended, by local rank; negative: the signal that ended it."""
+        codes = {local_rank: process.poll() for local_rank, process in self._processes.items()}
+        return {local_rank: code for local_rank, code in codes.items() if code is not None}
+
+    @property
+    def running(self) -> bool:
+        """Whether any of them runs."""
+        return len(self.exit_codes) < len(self._processes)
+
+    def failures(self) -> dict[int, FailedWorker]:
+        """Return, by local rank, those that did not end well."""
+        return {
+            local_rank: FailedWorker.read(local_rank, code, Path(environ["TORCHELASTIC_ERROR_FILE"]))
+            for local_rank, environ in self._environments.items()
+            if (code := self._processes[local_rank].poll())
+        }
+
+    def close(self, timeout: float) -> None:
+        """End the workers, and copy the rest of their output.
+
+        Args:
+            timeout: seconds between SIGTERM and SIGKILL.
+        """
+        self._signal(signal.SIGTERM)
+        until = time.monotonic() + timeout
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+        self._kill()
+        if self._copier is not None:
+            self._copier.close()
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:
+                    process.send_signal(number)  # just forked, not yet leader of a group
+
+    def _spawn(self, local_rank: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        command = self._program.command_for(environ)
+        with (
+            self._path(local_rank, "stdout.log").open("wb") as stdout,
+            self._path(local_rank, "stderr.log").open("wb") as stderr,
+        ):
+            return subprocess.Popen(
+                command, env=for_plain_start(environ), stdout=stdout, stderr=stderr, start_new_session=True
+            )
+
+    def _path(self, local_rank: int, name: str) -> Path:
+        return self._folder / str(local_rank) / name

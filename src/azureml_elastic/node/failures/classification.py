@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from azureml_elastic.node.failures.restart_policy import FailureKind, FailureRec
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, ParsedError, find_dump, find_error
 from azureml_elastic.node.host.memory import OomKillCounter
 
-__all__ = ["Failure", "hang_failure", "last_error", "root_cause", "signature_of"]
+__all__ = ["FailedWorker", "Failure", "hang_failure", "last_error", "root_cause", "signature_of"]
 
 _READ_BYTES = 8 * 1024 * 1024
 """Size of the searched end of a worker's standard error; a traceback may be followed by much other output."""
@@ -94,8 +97,35 @@ class Failure:
         return FailureRecord(self.signature, self.kind, step, node, self.rank, self.exit_code)
 
 
+@dataclass(frozen=True)
+class FailedWorker:
+    """A worker process that did not end well.
+
+    Args:
+        local_rank: local rank of the worker.
+        exitcode: its exit code, negative for a signal.
+        timestamp: time of the failure in seconds since 1970, as recorded by the worker, else when it was noticed.
+        error_file_data: what torch's ``record`` decorator has written to the worker's error file, empty without one.
+    """
+
+    local_rank: int
+    exitcode: int
+    timestamp: int
+    error_file_data: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, local_rank: int, exitcode: int, error_file: Path) -> FailedWorker:
+        """Return the failure with the content of the worker's error file, which may be missing or torn."""
+        data: Mapping[str, Any] = {}
+        timestamp = int(time.time())
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            data = dict(json.loads(error_file.read_text()))
+            timestamp = int(data["message"]["extraInfo"]["timestamp"])
+        return cls(local_rank, exitcode, timestamp, data)
+
+
 def root_cause(
-    failures: Mapping[int, Any], stderrs: Mapping[int, str], oom_kills: OomKillCounter = _OOM_KILLS
+    failures: Mapping[int, FailedWorker], stderrs: Mapping[int, str], oom_kills: OomKillCounter = _OOM_KILLS
 ) -> Failure:
     """Return the failure of this node that caused the others.
 
@@ -103,7 +133,7 @@ def root_cause(
     others the earliest is chosen; of several in the same second (the resolution of torch's times), a conclusive one.
 
     Args:
-        failures: torch's ``ProcessFailure`` by global rank, at least one.
+        failures: failed workers by global rank, at least one.
         stderrs: path of each worker's standard error by local rank.
         oom_kills: counter of the kernel's out-of-memory kills.
     """
@@ -150,7 +180,7 @@ def signature_of(raised: ExceptionInfo) -> str:
     return f"{digest} {head}{f' ({location})' if location else ''}"[:_LONGEST_SIGNATURE]
 
 
-def _examine(rank: int, failure: Any, stderr: str | None, *, oom_killed: bool) -> Failure:
+def _examine(rank: int, failure: FailedWorker, stderr: str | None, *, oom_killed: bool) -> Failure:
     """Classify a worker by its exit code, its error file and its standard error."""
     text = _read(Path(stderr)) if stderr else ""
     code = failure.exitcode if failure.exitcode > 0 else _SIGNAL_BASE - failure.exitcode
@@ -258,9 +288,9 @@ def _was_fatal(parsed: ParsedError, text: str, name: str) -> bool:
     )
 
 
-def _recorded_error(failure: Any) -> ParsedError | None:
+def _recorded_error(failure: FailedWorker) -> ParsedError | None:
     """Return the error that torch's ``record`` decorator has written to the worker's error file."""
-    data = getattr(failure, "error_file_data", {}).get("message")
+    data = failure.error_file_data.get("message")
     stack = data.get("extraInfo", {}).get("py_callstack") if isinstance(data, Mapping) else None
     return find_error(stack) if isinstance(stack, str) else None
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from azureml_elastic.config.command.program import Program
-from azureml_elastic.node.preload.environment_variables import changed, lasting, without_threads
-from azureml_elastic.node.preload.script_runner import OUTERMOST
+from azureml_elastic.node.preload.command import server_command
+from azureml_elastic.node.preload.environment_variables import changed, changed_for_torch, lasting, without_threads
 from azureml_elastic.node.preload.worker import ForkedWorker
 
 __all__ = ["ForkRefused", "ForkedWorker", "PreloadServer"]
@@ -40,12 +40,12 @@ class ForkRefused(Exception):
 class PreloadServer:
     """Handle of a process that has imported a program's modules, and whose forks become that program.
 
-    The process starts at once and imports in the background. It ends with this process, and its workers end with it.
-    Thread-safe.
+    The process starts at once. It imports torch, where the program allows that, and from :meth:`begin` on the modules
+    of the program. It ends with this process, and its workers end with it. Thread-safe.
 
     Args:
         program: program of the workers.
-        environ: environment of the workers; variables of single workers (``RANK``) are ignored.
+        environ: environment of the process until :meth:`begin`; without secrets, since each worker can read it.
         popen: function that starts the process, with the arguments of ``subprocess.Popen``.
     """
 
@@ -60,7 +60,7 @@ class PreloadServer:
         """Program of the workers."""
         self.excluded: dict[str, str] = {}
         """Packages that each worker imports itself, with the reasons."""
-        self._environ = lasting(environ)
+        self._environ = self._started_in = lasting(environ)
         self._changes = threading.Condition(threading.RLock())
         self._ready = self._settled = self._closed = False
         self._refusal: str | None = None
@@ -73,8 +73,7 @@ class PreloadServer:
             return
         self._link, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = _anonymous_file()
-        words = [*program.interpreter_command, "-c", OUTERMOST, str(server_end.fileno()), "{}"]
-        words += [program.kind, program.target, *program.arguments]
+        words = server_command(program, server_end.fileno())
         with server_end, _anonymous_file() as output:
             try:
                 self._process = popen(
@@ -92,6 +91,24 @@ class PreloadServer:
                 return
         self._reader = threading.Thread(target=self._read, args=(self._process,), name="preload-server", daemon=True)
         self._reader.start()
+
+    def begin(self, environ: Mapping[str, str]) -> None:
+        """Have the process import the modules of the program.
+
+        Args:
+            environ: environment of the workers; variables of single workers (``RANK``) are ignored.
+        """
+        self._environ = lasting(environ)
+        if self.refusal is not None:
+            return
+        with _anonymous_file() as content, contextlib.suppress(ForkRefused):
+            content.write(json.dumps(without_threads(self._environ)).encode())
+            content.flush()
+            self._send({"op": "begin"}, [content.fileno()])
+
+    def suits(self, program: Program, environ: Mapping[str, str]) -> bool:
+        """Return whether the process can go on with this program and environment, as torch may be imported already."""
+        return self.program == program and not changed_for_torch(self._started_in, lasting(environ))
 
     @property
     def pid(self) -> int | None:
@@ -134,11 +151,7 @@ class PreloadServer:
             ForkRefused: the worker must be started plainly.
             OSError: a file cannot be written.
         """
-        with self._changes:
-            if not self.ready:
-                raise ForkRefused(self._refusal or "its imports are not done")
-            self._requests += 1
-            number = self._requests
+        number = self._new_request()
         if names := changed(self._environ, environ):
             raise ForkRefused(f"{', '.join(names)} in the environment changed after the imports")
         with contextlib.ExitStack() as files:
@@ -150,7 +163,25 @@ class PreloadServer:
             for path, inherited in ((stdout, 1), (stderr, 2)):
                 descriptors.append(inherited if path is None else files.enter_context(path.open("wb")).fileno())
             self._send({"op": "fork", "id": number, "folder": os.getcwd()}, descriptors)  # noqa: PTH109
-            return self._answer(number)
+            return self._workers[self._answer(number)]
+
+    def fork_store(self, host: str, port: int, listener: int, control: int) -> bool:
+        """Fork a process that serves the store of a round; return whether that was possible.
+
+        Args:
+            host: address of the store, as its clients know it.
+            port: port of the store.
+            listener: descriptor of the listening socket.
+            control: descriptor of the connection with which the process ends.
+        """
+        try:
+            number = self._new_request()
+            self._send({"op": "store", "id": number, "host": host, "port": port}, [listener, control])
+            self._answer(number)
+        except ForkRefused as refusal:
+            _LOG.info("The round's store is started plainly: %s.", refusal)
+            return False
+        return True
 
     def close(self) -> None:
         """End the process and its running workers."""
@@ -168,13 +199,21 @@ class PreloadServer:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
+    def _new_request(self) -> int:
+        with self._changes:
+            if not self.ready:
+                raise ForkRefused(self._refusal or "its imports are not done")
+            self._requests += 1
+            return self._requests
+
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         try:
             socket.send_fds(self._link, [json.dumps(message).encode()], list(descriptors))
         except OSError as error:
             raise ForkRefused(self.refusal or f"it cannot be reached: {error}") from error
 
-    def _answer(self, number: int) -> ForkedWorker:
+    def _answer(self, number: int) -> int:
+        """Return the process id of the fork that was requested."""
         with self._changes:
             in_time = self._changes.wait_for(
                 lambda: number in self._answers or self._refusal is not None, _ANSWER_SECONDS
@@ -186,7 +225,7 @@ class PreloadServer:
                 self._process.kill()
             if "pid" not in answer:
                 raise ForkRefused(answer.get("reason") or self._refusal)
-            return self._workers[answer["pid"]]
+            return int(answer["pid"])
 
     def _reap(self, pid: int) -> None:
         self._workers.pop(pid, None)

@@ -9,7 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["changed", "is_per_worker", "is_read_late", "lasting", "without_threads"]
+__all__ = [
+    "READ_BY_TORCH",
+    "changed",
+    "changed_for_torch",
+    "is_per_worker",
+    "is_read_late",
+    "lasting",
+    "without_threads",
+]
 
 _PER_WORKER = re.compile(
     r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|"
@@ -23,6 +31,11 @@ _READ_LATE = re.compile(
     r"(GLOO|NCCL|TORCH_NCCL|UCX)_.*"
 )
 """Read when a GPU or a process group is opened, which no import may do (see :mod:`.fork_safety`)."""
+
+READ_BY_TORCH = re.compile(
+    r"(ATEN|BLIS|CUDA|DNNL|GOMP|GOTO|KMP|LD|MALLOC|MKL|NPY|OMP|ONEDNN|OPENBLAS)_|NUMPY|PYTHON|PYTORCH|TORCH|TRITON"
+)
+"""Beginnings of the environment variables that torch, numpy or their libraries may read at import."""
 
 _ARROW_OPTIONS = "JE_ARROW_MALLOC_CONF"
 """Options of the memory allocator in pyarrow."""
@@ -59,3 +72,8 @@ def changed(imported_in: Mapping[str, str], wanted: Mapping[str, str]) -> list[s
     """Return the names of the variables that differ and may have been read at import."""
     names = {*imported_in, *wanted}
     return sorted(name for name in names if not is_read_late(name) and imported_in.get(name) != wanted.get(name))
+
+
+def changed_for_torch(imported_in: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that differ and may have been read by torch's import."""
+    return [name for name in changed(imported_in, wanted) if READ_BY_TORCH.match(name)]

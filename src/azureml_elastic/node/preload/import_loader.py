@@ -24,6 +24,7 @@ from azureml_elastic.node.preload.import_scan import Import
 from azureml_elastic.node.preload.rank_at_import import reads_rank_only
 
 __all__ = [
+    "BASICS",
     "LATER",
     "Output",
     "Unsuitable",
@@ -36,7 +37,9 @@ __all__ = [
     "watched",
 ]
 
-_BASICS = (Import("torch"), Import("torch.distributed"))
+BASICS = (Import("torch"), Import("torch.distributed"))
+"""Imports that each worker needs, in addition to those of the script."""
+
 _OWN = "azureml_elastic.train"
 
 LATER = (
@@ -151,7 +154,7 @@ def shadowed() -> str | None:
 
 
 def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output) -> int:
-    """Import the modules that the script imports, in its order, and torch; return the number of successful imports.
+    """Import the modules that the script imports, in its order; return the number of successful imports.
 
     An import that fails is left to the script.
 
@@ -167,7 +170,7 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
     made = 0
     threads = count_threads()
     with watched(os.environ) as read:
-        for wanted in (*found, *_BASICS):
+        for wanted in found:
             if wanted.package in excluded:
                 continue
             before = output.sizes()
@@ -178,7 +181,7 @@ def import_all(found: Sequence[Import], excluded: Sequence[str], output: Output)
                 made += 1
             except BaseException as error:
                 output.truncate(before)
-                if wanted in _BASICS:
+                if wanted in BASICS:
                     raise ImportError(f"{wanted.module} cannot be imported: {error!r}") from error
             if read:
                 raise Unsuitable(wanted.package, f"{wanted.package} reads {read[0]} while it is imported")

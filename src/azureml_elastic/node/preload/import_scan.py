@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import re
 import site
 import sys
 import sysconfig
@@ -24,7 +23,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.node.preload.environment_variables import is_read_late
+from azureml_elastic.node.preload.environment_variables import READ_BY_TORCH, is_read_late
 from azureml_elastic.node.preload.statements import (
     UNKNOWN,
     blocks,
@@ -36,13 +35,12 @@ from azureml_elastic.node.preload.statements import (
     variables_set,
 )
 
-__all__ = ["Findings", "Import", "find_imports"]
+__all__ = ["Findings", "Import", "early_imports", "find_imports"]
 
 _BASICS = frozenset({"torch", "numpy"})
-_READ_BY_BASICS = re.compile(
-    r"(ATEN|BLIS|CUDA|DNNL|GOMP|GOTO|KMP|LD|MALLOC|MKL|NPY|OMP|ONEDNN|OPENBLAS)_|NUMPY|PYTHON|PYTORCH|TORCH|TRITON"
-)
-"""Beginnings of the environment variables that torch, numpy or their libraries may read at import."""
+_EARLY = _BASICS | {"pandas", "scipy", "sklearn"}
+"""Packages whose import depends on no variable that the agent sets for its workers, and imports no other package that
+does."""
 
 _ALWAYS_INSTALLED = "azureml_elastic"
 
@@ -76,6 +74,18 @@ class Findings:
 
     imports: tuple[Import, ...]
     obstacle: str | None
+
+
+def early_imports(findings: Findings) -> tuple[Import, ...]:
+    """Return the imports that may be made before the workers' environment is known: the first ones of the program.
+
+    The order of imports stays that of the program, which matters to libraries that load others. So nothing is imported
+    early where the program begins with a package that is not in ``_EARLY``.
+    """
+    if findings.obstacle is not None:
+        return ()
+    known = [found.package in _EARLY or found.package in sys.stdlib_module_names for found in findings.imports]
+    return findings.imports[: known.index(False)] if False in known else findings.imports
 
 
 def find_imports(kind: str, target: str) -> Findings:
@@ -241,7 +251,7 @@ class _Scan:
             if self.obstacle is not None or any(found.package == "torch" for found in self.imports):
                 continue
             for name in variables:
-                if name == UNKNOWN or _READ_BY_BASICS.match(name):
+                if name == UNKNOWN or READ_BY_TORCH.match(name):
                     what = "os.environ" if name == UNKNOWN else f"os.environ[{name!r}]"
                     line = getattr(node, "lineno", 0)
                     self.obstacle = f"{module.path}:{line} changes {what} before torch is imported"

@@ -25,7 +25,6 @@ from azureml_elastic.node.preload.stack_imports import for_plain_start
 from azureml_elastic.node.preload.unreadable_file import add_file_name
 
 __all__ = [
-    "OUTERMOST",
     "adopt_descriptors",
     "adopt_environment",
     "adopt_imports",
@@ -36,27 +35,6 @@ __all__ = [
     "read_json",
     "reset_process_state",
 ]
-
-OUTERMOST = """\
-import sys
-if sys.path[:1] == [""]:
-    del sys.path[0]
-from azureml_elastic.node.preload import server as serving
-try:
-    serving.serve()()
-except SystemExit:
-    raise
-except BaseException:
-    __import__("sys").modules["azureml_elastic.node.preload.script_runner"].on_uncaught()
-    raise
-else:
-    __import__("sys").modules["azureml_elastic.node.preload.script_runner"].on_end()
-"""
-"""Code that the preload server runs with ``-c``.
-
-``serve`` returns only in children, with a function that runs the script, so this outermost frame is the only one below
-the script's. Its names are removed from ``__main__`` first, and the working directory from the path before any import.
-"""
 
 _NAMES_OF_MAIN = frozenset(
     {"__annotations__", "__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__"}

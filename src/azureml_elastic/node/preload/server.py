@@ -3,7 +3,9 @@
 It is started as ``python <options> -c <OUTERMOST> <descriptor> <excluded> <kind> <target> <arguments>`` and uses the
 ``SOCK_SEQPACKET`` socket with that descriptor, on which each message is sent or received whole::
 
+    agent:  {"op": "begin"}                              with a descriptor: the workers' environment as JSON
     agent:  {"op": "fork", "id": 7, "folder": "/home"}   with three descriptors: start as JSON, stdout, stderr
+    agent:  {"op": "store", "id": 7, "host": "10.0.0.4", "port": 29400}   with two: listening socket, control connection
     server: {"op": "started", "id": 7, "pid": 4711}  or  {"op": "declined", "id": 7, "reason": "..."}
     server: {"op": "ended", "pid": 4711, "code": -9}     the worker stays a zombie, which reserves its id, until
     agent:  {"op": "reap", "pid": 4711}
@@ -12,6 +14,13 @@ It is started as ``python <options> -c <OUTERMOST> <descriptor> <excluded> <kind
 The start of a worker has its environment, and its arguments where they differ between workers::
 
     {"environment": {"RANK": "0"}, "arguments": null}
+
+The agent starts the server before its own imports and sends the environment once it has joined. Until then the server
+imports torch, where the script does so first and does not set variables that torch reads; ``excluded`` is ``null``. A
+server that replaces itself by one that imports less has the environment already, and its reasons in ``excluded``.
+
+A process that serves a round's store is a fork, too (see :mod:`~azureml_elastic.node.rendezvous.store_server`). It ends
+with its control connection, and nobody asks for its exit code.
 
 When the agent's end of the socket closes, the server kills its workers and exits. If the server is killed, the kernel
 kills the workers (``PR_SET_PDEATHSIG``).
@@ -37,8 +46,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from azureml_elastic.node.preload import import_loader, rank_at_import, script_runner, stack_imports
+from azureml_elastic.node.preload.command import plain_command, replace_excluded
 from azureml_elastic.node.preload.fork_safety import leftover_threads, trial_fork, why_unsafe
-from azureml_elastic.node.preload.import_scan import find_imports
+from azureml_elastic.node.preload.import_scan import early_imports, find_imports
 from azureml_elastic.node.preload.rehearsal import Rehearsal
 
 __all__ = ["serve"]
@@ -60,7 +70,9 @@ def serve() -> Callable[[], Any]:
     descriptor, excluded, kind, target, *arguments = sys.argv[1:]
     server = _Server(socket.socket(fileno=int(descriptor)), json.loads(excluded), kind, target)
     try:
-        server.make_imports(arguments)
+        import_loader.prepare(kind, target, arguments)
+        server.begin()
+        server.make_imports()
     except Exception as error:  # noqa: BLE001 - reported to the agent, which starts its workers plainly
         server.refuse(f"{type(error).__name__}: {error}")
     while True:
@@ -70,18 +82,20 @@ def serve() -> Callable[[], Any]:
 
 
 class _Server:
-    def __init__(self, link: socket.socket, excluded: dict[str, str], kind: str, target: str) -> None:
+    def __init__(self, link: socket.socket, excluded: dict[str, str] | None, kind: str, target: str) -> None:
         self._link = link
-        self._excluded = excluded
+        self._waits = excluded is None
+        self._excluded = excluded or {}
         self._kind = kind
         self._target = target
-        self._command = _plain_command(sys.orig_argv, kind)
+        self._command = plain_command(sys.orig_argv)
         self._environment = dict(os.environ)
         self._variables_set: dict[str, str | None] = {}
         self._printed: tuple[bytes, bytes] = (b"", b"")
         self._output = import_loader.Output()
         self._workers: dict[int, bool] = {}
         """Whether the end was reported, by process id."""
+        self._stores: set[int] = set()
         self._unsafe: str | None = None
         self._later = list(import_loader.LATER)
         self._later_packages: list[str] = []
@@ -99,10 +113,42 @@ class _Server:
 
     # --- imports -----------------------------------------------------------------------------------------------------
 
-    def make_imports(self, arguments: list[str]) -> None:
+    def begin(self) -> None:
+        """Make the first imports of the program, as far as nothing is known to them, and wait for the environment."""
+        if not self._waits:
+            return
+        unsuitable: dict[str, str] = {}
+        if import_loader.shadowed() is None and (imports := early_imports(find_imports(self._kind, self._target))):
+            self._prepare_torch()
+            before = dict(os.environ)
+            try:
+                import_loader.import_all(imports, (), self._output)
+            except import_loader.Unsuitable as error:
+                unsuitable = {error.package: str(error)}
+            except ImportError:
+                pass  # of torch, and raised again once the agent listens
+            self._variables_set = import_loader.difference(before, os.environ)
+        data, descriptors, _, _ = socket.recv_fds(self._link, _MOST_BYTES, 1)
+        if not data:
+            self._end()
+        self._adopt_environment(script_runner.read_json(descriptors[0]))
+        self._environment = dict(os.environ)
+        if unsuitable:
+            self._start_again(unsuitable)
+        script_runner.adopt_imports((), self._variables_set)
+
+    def _adopt_environment(self, wanted: dict[str, str]) -> None:
+        if "LC_CTYPE" in self._environment:
+            wanted.setdefault("LC_CTYPE", self._environment["LC_CTYPE"])  # Python sets it in the C locale
+        script_runner.adopt_environment(wanted)
+
+    def _prepare_torch(self) -> None:
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() opens no GPU then
+        gc.disable()
+
+    def make_imports(self) -> None:
         """Import the modules of the program, check that forking is safe, and report to the agent."""
         start = time.monotonic()
-        import_loader.prepare(self._kind, self._target, arguments)
         if shadow := import_loader.shadowed():
             self.refuse(f"{shadow} has the name of a module that is imported before the script's folder is known")
             return
@@ -110,17 +156,18 @@ class _Server:
         if obstacle := self._excluded.get("torch") or findings.obstacle:
             self.refuse(obstacle)
             return
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() opens no GPU then
+        self._prepare_torch()
         stack_imports.register()
         before = dict(os.environ)
-        gc.disable()
         try:
-            made = import_loader.import_all(findings.imports, list(self._excluded), self._output)
+            made = import_loader.import_all(
+                (*findings.imports, *import_loader.BASICS), list(self._excluded), self._output
+            )
         except import_loader.Unsuitable as error:
             self._start_again({**self._excluded, error.package: str(error)})
         if self._kind == "module":
             sys.argv[0] = "-m"
-        self._variables_set = import_loader.difference(before, os.environ)
+        self._variables_set |= import_loader.difference(before, os.environ)
         self._printed = self._output.read()
         self._take_signals()
         gc.collect()
@@ -140,8 +187,7 @@ class _Server:
 
     def _start_again(self, excluded: dict[str, str]) -> NoReturn:
         """Replace this process by a new one that imports less."""
-        words = list(sys.orig_argv)
-        words[words.index(script_runner.OUTERMOST) + 2] = json.dumps(excluded)
+        words = replace_excluded(sys.orig_argv, excluded)
         self._output.truncate((0, 0))
         self._restore_signals()
         self._link.set_inheritable(True)
@@ -186,7 +232,11 @@ class _Server:
             if self._workers.pop(request["pid"], False):
                 os.waitpid(request["pid"], 0)
             return None
-        run = self._fork(request, descriptors)
+        run = None
+        if request["op"] == "store":
+            self._fork_store(request, *descriptors)
+        elif request["op"] == "fork":  # not "begin", which comes too late where the first imports have failed
+            run = self._fork(request, descriptors)
         if run is None:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -224,6 +274,32 @@ class _Server:
         self._quiet_until = time.monotonic() + _REST_SECONDS
         return None
 
+    def _fork_store(self, request: dict[str, Any], listener: int, control: int) -> None:
+        """Fork a process that serves the store of a round."""
+        if reason := self._unsafe or why_unsafe():
+            self._decline(request, reason)
+            return
+        server = os.getpid()
+        try:
+            child = os.fork()
+        except OSError as error:
+            self._decline(request, f"it cannot fork: {error.strerror}")
+            return
+        if child == 0:
+            try:
+                self._end_with(server)
+                self._link.close()
+                self._restore_signals()
+                for number in _IGNORED:
+                    signal.signal(number, signal.SIG_IGN)  # for the agent to act on, which ends this process
+                from azureml_elastic.node.rendezvous.store_server import serve_store
+
+                serve_store(request["host"], request["port"], listener, control)
+            finally:
+                os._exit(1)
+        self._stores.add(child)
+        self._send(op="started", id=request["id"], pid=child)
+
     def _decline(self, request: dict[str, Any], reason: str) -> None:
         self._send(op="declined", id=request["id"], reason=reason)
 
@@ -237,9 +313,7 @@ class _Server:
         return None if here == folder else f"the working directory was {here!r} and is {folder!r} now"
 
     def _become_worker(self, server: int, start: int, stdout: int, stderr: int) -> Callable[[], Any]:
-        self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != server:
-            os._exit(1)
+        self._end_with(server)
         os.setsid()
         self._link.close()
         self._restore_signals()
@@ -249,15 +323,19 @@ class _Server:
         if arguments is not None:
             sys.argv[1:] = arguments
             self._command[len(self._command) - len(arguments) :] = arguments
-        if "LC_CTYPE" in self._environment:
-            wanted.setdefault("LC_CTYPE", self._environment["LC_CTYPE"])  # Python sets it in the C locale
-        script_runner.adopt_environment(wanted)
+        self._adopt_environment(wanted)
         script_runner.adopt_descriptors(stdout, stderr)
         script_runner.reset_process_state()
         run = script_runner.become(self._kind, self._target, self._command)
         script_runner.adopt_imports(self._printed, self._variables_set)
         rank_at_import.set_rank(os.environ)
         return run
+
+    def _end_with(self, server: int) -> None:
+        """Have the kernel end this fork when the server ends."""
+        self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != server:  # it has ended before that
+            os._exit(1)
 
     # --- signals -----------------------------------------------------------------------------------------------------
 
@@ -281,6 +359,9 @@ class _Server:
             signal.signal(number, handler)
 
     def _on_child(self, *_signal: object) -> None:
+        for store in list(self._stores):
+            if os.waitpid(store, os.WNOHANG)[0]:
+                self._stores.discard(store)
         for worker, reported in list(self._workers.items()):
             if reported:
                 continue
@@ -297,7 +378,7 @@ class _Server:
             self._end()
 
     def _end(self) -> NoReturn:
-        """Kill the workers and exit."""
+        """Kill the workers and exit; the kernel kills the stores, which the agent may need no longer than this."""
         for worker in self._workers:
             for kill in (os.killpg, os.kill):  # a worker that leads no group yet is killed alone
                 with contextlib.suppress(OSError):
@@ -309,9 +390,3 @@ class _Server:
             self._link.send(json.dumps(message).encode())
         except OSError:
             self._end()
-
-
-def _plain_command(words: list[str], kind: str) -> list[str]:
-    """Return the command of a plain start, from the command of this process."""
-    position = words.index(script_runner.OUTERMOST)
-    return [*words[: position - 1], *(["-m"] if kind == "module" else []), *words[position + 4 :]]

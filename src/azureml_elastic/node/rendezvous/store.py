@@ -1,4 +1,4 @@
-"""The round's TCPStore: served by rank 0's agent, so that it survives restarts of the workers."""
+"""The round's TCPStore in torchrun's agent: served on rank 0, and a client of it elsewhere."""
 
 from __future__ import annotations
 

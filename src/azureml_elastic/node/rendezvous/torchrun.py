@@ -16,8 +16,6 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Callable
-from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -36,36 +34,15 @@ from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment
 from azureml_elastic.node.rendezvous.state.round import Limits
 from azureml_elastic.node.rendezvous.store import open_store
+from azureml_elastic.node.rendezvous.store_process import enter
+from azureml_elastic.node.rendezvous.store_server import STORE_TIMEOUT
 from azureml_elastic.node.table import open_table
 
-__all__ = ["BACKEND", "TableRendezvousHandler", "create_handler", "enter"]
+__all__ = ["BACKEND", "TableRendezvousHandler", "create_handler"]
 
 _LOG = logging.getLogger(__name__)
 
 BACKEND = "azure-table"
-
-_STORE_TIMEOUT = timedelta(minutes=5)
-
-
-def enter(rendezvous: Rendezvous, get_ready: Callable[[], bool] = lambda: False) -> tuple[Assignment, TCPStore]:
-    """Join the next round and open its store, again if the round breaks before that.
-
-    Args:
-        rendezvous: this node's part in the run.
-        get_ready: see :meth:`Rendezvous.join`.
-
-    Raises:
-        RunSucceeded, RunFailed, InterruptedError: see :meth:`Rendezvous.join`.
-    """
-    while True:
-        assignment = rendezvous.join(get_ready)
-        store = open_store(assignment, _STORE_TIMEOUT, lambda: rendezvous.status().broken, rendezvous.store_failed)
-        if store is not None:
-            return assignment, store
-        status = rendezvous.status()
-        if not status.over or status.lost:
-            reason = "the round's store cannot be reached"
-            rendezvous.round_end.reopen(reason, lost=status.lost, round_failed=not status.lost)
 
 
 class TableRendezvousHandler(RendezvousHandler):
@@ -101,7 +78,7 @@ class TableRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: the table cannot be used.
         """
         try:
-            assignment, store = enter(self._rendezvous)
+            assignment, store = enter(self._rendezvous, self._open_store)
         except RunSucceeded as end:
             self._closed = True
             _LOG.info("%s Nothing is left to do for this node.", end)
@@ -114,6 +91,10 @@ class TableRendezvousHandler(RendezvousHandler):
         self._joined = True
         host, port = assignment.store_address
         return RendezvousInfo(store, assignment.rank, len(assignment.round.members), RendezvousStoreInfo(host, port))
+
+    def _open_store(self, assignment: Assignment) -> TCPStore | None:
+        rendezvous = self._rendezvous
+        return open_store(assignment, STORE_TIMEOUT, lambda: rendezvous.status().broken, rendezvous.store_failed)
 
     def is_closed(self) -> bool:
         """Return whether the end of the run is known to this node."""

@@ -20,7 +20,7 @@ class Node:
         self.ended_at = float("inf")
         self.group = WorkerGroup(
             self, SimpleNamespace(), 1, "node-2", stays=False, handover_seconds=5.0, wait=self._wait,
-            started=lambda: None, clock=lambda: self.now,
+            clock=lambda: self.now,
         )  # fmt: skip
 
     @property

@@ -12,14 +12,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.config import environment as variables
-from azureml_elastic.node.failures.classification import hang_failure, last_error, root_cause, signature_of
+from azureml_elastic.node.failures.classification import (
+    FailedWorker,
+    hang_failure,
+    last_error,
+    root_cause,
+    signature_of,
+)
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, Frame, find_dump, find_error
 from azureml_elastic.node.host.memory import OomKillCounter
 from azureml_elastic.node.preload.stack_imports import for_plain_start
@@ -33,8 +38,8 @@ EXCEPTIONS = {"peer_after_user": "user", "import_then_user": "user"}
 INCONCLUSIVE = {"crashed", "killed", "killed_survivor"}
 
 
-def failure(local_rank: int, exitcode: int, timestamp: int = 10, **more) -> SimpleNamespace:
-    return SimpleNamespace(local_rank=local_rank, exitcode=exitcode, timestamp=timestamp, **more)
+def failure(local_rank: int, exitcode: int, timestamp: int = 10, **more) -> FailedWorker:
+    return FailedWorker(local_rank, exitcode, timestamp, **more)
 
 
 def ending(name: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Workers of torchrun, and those forked by the preload server of a node."""
+"""Workers of torchrun, and those that a node starts, forked or as new interpreters."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ OF_THE_RUN = OURS | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "T
 OF_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
 """Variable that torchrun sets for its own option."""
 
+PREFIX = "[worker"
+
 
 def worker_reports(logs: Path):
     """Return the reports on the workers' standard error, by local rank."""
@@ -70,6 +72,6 @@ def test_forked_workers_equal_those_of_torchrun(tmp_path):
     assert sorted(expected) == ["0", "1"], plain.stderr
     for name in ("forked", "plain"):
         assert worker_reports(tmp_path / name) == expected
-    prefixed = sorted(line for line in plain.stdout.splitlines() if line.startswith("[worker"))
+    prefixed = sorted(line for line in plain.stdout.splitlines() if line.startswith(PREFIX))
     assert prefixed == ["[worker0]:rank 0 of 2", "[worker1]:rank 1 of 2"]
-    assert sorted(line for line in ours.stdout.splitlines() if line.startswith("[")) == sorted(prefixed * 2)
+    assert sorted(line for line in ours.stdout.splitlines() if line.startswith(PREFIX)) == sorted(prefixed * 2)

@@ -1,0 +1,65 @@
+"""The start of the preload server before the agent's own imports, which take as long as part of torch's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+from azureml_elastic.config import environment as variables
+from azureml_elastic.config.command.program import Program
+from azureml_elastic.node.preload.client import PreloadServer
+
+__all__ = ["begin_preload", "start_early"]
+
+_DEFAULT_SECRET = "AZURE_STORAGE_CONNECTION_STRING"  # noqa: S105 - the name of a variable
+
+
+def start_early(
+    program: Program, environ: Mapping[str, str], start: Callable[..., PreloadServer] = PreloadServer
+) -> PreloadServer | None:
+    """Start the preload server as far as the plan can be read without its models.
+
+    Args:
+        program: the user's program.
+        environ: environment of the agent.
+        start: function that starts the preload server, with the arguments of :class:`PreloadServer`.
+
+    Returns:
+        The server, or ``None`` where the plan does without one or does not say; it is validated later.
+    """
+    try:
+        distribution = json.loads(environ[variables.PLAN])["distribution"]
+        wanted = distribution["preload_workers"] and distribution["framework"] == "pytorch"
+        secret = distribution["rendezvous"]["connection_string_variable"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    if not wanted:
+        return None
+    # The workers are forks and could read the server's first environment, so that has no secret in it. Whether they get
+    # the variable is decided once the table is open.
+    withheld = {secret, _DEFAULT_SECRET}
+    return start(program, {name: value for name, value in environ.items() if name not in withheld})
+
+
+def begin_preload(
+    early: PreloadServer | None,
+    program: Program,
+    environ: Mapping[str, str],
+    start: Callable[..., PreloadServer] = PreloadServer,
+) -> PreloadServer:
+    """Give the preload server the workers' environment, in a new process where the early one does not suit.
+
+    Args:
+        early: server that was started early, if there is one.
+        program: program of the workers.
+        environ: environment of the workers.
+        start: function that starts the preload server, with the arguments of :class:`PreloadServer`.
+    """
+    server = early
+    if early is not None and not early.suits(program, environ):
+        early.close()
+        server = None
+    if server is None:
+        server = start(program, environ)
+    server.begin(environ)
+    return server

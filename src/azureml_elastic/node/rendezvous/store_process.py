@@ -1,0 +1,214 @@
+"""The round's key-value store as the agents see it: a process beside rank 0's agent, which has no torch itself.
+
+The process is forked from the preload server, which has imported torch anyway; where that cannot fork, it is a new
+interpreter. It serves the socket that the agent has listened on since before the round was sealed, so that clients that
+connect meanwhile wait instead of failing. A connection between agent and process tells each of the other's end: with
+the agent the process ends, and with the process the round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from azureml_elastic.node.preload.client import PreloadServer
+from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
+
+__all__ = ["RemoteStore", "RoundStore", "StoreProcess", "enter", "open_round_store", "reaches"]
+
+_LOG = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+
+_ATTEMPT_SECONDS = 3.0
+"""Timeout of a connection: long enough for TCP's second attempt."""
+
+_RETRY_SECONDS = 2.0
+"""Time for which a refused connection is tried again: the hub may report meanwhile that rank 0's node is lost, which
+names the cause."""
+
+_END_SECONDS = 5.0
+
+_Store = TypeVar("_Store")
+
+
+class RoundStore(Protocol):
+    """The store of a round as its agents see it."""
+
+    ended: bool
+    """Whether the process that this node had for it has ended although it was not closed: no worker can connect."""
+
+    def has_keys(self) -> bool:
+        """Return whether workers had set keys when the process last reported, and have it report again."""
+
+    def close(self) -> None:
+        """End the process of this node."""
+
+
+class StoreProcess:
+    """Handle of the process that serves the store of a round, on rank 0's node.
+
+    Args:
+        assignment: rank 0's assignment, whose listening socket the process takes over.
+        preload_server: server that forks the process, ready; ``None`` starts a new interpreter.
+        wake: function called, on a thread, when the process ends although it was not closed.
+    """
+
+    def __init__(self, assignment: Assignment, preload_server: PreloadServer | None, wake: Callable[[], None]) -> None:
+        assert assignment.listener is not None
+        host, port = assignment.store_address
+        self._wake = wake
+        self._closed = False
+        self._keys = 0
+        self._asked = False
+        self.ended = False
+        self._link, theirs = socket.socketpair()
+        self._process: subprocess.Popen[bytes] | None = None
+        with theirs, assignment.listener as listener:
+            descriptors = [listener.fileno(), theirs.fileno()]
+            if preload_server is None or not preload_server.fork_store(host, port, *descriptors):
+                module = "azureml_elastic.node.rendezvous.store_server"
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, host, str(port), *map(str, descriptors)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=descriptors,
+                    start_new_session=True,  # Ctrl-C and the signals of a job's end are for the agent to act on
+                )
+        self._reader = threading.Thread(target=self._read, name="store-process", daemon=True)
+        self._reader.start()
+
+    def has_keys(self) -> bool:
+        """See :class:`RoundStore`."""
+        if not self._asked:
+            self._asked = True
+            with contextlib.suppress(OSError):
+                self._link.send(b"?")
+        return self._keys > 0
+
+    def close(self) -> None:
+        """See :class:`RoundStore`."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._link.close()
+        if self._process is not None:
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:  # stopped, or still importing
+                self._process.kill()
+                self._process.wait()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError), self._link.makefile("rb") as lines:
+            for line in lines:
+                self._keys = int(line)
+                self._asked = False
+        if not self._closed:
+            self.ended = True
+            self._wake()
+
+
+class RemoteStore:
+    """The store of a round that another node serves, whose agent looks after it."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def has_keys(self) -> bool:
+        """Return false: only rank 0's agent asks."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def open_round_store(
+    assignment: Assignment, rendezvous: Rendezvous, preload_server: Callable[[], PreloadServer | None]
+) -> RoundStore | None:
+    """Serve the store of a round on rank 0's node, and verify elsewhere that it can be reached.
+
+    Args:
+        assignment: place in the sealed round.
+        rendezvous: this node's part in the run.
+        preload_server: function that returns the preload server once it is ready; ``None`` if it cannot fork.
+
+    Returns:
+        The store, or ``None`` if the round has broken or its port cannot be reached.
+    """
+    if assignment.listener is not None:
+        return StoreProcess(assignment, preload_server(), rendezvous.wake.set)
+    reached = reaches(assignment.store_address, lambda: rendezvous.status().broken, rendezvous.store_failed)
+    return RemoteStore() if reached else None
+
+
+def enter(
+    rendezvous: Rendezvous,
+    open_store: Callable[[Assignment], _Store | None],
+    get_ready: Callable[[], bool] = lambda: False,
+) -> tuple[Assignment, _Store]:
+    """Join the next round and open its store, again if the round breaks before that.
+
+    Args:
+        rendezvous: this node's part in the run.
+        open_store: function that opens the store of a round, ``None`` where that is not possible.
+        get_ready: see :meth:`Rendezvous.join`.
+
+    Raises:
+        RunSucceeded, RunFailed, InterruptedError: see :meth:`Rendezvous.join`.
+    """
+    while True:
+        assignment = rendezvous.join(get_ready)
+        store = open_store(assignment)
+        if store is not None:
+            return assignment, store
+        status = rendezvous.status()
+        if not status.over or status.lost:
+            reason = "the round's store cannot be reached"
+            rendezvous.round_end.reopen(reason, lost=status.lost, round_failed=not status.lost)
+
+
+def reaches(
+    address: tuple[str, int], broken: Callable[[], bool], unreachable: Callable[[OSError, float], None]
+) -> bool:
+    """Return whether a port accepts connections, before this node's workers wait for it.
+
+    Args:
+        address: host and port.
+        broken: function that returns whether the round has broken, which ends the attempts.
+        unreachable: callback with the error and the timeout of a connection in seconds, where the port cannot be
+            reached and the round is whole nevertheless.
+    """
+    errors: list[OSError] = []
+    reached = threading.Event()
+
+    def connect() -> None:
+        # On a thread: the look-up of a name, and a port that a firewall blocks, do not answer for seconds.
+        until = time.monotonic() + _RETRY_SECONDS
+        while True:
+            try:
+                socket.create_connection(address, _ATTEMPT_SECONDS).close()
+            except OSError as error:
+                if time.monotonic() >= until:
+                    errors.append(error)
+                    return
+                time.sleep(_POLL_SECONDS)
+            else:
+                reached.set()
+                return
+
+    thread = threading.Thread(target=connect, name="store probe", daemon=True)
+    thread.start()
+    while thread.is_alive() and not broken():
+        thread.join(_POLL_SECONDS)
+    if errors and not broken():
+        unreachable(errors[0], _ATTEMPT_SECONDS)
+    return reached.is_set()
