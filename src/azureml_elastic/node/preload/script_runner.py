@@ -33,15 +33,24 @@ __all__ = [
     "execute",
     "on_end",
     "on_uncaught",
+    "outermost",
     "read_json",
     "reset_process_state",
 ]
 
-OUTERMOST = """\
+
+def outermost(package: str) -> str:
+    """Return the code that runs a package's module ``server`` with ``-c``.
+
+    Its ``serve`` returns only in children, with a function that runs the script, so this outermost frame is the only
+    one below the script's. Its names are removed from ``__main__`` first, and the working directory from the path
+    before any import.
+    """
+    return f"""\
 import sys
 if sys.path[:1] == [""]:
     del sys.path[0]
-from azureml_elastic.node.preload import server as serving
+from {package} import server as serving
 try:
     serving.serve()()
 except SystemExit:
@@ -52,11 +61,10 @@ except BaseException:
 else:
     __import__("sys").modules["azureml_elastic.node.preload.script_runner"].on_end()
 """
-"""Code that the preload server runs with ``-c``.
 
-``serve`` returns only in children, with a function that runs the script, so this outermost frame is the only one below
-the script's. Its names are removed from ``__main__`` first, and the working directory from the path before any import.
-"""
+
+OUTERMOST = outermost("azureml_elastic.node.preload")
+"""Code that the preload server runs."""
 
 _NAMES_OF_MAIN = frozenset(
     {"__annotations__", "__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__"}

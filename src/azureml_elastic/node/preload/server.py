@@ -33,7 +33,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from azureml_elastic.node.preload import import_loader, rank_at_import, script_runner, stack_imports
@@ -55,12 +56,19 @@ _REST_SECONDS = 2.0
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
-def serve() -> Callable[[], Any]:
-    """Serve the agent's requests. Returns only in workers, with the function that runs the script."""
+def serve(
+    printed: Sequence[bytes] = (), variables_set: Mapping[str, str | None] = MappingProxyType({})
+) -> Callable[[], Any]:
+    """Serve the agent's requests. Returns only in workers, with the function that runs the script.
+
+    Args:
+        printed: output that this process's imports had before this call, on standard output and standard error.
+        variables_set: environment variables that they had set, ``None`` for removed ones.
+    """
     descriptor, excluded, kind, target, *arguments = sys.argv[1:]
     server = _Server(socket.socket(fileno=int(descriptor)), json.loads(excluded), kind, target)
     try:
-        server.make_imports(arguments)
+        server.make_imports(arguments, printed, variables_set)
     except Exception as error:  # noqa: BLE001 - reported to the agent, which starts its workers plainly
         server.refuse(f"{type(error).__name__}: {error}")
     while True:
@@ -99,8 +107,16 @@ class _Server:
 
     # --- imports -----------------------------------------------------------------------------------------------------
 
-    def make_imports(self, arguments: list[str]) -> None:
-        """Import the modules of the program, check that forking is safe, and report to the agent."""
+    def make_imports(
+        self, arguments: list[str], printed: Sequence[bytes], variables_set: Mapping[str, str | None]
+    ) -> None:
+        """Import the modules of the program, check that forking is safe, and report to the agent.
+
+        Args:
+            arguments: arguments of the program.
+            printed: output of imports that were made before.
+            variables_set: environment variables that they had set.
+        """
         start = time.monotonic()
         import_loader.prepare(self._kind, self._target, arguments)
         if shadow := import_loader.shadowed():
@@ -113,6 +129,7 @@ class _Server:
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() opens no GPU then
         stack_imports.register()
         before = dict(os.environ)
+        script_runner.adopt_imports(printed, variables_set)  # as if they were made here
         gc.disable()
         try:
             made = import_loader.import_all(findings.imports, list(self._excluded), self._output)
