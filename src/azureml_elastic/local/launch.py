@@ -100,8 +100,9 @@ class Launch:
             return timeout_s is not None and time.monotonic() - started > timeout_s
 
         self.processes.starting.prepare(lambda: is_late() or self.signals.first is not None)
-        if self.signals.first is not None:
-            return self._leave(self.signals.first, exit_grace_s)
+        interrupted = self.signals.first
+        if interrupted is not None:
+            return self._leave(interrupted, exit_grace_s)
         if is_late():
             return self._time_out(timeout_s)
         self._start(count)

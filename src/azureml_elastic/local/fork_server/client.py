@@ -73,7 +73,7 @@ class Imports:
 
     Args:
         program: program whose own imports are made as its preload server would make them; ``None`` for no program.
-        modules: further modules, which need not be installed.
+        modules: further modules, for what is forked from this server alone.
         agent: whether the modules of a node's agent are imported.
         path: folders in which the further modules are searched, too.
     """

@@ -94,9 +94,7 @@ class _Preload:
         self._early = read_early(os.environ)
         self._used = False
 
-    def start(
-        self, words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any
-    ) -> subprocess.Popen[bytes] | ForkedProcess:
+    def start(self, words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
         """Start the preload server, with the arguments of ``subprocess.Popen``; the agent has announced its node."""
         self._gather()
         off = self._server.attached and stack_imports.is_off(env)

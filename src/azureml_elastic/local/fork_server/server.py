@@ -9,7 +9,8 @@ that descriptor, on which each message is sent or received whole::
 
 The request has the function that makes the fork the wanted process, and what it needs::
 
-    {"become": "azureml_elastic.local.fork_server.node:become_node", "request": {}, "environment": {}, "folder": "/home"}
+    {"become": "azureml_elastic.local.fork_server.node:become_node", "request": {}, "environment": {},
+     "folder": "/home"}
 
 The function is called with the request, the descriptors and the :class:`Server`, and returns the call that runs the
 process. A process is forked twice, so that it becomes a child of the client, the subreaper, and waits at the gate until
@@ -27,7 +28,6 @@ import gc
 import importlib
 import json
 import os
-import pkgutil
 import select
 import signal
 import socket
@@ -46,6 +46,17 @@ from azureml_elastic.node.preload.fork_safety import leftover_threads, trial_for
 from azureml_elastic.node.preload.import_scan import find_imports
 
 __all__ = ["Become", "Server", "serve"]
+
+_AGENT = (
+    "azureml_elastic.node.__main__",
+    "azureml_elastic.node.entry",
+    "azureml_elastic.node.agent.agent",
+    "azureml_elastic.node.agent.worker_processes",
+    "azureml_elastic.node.table.sqlite",
+    "azureml_elastic.ipc.tls",
+    "torch.distributed.elastic.multiprocessing",
+)
+"""What agents with a table in a file import, also late and in functions."""
 
 _MOST_DESCRIPTORS = 8
 
@@ -130,14 +141,15 @@ class Server:
                 import_loader.import_all(findings.imports, list(self.excluded), output)
             except import_loader.Unsuitable as error:
                 self._start_again({**self.excluded, error.package: str(error)}, output)
+        self.variables_set = import_loader.difference(before, os.environ)
+        self.printed = output.read()
         sys.path[:] = [*self._imports["path"], *usual]
         for name in self._imports["modules"]:
             importlib.import_module(name)
-        self.variables_set = import_loader.difference(before, os.environ)
-        self.printed = output.read()
         sys.path[:] = usual
         if self._imports["agent"]:
-            _import_agent()
+            for name in _AGENT:
+                importlib.import_module(name)
         if program is not None:
             sys.path[:] = of_program
             for name in (*import_loader.LATER, *import_loader.later_of_packages(self.excluded)):
@@ -240,14 +252,3 @@ class Server:
 def _shadow() -> str | None:
     shadow = import_loader.shadowed()
     return shadow and f"{shadow} has the name of a module that is imported before the script's folder is known"
-
-
-def _import_agent() -> None:
-    """Import what agents import, also what they import in functions."""
-    from azureml_elastic import node
-
-    for module in pkgutil.walk_packages(node.__path__, node.__name__ + ".", onerror=lambda _: None):
-        if not module.name.endswith(".__main__"):
-            importlib.import_module(module.name)
-    for name in ("azureml_elastic.node.__main__", "torch.distributed.elastic.multiprocessing"):
-        importlib.import_module(name)

@@ -9,6 +9,7 @@ from typing import IO
 
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.local.fork_server.client import COMMAND, ForkRefused, ForkServer, Imports
+from azureml_elastic.local.launched_node import shared_environment
 from azureml_elastic.local.node_start import NODE_COMMAND, AgentProcess, CommandStart, NodeStart
 
 __all__ = ["ForkStart", "open_node_start"]
@@ -17,24 +18,21 @@ _BECOME_NODE = "azureml_elastic.local.fork_server.node:become_node"
 
 
 class ForkStart:
-    """Forks the nodes that the server can fork, and starts the others by their command, with a line in their output.
+    """Forks the nodes that a server can fork, and starts the others by their command, with a line in their output.
 
     Args:
-        server: server that has imported an agent's modules.
+        server_for: function that returns the server for nodes with an environment.
     """
 
-    def __init__(self, server: ForkServer) -> None:
-        self._server = server
+    def __init__(self, server_for: Callable[[Mapping[str, str]], ForkServer]) -> None:
+        self._server_for = server_for
         self._gathering: tuple[int, int] | None = None
-
-    @property
-    def refusal(self) -> str | None:
+        self.refusal: str | None = None
         """Reason why no node can be forked any more, or ``None``."""
-        return self._server.refusal
 
     def prepare(self, stop: Callable[[], bool]) -> None:
         """Wait until the imports are done or have failed, or the condition is true."""
-        self._server.wait_ready(stop)
+        self._server_for(shared_environment()).wait_ready(stop)
 
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
@@ -50,9 +48,11 @@ class ForkStart:
         if tuple(argv[: len(NODE_COMMAND)]) == NODE_COMMAND:
             request = {"argv": list(argv[len(NODE_COMMAND) :]), "network": network}
             with _pipe() if self._gathering is None else contextlib.nullcontext(self._gathering) as pipe:
+                server = self._server_for(env)
                 try:
-                    return self._server.fork(_BECOME_NODE, request, env, [output.fileno(), *pipe])
+                    return server.fork(_BECOME_NODE, request, env, [output.fileno(), *pipe])
                 except ForkRefused as refusal:
+                    self.refusal = server.refusal
                     output.write(f"This node is not forked, its command is started: {refusal}.\n".encode())
                     output.flush()
         return CommandStart().start(argv, env=env, output=output, network=network)
@@ -73,7 +73,7 @@ def open_node_start(program: Program | None, most_nodes: int, environ: Mapping[s
         return
     server = ForkServer(Imports(program), environ)
     try:
-        yield ForkStart(server)
+        yield ForkStart(lambda _: server)
     finally:
         server.close()
 
