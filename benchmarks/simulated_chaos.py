@@ -22,7 +22,7 @@ from azureml_elastic.node.rendezvous.state.round import Limits  # noqa: E402
 from azureml_elastic.simulate.calibration import calibrate  # noqa: E402
 from azureml_elastic.simulate.elastic import ElasticRun  # noqa: E402
 from azureml_elastic.simulate.parameters import Parameters  # noqa: E402
-from tests.support.node_server import start_node  # noqa: E402
+from tests.support.node_server import FORKED  # noqa: E402
 from tests.support.paths import PROGRAMS  # noqa: E402
 
 __all__ = ["Prediction", "chaos_schedule", "median_error", "predict", "predict_all", "run_chaos"]
@@ -77,7 +77,7 @@ def run_chaos(seed: int, folder: Path) -> None:
     """
     cluster = LocalCluster(
         NODES,
-        popen=start_node,
+        start=FORKED,
         chaos=chaos_schedule(seed),
         run_dir=folder,
         audit=True,

@@ -9,7 +9,7 @@ import pytest
 from azureml_elastic.config import ElasticDistribution, FixedPerWorkerBatch
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 from tests.support.whole_runs import GATHERING, after_gathering
 
@@ -20,7 +20,7 @@ def learnt(tmp_path, *arguments, nodes=(1, 3), chaos="", recovery="restart", **o
     """Return the report, and what the run has printed in the end: digest, loss, learning rate, steps."""
     report = LocalCluster(
         nodes,
-        popen=start_node,
+        start=FORKED,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "-".join(["run", recovery, *map(str, nodes)]),
         audit=True,

@@ -18,7 +18,7 @@ from azureml_elastic.ledger.events import Event, Progress
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import Add, AfterSeconds, Fault, Kill, Schedule
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 from tests.support.whole_runs import GATHERING
 
@@ -73,7 +73,7 @@ def test_bursts_of_losses_and_arrivals(tmp_path, seed, recovery):
     schedule = bursts(seed)
     cluster = LocalCluster(
         (1, NODES),
-        popen=start_node,
+        start=FORKED,
         chaos=schedule,
         run_dir=tmp_path / "run",
         audit=True,

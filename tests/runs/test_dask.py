@@ -12,7 +12,7 @@ from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.local_nodes import LocalNodes
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS, SAMPLES
 from tests.support.waiting import until
 
@@ -36,7 +36,7 @@ class Run:
         injecting.start()
         cluster = LocalCluster(
             nodes,
-            popen=start_node,
+            start=FORKED,
             chaos=parse_schedule(chaos) if chaos else None,
             run_dir=self.path,
             timeout_s=200,
@@ -101,7 +101,7 @@ def test_nodes_leave_with_their_results_moved_and_others_come_without_a_restart(
 
 def test_the_sample_searches_on_all_nodes(tmp_path):
     report = LocalCluster(
-        (1, 2), popen=start_node, run_dir=tmp_path / "run", distribution=ElasticDistribution(framework="dask")
+        (1, 2), start=FORKED, run_dir=tmp_path / "run", distribution=ElasticDistribution(framework="dask")
     ).run([str(SAMPLES / "dask_search.py"), "--output", str(tmp_path / "search.jsonl")])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     found = [json.loads(line)["accuracy"] for line in (tmp_path / "search.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS, SAMPLES
 from tests.support.whole_runs import GATHERING, after_gathering
 
@@ -28,7 +28,7 @@ SIGTERM_EXIT = 143
 def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
     cluster = LocalCluster(
         options.pop("nodes", (1, 3)),
-        popen=options.pop("popen", start_node),
+        start=options.pop("start", FORKED),
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         timeout_s=150,
@@ -63,7 +63,7 @@ def test_rank_0_is_lost_and_replaced(tmp_path, table, request, monkeypatch):
         "--full",
         "3",
         table=table,
-        popen=subprocess.Popen if table == "azurite" else start_node,
+        start="command" if table == "azurite" else FORKED,
     )
     assert_whole(report)
     assert after_gathering(report, 3) == (3, 2, 3)

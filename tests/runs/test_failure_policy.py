@@ -15,7 +15,7 @@ from azureml_elastic.ledger.events import Event, WorkerFailed
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS, SAMPLES
 
 TRAINING = PROGRAMS
@@ -27,7 +27,7 @@ SLOW_HEARTBEAT = TableRendezvous(timings=RendezvousTimings(heartbeat_timeout=tim
 def run(tmp_path: Path, way: str = "", *steps: int, program: str = "failing.py", **options) -> Report:
     cluster = LocalCluster(
         options.pop("nodes", (2, 2)),
-        popen=start_node,
+        start=FORKED,
         run_dir=tmp_path / "run",
         timeout_s=150,
         distribution=ElasticDistribution(rendezvous=SLOW_HEARTBEAT),

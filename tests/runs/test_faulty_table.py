@@ -20,7 +20,7 @@ from azureml_elastic.local.faults.table_proxy import TableProxy
 from azureml_elastic.node.rendezvous.state.row_keys import MEMBER_PREFIX, ROUND_KEY
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.opening import emulator_connection_string
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 from tests.support.whole_runs import GATHERING, after_gathering
 
@@ -39,7 +39,7 @@ def run(tmp_path, azurite, monkeypatch):
     def made(chaos: str, *arguments: str, **options) -> Report:
         cluster = LocalCluster(
             options.pop("nodes", (1, 2)),
-            popen=start_node,
+            start=FORKED,
             chaos=parse_schedule(chaos, seed=1) if chaos else None,
             run_dir=tmp_path / "run",
             table="azurite",

@@ -11,7 +11,7 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.horovod_trace import Trace
 from tests.support.local_nodes import LocalNodes
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS, SAMPLES
 
 pytest.importorskip("horovod", reason="Horovod is not installed")
@@ -43,7 +43,7 @@ def train(tmp_path, trace):
         injecting.start()
         cluster = LocalCluster(
             limits,
-            popen=start_node,
+            start=FORKED,
             chaos=parse_schedule(chaos),
             run_dir=tmp_path / "run",
             timeout_s=240,
@@ -100,7 +100,7 @@ def test_a_run_that_has_lost_all_workers_goes_on_from_the_checkpoint_of_a_commit
 def test_the_sample_learns_through_the_loss_of_its_first_node(tmp_path):
     report = LocalCluster(
         (1, 2),
-        popen=start_node,
+        start=FORKED,
         chaos=parse_schedule("kill=rank0@step:25"),  # amid epoch 3: a line just printed would be lost with the node
         run_dir=tmp_path / "run",
         distribution=ElasticDistribution(framework="horovod"),

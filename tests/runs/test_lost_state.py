@@ -16,7 +16,7 @@ from azureml_elastic.ledger.events import NodeStarted, Progress, Restored, Round
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 from tests.support.whole_runs import GATHERING, after_gathering
 
@@ -49,7 +49,7 @@ def at_step(run_dir: Path, step: int, world_size: int, act):
 def cluster(tmp_path, chaos="", **options):
     return LocalCluster(
         options.pop("nodes", (1, 2)),
-        popen=start_node,
+        start=FORKED,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         timeout_s=150,

@@ -14,7 +14,7 @@ from azureml_elastic.ledger.events import Metrics
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 from tests.support.whole_runs import GATHERING
 
@@ -40,7 +40,7 @@ def files(tmp_path, monkeypatch):
 def cluster(tmp_path, *, nodes=(1, 2), chaos="", recovery="restart", **options):
     return LocalCluster(
         nodes,
-        popen=start_node,
+        start=FORKED,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         timeout_s=150,

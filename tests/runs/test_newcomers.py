@@ -11,7 +11,7 @@ from azureml_elastic.ledger.events import RoundReopened
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 from tests.support.whole_runs import GATHERING
 
@@ -32,7 +32,7 @@ def test_a_new_node_does_not_stop_a_script_before_it_has_trained(tmp_path, minim
         ),
         run_dir=tmp_path / "run",
         timeout_s=150,
-        popen=start_node,
+        start=FORKED,
     )
     report = cluster.run(["python", PROGRAM, "--output_dir", str(tmp_path / "out"), *options])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message

@@ -18,7 +18,7 @@ from azureml_elastic.ledger.events import CheckpointCommitted, RoundEntered
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import AtStep, Preempt, Schedule
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
@@ -47,7 +47,7 @@ def test_what_a_preempted_node_has_trained_is_committed(tmp_path, seed, record_p
     fault = Preempt(victim, AtStep(moments.randint(8, 40)), notice)
     cluster = LocalCluster(
         (1, 2),
-        popen=start_node,
+        start=FORKED,
         chaos=Schedule((fault,)),
         run_dir=tmp_path / "run",
         audit=True,

@@ -14,10 +14,9 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -27,8 +26,9 @@ from azureml_elastic.ledger.events import HealthChecked, RoundEntered, RoundReop
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.azurite import Azurite
 from azureml_elastic.local.cluster import NODE_COMMAND
+from azureml_elastic.local.node_start import CommandStart, NodeStart
 from azureml_elastic.local.processes import NodeProcess, NodeProcesses
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED, StartAt
 from tests.support.paths import PROGRAMS
 
 TIMEOUT_S = 150.0
@@ -70,9 +70,9 @@ needs_iptables = pytest.mark.skipif(not shutil.which("iptables"), reason="closin
 class Network:
     """Three machines on one switch, with a table beside it."""
 
-    def __init__(self, folder: Path, popen: Callable[..., Any] = start_node) -> None:
+    def __init__(self, folder: Path, starting: NodeStart = FORKED) -> None:
         self.folder = folder
-        self._popen = popen
+        self._starting = StartAt(network=lambda env: self._space(env[variables.NODE_ID]), starting=starting)
         self._id = secrets.token_hex(2)
         self._subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250) + 1}"
         self.addresses = {name: f"{self._subnet}.{number + 11}" for number, name in enumerate(NODES)}
@@ -97,7 +97,7 @@ class Network:
                 for link in ("eth0", "lo"):
                     self.within(name, "ip", "link", "set", link, "up")
             self.azurite = stack.enter_context(Azurite(host=f"{self._subnet}.1"))
-            self._processes = stack.enter_context(NodeProcesses(self.folder, self._start))
+            self._processes = stack.enter_context(NodeProcesses(self.folder, self._starting))
             self._stack = stack.pop_all()
         return self
 
@@ -145,26 +145,24 @@ class Network:
             ),
             run_id="run",
         )
-        # The last one first: the health check of the node that is cut off must not find a round.
-        for number, name in reversed(list(enumerate(NODES))):
-            self.within(name, "ip", "addr", "add", f"fd00:{self._id}::{number + 1}/64", "dev", "eth0", "nodad")
-            environment = {
-                **os.environ,
-                variables.PLAN: plan.to_json(),
-                variables.NODE_ID: name,
-                variables.RUN_DIR: str(self.folder),
-                variables.SCHEDULED_EVENTS: "",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONUNBUFFERED": "1",  # as in local clusters, whose fork server this is
-            }
-            plain = ["stepping.py", str(steps), str(self.folder / "progress"), str(self._go)]
-            session = ["chaos_train.py", "--epochs", str(epochs), "--full", "3"]
-            program, *arguments = plain if recovery is None else session
-            command = [*NODE_COMMAND, "--", "python", str(PROGRAMS / program), *arguments]
-            self._nodes[name] = self._processes.start(name, command, environment)
-
-    def _start(self, argv: Sequence[str], *, env: Mapping[str, str], **options: Any) -> Any:
-        return self._popen(argv, env=env, network=self._space(env[variables.NODE_ID]), **options)
+        with self._starting.gathering():
+            # The last one first: the health check of the node that is cut off must not find a round.
+            for number, name in reversed(list(enumerate(NODES))):
+                self.within(name, "ip", "addr", "add", f"fd00:{self._id}::{number + 1}/64", "dev", "eth0", "nodad")
+                environment = {
+                    **os.environ,
+                    variables.PLAN: plan.to_json(),
+                    variables.NODE_ID: name,
+                    variables.RUN_DIR: str(self.folder),
+                    variables.SCHEDULED_EVENTS: "",
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONUNBUFFERED": "1",  # as in local clusters, whose fork server this is
+                }
+                plain = ["stepping.py", str(steps), str(self.folder / "progress"), str(self._go)]
+                session = ["chaos_train.py", "--epochs", str(epochs), "--full", "3"]
+                program, *arguments = plain if recovery is None else session
+                command = [*NODE_COMMAND, "--", "python", str(PROGRAMS / program), *arguments]
+                self._nodes[name] = self._processes.start(name, command, environment)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -210,20 +208,15 @@ class Network:
         return f"ae{self._id}-{name}"
 
 
-def start_command(argv: Sequence[str], *, network: str, **options: Any) -> subprocess.Popen:
-    """Start a node by its command, as production does."""
-    return subprocess.Popen(["ip", "netns", "exec", network, *argv], **options)
-
-
 @pytest.fixture
 def network(tmp_path, request):
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with Network(tmp_path, getattr(request, "param", start_node)) as made:
+    with Network(tmp_path, getattr(request, "param", FORKED)) as made:
         yield made
 
 
-@pytest.mark.parametrize(("network", "version"), [(start_command, 4), (start_node, 6)], indirect=["network"])
+@pytest.mark.parametrize(("network", "version"), [(CommandStart(), 4), (FORKED, 6)], indirect=["network"])
 def test_nodes_that_reach_each_other_train_on_the_ports_of_the_range(network, version):
     network.start(minimum=3, steps=40, version=version)
     network.until(lambda: all(network.worlds(name) == [3] for name in NODES))

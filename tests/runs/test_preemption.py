@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config import environment as variables
@@ -15,7 +13,7 @@ from azureml_elastic.ledger.events import NodeLeft, Progress, RoundEntered
 from azureml_elastic.ledger.reading import EventReader, read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.metadata_service import MetadataService
-from tests.support.node_server import start_node
+from tests.support.node_server import StartAt
 from tests.support.paths import PROGRAMS
 from tests.support.whole_runs import GATHERING, after_gathering
 
@@ -24,14 +22,9 @@ TIMEOUT_S = 120.0
 SIGTERM_EXIT = 143
 
 
-def start_at(service: MetadataService) -> Callable[..., Any]:
-    """Return what starts a node that finds the service at the address of its own machine."""
-
-    def start(argv: Sequence[str], *, env: Mapping[str, str], **options: Any) -> Any:
-        address = service.address(env[variables.NODE_ID])
-        return start_node(argv, env={**env, variables.SCHEDULED_EVENTS: address}, **options)
-
-    return start
+def start_at(service: MetadataService) -> StartAt:
+    """Return the start of nodes that find the service at the address of their own machine."""
+    return StartAt(variables=lambda env: {variables.SCHEDULED_EVENTS: service.address(env[variables.NODE_ID])})
 
 
 @contextmanager
@@ -65,7 +58,7 @@ def run(tmp_path: Path, service: MetadataService, play):
     run_dir = tmp_path / "run"
     cluster = LocalCluster(
         (1, 3),
-        popen=start_at(service),
+        start=start_at(service),
         run_dir=run_dir,
         timeout_s=200,
         audit=True,

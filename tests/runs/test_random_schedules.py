@@ -20,7 +20,7 @@ from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.model import Freeze, Kill, Preempt, Schedule
 from azureml_elastic.local.faults.schedule import random_schedule
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
@@ -55,7 +55,7 @@ def test_random_losses_and_new_nodes(tmp_path, seed, request, monkeypatch):
     ports = listening()
     cluster = LocalCluster(
         (1, 3),
-        popen=start_node,
+        start=FORKED,
         chaos=faults,
         run_dir=tmp_path / "run",
         audit=True,

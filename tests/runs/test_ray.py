@@ -5,7 +5,6 @@ Ray puts the machine's own address in the place of 127.0.0.1, so the nodes run i
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import tempfile
@@ -19,7 +18,7 @@ from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from tests.support.local_nodes import LocalNodes
-from tests.support.node_server import start_node
+from tests.support.node_server import StartAt
 from tests.support.paths import PROGRAMS, SAMPLES
 from tests.support.waiting import until
 
@@ -51,7 +50,7 @@ class Run:
         self.folder = folder
         self.path = folder / "run"
         self.nodes = LocalNodes(self.path)
-        self._popen = functools.partial(start_node, network=network)
+        self._start = StartAt(network=lambda _: network)
         self._network = network
 
     def run(self, command, nodes, chaos="", fault=lambda: None, cpus=2):
@@ -60,7 +59,7 @@ class Run:
         injecting.start()
         cluster = LocalCluster(
             nodes,
-            popen=self._popen,
+            start=self._start,
             chaos=parse_schedule(chaos) if chaos else None,
             run_dir=self.path,
             timeout_s=300,

@@ -16,7 +16,7 @@ from azureml_elastic.ledger.events import Progress, WorkerFailed, WorkersStarted
 from azureml_elastic.ledger.reading import EventReader
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 from tests.support.whole_runs import GATHERING, after_gathering
 
@@ -29,7 +29,7 @@ def cluster(tmp_path, recovery, chaos="", nodes=(1, 3), handover_s=5, timeout_s=
     handover = timedelta(seconds=handover_s)
     return LocalCluster(
         nodes,
-        popen=start_node,
+        start=FORKED,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         audit=True,

@@ -19,6 +19,7 @@ from azureml_elastic.config import (
 )
 from azureml_elastic.errors import UsageError
 from azureml_elastic.local.faults.model import MOST_NODES
+from azureml_elastic.local.node_start import StartMethod
 
 __all__ = ["LiveOption", "RunFolder", "demo", "local", "parse_nodes"]
 
@@ -69,6 +70,13 @@ def local(
     framework: Annotated[
         Framework, typer.Option(help="What a round runs: PROGRAM as all workers, or an engine's cluster that it uses.")
     ] = "pytorch",
+    start: Annotated[
+        StartMethod,
+        typer.Option(
+            help="Whether several nodes are forked from one process that has made the program's imports, where that is "
+            "possible, or each is started by its command, as on a machine of its own."
+        ),
+    ] = "fork",
     timeout: Annotated[float | None, typer.Option(help="Stop the run after this many seconds.")] = None,
     live: LiveOption = None,
 ) -> None:
@@ -113,6 +121,7 @@ def local(
         metrics=MetricsPolicy(tensorboard=tensorboard),
         max_restarts=max_restarts,
         distribution=distribution,
+        start=start,
         timeout_s=timeout,
         view=choose_view(console, live=live),
     )

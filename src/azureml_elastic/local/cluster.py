@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,26 +20,26 @@ from azureml_elastic.config import (
     Plan,
     TableRendezvous,
 )
-from azureml_elastic.config.command.program import parse_program
+from azureml_elastic.config.command.program import Program, parse_program
 from azureml_elastic.config.command.worker_variables import refuse_changing, words_with_placeholders
 from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.errors import CommandError
 from azureml_elastic.ledger.summary import Paths, Report
 from azureml_elastic.local.earlier_run import continued_runs, find_earlier_run
 from azureml_elastic.local.faults.model import Schedule
+from azureml_elastic.local.fork_server.start import open_node_start
 from azureml_elastic.local.launch import Launch
+from azureml_elastic.local.launched_node import shared_environment
+from azureml_elastic.local.node_start import NODE_COMMAND, CommandStart, NodeStart, StartMethod
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_dir import new_run_dir, prepare_run_dir
 from azureml_elastic.local.run_end import check_time_limit
 from azureml_elastic.local.stop_signals import StopSignals
-from azureml_elastic.local.table_choice import TableChoice, check_table, open_table_choice
+from azureml_elastic.local.table_choice import CONNECTION_STRING, TableChoice, check_table, open_table_choice
 from azureml_elastic.local.view import UntilBroken, View
 from azureml_elastic.node.agent.session_detection import opens_session
 
 __all__ = ["NODE_COMMAND", "LocalCluster"]
-
-NODE_COMMAND = (sys.executable, "-m", "azureml_elastic.node")
-"""Command that starts a node's agent."""
 
 _CHECKPOINT_EVERY = timedelta(seconds=10)
 """Local runs are shorter than a job's default checkpoint interval."""
@@ -71,7 +69,9 @@ class LocalCluster:
         exit_grace_s: seconds that the other nodes have to exit after the run has ended, and all after a signal.
         view: view that shows the run; by default none is shown.
         node_command: command that starts a node; ``--`` and the program are appended.
-        popen: function that starts the nodes, with the interface of ``subprocess.Popen``.
+        start: ``fork`` forks several nodes from one process that has made the program's imports once, where that is
+            possible (see docs/how-to/local.md); ``command`` starts each by its command, as on a machine of its own. Or
+            what else starts them.
 
     Raises:
         UsageError: a time limit is not a positive, finite number of seconds.
@@ -96,7 +96,7 @@ class LocalCluster:
     exit_grace_s: float = 20.0
     view: View = field(default_factory=View)
     node_command: Sequence[str] = NODE_COMMAND
-    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    start: StartMethod | NodeStart = "fork"
 
     def __post_init__(self) -> None:
         check_time_limit("timeout_s", self.timeout_s)
@@ -134,9 +134,10 @@ class LocalCluster:
 
     def _run(self, argv: Sequence[str], words: Sequence[str], paths: Paths, signals: StopSignals) -> Report:
         with contextlib.ExitStack() as stack:
+            starting = stack.enter_context(self._open_start(words))  # it imports while the table is opened
             table = stack.enter_context(open_table_choice(self.table, paths, self.chaos))
             signals.hold()
-            processes = stack.enter_context(NodeProcesses(paths.logs, self.popen))
+            processes = stack.enter_context(NodeProcesses(paths.logs, starting))
             launch = Launch(
                 plan=self.plan(table, paths),
                 table=table,
@@ -161,6 +162,19 @@ class LocalCluster:
             if left := processes.remaining():
                 raise RuntimeError(f"Processes of the run outlived it: {left}")
         return report
+
+    def _open_start(self, words: Sequence[str]) -> contextlib.AbstractContextManager[NodeStart]:
+        """Return the context of what starts the nodes, whose agents have these arguments."""
+        if not isinstance(self.start, str):
+            return contextlib.nullcontext(self.start)
+        # Without a preload server's imports an agent costs little; an engine's program is started, not forked.
+        forks = self.start == "fork" and tuple(self.node_command) == NODE_COMMAND
+        program = _parse(words[words.index("--") + 1 :])
+        if not forks or program is None or not self.distribution.preload_workers or self.distribution.runs_engine:
+            return contextlib.nullcontext(CommandStart())
+        # Forks show the environment that the server was started with in ``/proc``: not the table's secret to workers.
+        environ = {name: value for name, value in shared_environment().items() if name != CONNECTION_STRING}
+        return open_node_start(program, self.nodes[1], environ)
 
     def plan(self, table: TableChoice, paths: Paths) -> Plan:
         """Return the plan that the nodes receive."""
@@ -223,7 +237,13 @@ def _exit_code(error: BaseException) -> int:
 
 def _opens_session(argv: Sequence[str]) -> bool:
     """Return whether a program uses this library; false where a node command of another kind takes other words."""
+    program = _parse(argv)
+    return program is not None and opens_session(program)
+
+
+def _parse(argv: Sequence[str]) -> Program | None:
+    """Return the program; ``None`` where a node command of another kind takes other words."""
     try:
-        return opens_session(parse_program(argv))
+        return parse_program(argv)
     except CommandError:
-        return False
+        return None

@@ -83,6 +83,7 @@ class Launch:
         self._faults: list[FaultRecord] = []
         self._missed: dict[int, str] = {}
         self._losses: list[tuple[str, float]] = []
+        self._refusal_shown = False
 
     def watch(self, count: int, timeout_s: float | None, exit_grace_s: float) -> RunEnd:
         """Start the nodes and return when the run is over; some nodes may still be running then.
@@ -94,6 +95,16 @@ class Launch:
         """
         started = time.monotonic()
         ending_since: float | None = None
+
+        def is_late() -> bool:
+            return timeout_s is not None and time.monotonic() - started > timeout_s
+
+        self.processes.starting.prepare(lambda: is_late() or self.signals.first is not None)
+        interrupted = self.signals.first
+        if interrupted is not None:
+            return self._leave(interrupted, exit_grace_s)
+        if is_late():
+            return self._time_out(timeout_s)
         self._start(count)
         while True:
             self._update()
@@ -114,10 +125,13 @@ class Launch:
             for timer in sorted(timer for timer in self._timers if timer.at <= now):
                 self._timers.remove(timer)
                 timer.action()
-            if timeout_s is not None and now - started > timeout_s:
-                message = f"The run was stopped after {timeout_s:g} s, the limit that --timeout set, at step "
-                return RunEnd("failed", TIMED_OUT, f"{message}{self._board.step}. The nodes' logs: {self.paths.logs}")
+            if is_late():
+                return self._time_out(timeout_s)
             time.sleep(_POLL_S)
+
+    def _time_out(self, timeout_s: float | None) -> RunEnd:
+        message = f"The run was stopped after {timeout_s:g} s, the limit that --timeout set, at step "
+        return RunEnd("failed", TIMED_OUT, f"{message}{self._board.step}. The nodes' logs: {self.paths.logs}")
 
     def _leave(self, first: signal.Signals, grace_s: float) -> RunEnd:
         """Let all nodes save and leave like preempted ones, until their time is up or another signal hurries them."""
@@ -167,11 +181,16 @@ class Launch:
 
     def _start(self, count: int) -> tuple[str, ...]:
         names = tuple(f"node-{len(self._nodes) + index}" for index in range(count))
-        for name in names:
-            variables = node_environment(name, self.plan, self.table, self.paths)
-            process = self.processes.start(name, self.command, variables)
-            self._nodes[name] = LaunchedNode(process, LineReader(process.log))
-            self._board.add(name)
+        starting = self.processes.starting
+        with starting.gathering():
+            for name in names:
+                variables = node_environment(name, self.plan, self.table, self.paths)
+                process = self.processes.start(name, self.command, variables)
+                self._nodes[name] = LaunchedNode(process, LineReader(process.log))
+                self._board.add(name)
+        if starting.refusal is not None and not self._refusal_shown:
+            self._refusal_shown = True
+            self.view.note(f"nodes are not forked, their command is started: {starting.refusal}")
         return names
 
     def _update(self) -> None:

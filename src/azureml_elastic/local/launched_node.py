@@ -13,7 +13,7 @@ from azureml_elastic.local.processes import NodeProcess
 from azureml_elastic.local.run_end import NodeStatus
 from azureml_elastic.local.table_choice import TableChoice
 
-__all__ = ["LaunchedNode", "node_environment"]
+__all__ = ["LaunchedNode", "node_environment", "shared_environment"]
 
 
 @dataclass
@@ -63,12 +63,19 @@ class LaunchedNode:
 def node_environment(name: str, plan: Plan, table: TableChoice, paths: Paths) -> dict[str, str]:
     """Return the environment of a node: this process's own, with the node's plan, name and folders."""
     return {
-        "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
+        **shared_environment(),
         **table.environment,
         environment.PLAN: plan.to_json(),
         environment.NODE_ID: name,
         environment.RUN_DIR: str(paths.run_dir),
         environment.LOCAL_ADDRESS: "127.0.0.1",
+    }
+
+
+def shared_environment() -> dict[str, str]:
+    """Return the environment that all nodes of all runs have: this process's own."""
+    return {
+        "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
     }

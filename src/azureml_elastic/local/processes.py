@@ -25,7 +25,9 @@ from pathlib import Path
 import psutil
 from typing_extensions import Self
 
-__all__ = ["MARKER", "NodeProcess", "NodeProcesses"]
+from azureml_elastic.local.node_start import AgentProcess, CommandStart, NodeStart
+
+__all__ = ["MARKER", "NodeProcess", "NodeProcesses", "set_subreaper"]
 
 MARKER = "AZUREML_ELASTIC_LOCAL_NODE"
 """Environment variable that marks a node's processes: ``<nonce of the launcher>/<name of the node>``."""
@@ -49,7 +51,7 @@ class NodeProcess:
     name: str
     log: Path
     marker: str
-    agent: subprocess.Popen[bytes]
+    agent: AgentProcess
 
     @property
     def pid(self) -> int:
@@ -99,18 +101,19 @@ class NodeProcesses:
 
     Args:
         logs: folder for one log file per node.
-        popen: function that starts the agents, with the interface of ``subprocess.Popen``.
+        starting: what starts the agents; by default their commands are started.
     """
 
-    def __init__(self, logs: Path, popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen) -> None:
+    def __init__(self, logs: Path, starting: NodeStart | None = None) -> None:
         self._logs = logs
-        self._popen = popen
+        self.starting: NodeStart = starting or CommandStart()
+        """What starts the agents."""
         self._nonce = secrets.token_hex(8)
         self._nodes: dict[str, NodeProcess] = {}
 
     def __enter__(self) -> Self:
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._was_subreaper = _set_subreaper(True)
+        self._was_subreaper = set_subreaper(True)
         self._watchdog = subprocess.Popen(
             [sys.executable, "-m", __name__, self._nonce],
             stdin=subprocess.PIPE,
@@ -124,7 +127,7 @@ class NodeProcesses:
             node.kill()
         _reap(_end_tree(self.remaining))
         self._watchdog.communicate()
-        _set_subreaper(self._was_subreaper)
+        set_subreaper(self._was_subreaper)
 
     def start(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> NodeProcess:
         """Start a node.
@@ -136,14 +139,7 @@ class NodeProcesses:
         """
         log, marker = self._logs / f"{name}.log", f"{self._nonce}/{name}"
         with log.open("ab") as output:
-            agent = self._popen(
-                list(argv),
-                env={**environment, MARKER: marker},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            agent = self.starting.start(argv, env={**environment, MARKER: marker}, output=output)
         self._nodes[name] = NodeProcess(name, log, marker, agent)
         return self._nodes[name]
 
@@ -203,7 +199,7 @@ def _reap(processes: Iterable[psutil.Process]) -> None:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
-def _set_subreaper(wanted: bool) -> bool:
+def set_subreaper(wanted: bool) -> bool:
     """Make orphaned descendants children of this process where the system supports it; return the old setting."""
     if sys.platform != "linux":
         return False

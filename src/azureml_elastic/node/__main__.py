@@ -23,12 +23,18 @@ __all__ = ["main"]
 _DOCTOR = "azureml_elastic.node.diagnostics.doctor"
 
 
-def main(argv: Sequence[str] | None = None, start_preload: Callable[..., PreloadServer] = PreloadServer) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    start_preload: Callable[..., PreloadServer] = PreloadServer,
+    *,
+    early: bool = True,
+) -> int:
     """Run this node and return its exit code.
 
     Args:
         argv: the arguments without the program's name; ``None`` takes the process's own.
         start_preload: function that starts the preload server, with the arguments of :class:`PreloadServer`.
+        early: whether it is started before the agent's own imports.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("azure").setLevel(logging.WARNING)
@@ -47,17 +53,17 @@ def main(argv: Sequence[str] | None = None, start_preload: Callable[..., Preload
             from azureml_elastic.node.diagnostics.doctor import main as examine
 
             return examine(program.arguments)  # in the node's place: it finds out why nodes fail
-        early = start_early(program, os.environ, start_preload)
+        preload = start_early(program, os.environ, start_preload) if early else None
         try:
             # These imports take as long as a third of torch's, which the preload server makes meanwhile.
             from azureml_elastic.node.entry import run_node
             from azureml_elastic.node.host.identity import read_identity
 
             identity = read_identity(os.environ, checkpoint_dir=arguments.checkpoint_dir)
-            return run_node(identity, program, early, start_preload)
+            return run_node(identity, program, preload, start_preload)
         finally:
-            if early is not None:
-                early.close()
+            if preload is not None:
+                preload.close()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

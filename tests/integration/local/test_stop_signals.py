@@ -18,7 +18,7 @@ from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.processes import MARKER
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import SUPPORT
 from tests.support.waiting import until
 
@@ -218,7 +218,7 @@ def test_real_nodes_save_and_leave(tmp_path):
     run_dir = tmp_path / "run"
     thread = threading.Thread(target=lambda: (until(lambda: trains(run_dir), 60), os.kill(os.getpid(), signal.SIGINT)))
     thread.start()
-    cluster = LocalCluster((1, 2), run_dir=run_dir, popen=start_node, timeout_s=60.0)
+    cluster = LocalCluster((1, 2), run_dir=run_dir, start=FORKED, timeout_s=60.0)
     with pytest.raises(KeyboardInterrupt):
         cluster.run([PROGRAM, "--epochs", "1000", "--step-delay", "0.05"])
     thread.join()

@@ -28,7 +28,7 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.train.agent_client.standalone import StandaloneAgent
 from azureml_elastic.train.session.profiling import Profiling, ends_within
-from tests.support.node_server import run_script, start_node
+from tests.support.node_server import FORKED, run_script
 from tests.support.paths import SUPPORT
 from tests.support.train import training, workers
 from tests.support.whole_runs import GATHERING, after_gathering
@@ -227,7 +227,7 @@ def test_a_script_that_ends_while_the_profiler_runs_ends_as_it_would(tmp_path, e
 def test_nodes_come_and_go_while_they_are_profiled(tmp_path, recovery):
     cluster = LocalCluster(
         (1, 2),
-        popen=start_node,
+        start=FORKED,
         chaos=parse_schedule("kill=node-1@step:15"),
         run_dir=tmp_path / "run",
         audit=True,

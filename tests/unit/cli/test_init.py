@@ -11,7 +11,7 @@ from azureml_elastic.cli import app
 from azureml_elastic.cli.init import starter_files
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.local.cluster import LocalCluster
-from tests.support.node_server import run_script, start_node
+from tests.support.node_server import FORKED, run_script
 from tests.support.whole_runs import GATHERING, after_gathering
 
 RUN = CliRunner()
@@ -76,7 +76,7 @@ def test_the_script_trains_on_local_nodes_and_survives_a_loss(project, monkeypat
     monkeypatch.chdir(project)
     cluster = LocalCluster(
         (1, 2),
-        popen=start_node,
+        start=FORKED,
         chaos=parse_schedule("kill=rank0@step:10"),
         run_dir=project / "run",
         audit=True,

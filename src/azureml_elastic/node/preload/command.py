@@ -7,13 +7,21 @@ from collections.abc import Mapping, Sequence
 
 from azureml_elastic.config.command.program import Program
 
-__all__ = ["OUTERMOST", "plain_command", "replace_excluded", "server_command"]
+__all__ = ["OUTERMOST", "outermost", "plain_command", "replace_excluded", "server_command"]
 
-OUTERMOST = """\
+
+def outermost(package: str) -> str:
+    """Return the code that runs a package's module ``server`` with ``-c``.
+
+    Its ``serve`` returns only in children, with a function that runs the script, so this outermost frame is the only
+    one below the script's. Its names are removed from ``__main__`` first, and the working directory from the path
+    before any import.
+    """
+    return f"""\
 import sys
 if sys.path[:1] == [""]:
     del sys.path[0]
-from azureml_elastic.node.preload import server as serving
+from {package} import server as serving
 try:
     serving.serve()()
 except SystemExit:
@@ -24,11 +32,10 @@ except BaseException:
 else:
     __import__("sys").modules["azureml_elastic.node.preload.script_runner"].on_end()
 """
-"""Code that the preload server runs with ``-c``.
 
-``serve`` returns only in children, with a function that runs the script, so this outermost frame is the only one below
-the script's. Its names are removed from ``__main__`` first, and the working directory from the path before any import.
-"""
+
+OUTERMOST = outermost("azureml_elastic.node.preload")
+"""Code that the preload server runs."""
 
 _WAIT = "null"
 

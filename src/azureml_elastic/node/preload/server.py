@@ -42,7 +42,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from azureml_elastic.node.preload import import_loader, rank_at_import, script_runner, stack_imports
@@ -51,7 +52,7 @@ from azureml_elastic.node.preload.fork_safety import leftover_threads, trial_for
 from azureml_elastic.node.preload.import_scan import early_imports, find_imports
 from azureml_elastic.node.preload.rehearsal import Rehearsal
 
-__all__ = ["serve"]
+__all__ = ["EarlierImports", "serve"]
 
 _PR_SET_PDEATHSIG = 1
 _MOST_BYTES = 1 << 16
@@ -65,10 +66,30 @@ _REST_SECONDS = 2.0
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
-def serve() -> Callable[[], Any]:
-    """Serve the agent's requests. Returns only in workers, with the function that runs the script."""
+@dataclass(frozen=True)
+class EarlierImports:
+    """What is known of imports that the process that became this server has made.
+
+    Args:
+        excluded: packages that are left to the workers, with the reasons.
+        printed: output on standard output and standard error.
+        variables_set: environment variables that were set, ``None`` for removed ones.
+    """
+
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    printed: Sequence[bytes] = ()
+    variables_set: Mapping[str, str | None] = field(default_factory=dict)
+
+
+def serve(earlier: EarlierImports | None = None) -> Callable[[], Any]:
+    """Serve the agent's requests. Returns only in workers, with the function that runs the script.
+
+    Args:
+        earlier: imports that this process has made before; ``None`` for a new process.
+    """
     descriptor, excluded, kind, target, *arguments = sys.argv[1:]
-    server = _Server(socket.socket(fileno=int(descriptor)), json.loads(excluded), kind, target)
+    link = socket.socket(fileno=int(descriptor))
+    server = _Server(link, json.loads(excluded), kind, target, earlier or EarlierImports())
     try:
         import_loader.prepare(kind, target, arguments)
         server.begin()
@@ -82,16 +103,18 @@ def serve() -> Callable[[], Any]:
 
 
 class _Server:
-    def __init__(self, link: socket.socket, excluded: dict[str, str] | None, kind: str, target: str) -> None:
+    def __init__(
+        self, link: socket.socket, excluded: dict[str, str] | None, kind: str, target: str, earlier: EarlierImports
+    ) -> None:
         self._link = link
         self._waits = excluded is None
-        self._excluded = excluded or {}
+        self._excluded = {**earlier.excluded, **(excluded or {})}
         self._kind = kind
         self._target = target
         self._command = plain_command(sys.orig_argv)
         self._environment = dict(os.environ)
-        self._variables_set: dict[str, str | None] = {}
-        self._printed: tuple[bytes, bytes] = (b"", b"")
+        self._variables_set = dict(earlier.variables_set)
+        self._printed = tuple(earlier.printed)
         self._output = import_loader.Output()
         self._workers: dict[int, bool] = {}
         """Whether the end was reported, by process id."""
@@ -118,16 +141,18 @@ class _Server:
         if not self._waits:
             return
         unsuitable: dict[str, str] = {}
-        if import_loader.shadowed() is None and (imports := early_imports(find_imports(self._kind, self._target))):
-            self._prepare_torch()
+        if "torch" not in self._excluded and import_loader.shadowed() is None:
+            imports = early_imports(find_imports(self._kind, self._target))
+            if imports:
+                self._prepare_torch()
             before = dict(os.environ)
             try:
-                import_loader.import_all(imports, (), self._output)
+                import_loader.import_all(imports, list(self._excluded), self._output)
             except import_loader.Unsuitable as error:
-                unsuitable = {error.package: str(error)}
+                unsuitable = {**self._excluded, error.package: str(error)}
             except ImportError:
                 pass  # of torch, and raised again once the agent listens
-            self._variables_set = import_loader.difference(before, os.environ)
+            self._variables_set |= import_loader.difference(before, os.environ)
         data, descriptors, _, _ = socket.recv_fds(self._link, _MOST_BYTES, 1)
         if not data:
             self._end()
@@ -135,7 +160,7 @@ class _Server:
         self._environment = dict(os.environ)
         if unsuitable:
             self._start_again(unsuitable)
-        script_runner.adopt_imports((), self._variables_set)
+        script_runner.adopt_imports(self._printed, self._variables_set)
 
     def _adopt_environment(self, wanted: dict[str, str]) -> None:
         if "LC_CTYPE" in self._environment:

@@ -45,14 +45,17 @@ ATTACHMENTS = {
 }
 """Module of the integration and its function, by module of the stack."""
 
+_registered: list[bool] = []
+
 _START_UP = str(Path(__file__).with_name("plain_start"))
 """Folder of the module that Python runs at the start of a worker that is not forked."""
 
 
 def register(environ: Mapping[str, str] = os.environ) -> None:
     """Attach the integrations to all stacks that this process imports, unless they are switched off."""
-    if variables.CHANNEL not in environ or is_off(environ):
+    if variables.CHANNEL not in environ or is_off(environ) or _registered:
         return
+    _registered.append(True)  # a fork of a process that has attached them has them
     for name, (module, function) in ATTACHMENTS.items():
         register_post_import_hook(_hook(f"{_INTEGRATIONS}.{module}", function), name)
 

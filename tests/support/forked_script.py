@@ -1,0 +1,31 @@
+"""Conversion of a fork of a fork server into ``python script.py`` or ``python -m module``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from azureml_elastic.local.fork_server.server import Server
+from azureml_elastic.node.preload import import_loader, script_runner
+
+__all__ = ["become_script"]
+
+
+def become_script(request: dict[str, Any], descriptors: list[int], server: Server) -> Callable[[], Any]:
+    """Become a script, and return the call that runs it."""
+    stdin, stdout, stderr = descriptors
+    if request["session"]:
+        os.setsid()
+    os.chdir(request["folder"])
+    os.dup2(stdin, 0)
+    os.close(stdin)
+    script_runner.adopt_descriptors(stdout, stderr)
+    if "torch" in sys.modules:
+        script_runner.reset_process_state()
+    interpreter, *words = request["argv"]
+    kind = "module" if words[0] == "-m" else "script"
+    target, *arguments = words[1:] if kind == "module" else words
+    import_loader.prepare(kind, target, arguments)
+    return script_runner.become(kind, target, [interpreter, *words])

@@ -1,0 +1,19 @@
+"""Imports of the fork server of tests: all that agents and workers import, also in functions."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+
+from azureml_elastic import node, train
+from azureml_elastic.node.preload import import_loader
+
+for package in (node, train):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda _: None):
+        if not module.name.endswith("__main__") and ".train.horovod" not in module.name:  # which needs Horovod
+            importlib.import_module(module.name)
+for name in import_loader.LATER:
+    importlib.import_module(name)
+with contextlib.suppress(ImportError):  # the samples' data; it takes longer than their training
+    importlib.import_module("sklearn.datasets")
