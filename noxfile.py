@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
+import functools
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import nox
 
-nox.options.default_venv_backend = "virtualenv"
+# uv installs an environment in 3 s instead of 140, from links into its cache; pip does where there is no uv.
+nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "docs", "tests", "oldest_sdk", "deepspeed", "stacks", "engines"]
 
@@ -29,29 +34,97 @@ SDK_TESTS = (
 )
 CONSTRAINTS = Path(__file__).parent / "constraints.txt"
 
+# uv compiles no bytecode: Python writes that of the modules it imports, instead of a minute of CPU for all of them.
+# Where it must not, each of the many processes would compile torch again, for 3 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+FULL = "full"
+"""The tag of what is too long for every change: ``python -m nox -t full``."""
+
+SHORT_PATHS = {"TMPDIR": "/tmp"}  # noqa: S108 - Ray's sockets need a short path, and nox's is long
+
+UV_NAMES = {
+    "find-links": ("UV_FIND_LINKS", ","),
+    "index-url": ("UV_DEFAULT_INDEX", None),
+    "extra-index-url": ("UV_INDEX", " "),
+    "cert": ("SSL_CERT_FILE", None),
+}
+"""pip's options that say where packages come from: uv's variable, and what separates its values where it takes many."""
 
 WHEELS: list[Path] = []
 """The built wheel, once there is one: all sessions of one run of nox install the same."""
 
 
-def build_wheel(session: nox.Session) -> Path:
-    """Build the wheel unless this run of nox has built it already, and return its path."""
+@functools.cache
+def uv_variables() -> dict[str, str]:
+    """Return variables that make uv find packages where pip is configured to, a CPU build of torch among them.
+
+    uv reads nothing of pip's configuration, and without it takes torch from PyPI, with gigabytes of CUDA. What is set
+    already stays.
+    """
+    listing = (sys.executable, "-m", "pip", "config", "list")
+    result = subprocess.run(listing, capture_output=True, text=True, check=False)
+    values = {}
+    for scope in ("global", "install", ":env:"):  # each overrides those before
+        for line in result.stdout.splitlines():
+            key, _, value = line.partition("=")
+            section, _, option = key.rpartition(".")
+            if section == scope and option in UV_NAMES:
+                values[option] = ast.literal_eval(value)
+    variables = {}
+    for option, value in values.items():
+        name, separator = UV_NAMES[option]
+        variables[name] = separator.join(value.split()) if separator else value
+    if "UV_INDEX" in variables:
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # as pip chooses: the best version of all indexes
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def has_uv(session: nox.Session) -> bool:
+    """Return whether uv has made the session's environment and installs into it."""
+    return session.venv_backend == "uv"
+
+
+def package_sources(session: nox.Session) -> dict[str, str]:
+    """Return variables that say where what installs into the session's environment finds packages."""
+    return uv_variables() if has_uv(session) else {}
+
+
+def install(session: nox.Session, *wanted: str, constraints: Path | None = CONSTRAINTS) -> None:
+    """Install packages, in the versions of the constraints."""
+    pinned = () if constraints is None else ("--constraint", str(constraints))
+    session.install(*pinned, *wanted, env=package_sources(session))
+
+
+def build_wheel(session: nox.Session) -> Path | None:
+    """Build the wheel unless this run of nox has built it already, and return its path; None under --no-install."""
     if not WHEELS:
         folder = tempfile.mkdtemp(prefix="azureml-elastic-wheel-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ".", silent=True)
+        # Part of the installation, which --install-only does too.
+        if has_uv(session):
+            build = ("uv", "build", "--quiet", "--wheel", "--out-dir", folder)
+        else:
+            build = ("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ".")
+        session.run_install(*build, env=package_sources(session), silent=True)
         WHEELS.extend(Path(folder).glob("*.whl"))
-    return WHEELS[0]
+    return WHEELS[0] if WHEELS else None
 
 
-def install_wheel(session: nox.Session, *extras: str, groups: tuple[str, ...] = ()) -> None:
+def install_wheel(
+    session: nox.Session, *extras: str, groups: tuple[str, ...] = (), others: tuple[str, ...] = ()
+) -> None:
     """Install the built wheel, never the source tree, with pinned dependencies."""
     wheel = build_wheel(session)
+    if wheel is None:
+        return
     wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
     dependencies = nox.project.dependency_groups(PYPROJECT, *groups) if groups else ()
-    session.install("--constraint", str(CONSTRAINTS), wanted, *dependencies)
     # A wheel of the same version may be in a reused environment.
-    session.install("--quiet", "--force-reinstall", "--no-deps", str(wheel))
+    again = ("--reinstall-package", "azureml-elastic") if has_uv(session) else ()
+    install(session, *again, wanted, *dependencies, *others)
+    if not again:
+        session.install("--quiet", "--force-reinstall", "--no-deps", str(wheel))
 
 
 @nox.session
@@ -69,7 +142,7 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or (*PARALLEL, "--durations=10", "--ignore=tests/stacks")))
 
 
-@nox.session
+@nox.session(tags=[FULL])
 def chaos(session: nox.Session) -> None:
     """Run a hundred random schedules of losses, freezes, new nodes and faults of the table, over real processes.
 
@@ -91,7 +164,7 @@ def chaos(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-m", "", *arguments, "--timeout", "1800", *paths, env=many)
 
 
-@nox.session
+@nox.session(tags=[FULL])
 def attack(session: nox.Session) -> None:
     """Send 100,000 random messages each to hubs, agents and HTTP servers, and run all other attacks.
 
@@ -122,24 +195,25 @@ def bench_simulation(session: nox.Session) -> None:
 @nox.session
 def bench_stacks(session: nox.Session) -> None:
     """Measure recovery under training stacks beside a session's; writes docs/reference/benchmarks-stacks.md."""
-    install_wheel(session, "node", "transformers", "accelerate", "lightning", groups=("test",))
-    session.install("--constraint", str(CONSTRAINTS), f"deepspeed=={DEEPSPEED}")
+    extras = ("node", "transformers", "accelerate", "lightning")
+    install_wheel(session, *extras, groups=("test",), others=(f"deepspeed=={DEEPSPEED}",))
     session.run("python", "benchmarks/stacks.py", *session.posargs)
 
 
 @nox.session
 def stacks(session: nox.Session) -> None:
     """Run stock scripts of training stacks under faults: a node's loss, an arrival and a preemption with notice."""
-    install_wheel(session, "node", "transformers", "accelerate", "lightning", groups=("test", "samples"))
-    session.install("--constraint", str(CONSTRAINTS), "pytorch-lightning")  # the same under its other name
+    extras = ("node", "transformers", "accelerate", "lightning")
+    # Lightning is published under two names.
+    install_wheel(session, *extras, groups=("test", "samples"), others=("pytorch-lightning",))
     session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=10")), "tests/stacks")
 
 
-@nox.session
+@nox.session(tags=[FULL])
 def stacks_oldest(session: nox.Session) -> None:
-    """Run stock scripts of the stacks' oldest supported releases; not by default."""
+    """Run stock scripts of the stacks' oldest supported releases."""
     install_wheel(session, "node", "transformers", groups=("test",))
-    session.install(f"transformers=={OLDEST_TRANSFORMERS}")
+    install(session, f"transformers=={OLDEST_TRANSFORMERS}", constraints=None)  # it needs older dependencies, too
     session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/stacks/test_transformers.py")
 
 
@@ -150,15 +224,14 @@ def oldest_sdk(session: nox.Session) -> None:
     others = Path(session.create_tmp()) / "constraints.txt"
     lines = CONSTRAINTS.read_text().splitlines(keepends=True)
     others.write_text("".join(line for line in lines if not line.startswith("azure-ai-ml==")))
-    session.install("--constraint", str(others), f"azure-ai-ml=={OLDEST_SDK}")
+    install(session, f"azure-ai-ml=={OLDEST_SDK}", constraints=others)
     arguments = session.posargs or PARALLEL
     session.run("python", "-m", "pytest", *arguments, *(f"tests/{path}" for path in SDK_TESTS))
 
 
 def run_deepspeed_tests(session: nox.Session, version: str) -> None:
     """Run the tests that need DeepSpeed."""
-    install_wheel(session, "node", "transformers", "accelerate", groups=("test",))
-    session.install("--constraint", str(CONSTRAINTS), f"deepspeed=={version}")
+    install_wheel(session, "node", "transformers", "accelerate", groups=("test",), others=(f"deepspeed=={version}",))
     extensions = Path(session.create_tmp()) / "extensions"
     shutil.rmtree(extensions, ignore_errors=True)
     env = {"DEEPSPEED_TESTS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions)}
@@ -175,42 +248,66 @@ def deepspeed(session: nox.Session) -> None:
     run_deepspeed_tests(session, DEEPSPEED)
 
 
-@nox.session
+@nox.session(tags=[FULL])
 def deepspeed_oldest(session: nox.Session) -> None:
-    """Run the tests that need DeepSpeed on the oldest supported release; not by default."""
+    """Run the tests that need DeepSpeed on the oldest supported release."""
     run_deepspeed_tests(session, OLDEST_DEEPSPEED)
+
+
+def run_engine_tests(session: nox.Session, *frameworks: str) -> None:
+    """Run the tests of engines; those of frameworks that are not installed skip themselves."""
+    files = [f"runs/test_{framework}.py" for framework in frameworks]
+    files += ["integration/engines", "integration/testing/test_engines.py", "integration/testing/test_horovod_job.py"]
+    paths = [f"tests/{file}" for file in files]
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=10")), *paths, env=SHORT_PATHS)
 
 
 @nox.session
 def engines(session: nox.Session) -> None:
-    """Run the tests of Dask, Ray and Horovod, which is built for the installed torch where there is a compiler."""
+    """Run the tests of Dask and Ray."""
     install_wheel(session, "all", "dask", "ray", groups=("test",))
-    if shutil.which("c++") is not None and shutil.which("cmake") is not None:
-        session.install("setuptools<80", "wheel", "packaging")
-        wheels = Path(session.create_tmp()) / "horovod"
-        if not list(wheels.glob("*.whl")):
-            session.run("python", "tools/build_horovod.py", str(wheels), silent=True)
-        session.install("--constraint", str(CONSTRAINTS), *map(str, wheels.glob("*.whl")))
-    else:
-        session.warn("Horovod's tests are skipped: it is built with a C++ compiler and CMake, which are not here.")
-    files = [f"runs/test_{framework}.py" for framework in ("dask", "ray", "horovod")]
-    files += ["integration/engines", "integration/testing/test_engines.py", "integration/testing/test_horovod_job.py"]
-    paths = [f"tests/{file}" for file in files]
-    env = {"TMPDIR": "/tmp"}  # noqa: S108 - Ray's sockets need a short path, and nox's is long
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=10")), *paths, env=env)
+    run_engine_tests(session, "dask", "ray")
     if os.geteuid() == 0 and not session.posargs:  # Ray needs a network in which 127.0.0.1 is the only address
         again = "ip link set lo up && exec python -m pytest -k ray tests/integration/testing/test_engines.py"
-        session.run("unshare", "--net", "bash", "-c", again, external=True, env=env)
+        session.run("unshare", "--net", "bash", "-c", again, external=True, env=SHORT_PATHS)
+
+
+@nox.session(tags=[FULL])
+def horovod(session: nox.Session) -> None:
+    """Run the tests of Horovod, which is built for the installed torch: that takes five minutes of CPU."""
+    if shutil.which("c++") is None or shutil.which("cmake") is None:
+        session.skip("Horovod is built with a C++ compiler and CMake, which are not here.")
+    install_wheel(session, "all", groups=("test",), others=("pip", "setuptools<80", "wheel", "packaging"))
+    torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
+    wheels = Path(session.create_tmp()) / f"horovod-for-{torch}"
+    if not list(wheels.glob("*.whl")):
+        session.run_install("python", "tools/build_horovod.py", str(wheels), silent=True)
+    install(session, *map(str, wheels.glob("*.whl")))
+    run_engine_tests(session, "horovod")
+
+
+def check_style(session: nox.Session) -> None:
+    """Run everything that looks at the source alone."""
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", env={"PYTHONPATH": "src"})
+    session.run("python", "tools/vocabulary.py")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting, the import contracts and the vocabulary."""
-    session.install("--constraint", str(CONSTRAINTS), *nox.project.dependency_groups(PYPROJECT, "lint"))
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    session.run("lint-imports", env={"PYTHONPATH": "src"})
-    session.run("python", "tools/vocabulary.py")
+    install(session, *nox.project.dependency_groups(PYPROJECT, "lint"))
+    check_style(session)
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Run lint and the unit tests, for the loop between two commits."""
+    install_wheel(session, "all", groups=("test", "integrations", "lint"))
+    check_style(session)
+    # Unit tests wait for nothing, so more processes than cores would only import and collect once more each.
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/unit")
 
 
 @nox.session
@@ -223,7 +320,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a broken link is an error."""
-    session.install("--constraint", str(CONSTRAINTS), *nox.project.dependency_groups(PYPROJECT, "docs"))
+    install(session, *nox.project.dependency_groups(PYPROJECT, "docs"))
     site = Path(session.create_tmp()) / "site"
     session.run("mkdocs", "build", "--strict", "--site-dir", str(site), env={"NO_MKDOCS_2_WARNING": "1"})
 

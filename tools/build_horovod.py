@@ -2,13 +2,14 @@
 
 Horovod's build files ask for C++14, and torch's headers need C++17 or later. The compiler is therefore called through a
 script that puts the standard in its place; nothing of Horovod's source is changed. Needs a C++ compiler, CMake 3.13 or
-later, and in this environment torch, setuptools below 80, wheel and packaging. Takes three minutes on two cores.
+later, and in this environment pip, torch, setuptools below 80, wheel and packaging. Takes three minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,9 +48,17 @@ def main() -> int:
             "HOROVOD_WITHOUT_TENSORFLOW": "1",
             "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0))}",
         }
-        arguments = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod", "--wheel-dir", str(folder))
-        command = (sys.executable, "-m", "pip", "wheel", *arguments, f"horovod=={VERSION}")
-        return subprocess.run(command, env={**os.environ, **choices}, check=False).returncode
+        built = Path(temporary) / "built"
+        # pip's cache of built wheels does not ask which torch one is for.
+        arguments = ("--no-cache-dir", "--no-deps", "--no-build-isolation", "--no-binary", "horovod")
+        command = (sys.executable, "-m", "pip", "wheel", *arguments, "--wheel-dir", str(built), f"horovod=={VERSION}")
+        code = subprocess.run(command, env={**os.environ, **choices}, check=False).returncode
+        folder.mkdir(parents=True, exist_ok=True)
+        for wheel in built.glob("*.whl"):
+            # Renamed to its name when it is complete, since whoever finds it there installs it.
+            copied = Path(shutil.copy(wheel, folder / f"{wheel.name}.part"))
+            copied.replace(folder / wheel.name)
+        return code
 
 
 if __name__ == "__main__":
