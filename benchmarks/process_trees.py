@@ -1,8 +1,8 @@
 """Commands as process trees that are observed from outside: CPU time, memory, and their end.
 
 CPU time is that of a control group where this process may make one (cgroup v1 ``cpuacct`` or cgroup v2), so that it
-includes every process that has ended, no matter which process has waited for it. Elsewhere it is summed over the living processes and
-the children they have waited for, which misses orphans that have ended.
+includes every process that has ended, no matter which process has waited for it. Elsewhere it is summed over the living
+processes and the children they have waited for, which misses orphans that have ended.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from azureml_elastic.local.azurite import Azurite
 
 __all__ = ["Growth", "Sample", "growth_table", "measure_growth"]
 
-_SAMPLES = 25
+_SAMPLES = 20
 _STEPS = 2
 """Steps of a round before its end: without progress, the run would give up."""
 
@@ -85,12 +85,11 @@ def measure_growth(system: System, rounds: int, azurite: Azurite) -> Growth:
             raise RuntimeError(f"{system.name} has not started:\n{cluster.trees.logs()}")
         cluster.settle()
         samples.append(_sample(cluster, 0))
-        begun, last = time.monotonic(), 0
+        begun, last = time.monotonic(), _wait_for_round(cluster, 0)
         for number in range(1, rounds + 1):
-            last = _wait_for_round(cluster, last)
             os.kill(cluster.steps_of(number % 2)[-1].pid, signal.SIGKILL)
+            last = _wait_for_round(cluster, last)
             if number % every == 0:
-                last = _wait_for_round(cluster, last)
                 cluster.settle(5.0)
                 samples.append(_sample(cluster, number))
                 cluster.forget_steps()
