@@ -330,3 +330,19 @@ def bench(session: nox.Session) -> None:
     """Measure this library beside its peers in one run; writes docs/reference/benchmarks.md."""
     install_wheel(session, "node", groups=("test",))
     session.run("python", "benchmarks/run.py", *session.posargs)
+
+
+@nox.session
+def bench_startup(session: nox.Session) -> None:
+    """Measure starting nodes and their memory beside peers; writes docs/reference/benchmarks-startup.md."""
+    install_wheel(session, "node", groups=("test", "integrations"))  # torchft needs OpenTelemetry
+    # In folders of their own, as some change what `import torch` imports; without torch, which is installed above.
+    peers = Path(session.create_tmp()) / "peers"
+    shutil.rmtree(peers, ignore_errors=True)
+    wanted = {"torchft": ["torchft-nightly"], "nvrx": ["nvidia-resiliency-ext", "defusedxml", "nvidia-ml-py"]}
+    options = ("--quiet", "--no-deps", "--constraint", str(CONSTRAINTS))
+    for name, packages in wanted.items():
+        # Not on every platform; the benchmark prints that it leaves out what is missing.
+        install = ("python", "-m", "pip", "install", *options, "--target", str(peers / name), *packages)
+        session.run(*install, success_codes=[0, 1])
+    session.run("python", "benchmarks/startup.py", "--peers-in", str(peers), *session.posargs)

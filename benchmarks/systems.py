@@ -26,7 +26,7 @@ from azureml_elastic.config import (
 )
 from azureml_elastic.local.azurite import Azurite
 
-__all__ = ["C10D", "IN_PROCESS", "OURS", "ROW", "SYSTEMS", "Nodes"]
+__all__ = ["C10D", "IN_PROCESS", "OURS", "ROW", "SYSTEMS", "TORCHRUN_SETTINGS", "Nodes"]
 
 HERE = Path(__file__).parent
 MINIMUM, MAXIMUM = 2, 3
@@ -36,7 +36,7 @@ IN_PROCESS = "azureml-elastic, in process"
 C10D = "torchrun, c10d"
 ROW = "torchrun, one table row"
 
-_TORCHRUN_SETTINGS = {
+TORCHRUN_SETTINGS = {
     "last_call_timeout": "1",  # the smallest that torch takes; 30 by default
     "keep_alive_interval": "1",  # a dead node is noticed after 3 s as it is by ours; 5 and so 15 s by default
     "keep_alive_max_attempt": "3",
@@ -125,7 +125,7 @@ def _torchrun(backend: str, settings: Mapping[str, str]) -> Callable[[Path, Azur
 SYSTEMS: Mapping[str, Callable[[Path, Azurite], AbstractContextManager[Nodes]]] = {
     OURS: _ours("restart"),
     IN_PROCESS: _ours("in_process"),
-    C10D: _torchrun("c10d", {"is_host": "false", **_TORCHRUN_SETTINGS}),
-    ROW: _torchrun(ONE_ROW, _TORCHRUN_SETTINGS),
+    C10D: _torchrun("c10d", {"is_host": "false", **TORCHRUN_SETTINGS}),
+    ROW: _torchrun(ONE_ROW, TORCHRUN_SETTINGS),
 }
 """Context managers, by system, that open the shared services of the nodes and return how to start a node."""

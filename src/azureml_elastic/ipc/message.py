@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -57,14 +57,16 @@ class MessageCodec(Generic[_M]):
 
     def __init__(self, *types: type[_M]) -> None:
         self._ops = {kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() for kind in types}
-        adapters = {op: TypeAdapter(kind) for kind, op in self._ops.items()}
+        self._kinds = {op: kind for kind, op in self._ops.items()}
         # The adapters' own methods cost more than the conversion of a small message.
-        self._dump = {op: adapter.serializer.to_python for op, adapter in adapters.items()}
-        self._validate = {op: adapter.validator.validate_python for op, adapter in adapters.items()}
+        self._dump: dict[str, Callable[..., dict[str, Any]]] = {}
+        self._validate: dict[str, Callable[[Any], Any]] = {}
 
     def encode(self, message: _M) -> dict[str, Any]:
         """Return the JSON object to send."""
         op = self._ops[type(message)]
+        if op not in self._dump:
+            self._build(op)
         return {"op": op, **self._dump[op](message, mode="json", exclude_defaults=True)}
 
     def decode(self, fields: object) -> _M:
@@ -74,15 +76,26 @@ class MessageCodec(Generic[_M]):
             MalformedMessage: the ``"op"`` is unknown, a field is missing, or a value has another type.
         """
         op = fields.get("op") if isinstance(fields, dict) else None
-        validate = self._validate.get(op) if isinstance(op, str) else None
-        if validate is None:
-            raise MalformedMessage(f"op={_shorten(repr(op))} is not one of {', '.join(self._validate)}")
+        if not isinstance(op, str) or op not in self._kinds:
+            raise MalformedMessage(f"op={_shorten(repr(op))} is not one of {', '.join(self._kinds)}")
+        if op not in self._validate:
+            self._build(op)
         try:
-            message: _M = validate(fields)
+            message: _M = self._validate[op](fields)
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise MalformedMessage(f"{op!r} with {_shorten(problems)}") from error
         return message
+
+    def _build(self, op: str) -> None:
+        """Make the adapter of one kind, when it is first needed.
+
+        A process uses few kinds of a protocol, and all of them cost an agent 0.1 s before it can announce its node. Two
+        threads may make the same one.
+        """
+        adapter: TypeAdapter[Any] = TypeAdapter(self._kinds[op])
+        self._validate[op] = adapter.validator.validate_python
+        self._dump[op] = adapter.serializer.to_python
 
     def receive(self, connection: Connection, fields: Mapping[str, Any]) -> _M | None:
         """Decode what a peer sent; log a malformed message, close its connection and return ``None``."""

@@ -38,7 +38,8 @@ __all__ = [
 
 
 class _Event(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    # Built when first used: an agent writes few kinds, and reads none before it has announced its node.
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
     time: float
     """Seconds since the epoch by the writer's clock."""
@@ -264,7 +265,7 @@ Event = Annotated[
     Field(discriminator="kind"),
 ]
 
-_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event, config=ConfigDict(defer_build=True))
 
 
 def read_event(line: str | bytes) -> Event:

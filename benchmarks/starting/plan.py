@@ -1,0 +1,40 @@
+"""Print the plan of a run as JSON. Runs with the measured checkout of this library, which may be an older one.
+
+The only argument is a JSON object: ``nodes``, ``endpoint``, ``checkpoints`` and ``run_id``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from azureml_elastic.config import (
+    CheckpointPolicy,
+    ElasticDistribution,
+    ElasticResources,
+    HealthPolicy,
+    Plan,
+    PreemptionPolicy,
+    TableRendezvous,
+)
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    plan = Plan(
+        resources=ElasticResources(min_instance_count=given["nodes"][0], max_instance_count=given["nodes"][1]),
+        distribution=ElasticDistribution(
+            process_count_per_instance=1,
+            max_restarts=1_000_000,
+            health=HealthPolicy(strike_decay=0),  # workers are killed on purpose, always on this host
+            preemption=PreemptionPolicy(scheduled_events=None),
+            rendezvous=TableRendezvous(endpoint=given["endpoint"]),
+        ),
+        checkpoint=CheckpointPolicy(path=given["checkpoints"]),
+        run_id=given["run_id"],
+    )
+    print(plan.to_json())
+
+
+if __name__ == "__main__":
+    main()
