@@ -9,8 +9,6 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from azureml_elastic.config import ElasticDistribution, ElasticResources, Plan, TableRendezvous
 from azureml_elastic.config import environment as variables
 from azureml_elastic.ledger.summary import Report
@@ -22,7 +20,6 @@ from tests.support.whole_runs import GATHERING, after_gathering
 
 TRAINING = PROGRAMS
 PROGRAM = str(TRAINING / "chaos_train.py")
-SIGTERM_EXIT = 143
 
 
 def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
@@ -49,22 +46,12 @@ def assert_whole(report: Report) -> None:
     assert all(node.leftovers == 0 for node in report.nodes)
 
 
-@pytest.mark.parametrize("table", ["sqlite", "azurite"])
-def test_rank_0_is_lost_and_replaced(tmp_path, table, request, monkeypatch):
-    if table == "azurite":
-        emulator = request.getfixturevalue("azurite")
-        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", emulator.connection_string)
-    report = run(
-        tmp_path,
-        "kill=rank0@step:25,add@step:40",
-        PROGRAM,
-        "--epochs",
-        "5",
-        "--full",
-        "3",
-        table=table,
-        start="command" if table == "azurite" else FORKED,
-    )
+def test_rank_0_is_lost_and_replaced(tmp_path, azurite, monkeypatch):
+    """With the production start of every process, and the service's own emulator as the table."""
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azurite.connection_string)
+    arguments = (PROGRAM, "--epochs", "5", "--full", "3")
+    chaos = "kill=rank0@step:25,add@step:40"
+    report = run(tmp_path, chaos, *arguments, table="azurite", start="command")
     assert_whole(report)
     assert after_gathering(report, 3) == (3, 2, 3)
     assert tuple(json.loads(report.paths.report.read_text())["world_sizes"]) == report.world_sizes
@@ -101,36 +88,6 @@ def test_a_sharded_model_is_resharded_for_the_nodes_that_are_there(tmp_path):
     assert_whole(report)
     assert after_gathering(report, 2) == (2, 1, 2)
     assert "accuracy" in log(report, "node-1")
-
-
-def test_a_preempted_node_leaves_without_a_lost_step(tmp_path):
-    report = run(tmp_path, "preempt=rank0@step:25/30s", PROGRAM, "--epochs", "8", "--gather", "3")
-    assert_whole(report)
-    assert report.audit.rolled_back_steps == 0
-    assert after_gathering(report, 3) == (3, 2)
-    assert {node.name: node.exit_code for node in report.nodes}[report.faults[0].nodes[0]] == SIGTERM_EXIT
-
-
-def test_a_frozen_node_is_fenced_off_and_comes_back_as_new(tmp_path):
-    report = run(tmp_path, "freeze=rank0@step:25/12s", PROGRAM, "--epochs", "5", "--full", "2", nodes=(1, 2))
-    assert_whole(report)
-    assert after_gathering(report, 2) == (2, 1, 2)
-    assert {node.exit_code for node in report.nodes} == {0}
-
-
-def test_a_crash_is_restarted_and_resumes(tmp_path):
-    report = run(tmp_path, "", str(TRAINING / "crashing.py"), "once", str(tmp_path / "crashed"), nodes=(2, 2))
-    assert_whole(report)
-    assert len(report.rounds) == 2
-    assert "1 of 3" in log(report, "node-0") + log(report, "node-1")
-
-
-def test_a_repeated_crash_ends_the_run_with_the_users_traceback_and_exit_code(tmp_path):
-    report = run(tmp_path, "", str(TRAINING / "crashing.py"), "always", nodes=(2, 2), max_restarts=1)
-    assert (report.outcome, report.exit_code) == ("failed", 7)
-    assert {node.exit_code for node in report.nodes} == {7}
-    for node in ("node-0", "node-1"):
-        assert "ValueError: invalid literal for int() with base 10: 'this never works'" in log(report, node)
 
 
 def test_several_workers_a_node_as_a_module(tmp_path, monkeypatch):

@@ -80,8 +80,11 @@ def test_a_program_that_cannot_be_loaded_is_tried_twice(tmp_path):
 
 
 def test_the_same_error_after_progress_is_restarted(tmp_path):
-    report = run(tmp_path, "once", 4, 8, 12)
+    report = run(tmp_path, "once", 4, 8, 12, audit=True)
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit is not None
+    assert report.audit.complete, report.audit
+    assert "1 of 3" in "".join((report.paths.logs / f"{node.name}.log").read_text() for node in report.nodes)
     assert len(report.rounds) == 4
     assert [failure.step for failure in sorted(failures(report), key=lambda one: one.round)] == [4, 8, 12]
     assert len({failure.signature for failure in failures(report)}) == 1
@@ -106,6 +109,15 @@ def test_an_exit_code_of_the_programs_own_is_the_runs(tmp_path):
     report = run(tmp_path, "code", 3, nodes=(1, 1))
     assert_failed(report, 9, rounds=2)
     assert {failure.failure_kind for failure in failures(report)} == {"exit"}
+
+
+def test_an_exit_code_behind_a_traceback_is_the_runs_too_and_every_node_shows_the_traceback(tmp_path):
+    report = run(tmp_path, "printed", 3)
+    assert_failed(report, 9, rounds=2)
+    assert {failure.failure_kind for failure in failures(report)} == {"user"}
+    for node in report.nodes:
+        log = (report.paths.logs / f"{node.name}.log").read_text()
+        assert "ValueError: invalid literal for int() with base 10: 'this never works'" in log, node.name
 
 
 @pytest.mark.parametrize("preload", [True, False], ids=["forked", "plain"])

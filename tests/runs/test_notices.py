@@ -23,6 +23,7 @@ from tests.support.paths import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
 LONG_NOTICE_S = 30.0
+SIGTERM_EXIT = 143
 FIRST, LAST = (int(number) for number in os.environ.get("NOTICE_SEEDS", "0:3").split(":"))
 
 
@@ -69,6 +70,8 @@ def test_what_a_preempted_node_has_trained_is_committed(tmp_path, seed, record_p
     if notice < LONG_NOTICE_S and not agreed:
         pytest.skip(f"{trail}: on a busy machine it was gone before all had agreed; test_recovery has such deaths")
     assert agreed, trail
+    if notice == LONG_NOTICE_S:
+        assert {node.name: node.exit_code for node in report.nodes}[victim] == SIGTERM_EXIT, trail
     entered = max(event.round for event in events if isinstance(event, RoundEntered) and event.node == victim)
     commits = [event for event in events if isinstance(event, CheckpointCommitted)]
     (noticed,) = report.faults

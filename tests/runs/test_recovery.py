@@ -71,6 +71,7 @@ def test_a_frozen_node_costs_no_step_and_comes_back(tmp_path, recovery, seconds)
     report = cluster(tmp_path, recovery, freeze, nodes=(1, 2), timeout_s=150 + 2 * seconds).run(arguments)
     assert_nothing_lost(report)
     assert after_gathering(report, 2) == (2, 1, 2)
+    assert {node.exit_code for node in report.nodes} == {0}  # it is fenced off, and comes back as a new member
 
 
 @both

@@ -35,6 +35,8 @@ def _child(pipe, environment, function, args):
         del os.environ[name]
     os.environ.update(environment)
     multiprocessing.current_process()._config["daemon"] = False  # it may have processes that load data
+    # These are started as everywhere: the fork server has set itself as the way, and each would import torch anew.
+    multiprocessing.set_start_method(None, force=True)
     try:
         value = function(*args)
     except SystemExit:

@@ -93,13 +93,14 @@ def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_i
         # Asked for, and let go when the run had ended: no spot machine came.
         assert {nodes[name] for name in nodes.keys() - {"spot_0", "spot_1"} if name.startswith("spot")} == {"Canceled"}
         floor = node_of(client, run.name, "dedicated_0")
-        client.jobs.download(floor.name, output_name="azureml_elastic_checkpoints")
+        client.jobs.download(floor.name, all=True)
     paths = together(tmp_path / "workspace")
     events = read_events(paths.events)
     last = max((event for event in events if isinstance(event, RoundEntered)), key=lambda event: event.round)
     assert last.world_size == 3
     assert audit_folder(paths, events).exactly_once
     assert list(Path("named-outputs/azureml_elastic_checkpoints").rglob("manifest.json"))
+    assert list(Path("artifacts/outputs/azureml-elastic/events").glob("*.jsonl"))
 
 
 def test_a_dedicated_node_goes_when_the_spot_node_that_it_stands_in_for_has_come():
