@@ -180,7 +180,7 @@ class Server:
         words = list(sys.orig_argv)
         words[-1] = json.dumps(excluded)
         output.truncate((0, 0))
-        signal.signal(signal.SIGIO, signal.SIG_IGN)  # nothing handles it until the new process does
+        signal.signal(signal.SIGIO, self._usual)  # which ends the process, too, if the client ends meanwhile
         self._link.set_inheritable(True)
         os.execvpe(words[0], words, self._environment)  # noqa: S606
 
@@ -198,7 +198,7 @@ class Server:
         try:
             middle = os.fork()
         except OSError as error:
-            answer: dict[str, Any] = {"reason": f"it cannot fork: {error.strerror}"}
+            answer: dict[str, Any] = {"reason": f"the fork server cannot fork: {error.strerror}"}
         else:
             if middle == 0:
                 return self._fork_again(content, gate, others, reading, writing)
@@ -207,7 +207,7 @@ class Server:
             pid = os.read(reading, 64)
             if threads is not None:  # the process still waits at the gate, and ends when the client closes it
                 self.refuse(f"the imports {threads}")
-            answer = {"pid": int(pid)} if pid.isdigit() else {"reason": "it cannot fork"}
+            answer = {"pid": int(pid)} if pid.isdigit() else {"reason": "the fork server cannot fork"}
         for descriptor in (reading, writing, *descriptors):
             os.close(descriptor)
         self._send(answer)
