@@ -113,8 +113,10 @@ class Server:
 
     def mark(self, marker: str) -> None:
         """Write a process's marker into the environment that ``/proc`` shows, that of the server's start."""
+        text = marker.encode()
+        assert len(text) <= self._marker_bytes, f"{marker!r} is longer than the {self._marker_bytes} bytes for it"
         ctypes.memset(self._marker, 0, self._marker_bytes)
-        ctypes.memmove(self._marker, marker.encode(), len(marker.encode()))
+        ctypes.memmove(self._marker, text, len(text))
 
     # --- imports -----------------------------------------------------------------------------------------------------
 
