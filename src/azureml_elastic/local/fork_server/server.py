@@ -154,8 +154,7 @@ class Server:
                 importlib.import_module(name)
         if program is not None:
             sys.path[:] = of_program
-            for name in (*import_loader.LATER, *import_loader.later_of_packages(self.excluded)):
-                import_loader.import_later(name, output)
+            self._import_later(output)
             if obstacle := _shadow():  # by what the agent has imported
                 self.refuse(obstacle)
             sys.path[:] = usual
@@ -164,6 +163,20 @@ class Server:
         if reason := trial_fork():
             self.refuse(f"the imports {reason}")
         self._send({"ready": round(time.monotonic() - start, 3)})
+
+    def _import_later(self, output: import_loader.Output) -> None:
+        """Import what torch and packages import after the program's start; those among them that have such modules."""
+        for name in import_loader.LATER:
+            import_loader.import_later(name, output)
+        tried: set[str] = set()
+        while names := [name for name in import_loader.later_of_packages(self.excluded) if name not in tried]:
+            name = names[0]
+            tried.add(name)
+            with import_loader.watched(os.environ) as read:
+                import_loader.import_later(name, output)
+            if reason := f"reads {read[0]}" if read else trial_fork():
+                excluded = {name.partition(".")[0]: f"{name} {reason} while it is imported"}
+                self._start_again({**self.excluded, **excluded}, output)
 
     def refuse(self, reason: str) -> NoReturn:
         """Refuse all forks, and end."""
