@@ -118,7 +118,7 @@ def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
 @pytest.mark.parametrize("preload", [True, False], ids=["forked workers", "plain workers"])
 def test_nodes_that_their_command_starts(tmp_path, preload):
     faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33", "snapshot_steps": 1}
-    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", start="command", preload=preload, **faults)
+    run = run_stock(SCRIPT, tmp_path / "run", start="command", preload=preload, **faults)
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps <= 5
     assert run.report.last_step == EPOCHS * 63
