@@ -45,6 +45,7 @@ def measure(script: Path) -> float:
     with tempfile.TemporaryDirectory() as folder:
         cluster = LocalCluster(
             (1, NODES),
+            start="command",
             chaos=parse_schedule(f"kill=rank0@step:{STEP}"),
             run_dir=Path(folder, "run"),
             snapshot_steps=1,  # DeepSpeed's state is sharded

@@ -18,9 +18,8 @@ SCRIPT = str(PROGRAMS / "failing.py")
 
 
 def cluster(folder, count, **options):
-    return LocalCluster(
-        (count, count), run_dir=folder, checkpoint_steps=3, audit=True, timeout_s=150.0, max_restarts=0, **options
-    )
+    options |= {"checkpoint_steps": 3, "audit": True, "timeout_s": 150.0, "max_restarts": 0}
+    return LocalCluster((count, count), start="command", run_dir=folder, **options)
 
 
 def files(folder):

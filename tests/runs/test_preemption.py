@@ -24,7 +24,7 @@ SIGTERM_EXIT = 143
 
 def start_at(service: MetadataService) -> StartAt:
     """Return the start of nodes that find the service at the address of their own machine."""
-    return StartAt(variables=lambda env: {variables.SCHEDULED_EVENTS: service.address(env[variables.NODE_ID])})
+    return StartAt(more=lambda env: {variables.SCHEDULED_EVENTS: service.address(env[variables.NODE_ID])})
 
 
 @contextmanager

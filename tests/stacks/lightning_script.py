@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
+parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--pause", type=float, default=0.03)
 parser.add_argument("--dropout", type=float, default=0.1)
@@ -81,7 +82,7 @@ trainer = pl.Trainer(
     devices=1,
     num_nodes=3,
     strategy="ddp",
-    max_epochs=3,
+    max_epochs=options.epochs,
     accumulate_grad_batches=options.accumulate,
     default_root_dir=options.folder,
     logger=False,

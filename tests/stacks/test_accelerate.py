@@ -97,21 +97,17 @@ def test_a_worker_is_lost_in_an_evaluation(tmp_path, undisturbed):
     assert set(run.record["accuracies"]) == {"0", "1", "2"}
 
 
-def test_workers_that_are_started_plainly(tmp_path):
-    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", preload=False, nodes=(1, 2), chaos="kill=rank0@step:33")
+@pytest.mark.parametrize("preload", [True, False], ids=["forked workers", "plain workers"])
+def test_nodes_that_their_command_starts(tmp_path, preload):
+    faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33"}
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", start="command", preload=preload, **faults)
     assert run.report.audit.complete, run.report.audit
     assert run.report.last_step == EPOCHS * 63
 
 
 def test_in_process_recovery_falls_back_to_a_restart(tmp_path):
-    run = assert_in_process_recovery_is_a_restart(SCRIPT, tmp_path / "run")
-    assert run.report.last_step == STEPS
-
-
-def test_the_integration_can_be_switched_off(tmp_path, monkeypatch):
-    monkeypatch.setenv("AZUREML_ELASTIC_INTEGRATIONS", "off")
-    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", nodes=(2, 2))
-    assert run.report.audit is None
+    """A stack has no session that could go on; for all stacks the same decides, ``keeps_processes``."""
+    assert_in_process_recovery_is_a_restart(SCRIPT, tmp_path / "run", nodes=(1, 2), chaos="kill=rank0@step:33")
 
 
 @pytest.mark.parametrize("style", [[], ["--by-hand"]], ids=["accumulate", "by hand"])

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.stacks import (
     FAULTS,
-    assert_in_process_recovery_is_a_restart,
     assert_same_rates,
     assert_weights_do_not_depend_on_the_world_size,
     run_stock,
@@ -48,11 +47,8 @@ def test_each_sample_is_trained_once_an_epoch(undisturbed):
     assert rates(undisturbed) == pytest.approx({step: 1e-2 * (1 - step / STEPS) for step in range(STEPS)})
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, package):
-    script = tmp_path / SCRIPT.name
-    script.write_text(SCRIPT.read_text().replace("import lightning.pytorch as pl", f"import {package} as pl"))
-    run = run_stock(script, tmp_path / "run", chaos=FAULTS)
+def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed):
+    run = run_stock(SCRIPT, tmp_path / "run", chaos=FAULTS)
     report = run.report
     assert report.audit.complete, report.audit
     assert report.audit.rolled_back_steps == 0
@@ -77,19 +73,15 @@ def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
     assert_weights_do_not_depend_on_the_world_size(SCRIPT, tmp_path, "--accumulate", accumulate)
 
 
-def test_workers_that_are_started_plainly(tmp_path):
-    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", preload=False, nodes=(1, 2), chaos="kill=rank0@step:33")
+@pytest.mark.parametrize(
+    ("package", "preload"), [("pytorch_lightning", True), ("lightning.pytorch", False)], ids=["forked", "plain"]
+)
+def test_nodes_that_their_command_starts(tmp_path, package, preload):
+    """Also with the package's other name, whose modules are attached to by the same functions."""
+    script = tmp_path / SCRIPT.name
+    script.write_text(SCRIPT.read_text().replace("import lightning.pytorch as pl", f"import {package} as pl"))
+    faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33"}
+    run = run_stock(script, tmp_path / "run", "--pause", "0", start="command", preload=preload, **faults)
     assert run.report.audit.complete, run.report.audit
+    assert run.report.audit.rolled_back_steps == 0
     assert run.record["steps"] == EPOCHS * 63
-
-
-def test_in_process_recovery_falls_back_to_a_restart(tmp_path):
-    run = assert_in_process_recovery_is_a_restart(SCRIPT, tmp_path / "run")
-    assert run.record["steps"] == STEPS
-
-
-def test_the_integration_can_be_switched_off(tmp_path, monkeypatch):
-    monkeypatch.setenv("AZUREML_ELASTIC_INTEGRATIONS", "off")
-    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", nodes=(3, 3))
-    assert run.report.audit is None
-    assert run.record["steps"] == EPOCHS * 42

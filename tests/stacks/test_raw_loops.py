@@ -13,6 +13,7 @@ from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.node_server import FORKED
 from tests.support.paths import ROOT, SAMPLES
 from tests.support.stacks import FAULTS
 from tests.support.whole_runs import GATHERING
@@ -27,6 +28,7 @@ def train(folder: Path, *options: str, **cluster) -> Report:
     """Run the sample under faults to its end."""
     made = LocalCluster(
         (1, 3),
+        start=FORKED,
         chaos=parse_schedule(FAULTS),
         run_dir=folder / "run",
         timeout_s=150,

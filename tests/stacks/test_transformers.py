@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.stacks import (
     FAULTS,
-    assert_in_process_recovery_is_a_restart,
     assert_same_rates,
     assert_weights_do_not_depend_on_the_world_size,
     run_stock,
@@ -64,18 +63,16 @@ def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate, loss):
     assert_weights_do_not_depend_on_the_world_size(SCRIPT, tmp_path, "--accumulate", accumulate, "--loss", loss)
 
 
-def test_workers_that_are_started_plainly(tmp_path):
-    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", preload=False, nodes=(1, 2), chaos="kill=rank0@step:33")
+@pytest.mark.parametrize("preload", [True, False], ids=["forked workers", "plain workers"])
+def test_nodes_that_their_command_starts(tmp_path, preload):
+    faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33"}
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", start="command", preload=preload, **faults)
     assert run.report.audit.complete, run.report.audit
     assert run.record["max_steps"] == EPOCHS * 63
 
 
-def test_in_process_recovery_falls_back_to_a_restart(tmp_path):
-    run = assert_in_process_recovery_is_a_restart(SCRIPT, tmp_path / "run")
-    assert run.record["max_steps"] == STEPS
-
-
 def test_the_integration_can_be_switched_off(tmp_path, monkeypatch):
+    """For all stacks by the same variable; see ``tests/unit/node/preload/test_stack_imports.py``."""
     monkeypatch.setenv("AZUREML_ELASTIC_INTEGRATIONS", "off")
     run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", nodes=(2, 2))
     assert run.report.audit is None

@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
+parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--pause", type=float, default=0.02)
 parser.add_argument("--loss", choices=["mean", "ignored", "divided"], default="mean")
@@ -83,7 +84,7 @@ arguments = TrainingArguments(
     output_dir=str(options.folder / "output"),
     per_device_train_batch_size=8,
     gradient_accumulation_steps=options.accumulate,
-    num_train_epochs=3,
+    num_train_epochs=options.epochs,
     deepspeed=deepspeed,
     learning_rate=1e-3,
     logging_steps=1,

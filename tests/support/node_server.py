@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from azureml_elastic.config import environment as variables
 from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.local.fork_server.client import ForkedProcess, ForkServer, Imports, read_early
 from azureml_elastic.local.fork_server.start import ForkStart
@@ -93,7 +94,8 @@ def _descriptor(file: Any) -> int:
 
 
 def _server(imports: Imports, env: Mapping[str, str]) -> ForkServer:
-    return _server_with(imports, tuple(sorted(read_early(env).items())))
+    integrations = {name: env[name] for name in (variables.INTEGRATIONS,) if name in env}
+    return _server_with(imports, tuple(sorted({**read_early(env), **integrations}.items())))
 
 
 @functools.cache
@@ -119,7 +121,7 @@ class StartAt:
 
     Args:
         network: function that returns the network namespace of a node with an environment, or ``None``.
-        variables: function that returns further variables of a node with an environment.
+        more: function that returns further variables of a node with an environment.
         starting: start of the nodes; by default forks of the server of all runs.
     """
 
@@ -128,15 +130,15 @@ class StartAt:
     def __init__(
         self,
         network: Callable[[Mapping[str, str]], str | None] = lambda _: None,
-        variables: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {},
+        more: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {},
         starting: NodeStart = FORKED,
     ) -> None:
         self._network = network
-        self._variables = variables
+        self._more = more
         self._starting = starting
         self.prepare, self.gathering = starting.prepare, starting.gathering
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str], output: IO[bytes], **_: Any) -> AgentProcess:
         """Start a node."""
-        env = {**env, **self._variables(env)}
+        env = {**env, **self._more(env)}
         return self._starting.start(argv, env=env, output=output, network=self._network(env))

@@ -27,7 +27,7 @@ from azureml_elastic.errors import CommandError
 from azureml_elastic.ledger.summary import Paths, Report
 from azureml_elastic.local.earlier_run import continued_runs, find_earlier_run
 from azureml_elastic.local.faults.model import Schedule
-from azureml_elastic.local.fork_server.start import open_node_start
+from azureml_elastic.local.fork_server.start import are_forked, open_fork_start
 from azureml_elastic.local.launch import Launch
 from azureml_elastic.local.launched_node import shared_environment
 from azureml_elastic.local.node_start import NODE_COMMAND, CommandStart, NodeStart, StartMethod
@@ -167,14 +167,14 @@ class LocalCluster:
         """Return the context of what starts the nodes, whose agents have these arguments."""
         if not isinstance(self.start, str):
             return contextlib.nullcontext(self.start)
-        # Without a preload server's imports an agent costs little; an engine's program is started, not forked.
         forks = self.start == "fork" and tuple(self.node_command) == NODE_COMMAND
-        program = _parse(words[words.index("--") + 1 :])
-        if not forks or program is None or not self.distribution.preload_workers or self.distribution.runs_engine:
+        program = _parse(words[words.index("--") + 1 :]) if forks else None
+        if program is None or not are_forked(program, self.distribution, self.nodes[1]):
             return contextlib.nullcontext(CommandStart())
-        # Forks show the environment that the server was started with in ``/proc``: not the table's secret to workers.
-        environ = {name: value for name, value in shared_environment().items() if name != CONNECTION_STRING}
-        return open_node_start(program, self.nodes[1], environ)
+        # Forks show in /proc the environment that the server was started with: not the table's secret to workers.
+        return open_fork_start(
+            program, {name: value for name, value in shared_environment().items() if name != CONNECTION_STRING}
+        )
 
     def plan(self, table: TableChoice, paths: Paths) -> Plan:
         """Return the plan that the nodes receive."""

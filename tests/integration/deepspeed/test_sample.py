@@ -1,4 +1,4 @@
-"""The sample, over real nodes of which one is lost."""
+"""The sample, over nodes of which one is lost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
+from tests.support.node_server import forked_with
 from tests.support.paths import SAMPLES
 from tests.support.whole_runs import GATHERING
 
@@ -17,7 +18,13 @@ SAMPLE = SAMPLES / "deepspeed_zero.py"
 def test_a_lost_node_costs_a_few_steps(stage, tmp_path):
     chaos = parse_schedule("kill=node-1@step:32")
     distribution = ElasticDistribution(rendezvous=GATHERING)
-    options = {"run_dir": tmp_path / "run", "audit": True, "timeout_s": 150, "distribution": distribution}
+    options = {
+        "start": forked_with(SAMPLE),
+        "run_dir": tmp_path / "run",
+        "audit": True,
+        "timeout_s": 150,
+        "distribution": distribution,
+    }
     report = LocalCluster((1, 2), chaos=chaos, **options).run([str(SAMPLE), "--stage", stage, "--step-delay", "0.1"])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert report.audit.complete, report.audit

@@ -193,7 +193,7 @@ class ForkServer:
                 self._ready = "ready" in answer
                 self._refusal = self._refusal or answer.get("refusal")
             elif time.monotonic() > limit:
-                self._give_up(f"its imports were not done within {_IMPORT_SECONDS:g} s")
+                self._give_up(f"the imports of the fork server were not done within {_IMPORT_SECONDS:g} s")
         return self._ready and self._refusal is None
 
     def fork(
@@ -221,7 +221,7 @@ class ForkServer:
             with _file_of(document) as content:
                 self._send([content.fileno(), reading, *descriptors])
             if not self._is_readable(_ANSWER_SECONDS):
-                self._give_up(f"it did not answer within {_ANSWER_SECONDS:g} s")
+                self._give_up(f"the fork server did not answer within {_ANSWER_SECONDS:g} s")
             answer = {} if self._refusal is not None else self._receive()
             self._refusal = self._refusal or answer.get("refusal")
             if "pid" not in answer:
@@ -235,7 +235,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the process, but not its forks."""
-        self._refusal = self._refusal or "it was closed"
+        self._refusal = self._refusal or "the fork server was closed"
         if self._process is not None:
             self._link.close()
             self._wait()
@@ -245,7 +245,7 @@ class ForkServer:
         try:
             socket.send_fds(self._link, [b"-"], list(descriptors))
         except OSError:
-            self._refusal = f"it has ended{self._wait()}"
+            self._refusal = f"the fork server has ended{self._wait()}"
             raise ForkRefused(self._refusal) from None
 
     def _receive(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class ForkServer:
         with contextlib.suppress(OSError):
             data = self._link.recv(_MOST_BYTES)
         if not data:
-            self._refusal = f"it has ended{self._wait()}"
+            self._refusal = f"the fork server has ended{self._wait()}"
             return {}
         answer: dict[str, Any] = json.loads(data)
         return answer

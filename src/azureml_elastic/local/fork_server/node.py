@@ -42,12 +42,12 @@ def become_node(request: dict[str, Any], descriptors: list[int], server: Server)
         server: what the server has imported.
     """
     output, gathered, announced = descriptors
-    os.setsid()
-    if request["network"] is not None:
-        _enter_network(request["network"])
     server.mark(os.environ[MARKER])
+    os.setsid()
     script_runner.adopt_descriptors(os.dup(output), output)
     script_runner.reset_process_state()
+    if request["network"] is not None:
+        _enter_network(request["network"])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     waiting = os.fork()
     if waiting == 0:

@@ -113,8 +113,10 @@ class Server:
 
     def mark(self, marker: str) -> None:
         """Write a process's marker into the environment that ``/proc`` shows, that of the server's start."""
+        text = marker.encode()
+        assert len(text) <= self._marker_bytes, f"{marker!r} is longer than the {self._marker_bytes} bytes for it"
         ctypes.memset(self._marker, 0, self._marker_bytes)
-        ctypes.memmove(self._marker, marker.encode(), len(marker.encode()))
+        ctypes.memmove(self._marker, text, len(text))
 
     # --- imports -----------------------------------------------------------------------------------------------------
 
@@ -152,8 +154,7 @@ class Server:
                 importlib.import_module(name)
         if program is not None:
             sys.path[:] = of_program
-            for name in (*import_loader.LATER, *import_loader.later_of_packages(self.excluded)):
-                import_loader.import_later(name, output)
+            self._import_later(output)
             if obstacle := _shadow():  # by what the agent has imported
                 self.refuse(obstacle)
             sys.path[:] = usual
@@ -162,6 +163,20 @@ class Server:
         if reason := trial_fork():
             self.refuse(f"the imports {reason}")
         self._send({"ready": round(time.monotonic() - start, 3)})
+
+    def _import_later(self, output: import_loader.Output) -> None:
+        """Import what torch and packages import after the program's start; those among them that have such modules."""
+        for name in import_loader.LATER:
+            import_loader.import_later(name, output)
+        tried: set[str] = set()
+        while names := [name for name in import_loader.later_of_packages(self.excluded) if name not in tried]:
+            name = names[0]
+            tried.add(name)
+            with import_loader.watched(os.environ) as read:
+                import_loader.import_later(name, output)
+            if reason := f"reads {read[0]}" if read else trial_fork():
+                excluded = {name.partition(".")[0]: f"{name} {reason} while it is imported"}
+                self._start_again({**self.excluded, **excluded}, output)
 
     def refuse(self, reason: str) -> NoReturn:
         """Refuse all forks, and end."""
@@ -180,7 +195,7 @@ class Server:
         words = list(sys.orig_argv)
         words[-1] = json.dumps(excluded)
         output.truncate((0, 0))
-        signal.signal(signal.SIGIO, signal.SIG_IGN)  # nothing handles it until the new process does
+        signal.signal(signal.SIGIO, self._usual)  # which ends the process, too, if the client ends meanwhile
         self._link.set_inheritable(True)
         os.execvpe(words[0], words, self._environment)  # noqa: S606
 
@@ -198,7 +213,7 @@ class Server:
         try:
             middle = os.fork()
         except OSError as error:
-            answer: dict[str, Any] = {"reason": f"it cannot fork: {error.strerror}"}
+            answer: dict[str, Any] = {"reason": f"the fork server cannot fork: {error.strerror}"}
         else:
             if middle == 0:
                 return self._fork_again(content, gate, others, reading, writing)
@@ -207,7 +222,7 @@ class Server:
             pid = os.read(reading, 64)
             if threads is not None:  # the process still waits at the gate, and ends when the client closes it
                 self.refuse(f"the imports {threads}")
-            answer = {"pid": int(pid)} if pid.isdigit() else {"reason": "it cannot fork"}
+            answer = {"pid": int(pid)} if pid.isdigit() else {"reason": "the fork server cannot fork"}
         for descriptor in (reading, writing, *descriptors):
             os.close(descriptor)
         self._send(answer)

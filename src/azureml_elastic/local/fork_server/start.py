@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
+from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.local.fork_server.client import COMMAND, ForkRefused, ForkServer, Imports
 from azureml_elastic.local.launched_node import shared_environment
 from azureml_elastic.local.node_start import NODE_COMMAND, AgentProcess, CommandStart, NodeStart
 
-__all__ = ["ForkStart", "open_node_start"]
+__all__ = ["ForkStart", "are_forked", "open_fork_start"]
 
 _BECOME_NODE = "azureml_elastic.local.fork_server.node:become_node"
 
@@ -58,19 +59,30 @@ class ForkStart:
         return CommandStart().start(argv, env=env, output=output, network=network)
 
 
-@contextlib.contextmanager
-def open_node_start(program: Program | None, most_nodes: int, environ: Mapping[str, str]) -> Iterator[NodeStart]:
-    """Yield what forks the nodes of a run, if they can be forked and there are several, or else what starts commands.
+def are_forked(program: Program, distribution: ElasticDistribution, most_nodes: int) -> bool:
+    """Return whether the nodes of a run are forked, as far as its settings decide.
 
     Args:
-        program: program of the run; ``None`` for one that its nodes do not import early.
+        program: program of the run.
+        distribution: settings of the nodes' processes.
         most_nodes: number of nodes that are started together.
+    """
+    return (
+        most_nodes > 1  # the imports take as long as those of one node
+        and (*program.interpreter_command, "-c") == COMMAND  # options apply to an interpreter from its start
+        and distribution.preload_workers  # else the program wants its imports made by each worker
+        and not distribution.runs_engine  # whose processes are started, not forked
+    )
+
+
+@contextlib.contextmanager
+def open_fork_start(program: Program, environ: Mapping[str, str]) -> Iterator[NodeStart]:
+    """Yield what forks the nodes of a run from a server of its own.
+
+    Args:
+        program: program of the run.
         environ: environment that all nodes have.
     """
-    # The imports take as long as those of one node; the interpreter's options apply to it from its start.
-    if most_nodes == 1 or program is None or (*program.interpreter_command, "-c") != COMMAND:
-        yield CommandStart()
-        return
     server = ForkServer(Imports(program), environ)
     try:
         yield ForkStart(lambda _: server)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from azureml_elastic.config import environment as variables
-from azureml_elastic.node.preload.stack_imports import ATTACHMENTS, for_plain_start
+from azureml_elastic.node.preload.stack_imports import ATTACHMENTS, for_plain_start, is_off
 
 SHOW = """
 import json, os, sys
@@ -68,3 +68,10 @@ def test_each_attachment_exists():
     for module, function in ATTACHMENTS.values():
         imported = __import__(f"azureml_elastic.train.integrations.{module}", fromlist=[function])
         assert callable(getattr(imported, function))
+
+
+@pytest.mark.parametrize(("value", "off"), [(None, False), ("", False), ("on", False), ("off", True)])
+def test_one_variable_switches_off_all_attachments(value, off):
+    environ = {} if value is None else {variables.INTEGRATIONS: value}
+    assert is_off(environ) == off
+    assert (for_plain_start(environ) == environ) == off

@@ -1,0 +1,278 @@
+"""Nodes that are forked from one process are those that their command starts, and are started so where they must be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config.command.program import parse_program
+from azureml_elastic.ledger.events import Progress
+from azureml_elastic.ledger.reading import EventReader
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
+from azureml_elastic.local.fork_server.client import ForkRefused, ForkServer, Imports
+from azureml_elastic.local.fork_server.start import ForkStart
+from azureml_elastic.local.node_start import NODE_COMMAND
+from azureml_elastic.local.processes import MARKER, set_subreaper
+from azureml_elastic.local.view import View
+from tests.support.paths import PROGRAMS
+from tests.support.waiting import until
+from tests.support.whole_runs import GATHERING, after_gathering
+
+TRAINING = str(PROGRAMS / "chaos_train.py")
+DISTRIBUTION = ElasticDistribution(rendezvous=GATHERING)
+
+PROBE = """
+import json, os, pathlib, signal, sys
+import printing
+import ranked
+
+assert ranked.RANK == os.environ["RANK"]
+print("an output line")
+process = {
+    "argv": sys.argv,
+    "path": sys.path,
+    "file": __file__,
+    "folder": os.getcwd(),
+    "environment": dict(os.environ),
+    "leads": os.getsid(0) == os.getpid(),
+    "handlers": [str(signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGIO, signal.SIGCHLD)],
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "descriptors": len(os.listdir("/proc/self/fd")),
+    "marked": [line for line in open("/proc/self/environ").read().split("\\0") if "_ELASTIC_LOCAL_NODE" in line],
+    "unbuffered": sys.stdout.write_through,
+}
+pathlib.Path(sys.argv[1], f"{os.environ['GROUP_RANK']}.json").write_text(json.dumps(process))
+"""
+
+
+class Notes(View):
+    """The launcher's notes."""
+
+    def __init__(self):
+        self.lines = []
+
+    def note(self, text):
+        self.lines.append(text)
+
+
+def fork_servers():
+    """Return the fork servers that this process has started and that are running; their forks have markers."""
+    found = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return {
+        each.pid
+        for each in found
+        if "azureml_elastic.local.fork_server" in " ".join(each.cmdline()) and "/" not in each.environ()[MARKER]
+    }
+
+
+def logs(report):
+    return {path.stem: path.read_text() for path in report.paths.logs.glob("*.log")}
+
+
+def installed(folder, **modules):
+    """Write modules into a folder that counts as one of installed modules."""
+    (folder / "some-1.0.dist-info").mkdir(parents=True)
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    return str(folder)
+
+
+@pytest.mark.parametrize("start", ["fork", "command"])
+def test_a_run_with_faults_takes_the_same_course(tmp_path, start):
+    before = fork_servers()
+    report = LocalCluster(
+        (1, 3),
+        start=start,
+        chaos=parse_schedule("kill=rank0@step:25,add@step:40"),
+        run_dir=tmp_path / "run",
+        timeout_s=150,
+        audit=True,
+        checkpoint_steps=10,
+        distribution=DISTRIBUTION,
+    ).run([TRAINING, "--epochs", "5", "--full", "3"])
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit.complete, report.audit
+    assert report.audit.rolled_back_steps == 0
+    assert after_gathering(report, 3) == (3, 2, 3)
+    assert [node.leftovers for node in report.nodes] == [0, 0, 0, 0]
+    assert "not forked" not in "".join(logs(report).values())
+    assert fork_servers() == before
+
+
+def test_a_worker_finds_what_it_finds_without_the_server(tmp_path, monkeypatch):
+    """Output and variables of its imports are repeated, and what reads a rank is left to it."""
+    path = installed(
+        tmp_path / "installed",
+        printing="import os\nprint('printed while imported')\nos.environ['SET_WHILE_IMPORTED'] = 'yes'\n",
+        ranked="import os\nRANK = os.environ.get('RANK')\n",
+    )
+    monkeypatch.setenv("PYTHONPATH", path)
+    (tmp_path / "probe.py").write_text(PROBE)
+    found = {}
+    for start in ("fork", "command"):
+        out = tmp_path / start
+        out.mkdir()
+        cluster = LocalCluster((2, 2), start=start, run_dir=out / "run", timeout_s=120, distribution=DISTRIBUTION)
+        report = cluster.run([str(tmp_path / "probe.py"), str(out)])
+        assert report.exit_code == 0, report.message
+        assert report.world_sizes == (2,)
+        text = logs(report)
+        for log in text.values():
+            assert log.index("printed while imported") < log.index("an output line")
+            assert "Imported by each worker: ranked reads RANK" in log
+        found[start] = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for forked, started in zip(found["fork"], found["command"], strict=True):
+        (marker,), (of_started,) = forked.pop("marked"), started.pop("marked")
+        assert marker.partition("/")[2] == of_started.partition("/")[2]
+        assert marker.partition("=")[2] == forked["environment"]["AZUREML_ELASTIC_LOCAL_NODE"]
+        assert forked.pop("environment").keys() == started.pop("environment").keys()
+        assert forked.pop("argv")[0] == started.pop("argv")[0]
+        assert forked == started
+
+
+def test_nodes_outlive_a_killed_server_and_later_ones_are_started_by_their_command(tmp_path):
+    before = fork_servers()
+    run_dir, notes = tmp_path / "run", Notes()
+
+    def kill():
+        reader, step = EventReader(run_dir / "events"), 0
+        while step < 15 and not over.wait(0.05):
+            step = max([step, *(each.step for each in reader.read() if isinstance(each, Progress))])
+        for server in fork_servers() - before:
+            os.kill(server, signal.SIGKILL)
+
+    over = threading.Event()
+    killing = threading.Thread(target=kill)
+    killing.start()
+    try:
+        report = LocalCluster(
+            (1, 2),
+            start="fork",
+            chaos=parse_schedule("kill=node-1@step:40,add@step:45"),
+            run_dir=run_dir,
+            timeout_s=150,
+            audit=True,
+            distribution=DISTRIBUTION,
+            view=notes,
+        ).run([TRAINING, "--epochs", "7", "--full", "2"])
+    finally:
+        over.set()
+        killing.join()
+    assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
+    assert report.audit.complete, report.audit
+    assert after_gathering(report, 2) == (2, 1, 2)
+    refusal = "the fork server has ended by SIGKILL"
+    assert [name for name, text in logs(report).items() if refusal in text] == ["node-2"]
+    assert f"nodes are not forked, their command is started: {refusal}" in notes.lines
+    assert fork_servers() == before
+
+
+@pytest.fixture
+def output(tmp_path):
+    with (tmp_path / "output").open("w+b") as file:
+        yield file
+
+
+def examine(server, output):
+    """Start a node that only prints its usage, and return its output."""
+    environ = {**os.environ, MARKER: "0/node-0"}
+    before = set_subreaper(True)
+    try:
+        process = ForkStart(lambda _: server).start([*NODE_COMMAND, "--help"], env=environ, output=output)
+        assert process.wait(60) == 0
+    finally:
+        set_subreaper(before)
+    output.seek(0)
+    return output.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\n", "changes os.environ['OMP_NUM_THREADS']"),
+        ("import threading\n", "threading.py has the name of a module"),
+        ("import psutil\n", "psutil.py has the name of a module"),
+    ],
+    ids=["a variable for torch", "a module of Python's name", "a module of the agent's name"],
+)
+def test_a_program_that_is_not_imported_early_is_started_by_commands(tmp_path, output, text, reason):
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "train.py").write_text(text)
+    if "has the name" in reason:
+        (folder / reason.split()[0]).write_text("")
+    server = ForkServer(Imports(parse_program([str(folder / "train.py")])), os.environ)
+    try:
+        assert not server.wait_ready()
+        assert reason in server.refusal
+        shown = examine(server, output)
+        assert shown.startswith(f"This node is not forked, its command is started: {server.refusal}.\n")
+        assert "usage: python -m azureml_elastic.node" in shown
+        until(lambda: psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE)
+    finally:
+        server.close()
+
+
+def test_imports_that_leave_a_thread_behind_are_not_forked(tmp_path):
+    text = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    (tmp_path / "threaded.py").write_text(text)
+    server = ForkServer(Imports(modules=("threaded",), agent=False, path=(str(tmp_path),)), os.environ)
+    try:
+        assert not server.wait_ready()
+        assert server.refusal.startswith("the imports started 1 thread (Thread-1")
+    finally:
+        server.close()
+
+
+def test_a_failed_import_is_the_reason(tmp_path):
+    server = ForkServer(Imports(modules=("absent_module",), agent=False), os.environ)
+    try:
+        assert not server.wait_ready()
+        assert server.refusal == "ModuleNotFoundError: No module named 'absent_module'"
+    finally:
+        server.close()
+
+
+def test_a_node_is_forked_and_another_environment_of_the_imports_is_refused(tmp_path, output):
+    server = ForkServer(Imports(), {**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        request = {"argv": ["--help"], "network": None}
+        with pytest.raises(ForkRefused, match="OMP_NUM_THREADS, TORCH_SHOW_CPP_STACKTRACES in the environment"):
+            server.fork("", request, {**os.environ, "OMP_NUM_THREADS": "2", "TORCH_SHOW_CPP_STACKTRACES": "1"}, [])
+        assert server.wait_ready()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("OMP_NUM_THREADS", "1")
+            assert examine(server, output).startswith("usage: python -m azureml_elastic.node")
+        server_process = psutil.Process(server.pid)
+        assert server_process.num_threads() == 1
+        assert not server_process.children()
+    finally:
+        server.close()
+    assert server.refusal == "the fork server was closed"
+
+
+def test_the_server_ends_with_a_killed_launcher_also_while_it_imports():
+    script = (
+        "import os, time\n"
+        "from azureml_elastic.local.fork_server.client import ForkServer, Imports\n"
+        "server = ForkServer(Imports(), os.environ)\n"
+        "print(server.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as launcher:
+        server = psutil.Process(int(launcher.stdout.readline()))
+        try:
+            until(lambda: "torch" in Path(f"/proc/{server.pid}/maps").read_text())  # in the middle of the imports
+        finally:
+            launcher.kill()
+    until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 20)
