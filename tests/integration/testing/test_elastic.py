@@ -15,14 +15,14 @@ from tests.support.paths import SAMPLES
 SAMPLE = SAMPLES / "digits.py"
 
 
-def make(placement):
+def make(placement, most):
     assert Registered is ElasticCommandJob
     return ElasticCommandJob(
         code="src",
         command="python digits.py --epochs 3 --step-delay 0.15",
         environment="anything@latest",
         compute="cluster",
-        resources=ElasticResources(min_instance_count=2, max_instance_count=2, placement=placement),
+        resources=ElasticResources(min_instance_count=2, max_instance_count=most, placement=placement),
         audit=True,
     )
 
@@ -50,7 +50,7 @@ def test_a_job_whose_nodes_the_service_starts_loses_the_first_and_completes(tmp_
     eviction = Eviction(node=0, at_step=25, notice_s=0)
     with LocalWorkspace(evictions=[eviction], folder=tmp_path / "workspace") as workspace:
         client = workspace.ml_client
-        job = client.jobs.create_or_update(make("service"))
+        job = client.jobs.create_or_update(make("service", most=3))
         client.jobs.stream(job.name)
         assert client.jobs.get(job.name).status == "Completed"
         assert len(workspace.evicted) == 1
@@ -65,7 +65,7 @@ def test_a_job_whose_nodes_the_service_starts_loses_the_first_and_completes(tmp_
 def test_a_gang_that_the_service_starts_again_goes_on_from_its_checkpoint():
     eviction = Eviction(node=1, at_step=15)
     with LocalWorkspace(evictions=[eviction], pools={"cluster": Pool(nodes=2)}, requeue=True) as workspace:
-        job = workspace.ml_client.jobs.create_or_update(make("gang"))
+        job = workspace.ml_client.jobs.create_or_update(make("gang", most=2))
         assert workspace.wait(job.name, 200) == "Completed", workspace.log(job.name)
         text = workspace.log(job.name)
     starts = [int(line.rpartition(" ")[2]) for line in text.splitlines() if "continuing after step" in line]
