@@ -28,11 +28,13 @@ def azurite():
         yield emulator
 
 
+FIRST = ("runs", "integration")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Begin with whole runs, which take longest; keep tests that share a module's fixture in one process."""
-    order = ("runs", "integration")
-    items.sort(key=lambda item: next((at for at, name in enumerate(order) if f"/{name}/" in item.path.as_posix()), 2))
+    items.sort(key=lambda item: next((at for at, name in enumerate(FIRST) if f"/{name}/" in str(item.path)), 2))
     for item in items:
         fixtures = item._fixtureinfo.name2fixturedefs.values()
         if any(definitions[-1].scope == "module" for definitions in fixtures):

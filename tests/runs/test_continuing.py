@@ -12,6 +12,7 @@ from azureml_elastic.ledger.summary import Paths, Report, load_report
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.node.table.checkpoint_pointer import CHECKPOINT_KEY
 from azureml_elastic.node.table.sqlite import SqliteTable
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 
 SCRIPT = str(PROGRAMS / "failing.py")
@@ -19,7 +20,7 @@ SCRIPT = str(PROGRAMS / "failing.py")
 
 def cluster(folder, count, **options):
     options |= {"checkpoint_steps": 3, "audit": True, "timeout_s": 150.0, "max_restarts": 0}
-    return LocalCluster((count, count), start="command", run_dir=folder, **options)
+    return LocalCluster((count, count), start=FORKED, run_dir=folder, **options)
 
 
 def files(folder):

@@ -150,7 +150,8 @@ def test_a_program_that_in_process_recovery_does_not_suit_says_what_to_do(tmp_pa
     script = tmp_path / "train.py"
     script.write_text(f"import os  # without azureml_elastic\n{body}\n")
     distribution = ElasticDistribution(recovery="in_process")
-    report = LocalCluster((1, 1), run_dir=tmp_path / "run", timeout_s=60, distribution=distribution).run([str(script)])
+    options = {"popen": start_node, "run_dir": tmp_path / "run", "timeout_s": 60, "distribution": distribution}
+    report = LocalCluster((1, 1), **options).run([str(script)])
     assert report.outcome == "failed"
     (log,) = report.paths.logs.iterdir()
     last = log.read_text().strip().splitlines()[-1]

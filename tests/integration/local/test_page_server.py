@@ -8,15 +8,21 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.errors import UsageError
 from azureml_elastic.ledger.summary import Paths, load_report
+from azureml_elastic.local.cluster import LocalCluster
+from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.local.page_server import PageServer
 from tests.support.chromium import Elements, dom
+from tests.support.node_server import start_node
 from tests.support.paths import SAMPLES
 from tests.support.waiting import until
+from tests.support.whole_runs import GATHERING
 
 PROGRAM = (sys.executable, "-c", "from azureml_elastic.cli import main; main()")
 PAGE = b"<!doctype html><title>x</title>"
@@ -119,38 +125,49 @@ def test_malformed_requests_do_not_end_the_server(server):
 
 
 def test_the_dashboard_follows_a_local_run_until_its_end(tmp_path):
-    """The command in a process of its own, while another one trains with a fault."""
+    """The command is in a process of its own, while this one trains with a fault."""
     folder = tmp_path / "run"
     folder.mkdir()
-    script = (str(SAMPLES / "digits.py"), "--epochs", "3", "--step-delay", "0.05")
-    chaos = ("--chaos", "kill=rank0@step:20", "--checkpoint-steps", "10", "--audit", "--timeout", "120")
-    training = (*PROGRAM, "local", "--plain", "--nodes", "1:2", "--run-dir", str(folder), *chaos, *script)
+    cluster = LocalCluster(
+        (1, 2),
+        popen=start_node,
+        chaos=parse_schedule("kill=rank0@step:20"),
+        run_dir=folder,
+        audit=True,
+        checkpoint_steps=10,
+        timeout_s=120,
+        distribution=ElasticDistribution(rendezvous=GATHERING),
+    )
+
+    def page(url):
+        with urllib.request.urlopen(url, timeout=30) as response:
+            return Elements.of(response.read().decode())
+
+    def watch(url):
+        until(lambda: page(url).all("figure", id="nodes-figure"), timeout=90, interval=0.2)
+        running = page(url)
+        until(lambda: "data-poll" not in page(url).all("html")[0], timeout=120, interval=0.2)
+        return running, page(url)
+
     with (
         subprocess.Popen((*PROGRAM, "dashboard", str(folder)), stdout=subprocess.PIPE, text=True) as shown,
-        subprocess.Popen(training, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as trained,
+        ThreadPoolExecutor(1) as beside,
     ):
         try:
             url = re.search(r"http://\S+", shown.stdout.readline())[0]
-
-            def page():
-                with urllib.request.urlopen(url, timeout=30) as response:
-                    return Elements.of(response.read().decode())
-
-            assert "data-poll" in page().all("html")[0]
-            until(lambda: page().all("figure", id="nodes-figure"), timeout=90)
-            running = page()
-            assert "The run is running" in running.source
-            assert "data-poll" in running.all("html")[0]
-            until(lambda: "data-poll" not in page().all("html")[0], timeout=120)
-            ended = page()
-            assert trained.wait(timeout=30) == 0
-            assert "kill=rank0@step:20" in ended.source
-            assert "✓ Yes" in ended.source
-            assert load_report(folder).outcome == "succeeded"
+            assert "data-poll" in page(url).all("html")[0]
+            watching = beside.submit(watch, url)
+            report = cluster.run([str(SAMPLES / "digits.py"), "--epochs", "3", "--step-delay", "0.05"])
+            running, ended = watching.result()
         finally:
-            trained.kill()
             shown.send_signal(signal.SIGINT)
             assert shown.wait(timeout=30) == 130
+    assert "The run is running" in running.source
+    assert "data-poll" in running.all("html")[0]
+    assert report.outcome == "succeeded", report.message
+    assert "kill=rank0@step:20" in ended.source
+    assert "✓ Yes" in ended.source
+    assert load_report(folder).outcome == "succeeded"
 
 
 def test_a_browser_s_page_is_updated_in_place_and_stops_with_the_run(tmp_path):

@@ -40,9 +40,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """Let azure-ai-ml use what marshmallow 3, Python 3.12 and azure-storage-blob have announced to drop."""
-    here = Path(__file__).parent
+    here = f"{Path(__file__).parent}/"
     for item in items:
-        if here in item.path.parents:
+        if str(item.path).startswith(here):
             for warning in _WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(warning))
 

@@ -1,12 +1,14 @@
 """Evicted machines, and how the service responds."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from azure.ai.ml import Output, command, dsl
 
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
+from tests.support.waiting import until
 
 SHARED = Output(type="uri_folder", mode="rw_mount", path="azureml://datastores/workspaceblobstore/paths/shared/")
 
@@ -112,8 +114,8 @@ def test_a_scheduled_event_reaches_the_node_of_its_machine_alone(script):
         client = workspace.ml_client
         job = client.jobs.create_or_update(pipeline)
         workspace.evict(Eviction(node=1, after_s=0, notice_s=1000))
-        while not any(child.status == "Failed" for child in client.jobs.list(parent_job_name=job.name)):
-            pass
+        children = partial(client.jobs.list, parent_job_name=job.name)
+        until(lambda: any(child.status == "Failed" for child in children()), interval=0.1)
         first, second = client.jobs.list(parent_job_name=job.name)
         assert (first.status, second.status) == ("Running", "Failed")
         assert workspace.log(second.name) == "notice\n"

@@ -21,13 +21,13 @@ for step in range(4):
 """
 
 
-def job(**fields):
+def job(nodes, **fields):
     return ElasticCommandJob(
         code="src",
         command="python train.py",
         environment="anything@latest",
         compute="cluster",
-        resources=ElasticResources(min_instance_count=2, max_instance_count=2),
+        resources=ElasticResources(min_instance_count=nodes, max_instance_count=nodes),
         distribution=ElasticDistribution(process_count_per_instance=1, max_restarts=0),
         replacement=None,
         **fields,
@@ -38,10 +38,10 @@ def job(**fields):
 def test_metrics_and_tags_are_those_of_the_run(script):
     script(SCRIPT)
     with LocalWorkspace() as workspace:
-        run = workspace.ml_client.jobs.create_or_update(job())
+        run = workspace.ml_client.jobs.create_or_update(job(2))
         assert workspace.wait(run.name, 200) == "Completed", workspace.log(run.name)
         logged = workspace.logged(run.name)
-        quiet = workspace.ml_client.jobs.create_or_update(job(metrics=MetricsPolicy(mlflow=False)))
+        quiet = workspace.ml_client.jobs.create_or_update(job(1, metrics=MetricsPolicy(mlflow=False)))
         assert workspace.wait(quiet.name, 200) == "Completed", workspace.log(quiet.name)
         assert workspace.logged(quiet.name).metrics == {}
         children = [child.name for child in workspace.ml_client.jobs.list(parent_job_name=run.name)]

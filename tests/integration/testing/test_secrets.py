@@ -112,7 +112,7 @@ def test_a_run_that_loses_a_node_and_fails_reveals_no_secret(project, script, tm
         job = make()
         submitted = workspace.ml_client.jobs.create_or_update(job)
         nodes = functools.partial(workspace.ml_client.jobs.list, parent_job_name=submitted.name)
-        until(lambda: any(REPLACED in workspace.log(node.name) for node in nodes()), timeout=240)
+        until(lambda: any(REPLACED in workspace.log(node.name) for node in nodes()), timeout=240, interval=0.1)
         fails.touch()
         assert workspace.wait(submitted.name, 120) == "Failed"
         (first, _) = nodes()

@@ -15,6 +15,7 @@ from azureml_elastic.config import ElasticResources
 from azureml_elastic.errors import UsageError
 from azureml_elastic.submit import ElasticCommandJob
 from azureml_elastic.testing import LocalWorkspace, Pool
+from tests.support.waiting import until
 
 SHARED = "azureml://datastores/workspaceblobstore/paths/shared/"
 TELL = """
@@ -164,8 +165,7 @@ def test_a_command_with_an_unknown_output_fails(client, workspace):
 
 def test_a_cancelled_job_is_ended_with_all_that_it_has_started(client, workspace):
     job = client.jobs.create_or_update(make("sleep 1000 & sleep 1001"))
-    while client.jobs.get(job.name).status != "Running":
-        pass
+    until(lambda: client.jobs.get(job.name).status == "Running", interval=0.05)
     client.jobs.begin_cancel(job.name)
     assert workspace.wait(job.name, 60) == "Canceled"
     assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "1001"]]
@@ -174,8 +174,7 @@ def test_a_cancelled_job_is_ended_with_all_that_it_has_started(client, workspace
 def test_a_job_waits_for_a_machine(client, workspace):
     first = client.jobs.create_or_update(make("sleep 1000"), compute="small")
     second = client.jobs.create_or_update(make("true"), compute="small")
-    while client.jobs.get(first.name).status != "Running":
-        pass
+    until(lambda: client.jobs.get(first.name).status == "Running", interval=0.05)
     assert client.jobs.get(second.name).status == "Queued"
     client.jobs.begin_cancel(first.name)
     assert workspace.wait(second.name, 60) == "Completed"
@@ -230,8 +229,7 @@ def test_a_workspace_leaves_nothing_behind(monkeypatch):
     environment, threads = dict(os.environ), set(threading.enumerate())
     with LocalWorkspace() as workspace:
         job = workspace.ml_client.jobs.create_or_update(make("sleep 1000 & sleep 1002"))
-        while workspace.ml_client.jobs.get(job.name).status != "Running":
-            pass
+        until(lambda: workspace.ml_client.jobs.get(job.name).status == "Running", interval=0.05)
         folder = Path(os.environ["REQUESTS_CA_BUNDLE"]).parent
     assert dict(os.environ) == environment
     assert set(threading.enumerate()) <= threads

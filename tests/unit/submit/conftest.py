@@ -244,9 +244,9 @@ def pytest_collection_modifyitems(items):
     """Let azure-ai-ml, and nothing else, use what marshmallow 3 and Python 3.12 have announced to drop."""
     if "marshmallow" not in sys.modules:
         return
-    here = Path(__file__).parent
+    here = f"{Path(__file__).parent}/"
     for item in items:
-        if here in item.path.parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.filterwarnings("ignore::marshmallow.warnings.RemovedInMarshmallow4Warning"))
             item.add_marker(
                 pytest.mark.filterwarnings(r"ignore:datetime\.datetime\.utc:DeprecationWarning:azure\.ai\.ml\.")
@@ -268,14 +268,20 @@ def client(workspace, monkeypatch):
     return MLClient(Credential(), SUBSCRIPTION, GROUP, WORKSPACE, enable_telemetry=False)
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """The user's cache of all tests, which is empty at first."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """The current folder: a training script in ``src``, and no cache but an empty one."""
+def folder(tmp_path, cache, monkeypatch):
+    """The current folder: a training script in ``src``, and no cache but that of the tests."""
     project = tmp_path / "a project"
     (project / "src").mkdir(parents=True)
     (project / "src" / "train.py").write_text("print('training')\n")
     monkeypatch.chdir(project)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     # The SDK adds the properties of the git checkout that the folder is in: here none, wherever temporary files go.
     # A folder itself is no ceiling for what runs in it, but its parent is.
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))

@@ -27,6 +27,8 @@ from azureml_elastic.submit.yaml.entity_document import PathFormat, document_of
 from azureml_elastic.submit.yaml.standard_yaml import standard_yaml
 
 PLACEMENTS = ["fan_out", "service", "gang"]
+KINDS = ["fan_out", "gang"]
+"""A pipeline of jobs and one job of many nodes; ``service`` differs from the latter in what ``test_machines`` sees."""
 URI = "azureml://datastores/workspaceblobstore/paths/x"
 ASSETS = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
 TEXTS = [
@@ -157,7 +159,7 @@ def test_a_plain_job_and_the_library_with_it(same, placement, delivery):
     )
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", KINDS)
 def test_literals_of_every_type(same, placement):
     inputs = {f"i{number}": value for number, value in enumerate([*TEXTS, *NUMBERS])}
     declared = {
@@ -173,7 +175,7 @@ def test_literals_of_every_type(same, placement):
     assert {name: read[name] for name in declared} == {"choice": "a", "whole": 3, "number": 0.5, "truth": True}
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", KINDS)
 def test_inputs_of_every_type_mode_and_place(same, placement, folder):
     (folder / "data").mkdir()
     (folder / "data" / "a.txt").write_text("1")
@@ -208,7 +210,7 @@ def test_inputs_of_every_type_mode_and_place(same, placement, folder):
     assert paths["outside"] == "../../outside"
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", KINDS)
 def test_outputs_of_every_type_and_mode(same, placement):
     outputs = {
         "folder": Output(type="uri_folder"),
@@ -224,7 +226,7 @@ def test_outputs_of_every_type_and_mode(same, placement):
     same(make(placement, outputs=outputs, command="python train.py ${{outputs.folder}}"))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", KINDS)
 @pytest.mark.parametrize(
     "environment",
     [
@@ -249,7 +251,7 @@ def test_environments_by_name_and_inline(same, placement, environment, folder):
     same(make(placement, environment=environment))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", KINDS)
 @pytest.mark.parametrize(
     "identity",
     [
@@ -264,7 +266,7 @@ def test_identities(same, placement, identity):
     same(make(placement, identity=identity))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", KINDS)
 def test_services(same, placement):
     same(
         make(
@@ -321,7 +323,7 @@ def test_machines(same, placement, fields):
     same(make(placement, **fields))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", KINDS)
 @pytest.mark.parametrize(
     "command",
     [
@@ -345,7 +347,7 @@ def test_node_pools(same):
     assert len(document["jobs"]) == 4
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", KINDS)
 def test_code_that_is_a_file_or_absent(same, placement):
     same(make(placement, code="src/train.py"))
 

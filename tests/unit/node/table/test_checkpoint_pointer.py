@@ -142,7 +142,7 @@ def test_who_asks_again_for_the_same_checkpoint_waits_for_it_and_nothing_is_writ
     gate.open.clear()
     with pytest.raises(TableUnavailable):
         pointer.commit(FIRST)
-    threading.Timer(2.0, gate.open.set).start()
+    threading.Timer(0.3, gate.open.set).start()
     pointer.commit(FIRST)
     pointer.commit(FIRST)
     assert committed(table) == FIRST
@@ -156,7 +156,7 @@ def test_the_last_commit_waits_for_one_that_is_still_under_way(gate, table):
     for wanted in (FIRST, SECOND):
         with pytest.raises(TableUnavailable):
             pointer.commit(wanted)
-    threading.Timer(2.0, gate.open.set).start()
+    threading.Timer(0.3, gate.open.set).start()
     pointer.commit(SECOND)
     assert committed(table) == SECOND
 

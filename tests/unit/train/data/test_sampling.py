@@ -38,7 +38,7 @@ SPECS = st.builds(
 )
 # The rounds of a run: world size, number of steps, and number of those that the crash at its end loses.
 WHOLE = Batching(FixedGlobalBatch())
-LIVES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 25), st.integers(0, 5)), min_size=1, max_size=12)
+LIVES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 25), st.integers(0, 5)), min_size=1, max_size=8)
 
 
 def rank_loader(spec, cursor, rank, world_size, batching=WHOLE):
