@@ -200,7 +200,7 @@ def table(groups: Medians, benchmarks: Sequence[str], systems: Sequence[System])
     shown = [system.name for system in systems if any((name, system.name) in groups for name in benchmarks)]
     rows = [["", *shown, "ours / best peer", "goal"]]
     rows.append(["---"] * len(rows[0]))
-    for benchmark in benchmarks:
+    for benchmark in (name for name in benchmarks if any((name, system) in groups for system in shown)):
         cells = [_cell(groups.get((benchmark, name))) for name in shown]
         ours, best = groups.get((benchmark, OURS)), best_peer(groups, benchmark, systems)
         ratio = "" if ours is None or best is None else f"**{median(ours) / best[0]:.2f}** ({best[1]})"
