@@ -251,6 +251,16 @@ def sections(groups: Medians, systems: Sequence[System], arguments: argparse.Nam
     }
 
 
+def caution(load: float, runs: int) -> str:
+    """Return a warning for the page if its times say little."""
+    if load <= (os.cpu_count() or 1) and runs >= 3:
+        return ""
+    return (
+        f"\n**Not to be relied on**: {runs} run(s) with a load average of {load:.1f}. "
+        "Neither the times nor the CPU times nor their ratios hold; only memory does.\n"
+    )
+
+
 def write_page(
     tables: Mapping[str, str],
     growths: Sequence[Growth],
@@ -267,6 +277,7 @@ def write_page(
         limit=f"{arguments.limit:g}",
         accounting=accounting(),
         growth=growth_table(growths),
+        caution=caution(load, arguments.runs),
         skipped="".join(f"\nNot measured: {name}, {reason}.\n" for name, reason in skipped.items()),
     )
     PAGE.write_text(page, "utf-8")
