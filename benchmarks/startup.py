@@ -200,7 +200,7 @@ def table(groups: Medians, benchmarks: Sequence[str], systems: Sequence[System])
     shown = [system.name for system in systems if any((name, system.name) in groups for name in benchmarks)]
     rows = [["", *shown, "ours / best peer", "goal"]]
     rows.append(["---"] * len(rows[0]))
-    for benchmark in benchmarks:
+    for benchmark in (name for name in benchmarks if any((name, system) in groups for system in shown)):
         cells = [_cell(groups.get((benchmark, name))) for name in shown]
         ours, best = groups.get((benchmark, OURS)), best_peer(groups, benchmark, systems)
         ratio = "" if ours is None or best is None else f"**{median(ours) / best[0]:.2f}** ({best[1]})"
@@ -251,6 +251,16 @@ def sections(groups: Medians, systems: Sequence[System], arguments: argparse.Nam
     }
 
 
+def caution(load: float, runs: int) -> str:
+    """Return a warning for the page if its times say little."""
+    if load <= (os.cpu_count() or 1) and runs >= 3:
+        return ""
+    return (
+        f"\n**Not to be relied on**: {runs} run(s) with a load average of {load:.1f}. "
+        "Neither the times nor the CPU times nor their ratios hold; only memory does.\n"
+    )
+
+
 def write_page(
     tables: Mapping[str, str],
     growths: Sequence[Growth],
@@ -267,6 +277,7 @@ def write_page(
         limit=f"{arguments.limit:g}",
         accounting=accounting(),
         growth=growth_table(growths),
+        caution=caution(load, arguments.runs),
         skipped="".join(f"\nNot measured: {name}, {reason}.\n" for name, reason in skipped.items()),
     )
     PAGE.write_text(page, "utf-8")

@@ -56,7 +56,6 @@ def test_holds_the_library_its_starter_and_what_they_need(tmp_path):
         "numpy",
         "psutil",
         "pydantic",
-        "tenacity",
         "torch",
         "xxhash",
     }

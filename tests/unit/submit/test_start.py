@@ -2,10 +2,12 @@
 
 import base64
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +60,7 @@ def run(place, tmp_path, *arguments, **variables):
         "TMPDIR": str(scratch),
         "PIP_NO_INDEX": "1",
         "PIP_CONFIG_FILE": os.devnull,
+        "PYTHONDONTWRITEBYTECODE": "",
         **variables,
     }
     return subprocess.run(
@@ -110,6 +113,24 @@ def test_a_second_start_uses_the_unpacked_files_unless_some_are_gone(runtime, tm
     assert done.returncode == 7, done.stderr
     assert str(folder) not in done.stdout
     assert len(list(place.parent.iterdir())) == 3
+
+
+def test_another_process_compiles_what_the_agent_does_not_import(runtime, tmp_path):
+    place = runtime({})
+    with zipfile.ZipFile(place, "a") as archive:
+        archive.writestr("site/azureml_elastic/train/__init__.py", "import json")
+        archive.writestr("site/azureml_elastic/torn.py", "def")
+    assert run(place, tmp_path, "--", "x.py").stderr == ""
+    train = unpacked(place) / "site" / "azureml_elastic" / "train"
+    compiled = Path(importlib.util.cache_from_source(str(train / "__init__.py")))
+    while not compiled.exists():
+        time.sleep(0.01)
+
+
+def test_nothing_is_compiled_where_python_must_not_write_byte_code(runtime, tmp_path):
+    place = runtime({})
+    assert run(place, tmp_path, "--", "x.py", PYTHONDONTWRITEBYTECODE="1").returncode == 7
+    assert not list(unpacked(place).rglob("*.pyc"))
 
 
 def test_many_starts_at_once_unpack_one_folder(runtime, tmp_path):

@@ -1,11 +1,12 @@
 """Requests for small JSON documents over azure-core's transport, and retries of a network call within a time limit.
 
-tenacity retries here, not azure-core's ``RetryPolicy``: that policy limits connecting but not reading by the time left,
-sleeps for any ``Retry-After``, adds no jitter, and does not retry a POST (an insert) whose answer was lost.
+The retries are not those of azure-core's ``RetryPolicy``: that policy limits connecting but not reading by the time
+left, sleeps for any ``Retry-After``, adds no jitter, and does not retry a POST (an insert) whose answer was lost.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ try:
     from azure.core.exceptions import AzureError
     from azure.core.pipeline.transport import RequestsTransport
     from azure.core.rest import HttpRequest
-    from tenacity import RetryCallState, Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
 
@@ -124,16 +124,16 @@ def retry(
         retry_after: seconds to wait that the service requested with an error; 0 for none.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    jitter = wait_random_exponential(multiplier=_FIRST_DELAY_S, max=_LONGEST_DELAY_S)
-
-    def delay(state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome is not None else None
-        return jitter(state) + (0.0 if error is None else min(retry_after(error), _LONGEST_RETRY_AFTER_S))
-
-    retrying = Retrying(
-        retry=retry_if_exception(retryable),
-        wait=delay,
-        stop=stop_before_delay(timeout.total_seconds()),
-        reraise=True,
-    )
-    return retrying(lambda: attempt(max(deadline - time.monotonic(), _SHORTEST_ATTEMPT_S)))
+    longest_delay = _FIRST_DELAY_S
+    while True:
+        try:
+            return attempt(max(deadline - time.monotonic(), _SHORTEST_ATTEMPT_S))
+        except BaseException as error:
+            if not retryable(error):
+                raise
+            # Random, so that nodes that were throttled together do not come back together.
+            delay = random.uniform(0, longest_delay) + min(retry_after(error), _LONGEST_RETRY_AFTER_S)
+            if time.monotonic() + delay >= deadline:
+                raise
+        time.sleep(delay)
+        longest_delay = min(2 * longest_delay, _LONGEST_DELAY_S)

@@ -44,7 +44,6 @@ _MODULES = {
     "azure-identity": "azure.identity",
     "numpy": "numpy",
     "psutil": "psutil",
-    "tenacity": "tenacity",
     "xxhash": "xxhash",
     "torch": "torch",
 }

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,15 @@ _NEXT_STEP = (
 )
 _TAIL = 15
 
+# What the agent imports late, what the preload server imports after torch, and the rest. A compiled file is replaced
+# atomically, so the agent may write the same one meanwhile. Without the site-packages, it starts in no time.
+_COMPILE = """
+import compileall, os, sys
+os.nice(5)
+for part in ("node", "train", "."):
+    compileall.compile_dir(os.path.join(sys.argv[1], part), quiet=2)
+"""
+
 
 def main(argv: Sequence[str]) -> int:
     """Prepare this process and its children, then run the node's entry point.
@@ -44,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     archive = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != archive]
     folder = unpack(archive, (archive.parent, Path(tempfile.gettempdir())))
+    _compile_ahead(folder / "site" / "azureml_elastic")
     _put_on_path(folder / "site")
     needed = json.loads((folder / "requirements.json").read_text(encoding="utf-8"))
     lacking = unmet(needed)
@@ -93,6 +104,28 @@ def _unpack_in(place: Path, name: str, files: zipfile.ZipFile, problems: list[st
     except OSError as error:
         problems.append(f"{place}: {error}")
     return None
+
+
+def _compile_ahead(package: Path) -> None:
+    """Let another process compile the library while this one starts, unless an earlier start on this node has.
+
+    The archive has no compiled files: they depend on the node's Python and differ between two compilations. Without
+    them, agent and preload server would compile, one after the other, what they import. That is only slower, so no
+    error is one of the node's.
+    """
+    if (
+        sys.dont_write_bytecode
+        or Path(importlib.util.cache_from_source(str(package / "node" / "__init__.py"))).exists()
+    ):
+        return
+    with contextlib.suppress(OSError):
+        compiler = subprocess.Popen(
+            [sys.executable, "-S", "-c", _COMPILE, str(package)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        threading.Thread(target=compiler.wait, name="compiler", daemon=True).start()  # leaves no zombie
 
 
 def _is_complete(folder: Path, files: zipfile.ZipFile) -> bool:
