@@ -24,6 +24,7 @@ OLDEST_SDK = "1.28.1"
 DEEPSPEED = "0.19.8"
 OLDEST_DEEPSPEED = "0.16.9"
 OLDEST_TRANSFORMERS = "4.57.6"
+LONG = ("-o", "test_cpu_limit=1800", "-o", "test_wait_limit=1800")
 PARALLEL = ("-n", "4", "--dist", "loadgroup", "--no-loadscope-reorder")
 SDK_TESTS = (
     "unit/submit",
@@ -139,7 +140,7 @@ def tests(session: nox.Session) -> None:
     """Run all tests against the installed wheel."""
     install_wheel(session, "all", groups=("test", "integrations", "notebooks"))
     # Most of the time is spent waiting for processes to start and to die, so more run at once than there are cores.
-    session.run("python", "-m", "pytest", *(session.posargs or (*PARALLEL, "--durations=10", "--ignore=tests/stacks")))
+    session.run("python", "-m", "pytest", *(session.posargs or (*PARALLEL, "--ignore=tests/stacks")))
 
 
 @nox.session(tags=[FULL])
@@ -161,7 +162,7 @@ def chaos(session: nox.Session) -> None:
     files += ("integration/checkpoint/test_damage.py", "integration/node/attacks/test_flood.py")
     arguments = session.posargs or PARALLEL
     paths = [f"tests/{file}" for file in files]
-    session.run("python", "-m", "pytest", "-m", "", *arguments, "--timeout", "1800", *paths, env=many)
+    session.run("python", "-m", "pytest", "-m", "", *arguments, *LONG, *paths, env=many)
 
 
 @nox.session(tags=[FULL])
@@ -175,7 +176,7 @@ def attack(session: nox.Session) -> None:
     env = {"ATTACK_MESSAGES": "100000"}
     files = ("node/attacks", "node/test_shard_transfer.py", "testing/test_attacks.py", "local/test_random_requests.py")
     paths = [f"tests/integration/{file}" for file in files]
-    session.run("python", "-m", "pytest", *arguments, "--timeout", "1800", *paths, env=env)
+    session.run("python", "-m", "pytest", *arguments, *LONG, *paths, env=env)
 
 
 @nox.session
@@ -206,7 +207,7 @@ def stacks(session: nox.Session) -> None:
     extras = ("node", "transformers", "accelerate", "lightning")
     # Lightning is published under two names.
     install_wheel(session, *extras, groups=("test", "samples"), others=("pytorch-lightning",))
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=10")), "tests/stacks")
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/stacks")
 
 
 @nox.session(tags=[FULL])
@@ -259,7 +260,7 @@ def run_engine_tests(session: nox.Session, *frameworks: str) -> None:
     files = [f"runs/test_{framework}.py" for framework in frameworks]
     files += ["integration/engines", "integration/testing/test_engines.py", "integration/testing/test_horovod_job.py"]
     paths = [f"tests/{file}" for file in files]
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=10")), *paths, env=SHORT_PATHS)
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), *paths, env=SHORT_PATHS)
 
 
 @nox.session

@@ -25,8 +25,6 @@ SCRIPT = SUPPORT / "train" / "loading.py"
 TIMEOUT_S = 200.0
 METHODS = ("fork", "spawn", "forkserver")
 
-pytestmark = pytest.mark.timeout(500)
-
 
 class Agent:
     """The agent's side of the channel for one worker, which it starts as torch's launcher does."""

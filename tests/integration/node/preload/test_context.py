@@ -7,14 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.paths import SUPPORT
 from tests.support.preload.starting import ENVIRON
 
 HERE = SUPPORT / "preload"
-
-pytestmark = pytest.mark.timeout(600)
 
 WORKER = """
 import json, os, sys, time
