@@ -18,9 +18,7 @@ SCRIPT = str(PROGRAMS / "failing.py")
 
 
 def cluster(folder, count, **options):
-    return LocalCluster(
-        (count, count), run_dir=folder, checkpoint_steps=3, audit=True, timeout_s=150.0, max_restarts=0, **options
-    )
+    return LocalCluster((count, count), run_dir=folder, checkpoint_steps=3, audit=True, max_restarts=0, **options)
 
 
 def files(folder):

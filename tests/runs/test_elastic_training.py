@@ -31,7 +31,6 @@ def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
         popen=options.pop("popen", start_node),
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
-        timeout_s=150,
         distribution=ElasticDistribution(rendezvous=GATHERING),
         **{"audit": True, "checkpoint_steps": 10, **options},
     )

@@ -63,7 +63,6 @@ class Run:
             popen=self._popen,
             chaos=parse_schedule(chaos) if chaos else None,
             run_dir=self.path,
-            timeout_s=300,
             processes_per_node=cpus,
             distribution=ElasticDistribution(framework="ray"),
         )

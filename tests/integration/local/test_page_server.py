@@ -143,14 +143,14 @@ def test_the_dashboard_follows_a_local_run_until_its_end(tmp_path):
             assert "data-poll" in running.all("html")[0]
             until(lambda: "data-poll" not in page().all("html")[0], timeout=120)
             ended = page()
-            assert trained.wait(timeout=30) == 0
+            assert trained.wait(timeout=300) == 0
             assert "kill=rank0@step:20" in ended.source
             assert "✓ Yes" in ended.source
             assert load_report(folder).outcome == "succeeded"
         finally:
             trained.kill()
             shown.send_signal(signal.SIGINT)
-            assert shown.wait(timeout=30) == 130
+            assert shown.wait(timeout=300) == 130
 
 
 def test_a_browser_s_page_is_updated_in_place_and_stops_with_the_run(tmp_path):

@@ -184,7 +184,7 @@ def test_a_process_without_its_parent_can_be_ended(start, tmp_path):
     agent.worker.wait()
     os.kill(helper, signal.SIGTERM)
     with suppress(psutil.NoSuchProcess):
-        process.wait(60)
+        process.wait(300)
 
 
 @pytest.mark.parametrize("method", METHODS)

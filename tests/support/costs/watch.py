@@ -58,10 +58,10 @@ def share_of_a_core(runnable: int, cores: int) -> float:
 class FreeTime:
     """The seconds since it was made, as far as a core was free in them."""
 
+    _file = os.open("/proc/stat", os.O_RDONLY)  # kept open: some tests leave this process no descriptor
+
     def __init__(self) -> None:
         """Begin at 0."""
-        # Kept open: some tests leave this process no descriptor.
-        self._file = os.open("/proc/stat", os.O_RDONLY)
         self._cores = os.cpu_count() or 1  # of the machine, as are the runnable processes
         self.start()
 
@@ -76,10 +76,6 @@ class FreeTime:
         self._seconds += (now - self._last) * share_of_a_core(self._runnable(), self._cores)
         self._last = now
         return self._seconds
-
-    def close(self) -> None:
-        """Close the kernel's file."""
-        os.close(self._file)
 
     def _runnable(self) -> int:
         text = os.pread(self._file, 1_000_000, 0)  # with a counter for each interrupt, so it is long
@@ -143,7 +139,6 @@ class Watch:
         self._over.set()
         self._thread.join()
         signal.signal(signal.SIGALRM, self._handler)
-        self._free.close()
         self._stacks.close()
 
     def _watch(self) -> None:
