@@ -31,10 +31,11 @@ def test_does_nothing():
     pass
 """
 STUBBORN = """
-import time
+import pytest, time
 from tests.support.costs import watch
 watch.GRACE_S = 1.0
 
+@pytest.mark.limits(wait_s=1)
 def test_is_stubborn():
     while True:
         try:
@@ -104,7 +105,7 @@ def test_what_waits_or_loops_for_ever_fails_and_shows_where_each_thread_is(tests
 
 
 def test_a_process_that_cannot_be_interrupted_ends_and_shows_why(tests):
-    result = tests(STUBBORN, "-o", "test_wait_limit=1")
+    result = tests(STUBBORN)
     assert result.ret == 1
     assert "It has not ended, so this process does." in result.stderr.str()
     assert "in test_is_stubborn" in result.stderr.str()
@@ -113,15 +114,15 @@ def test_a_process_that_cannot_be_interrupted_ends_and_shows_why(tests):
 def test_the_dearest_tests_are_shown_with_killed_children(tests):
     result = tests(KILLED)
     result.assert_outcomes(passed=2)
-    assert 1.0 <= number(result, r"^ *(\d+\.\d) .*::test_kills_a_busy_child$") < 3.0
+    assert 1.0 <= number(result, r"^ *(\d+\.\d) .*::test_kills_a_busy_child$") < 10.0
     assert "::test_does_nothing" not in result.stdout.str()
     assert number(result, r"^CPU seconds of all: (\d+) ") >= 1
 
 
 def test_workers_tell_what_their_tests_cost_and_one_that_hangs_is_replaced(tests):
-    result = tests(KILLED + STUBBORN, "-n", "1", "-o", "test_wait_limit=5")
+    result = tests(KILLED + STUBBORN, "-n", "1")
     result.assert_outcomes(passed=2, failed=1)
-    assert 1.0 <= number(result, r"^ *(\d+\.\d) .*::test_kills_a_busy_child$") < 3.0
+    assert 1.0 <= number(result, r"^ *(\d+\.\d) .*::test_kills_a_busy_child$") < 10.0
     assert number(result, r"^CPU seconds of all: (\d+) ") >= 2
     assert "in test_is_stubborn" in result.stderr.str()
 
@@ -144,14 +145,14 @@ def test_where_no_group_can_be_made_a_killed_grandchild_counts():
         meter.totals()
         os.killpg(child.pid, 9)
         child.wait()
-    assert 1.0 <= spent(before, meter.totals()) < 3.0
+    assert 1.0 <= spent(before, meter.totals()) < 10.0
 
 
 def test_where_no_group_can_be_made_a_child_that_was_never_seen_counts_once_it_was_waited_for():
     meter = Sampler()
     before = meter.totals()
     subprocess.run([sys.executable, "-c", BUSY.format(seconds=1)], check=True)
-    assert 1.0 <= spent(before, meter.totals()) < 3.0
+    assert 1.0 <= spent(before, meter.totals()) < 10.0
 
 
 @pytest.mark.parametrize(("runnable", "share"), [(0, 1.0), (1, 1.0), (2, 1.0), (4, 0.5), (8, 0.25)])
