@@ -51,6 +51,10 @@ SDK_TESTS = (
 )
 """What reaches azure-ai-ml; the other tests of submit pass or fail whatever its release."""
 
+ENGINE_SAMPLES = (
+    "runs/test_dask.py::test_the_sample_searches_on_all_nodes",
+    "runs/test_ray.py::test_the_sample_goes_on_from_its_checkpoint_when_the_heads_node_is_lost",
+)
 CONSTRAINTS = Path(__file__).parent / "constraints.txt"
 
 # uv compiles no bytecode: Python writes that of the modules it imports, instead of a minute of CPU for all of them.
@@ -273,11 +277,11 @@ def deepspeed_oldest(session: nox.Session) -> None:
     run_deepspeed_tests(session, OLDEST_DEEPSPEED)
 
 
-def run_engine_tests(session: nox.Session, *frameworks: str) -> None:
+def run_engine_tests(session: nox.Session, *frameworks: str, deselected: tuple[str, ...] = ()) -> None:
     """Run the tests of engines; those of frameworks that are not installed skip themselves."""
     files = [f"runs/test_{framework}.py" for framework in frameworks]
     files += ["integration/engines", "integration/testing/test_engines.py", "integration/testing/test_horovod_job.py"]
-    paths = [f"tests/{file}" for file in files]
+    paths = [f"tests/{file}" for file in files] + [f"--deselect=tests/{test}" for test in deselected]
     session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), *paths, env=SHORT_PATHS)
 
 
@@ -285,10 +289,18 @@ def run_engine_tests(session: nox.Session, *frameworks: str) -> None:
 def engines(session: nox.Session) -> None:
     """Run the tests of Dask and Ray."""
     install_wheel(session, "all", "dask", "ray", groups=("test",))
-    run_engine_tests(session, "dask", "ray")
+    run_engine_tests(session, "dask", "ray", deselected=ENGINE_SAMPLES)
     if os.geteuid() == 0 and not session.posargs:  # Ray needs a network in which 127.0.0.1 is the only address
         again = "ip link set lo up && exec python -m pytest -k ray tests/integration/testing/test_engines.py"
         session.run("unshare", "--net", "bash", "-c", again, external=True, env=SHORT_PATHS)
+
+
+@nox.session(tags=[FULL])
+def engine_samples(session: nox.Session) -> None:
+    """Run the samples of Dask and Ray, which cost as much as half of the engines' other tests."""
+    install_wheel(session, "all", "dask", "ray", groups=("test",))
+    paths = [f"tests/{test}" for test in ENGINE_SAMPLES]
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), *paths, env=SHORT_PATHS)
 
 
 @nox.session(tags=[FULL])
