@@ -24,13 +24,36 @@ OLDEST_SDK = "1.28.1"
 DEEPSPEED = "0.19.8"
 OLDEST_DEEPSPEED = "0.16.9"
 OLDEST_TRANSFORMERS = "4.57.6"
+LONG = ("-o", "test_cpu_limit=1800", "-o", "test_wait_limit=1800")
 PARALLEL = ("-n", "4", "--dist", "loadgroup", "--no-loadscope-reorder")
+SDK_USERS = (
+    "compilation",
+    "conversion",
+    "fields",
+    "paths_on_compute",
+    "pools",
+    "presets",
+    "readable_errors",
+    "replacement_bodies",
+    "request_bodies",
+    "sdk_hooks",
+    "service_models",
+    "submission",
+    "validate_call",
+    "yaml_job",
+    "yaml_round_trip",
+)
 SDK_TESTS = (
-    "unit/submit",
-    "unit/config",
+    *(f"unit/submit/test_{name}.py" for name in SDK_USERS),
     "integration/testing/test_workspace.py",
     "integration/testing/test_secrets.py::test_a_job_shows_no_secret_of_its_author",
     "integration/testing/test_elastic.py::test_a_gang_that_the_service_starts_again_goes_on_from_its_checkpoint",
+)
+"""What reaches azure-ai-ml; the other tests of submit pass or fail whatever its release."""
+
+ENGINE_SAMPLES = (
+    "runs/test_dask.py::test_the_sample_searches_on_all_nodes",
+    "runs/test_ray.py::test_the_sample_goes_on_from_its_checkpoint_when_the_heads_node_is_lost",
 )
 CONSTRAINTS = Path(__file__).parent / "constraints.txt"
 
@@ -139,7 +162,7 @@ def tests(session: nox.Session) -> None:
     """Run all tests against the installed wheel."""
     install_wheel(session, "all", groups=("test", "integrations", "notebooks"))
     # Most of the time is spent waiting for processes to start and to die, so more run at once than there are cores.
-    session.run("python", "-m", "pytest", *(session.posargs or (*PARALLEL, "--durations=10", "--ignore=tests/stacks")))
+    session.run("python", "-m", "pytest", *(session.posargs or (*PARALLEL, "--ignore=tests/stacks")))
 
 
 @nox.session(tags=[FULL])
@@ -161,7 +184,7 @@ def chaos(session: nox.Session) -> None:
     files += ("integration/checkpoint/test_damage.py", "integration/node/attacks/test_flood.py")
     arguments = session.posargs or PARALLEL
     paths = [f"tests/{file}" for file in files]
-    session.run("python", "-m", "pytest", "-m", "", *arguments, "--timeout", "1800", *paths, env=many)
+    session.run("python", "-m", "pytest", "-m", "", *arguments, *LONG, *paths, env=many)
 
 
 @nox.session(tags=[FULL])
@@ -175,7 +198,7 @@ def attack(session: nox.Session) -> None:
     env = {"ATTACK_MESSAGES": "100000"}
     files = ("node/attacks", "node/test_shard_transfer.py", "testing/test_attacks.py", "local/test_random_requests.py")
     paths = [f"tests/integration/{file}" for file in files]
-    session.run("python", "-m", "pytest", *arguments, "--timeout", "1800", *paths, env=env)
+    session.run("python", "-m", "pytest", *arguments, *LONG, *paths, env=env)
 
 
 @nox.session
@@ -206,7 +229,7 @@ def stacks(session: nox.Session) -> None:
     extras = ("node", "transformers", "accelerate", "lightning")
     # Lightning is published under two names.
     install_wheel(session, *extras, groups=("test", "samples"), others=("pytorch-lightning",))
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=10")), "tests/stacks")
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/stacks")
 
 
 @nox.session(tags=[FULL])
@@ -254,22 +277,30 @@ def deepspeed_oldest(session: nox.Session) -> None:
     run_deepspeed_tests(session, OLDEST_DEEPSPEED)
 
 
-def run_engine_tests(session: nox.Session, *frameworks: str) -> None:
+def run_engine_tests(session: nox.Session, *frameworks: str, deselected: tuple[str, ...] = ()) -> None:
     """Run the tests of engines; those of frameworks that are not installed skip themselves."""
     files = [f"runs/test_{framework}.py" for framework in frameworks]
     files += ["integration/engines", "integration/testing/test_engines.py", "integration/testing/test_horovod_job.py"]
-    paths = [f"tests/{file}" for file in files]
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--durations=10")), *paths, env=SHORT_PATHS)
+    paths = [f"tests/{file}" for file in files] + [f"--deselect=tests/{test}" for test in deselected]
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), *paths, env=SHORT_PATHS)
 
 
 @nox.session
 def engines(session: nox.Session) -> None:
     """Run the tests of Dask and Ray."""
     install_wheel(session, "all", "dask", "ray", groups=("test",))
-    run_engine_tests(session, "dask", "ray")
+    run_engine_tests(session, "dask", "ray", deselected=ENGINE_SAMPLES)
     if os.geteuid() == 0 and not session.posargs:  # Ray needs a network in which 127.0.0.1 is the only address
         again = "ip link set lo up && exec python -m pytest -k ray tests/integration/testing/test_engines.py"
         session.run("unshare", "--net", "bash", "-c", again, external=True, env=SHORT_PATHS)
+
+
+@nox.session(tags=[FULL])
+def engine_samples(session: nox.Session) -> None:
+    """Run the samples of Dask and Ray, which cost as much as half of the engines' other tests."""
+    install_wheel(session, "all", "dask", "ray", groups=("test",))
+    paths = [f"tests/{test}" for test in ENGINE_SAMPLES]
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), *paths, env=SHORT_PATHS)
 
 
 @nox.session(tags=[FULL])

@@ -9,6 +9,8 @@ from hypothesis import settings
 
 from azureml_elastic.local.azurite import Azurite
 
+pytest_plugins = ["tests.support.costs.plugin"]
+
 # A shell that starts the tests in the background makes them ignore Ctrl-C, which some of them test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -25,7 +25,6 @@ def learnt(tmp_path, *arguments, nodes=(1, 3), chaos="", recovery="restart", **o
         run_dir=tmp_path / "-".join(["run", recovery, *map(str, nodes)]),
         audit=True,
         checkpoint_steps=10,
-        timeout_s=150,
         distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING),
         **options,
     ).run([PROGRAM, *arguments])

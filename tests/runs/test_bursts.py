@@ -66,7 +66,7 @@ def goodput(events: Iterable[Event]) -> tuple[float, int, float]:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(900)
+@pytest.mark.limits(cpu_s=900, wait_s=900)
 @pytest.mark.parametrize("recovery", ["restart", "in_process"])
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
 def test_bursts_of_losses_and_arrivals(tmp_path, seed, recovery):

@@ -19,7 +19,7 @@ SCRIPT = str(PROGRAMS / "failing.py")
 
 
 def cluster(folder, count, **options):
-    options |= {"checkpoint_steps": 3, "audit": True, "timeout_s": 150.0, "max_restarts": 0}
+    options |= {"checkpoint_steps": 3, "audit": True, "max_restarts": 0}
     return LocalCluster((count, count), start=FORKED, run_dir=folder, **options)
 
 

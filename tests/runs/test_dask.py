@@ -39,7 +39,6 @@ class Run:
             start=FORKED,
             chaos=parse_schedule(chaos) if chaos else None,
             run_dir=self.path,
-            timeout_s=200,
             distribution=ElasticDistribution(framework="dask", process_count_per_instance=1),
         )
         report = cluster.run([PROGRAM, str(self.folder), mode])

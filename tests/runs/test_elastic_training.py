@@ -28,7 +28,6 @@ def run(tmp_path: Path, chaos: str = "", *argv: str, **options) -> Report:
         start=options.pop("start", FORKED),
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
-        timeout_s=150,
         distribution=ElasticDistribution(rendezvous=GATHERING),
         **{"audit": True, "checkpoint_steps": 10, **options},
     )

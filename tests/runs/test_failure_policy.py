@@ -29,7 +29,6 @@ def run(tmp_path: Path, way: str = "", *steps: int, program: str = "failing.py",
         options.pop("nodes", (2, 2)),
         start=FORKED,
         run_dir=tmp_path / "run",
-        timeout_s=150,
         distribution=ElasticDistribution(rendezvous=SLOW_HEARTBEAT),
         **{"checkpoint_steps": 5, **options},
     )
@@ -128,7 +127,6 @@ def test_a_script_s_own_torn_checkpoint_is_named(tmp_path, preload):
     cluster = LocalCluster(
         (1, 1),
         run_dir=tmp_path / "run",
-        timeout_s=150,
         max_restarts=1,
         distribution=ElasticDistribution(preload_workers=preload),
     )
@@ -150,7 +148,7 @@ def test_a_program_that_in_process_recovery_does_not_suit_says_what_to_do(tmp_pa
     script = tmp_path / "train.py"
     script.write_text(f"import os  # without azureml_elastic\n{body}\n")
     distribution = ElasticDistribution(recovery="in_process")
-    options = {"popen": start_node, "run_dir": tmp_path / "run", "timeout_s": 60, "distribution": distribution}
+    options = {"start": FORKED, "run_dir": tmp_path / "run", "distribution": distribution}
     report = LocalCluster((1, 1), **options).run([str(script)])
     assert report.outcome == "failed"
     (log,) = report.paths.logs.iterdir()

@@ -43,7 +43,6 @@ def run(tmp_path, azurite, monkeypatch):
             chaos=parse_schedule(chaos, seed=1) if chaos else None,
             run_dir=tmp_path / "run",
             table="azurite",
-            timeout_s=220,
             distribution=ElasticDistribution(rendezvous=GATHERING),
             **{"audit": True, "checkpoint_steps": 10, **options},
         )

@@ -23,7 +23,6 @@ def test_a_hanging_run_tells_where_and_goes_on(tmp_path):
         run_dir=tmp_path / "run",
         audit=True,
         checkpoint_steps=10,
-        timeout_s=220,
         node_command=(sys.executable, str(TRAINING / "impatient_node.py")),
     )
     report = cluster.run([PROGRAM, str(victim), str(tmp_path / "slept")])

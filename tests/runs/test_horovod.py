@@ -46,7 +46,6 @@ def train(tmp_path, trace):
             start=FORKED,
             chaos=parse_schedule(chaos),
             run_dir=tmp_path / "run",
-            timeout_s=240,
             distribution=ElasticDistribution(framework="horovod", process_count_per_instance=1),
             **options,
         )

@@ -52,7 +52,6 @@ def cluster(tmp_path, chaos="", **options):
         start=FORKED,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
-        timeout_s=150,
         audit=True,
         checkpoint_steps=10,
         distribution=ElasticDistribution(rendezvous=GATHERING),

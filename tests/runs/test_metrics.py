@@ -43,7 +43,6 @@ def cluster(tmp_path, *, nodes=(1, 2), chaos="", recovery="restart", **options):
         start=FORKED,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
-        timeout_s=150,
         distribution=ElasticDistribution(rendezvous=GATHERING, recovery=recovery),
         **options,
     )

@@ -31,7 +31,6 @@ def test_a_new_node_does_not_stop_a_script_before_it_has_trained(tmp_path, minim
             min_round_duration=minimum, rendezvous=GATHERING, stop_timeout=timedelta(seconds=1)
         ),
         run_dir=tmp_path / "run",
-        timeout_s=150,
         start=FORKED,
     )
     report = cluster.run(["python", PROGRAM, "--output_dir", str(tmp_path / "out"), *options])

@@ -21,7 +21,6 @@ from azureml_elastic.testing import Eviction, LocalWorkspace, Pool  # noqa: E402
 NOTEBOOKS = sorted((SAMPLES / "notebooks").glob("*.ipynb"))
 
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::marshmallow.warnings.RemovedInMarshmallow4Warning"),
 ]

@@ -54,7 +54,6 @@ def test_what_a_preempted_node_has_trained_is_committed(tmp_path, seed, record_p
         audit=True,
         checkpoint_steps=1000,  # so that what is committed is so for the notice
         distribution=ElasticDistribution(recovery="in_process" if seed % 2 else "restart"),
-        timeout_s=120,
     )
     report = cluster.run([PROGRAM, "--ballast", "256"])
     trail = f"seed {seed}: {fault}: {report.message}; files in {report.paths.run_dir}"

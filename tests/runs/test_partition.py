@@ -275,7 +275,6 @@ def test_two_that_reach_rank_0_but_not_each_other_are_named_although_their_worke
     assert not (network.folder / "progress").exists()
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("recovery", ["restart", "in_process"])
 def test_where_sessions_wait_for_each_other_the_round_is_formed_again_without_one_of_the_two(network, recovery):
     network.separate("node-b", "node-c")

@@ -60,7 +60,6 @@ def run(tmp_path: Path, service: MetadataService, play):
         (1, 3),
         start=start_at(service),
         run_dir=run_dir,
-        timeout_s=200,
         audit=True,
         checkpoint_steps=10,
         distribution=ElasticDistribution(rendezvous=GATHERING),

@@ -65,7 +65,6 @@ def test_random_losses_and_new_nodes(tmp_path, seed, request, monkeypatch):
         distribution=ElasticDistribution(
             recovery="in_process" if seed % 2 else "restart", health=HealthPolicy(quarantine_strikes=None)
         ),
-        timeout_s=200,
     )
     report = cluster.run([PROGRAM])
     trail = f"seed {seed}: {faults}: {report.message}; files in {report.paths.run_dir}"

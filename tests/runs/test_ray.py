@@ -62,7 +62,6 @@ class Run:
             start=self._start,
             chaos=parse_schedule(chaos) if chaos else None,
             run_dir=self.path,
-            timeout_s=300,
             processes_per_node=cpus,
             distribution=ElasticDistribution(framework="ray"),
         )

@@ -25,7 +25,7 @@ PROGRAM = str(PROGRAMS / "chaos_train.py")
 both = pytest.mark.parametrize("recovery", ["restart", "in_process"])
 
 
-def cluster(tmp_path, recovery, chaos="", nodes=(1, 3), handover_s=5, timeout_s=150, **options):
+def cluster(tmp_path, recovery, chaos="", nodes=(1, 3), handover_s=5, **options):
     handover = timedelta(seconds=handover_s)
     return LocalCluster(
         nodes,
@@ -33,7 +33,6 @@ def cluster(tmp_path, recovery, chaos="", nodes=(1, 3), handover_s=5, timeout_s=
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=tmp_path / "run",
         audit=True,
-        timeout_s=timeout_s,
         distribution=ElasticDistribution(recovery=recovery, rendezvous=GATHERING, handover_timeout=handover),
         **options,
     )
@@ -68,7 +67,7 @@ def test_a_killed_node_costs_no_step(tmp_path, recovery):
 def test_a_frozen_node_costs_no_step_and_comes_back(tmp_path, recovery, seconds):
     arguments = [PROGRAM, "--epochs", "5", "--full", "2"]
     freeze = f"freeze=rank0@step:25/{seconds}s"
-    report = cluster(tmp_path, recovery, freeze, nodes=(1, 2), timeout_s=150 + 2 * seconds).run(arguments)
+    report = cluster(tmp_path, recovery, freeze, nodes=(1, 2)).run(arguments)
     assert_nothing_lost(report)
     assert after_gathering(report, 2) == (2, 1, 2)
     assert {node.exit_code for node in report.nodes} == {0}  # it is fenced off, and comes back as a new member

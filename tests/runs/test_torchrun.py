@@ -47,7 +47,7 @@ class Torchrun:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        self.process.wait(10)
+        self.process.wait(300)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -79,9 +79,9 @@ def test_a_run_grows_loses_a_node_and_ends_well(start, tmp_path):
     third.kill()
     until(lambda: first.worlds()[-1:] == [2] and second.worlds()[-1:] == [2])
     (tmp_path / "go").touch()
-    assert [first.process.wait(90), second.process.wait(90)] == [0, 0], first.log.read_text()
+    assert [first.process.wait(300), second.process.wait(300)] == [0, 0], first.log.read_text()
     late = start("late")
-    assert late.process.wait(90) == 0, late.log.read_text()
+    assert late.process.wait(300) == 0, late.log.read_text()
     assert late.worlds() == []
 
 

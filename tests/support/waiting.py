@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from tests.support.costs.watch import FreeTime
+
 __all__ = ["until"]
 
 
@@ -13,10 +15,10 @@ def until(condition: Callable[[], object], timeout: float = 60.0, interval: floa
 
     Args:
         condition: function that is called repeatedly.
-        timeout: seconds after which the test fails; long, for a busy machine.
+        timeout: seconds in which a core was free, after which the test fails: more where the machine is busy.
         interval: seconds between two calls; longer for a condition that costs processor time.
     """
-    limit = time.monotonic() + timeout
+    free = FreeTime()
     while not condition():
-        assert time.monotonic() < limit, "it did not happen in time"
+        assert free.seconds() < timeout, "it did not happen in time"
         time.sleep(interval)

@@ -36,7 +36,7 @@ class Agent(StandaloneAgent):
 
     def commit(self, reference, stall_seconds):
         self.asked.set()
-        assert self.may.wait(60)
+        assert self.may.wait(300)
         if self.error is not None:
             raise self.error
         super().commit(reference, stall_seconds)
@@ -87,7 +87,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(one):
     one.agent.may.clear()
     one.fill(1.0)
     one.save(1)
-    assert one.agent.asked.wait(60)
+    assert one.agent.asked.wait(300)
     one.fill(2.0)  # the next step
     assert one.checkpoints.settle(0.01) is None
     one.agent.may.set()
@@ -158,7 +158,7 @@ def test_a_full_disk_leaves_nothing_behind(one, monkeypatch):
 def test_a_folder_that_is_removed_during_the_commit_is_no_checkpoint(one):
     one.agent.may.clear()
     one.save(1)
-    assert one.agent.asked.wait(60)
+    assert one.agent.asked.wait(300)
     shutil.rmtree(one.folder)
     one.agent.may.set()
     outcome = one.checkpoints.settle()
@@ -192,7 +192,7 @@ def test_the_save_of_an_ended_round_commits_nothing_and_the_next_save_waits_for_
     one.checkpoints.settle()
     one.agent.may.clear()
     one.save(2)
-    assert one.agent.asked.wait(60)
+    assert one.agent.asked.wait(300)
     one.checkpoints.abandon()
     one.checkpoints.enter()
     assert not one.checkpoints.under_way

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
@@ -22,6 +21,7 @@ from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.local.processes import MARKER
 from azureml_elastic.local.view import LiveView, PlainView
 from tests.support.paths import SUPPORT
+from tests.support.waiting import until
 
 FAKE_NODE = str(SUPPORT / "fake_node.py")
 
@@ -196,9 +196,7 @@ def test_ctrl_c_leaves_a_report_and_no_process(tmp_path):
     """SIGINT arrives while the nodes train."""
 
     def interrupt():
-        deadline = time.monotonic() + 20
-        while not list((tmp_path / "run" / "events").glob("*.jsonl")) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: list((tmp_path / "run" / "events").glob("*.jsonl")))
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -217,17 +215,14 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
         "LocalCluster((1, 2), run_dir=Path(sys.argv[1]), node_command=(sys.executable, sys.argv[2])).run(['hang'])"
     )
     run_dir = tmp_path / "run"
-    deadline = time.monotonic() + 20
     with subprocess.Popen([sys.executable, "-c", script, str(run_dir), FAKE_NODE]) as launcher:
-        while len(survivors(run_dir)) < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        found = len(survivors(run_dir))
-        launcher.kill()
+        try:
+            until(lambda: len(survivors(run_dir)) >= 4)
+        finally:
+            found = len(survivors(run_dir))
+            launcher.kill()
     assert found == 4  # two agents, each with a worker in its own session
-    deadline = time.monotonic() + 20
-    while survivors(run_dir):
-        assert time.monotonic() < deadline, "processes were left"
-        time.sleep(0.02)
+    until(lambda: not survivors(run_dir))
 
 
 def test_a_used_folder_is_refused(tmp_path):

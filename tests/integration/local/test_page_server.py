@@ -161,7 +161,7 @@ def test_the_dashboard_follows_a_local_run_until_its_end(tmp_path):
             running, ended = watching.result()
         finally:
             shown.send_signal(signal.SIGINT)
-            assert shown.wait(timeout=30) == 130
+            assert shown.wait(timeout=300) == 130
     assert "The run is running" in running.source
     assert "data-poll" in running.all("html")[0]
     assert report.outcome == "succeeded", report.message

@@ -137,6 +137,6 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path, sign):
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         pids = [int(word) for word in process.stdout.readline().split()]
         process.send_signal(sign)
-        process.wait(60)
+        process.wait(300)
     assert len(pids) == 3
     until(lambda: not any(alive(pid) for pid in pids))

@@ -141,7 +141,7 @@ import azureml_elastic.nebula as nm, torch
 nm.init(persistent_storage_path={str(tmp_path / "c")!r})
 nm.Checkpoint("a").save("model", torch.zeros(1_000_000))
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True)
     (found,) = nm.list_checkpoints(str(tmp_path / "c"))
     assert found.load("model").shape == (1_000_000,)
 

@@ -60,7 +60,7 @@ class Node:
 
     def send(self, shard, rank=1):
         arrived, replies = self.submit(shard, rank)
-        assert arrived.wait(60)
+        assert arrived.wait(300)
         return replies[0]
 
     def received(self):
@@ -103,7 +103,7 @@ def test_shards_of_several_workers_travel_at_the_same_time(node):
     shards = [node.hold(os.urandom(1 << 20), b"", rank=rank) for rank in range(8)]
     waiting = [node.submit(shard) for shard in shards]
     for arrived, replies in waiting:
-        assert arrived.wait(60)
+        assert arrived.wait(300)
         assert replies == [Accepted()]
     assert node.received().keys() == {shard.file for shard in shards}
 
@@ -279,7 +279,7 @@ def test_the_end_of_the_round_ends_a_transfer(node, between):
 
     def change(direction, data):
         if direction == "out" and len(data) > 10_000:
-            go_on.wait(60)
+            go_on.wait(300)
         return data
 
     proxy = between(change)

@@ -229,7 +229,7 @@ def test_another_shell_sources_a_file(project):
         assert shell.returncode == 2, shell.stderr
     finally:
         serving.terminate()
-        serving.communicate(timeout=60)
+        serving.communicate(timeout=300)
     assert serving.returncode == 0
     assert not Path("workspace.sh").exists()
     assert not Path("config.json").exists()
@@ -316,8 +316,8 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
             assert f"and the run '{submitted.name}' was submitted without" in " ".join(wrong.output.split())
             shown = run("cancel", submitted.name)
             assert f"cancelling {name}" in shown.output, shown.output
-            assert watching.wait(60) == 1, Path("watched.txt").read_text()
-            assert live.wait(60) == 1, Path("live.txt").read_text()
+            assert watching.wait(300) == 1, Path("watched.txt").read_text()
+            assert live.wait(300) == 1, Path("live.txt").read_text()
             until(lambda: "data-poll=" not in page().partition("<body")[0], interval=0.5)
         finally:
             for process in filter(None, (watching, live)):

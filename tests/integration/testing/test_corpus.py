@@ -73,7 +73,7 @@ def test_what_cannot_run_is_refused_before_anything_is_sent(name):
     assert REFUSED[name] in str(caught.value)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.limits(cpu_s=900, wait_s=900)
 def test_what_is_accepted_runs():
     shown, logs = {}, {}
     with LocalWorkspace(pools={"gpu-cluster": Pool(nodes=2), "spot": Pool(nodes=1)}) as workspace:

@@ -21,7 +21,6 @@ TRAINING = PROGRAMS
 SPOT = NodePool("spot", max_instance_count=2)
 DEDICATED = NodePool("dedicated", min_instance_count=1, max_instance_count=3)
 THREE = ElasticResources(min_instance_count=1, max_instance_count=3)
-pytestmark = pytest.mark.timeout(600)
 
 MACHINES = {"spot": Pool(nodes=2, refill_s=math.inf), "dedicated": Pool(nodes=3, tier="dedicated")}
 

@@ -100,7 +100,7 @@ def test_a_folder_without_write_permission_is_refused_at_the_start(tmp_path):
     (tmp_path / "here").mkdir()
     for folder in (tmp_path / "here", tmp_path):
         folder.chmod(0o555)
-    done = run_script([sys.executable, script, "here", "here/new", "new"], cwd=tmp_path, timeout=60)
+    done = run_script([sys.executable, script, "here", "here/new", "new"], cwd=tmp_path, timeout=600)
     tmp_path.chmod(0o755)
     assert done.returncode == 0, done.stderr
     user = os.geteuid() or 65534
@@ -117,7 +117,7 @@ def mounted(folder, options, script):
     command = f'mount -t tmpfs -o {options} none "{folder}" && exec "$0" "$1"'
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", command, sys.executable, script],
-        cwd=Path.cwd(), capture_output=True, text=True, timeout=120, check=False,
+        cwd=Path.cwd(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(done.stderr)

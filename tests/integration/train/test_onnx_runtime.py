@@ -36,7 +36,7 @@ def run(folder, path, epochs):
     environment = {name: value for name, value in os.environ.items() if name not in outside}
     sample = path / "sample.py"  # what lies beside it is imported
     sample.write_text(SAMPLE.read_text())
-    done = run_script([sys.executable, sample, "--epochs", str(epochs)], cwd=folder, env=environment, timeout=120)
+    done = run_script([sys.executable, sample, "--epochs", str(epochs)], cwd=folder, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -430,7 +430,7 @@ for _ in run.epochs(1):
     script.write_text(code)
 
     def resumed(stop: int, how: str) -> str:
-        result = run_script([sys.executable, script, str(tmp_path / "c"), str(stop), how], timeout=60)
+        result = run_script([sys.executable, script, str(tmp_path / "c"), str(stop), how], timeout=600)
         assert result.returncode == 0, (result.returncode, result.stderr)
         first, last = result.stdout.splitlines()
         assert last.split() == ["left:"]  # a thread of gloo's that outlives the interpreter ends the process with -6
@@ -483,9 +483,9 @@ for _ in run.epochs(2):
             for rank in range(2)
         )
     os.close(waits)
-    first.wait(60)
+    first.wait(300)
     os.close(ends)
-    second.wait(60)
+    second.wait(300)
     log = (tmp_path / "log").read_text()
     assert (first.returncode, second.returncode) == (0, 0), log + (tmp_path / "other").read_text()
     assert "The script ends after step 2, before its last epoch" in log
@@ -593,13 +593,13 @@ def test_the_sample_survives_sigterm_and_learns(tmp_path):
     try:
         until(lambda: " step 1 " in log.read_text())
         process.terminate()
-        process.wait(60)
+        process.wait(300)
     finally:
         process.kill()
     assert process.returncode == train.EXIT_TERMINATED, log.read_text()
     step = json.loads((tmp_path / "checkpoints" / "latest.json").read_text())["step"]
     assert 1 <= step < 46
-    second, third = (run_script(command, cwd=tmp_path, timeout=60) for _ in range(2))
+    second, third = (run_script(command, cwd=tmp_path, timeout=600) for _ in range(2))
     assert second.returncode == 0, second.stderr
     assert f"continuing after step {step}" in second.stdout
     assert "after 46 steps" in second.stdout
@@ -632,7 +632,7 @@ atexit.register(print, "said at exit")
 def test_a_script_that_fails_commits_nothing_at_its_end(tmp_path, session):
     script = tmp_path / "script.py"
     script.write_text(FAILING + session)
-    failed = run_script([sys.executable, script], cwd=tmp_path, timeout=60)
+    failed = run_script([sys.executable, script], cwd=tmp_path, timeout=600)
     assert failed.returncode == 1, failed.stderr
     assert "RuntimeError: it failed" in failed.stderr
     assert failed.stdout == "said at exit\n"

@@ -53,7 +53,7 @@ def test_it_goes_on_from_a_checkpoint_at_the_end_of_an_epoch(shown, tmp_path):
 
     def run(*argv):
         command = [sys.executable, *argv, str(script), *arguments]
-        return run_script(command, cwd=tmp_path, env=environment, timeout=120)
+        return run_script(command, cwd=tmp_path, env=environment, timeout=600)
 
     first = run(str(INTERRUPTED), str(steps), policy.path)
     assert first.returncode == -9, first.stderr

@@ -25,8 +25,6 @@ SCRIPT = SUPPORT / "train" / "loading.py"
 TIMEOUT_S = 200.0
 METHODS = ("fork", "spawn", "forkserver")
 
-pytestmark = pytest.mark.timeout(500)
-
 
 class Agent:
     """The agent's side of the channel for one worker, which it starts as torch's launcher does."""
@@ -186,7 +184,7 @@ def test_a_process_without_its_parent_can_be_ended(start, tmp_path):
     agent.worker.wait()
     os.kill(helper, signal.SIGTERM)
     with suppress(psutil.NoSuchProcess):
-        process.wait(60)
+        process.wait(300)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -233,7 +233,7 @@ def test_workers_below_a_shell_are_found_by_their_files(tmp_path):
         for child in psutil.Process(shell.pid).children(recursive=True):
             child.kill()
         shell.kill()
-        shell.wait(10)
+        shell.wait(300)
         shell.stdout.close()
 
 
@@ -291,7 +291,7 @@ def test_the_dumper_writes_a_file_and_the_log(asleep, tmp_path, caplog):
     dumper = StackReporter(folder, reports, "node-1", lambda: [standing.worker], woken.set, seconds=30)
     with caplog.at_level(logging.ERROR):
         dumper.start("hang: no step", 7, {0: 20})
-        assert woken.wait(60)
+        assert woken.wait(300)
     until(lambda: dumper.done)
     text = (reports / "round-7.node-1.txt").read_text()
     for output in (text, caplog.text):
@@ -309,7 +309,7 @@ def test_a_dump_that_cannot_be_written_is_still_in_the_log(asleep, tmp_path, cap
     dumper = StackReporter(folder, reports, "node-1", lambda: [standing.worker], woken.set, seconds=30)
     with caplog.at_level(logging.WARNING):
         dumper.start("hang", 1, {})
-        assert woken.wait(60)
+        assert woken.wait(300)
     assert "cannot be written" in caplog.text
     assert "in forever" in caplog.text
 

@@ -35,7 +35,7 @@ def serve_a_spare(run, number):
         over.clear()
         spare = run.member(f"spare-{number}", f"i-spare-{number}", answer, lambda _: over.set())
         spare.send(messages.CODEC.encode(messages.Watch(run.round.number)))
-        assert over.wait(60)
+        assert over.wait(300)
         seconds = time.monotonic() - began
         spare.close()
     until(lambda: not run.leader.hub.view().waiting)

@@ -17,7 +17,6 @@ from tests.support.paths import SUPPORT
 from tests.support.preload.starting import ENVIRON, preload_server, run_forked, run_plain
 
 HERE = SUPPORT / "preload"
-pytestmark = pytest.mark.timeout(600)  # new processes that import torch, on machines of any speed
 
 PROBES = [name for name in runpy.run_path(str(HERE / "probe.py"))["PROBES"] if name not in {"draw", "recurse", "wait"}]
 

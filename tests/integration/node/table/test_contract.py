@@ -220,7 +220,7 @@ def test_opening_again_and_all_at_once(open_run):
     barrier = threading.Barrier(12)
 
     def join(number):
-        barrier.wait(30)
+        barrier.wait(300)
         table = open_run()
         table.insert(f"member.{number}", {})
         return len(list(table.query("member.")))
@@ -235,7 +235,7 @@ def race(count, act):
     barrier = threading.Barrier(count)
 
     def one(number):
-        barrier.wait(30)
+        barrier.wait(300)
         try:
             return act(number)
         except (RowExists, RowChanged) as error:

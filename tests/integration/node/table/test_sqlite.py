@@ -91,7 +91,7 @@ def test_processes_race_from_the_opening_on_and_exactly_one_wins(tmp_path, spawn
         racer.stdin.flush()
     lines = Counter()
     for racer in racers:
-        output, _ = racer.communicate(timeout=60)
+        output, _ = racer.communicate(timeout=300)
         assert racer.returncode == 0
         lines.update(output.splitlines())
     firsts = [line for line in lines if line.startswith("first")]
@@ -109,7 +109,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_rows_and_no_lock(tmp_path
         said = [int(writer.stdout.readline()) for _ in range(round_ * 3)]
         os.kill(writer.pid, signal.SIGKILL)
         said += [int(line) for line in writer.stdout.read().split()]
-        writer.wait(30)
+        writer.wait(300)
         table = SqliteTable(path, "elastic", "run")
         row = table.get("row")
         assert row.value["a"] == row.value["c"] in (said[-1], said[-1] + 1)

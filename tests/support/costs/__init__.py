@@ -1,0 +1,1 @@
+"""What tests cost in CPU time, and the end of those that hang: a plugin for pytest."""

@@ -1,0 +1,161 @@
+"""CPU seconds of this process and of all that it has started, killed processes included.
+
+Where control groups may be made, one is, and the kernel counts. Elsewhere processes are looked at while they live: what
+one used after the last look is missing unless its parents have waited for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+__all__ = ["Group", "Meter", "Process", "Sampler", "open_meter", "running_processes", "spent"]
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Meter(Protocol):
+    """CPU seconds so far, in one way or in several of which each may be short of something."""
+
+    kind: str
+    """How it measures, in words."""
+
+    def totals(self) -> tuple[float, ...]:
+        """Return the CPU seconds so far."""
+
+    def close(self) -> None:
+        """Undo what the meter has set up."""
+
+
+def spent(before: tuple[float, ...], after: tuple[float, ...]) -> float:
+    """Return the CPU seconds between two of a meter's totals."""
+    return max(now - then for then, now in zip(before, after, strict=True))
+
+
+class Process(NamedTuple):
+    """A line of ``/proc/PID/stat``."""
+
+    pid: int
+    parent: int
+    state: str
+    began: int
+    """Clock tick at which it started: with the id it names a process for good."""
+    seconds: float
+
+
+def running_processes() -> list[Process]:
+    """Return all processes of the machine, parents before their children."""
+    found = []
+    with contextlib.suppress(OSError):  # a test has taken all file descriptors
+        for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+            with contextlib.suppress(OSError):  # it has ended
+                # The name is in parentheses and may hold anything.
+                fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+                seconds = (int(fields[11]) + int(fields[12])) / TICKS
+                found.append(Process(pid, int(fields[1]), fields[0], int(fields[19]), seconds))
+    return sorted(found, key=lambda process: process.began)
+
+
+@dataclass
+class Group:
+    """A control group, in which this process is and all that it starts will be."""
+
+    folder: Path
+    usage: str
+    """The file with the CPU time."""
+
+    kind = "by a control group"
+
+    def __post_init__(self) -> None:
+        """Make the group and go there."""
+        self.folder.mkdir()
+        try:
+            # Kept open: some tests leave this process no descriptor.
+            self._file = os.open(self.folder / self.usage, os.O_RDONLY)
+            (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError:
+            self.folder.rmdir()
+            raise
+
+    def totals(self) -> tuple[float, ...]:
+        """Return the CPU seconds since this process is in the group."""
+        text = os.pread(self._file, 1000, 0).decode()
+        if self.usage == "cpu.stat":  # "usage_usec 1234", then others
+            return (int(text.split()[1]) / 1e6,)
+        return (int(text) / 1e9,)
+
+    def close(self) -> None:
+        """Go back to the group above with all processes that are left, and remove this one."""
+        os.close(self._file)
+        groups = [*(path for path in self.folder.iterdir() if path.is_dir()), self.folder]
+        for group in groups:  # those below are left by workers of xdist that have crashed
+            for pid in (group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(OSError):
+                    (self.folder.parent / "cgroup.procs").write_text(pid)
+            with contextlib.suppress(OSError):
+                group.rmdir()
+
+
+class Sampler:
+    """Looks at the processes below this one, each time it is asked."""
+
+    kind = "at least, since no control group can be made here"
+
+    def __init__(self) -> None:
+        """Look for the first time."""
+        self._seen: dict[tuple[int, int], float] = {}
+        self.totals()
+
+    def totals(self) -> tuple[float, ...]:
+        """Return the CPU seconds of the processes that have been seen, and those that parents have waited for.
+
+        The first are short of what a process used after it was last seen, the second of what was killed with its
+        parent. Added up, most would be counted twice.
+        """
+        below = {os.getpid()}
+        for process in running_processes():
+            key = (process.pid, process.began)
+            # One that has been seen stays, whose child it ever becomes.
+            if process.parent in below or process.pid in below or key in self._seen:
+                below.add(process.pid)
+                self._seen[key] = process.seconds
+        own, children = (resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return sum(self._seen.values()), own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+    def close(self) -> None:
+        """Nothing is set up."""
+
+
+def open_meter(name: str) -> Meter:
+    """Return the best meter that there is here; a process has one.
+
+    Args:
+        name: the name of the group, unique among those of this process's own group.
+    """
+    for folder, usage in _groups():
+        with contextlib.suppress(OSError):
+            return Group(folder / name, usage)
+    return Sampler()
+
+
+def _groups() -> Iterator[tuple[Path, str]]:
+    """Yield the folders of this process's control groups that count CPU time."""
+    listed = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        root, mounted = before.split()[3:5]
+        kind, _, options = after.split(" ", 2)
+        for number, controllers, path in listed:
+            if kind == "cgroup" and "cpuacct" in controllers.split(",") and "cpuacct" in options.split(","):
+                usage = "cpuacct.usage"
+            elif kind == "cgroup2" and number == "0":
+                usage = "cpu.stat"
+            else:
+                continue
+            with contextlib.suppress(ValueError):  # mounted from a group that this process is not in
+                yield Path(mounted) / Path(path).relative_to(root), usage
