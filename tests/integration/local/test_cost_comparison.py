@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from azureml_elastic.local.cluster import LocalCluster
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 
 SAMPLE = SAMPLES / "cost_comparison"
@@ -24,7 +24,7 @@ def test_the_bill_of_a_run(monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("cost_comparison", SAMPLE / "__main__.py")
     sample = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sample)
-    monkeypatch.setattr(sample, "LocalCluster", functools.partial(LocalCluster, popen=start_node))
+    monkeypatch.setattr(sample, "LocalCluster", functools.partial(LocalCluster, start=FORKED))
     monkeypatch.setattr(sys, "argv", ["cost_comparison"])
     code = sample.main()
     shown = capsys.readouterr().out

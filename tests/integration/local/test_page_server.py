@@ -19,7 +19,7 @@ from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
 from azureml_elastic.local.page_server import PageServer
 from tests.support.chromium import Elements, dom
-from tests.support.node_server import start_node
+from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 from tests.support.waiting import until
 from tests.support.whole_runs import GATHERING
@@ -130,7 +130,7 @@ def test_the_dashboard_follows_a_local_run_until_its_end(tmp_path):
     folder.mkdir()
     cluster = LocalCluster(
         (1, 2),
-        popen=start_node,
+        start=FORKED,
         chaos=parse_schedule("kill=rank0@step:20"),
         run_dir=folder,
         audit=True,
