@@ -224,8 +224,9 @@ class WorkerSet:
             except OSError:
                 self._kill()
                 raise
-        how = "Forked" if self.forked else "Started"
-        _LOG.info("%s %d workers in %.0f ms.", how, len(self._processes), (time.monotonic() - start) * 1e3)
+        milliseconds = (time.monotonic() - start) * 1e3
+        if self.forked:
+            _LOG.info("Forked %d workers in %.0f ms from the preload server.", len(self._processes), milliseconds)
         self._copier = OutputCopier(
             [
                 (self._path(local_rank, name), prefix, console)
