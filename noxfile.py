@@ -229,7 +229,7 @@ def stacks(session: nox.Session) -> None:
     extras = ("node", "transformers", "accelerate", "lightning")
     # Lightning is published under two names.
     install_wheel(session, *extras, groups=("test", "samples"), others=("pytorch-lightning",))
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/stacks")
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", *PARALLEL[2:])), "tests/stacks")
 
 
 @nox.session(tags=[FULL])
