@@ -55,8 +55,9 @@ _AGENT = (
     "azureml_elastic.node.table.sqlite",
     "azureml_elastic.ipc.tls",
     "azureml_elastic.node.rendezvous.store_server",
+    "torch.distributed",
 )
-"""What agents with a table in a file import, also late and in functions."""
+"""What agents with a table in a file import, also late and in functions; and torch, for their preload servers."""
 
 _MOST_DESCRIPTORS = 8
 
