@@ -374,8 +374,6 @@ def bench_startup(session: nox.Session) -> None:
     for name, packages in wanted.items():
         try:
             install(session, "--no-deps", "--target", str(peers / name), *packages)
-        except (
-            nox.command.CommandFailed
-        ):  # not on every platform; the benchmark prints that it leaves out what is missing
+        except nox.command.CommandFailed:  # it is not published for every platform, and the benchmark leaves it out
             session.warn(f"{name} cannot be installed here.")
     session.run("python", "benchmarks/startup.py", "--peers-in", str(peers), *session.posargs)
