@@ -201,6 +201,13 @@ def attack(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *arguments, *LONG, *paths, env=env)
 
 
+@nox.session(tags=[FULL])
+def mutations(session: nox.Session) -> None:
+    """Break what is guaranteed, one behaviour at a time, and verify that the tests notice."""
+    install_wheel(session, "all", groups=("test",))
+    session.run("python", "tools/mutations.py", *session.posargs)
+
+
 @nox.session
 def bench_checkpoints(session: nox.Session) -> None:
     """Measure what checkpoints cost beside torch's own; writes docs/reference/benchmarks-checkpoints.md."""

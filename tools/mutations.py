@@ -1,0 +1,273 @@
+"""Break behaviours that are guaranteed, one at a time, and verify that the tests notice each.
+
+``python tools/mutations.py [NAME ...]`` works on a copy of the tree. For each mutation it runs the tests that shall notice
+it, all of which ``python -m nox`` runs, too. The exit code is 1 where a mutation survives, and 2 where the tests fail
+without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("src", "tests", "samples", "docs", "tools", "pyproject.toml", "noxfile.py", "README.md", "mkdocs.yml")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of one place that breaks a behaviour.
+
+    Args:
+        name: what is broken.
+        file: path of the module, below ``src/azureml_elastic``.
+        old: text that occurs once in the module.
+        new: text in its place.
+        tests: tests that must fail, below ``tests``.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+SIMULATION = "unit/node/rendezvous/test_simulation.py"
+RECOVERY = "runs/test_recovery.py"
+MUTATIONS = (
+    Mutation(
+        "heartbeats-ignored",
+        "node/rendezvous/hub/hub.py",
+        "silent = [name for name, link in self._members.items() if silence(link.last_received) > timeout]",
+        "silent: list[str] = []",
+        (f"{RECOVERY}::test_a_frozen_node_costs_no_step_and_comes_back",),
+    ),
+    Mutation(
+        "two-seals",
+        "node/rendezvous/state/rows.py",
+        "return self._table.insert(key, stamped) if etag is None else self._table.replace(key, stamped, etag)",
+        "row = self._table.get(key)\n"
+        "                insert = self._table.insert\n"
+        "                return self._table.replace(key, stamped, row.etag) if row else insert(key, stamped)",
+        (SIMULATION,),
+    ),
+    Mutation(
+        "no-take-over-delay",
+        "node/rendezvous/state/sealing.py",
+        "turn = self._ready_since + names.index(me) * self._takeover - now",
+        "turn = self._ready_since - now",
+        (SIMULATION,),
+    ),
+    Mutation(
+        "older-round-commits",
+        "node/table/checkpoint_pointer.py",
+        'if row is not None and row.value["round"] > self._number:',
+        'if row is not None and row.value["round"] > self._number + 1000:',
+        ("unit/node/table/test_checkpoint_pointer.py",),
+    ),
+    Mutation(
+        "cursor-off-by-one",
+        "train/data/sampling.py",
+        "return range(consumed, max(consumed, min(consumed + size, self.trained(consumed, size))))",
+        "return range(consumed, max(consumed, min(consumed + size + 1, self.trained(consumed, size))))",
+        ("unit/train/data/test_sampling.py",),
+    ),
+    Mutation(
+        "a-remainder-lost",
+        "train/data/sampling.py",
+        "return range(start, start + quotient + (rank < rest))",
+        "return range(start, start + quotient)",
+        ("unit/train/data/test_sampling.py",),
+    ),
+    Mutation(
+        "weights-of-shares",
+        "train/data/sampling.py",
+        "return own * world_size / count",
+        "return 1.0",
+        ("unit/train/data/test_sampling.py",),
+    ),
+    Mutation(
+        "same-order-each-epoch",
+        "train/data/sampling.py",
+        'f"{spec.seed}.{epoch}"',
+        'f"{spec.seed}"',
+        ("unit/train/data/test_sampling.py",),
+    ),
+    Mutation(
+        "checksums-skipped",
+        "checkpoint/load/selection.py",
+        "return [each for each in found if each is not None]",
+        "return [each for each in found if False]",
+        ("integration/checkpoint/test_damage.py",),
+    ),
+    Mutation(
+        "checkpoint-interval",
+        "checkpoint/save/schedule.py",
+        "return math.sqrt(2 * cost * between_losses)",
+        "return math.sqrt(cost * between_losses)",
+        ("unit/checkpoint",),
+    ),
+    Mutation(
+        "a-secret-printed",
+        "masking.py",
+        "text = pattern.sub(rf",
+        "pattern.sub(rf",
+        ("unit/test_masking.py",),
+    ),
+    Mutation(
+        "secret-inherited-by-workers",
+        "node/agent/worker_environment.py",
+        "return frozenset() if needed else frozenset({table_variable})",
+        "return frozenset()",
+        ("unit/node/agent/test_worker_environment.py",),
+    ),
+    Mutation(
+        "secret-of-the-early-start",
+        "node/preload/early_start.py",
+        "withheld = {secret, _DEFAULT_SECRET}",
+        "withheld: set[str] = set()",
+        ("unit/node/preload/test_early_start.py",),
+    ),
+    Mutation(
+        "a-mount-unavailable",
+        "node/diagnostics/checks/machine.py",
+        'return Finding(name, "fail", f"{type(error).__name__}: {error}", limit, advice)',
+        'return Finding(name, "ok", f"{type(error).__name__}: {error}", limit, advice)',
+        ("unit/node", "integration/node/diagnostics"),
+    ),
+    Mutation(
+        "restart-budget",
+        "node/failures/restart_policy.py",
+        "elif not free and charged > max_restarts:",
+        "elif not free and charged > max_restarts + 1:",
+        ("unit/node/failures/test_restart_policy.py",),
+    ),
+    Mutation(
+        "same-error-restarted",
+        "node/failures/restart_policy.py",
+        "    if earlier is not None:\n",
+        "    if earlier is not None and not conclusive:\n",
+        ("unit/node/failures/test_restart_policy.py",),
+    ),
+    Mutation(
+        "quarantine-ignored",
+        "node/rendezvous/state/member_selection.py",
+        "return limits.quarantine is not None and member.strikes >= limits.quarantine",
+        "return False",
+        ("unit/node/rendezvous/test_quarantine.py",),
+    ),
+    Mutation(
+        "hangs-never-found",
+        "node/hangs/detector.py",
+        "if waited <= limit:",
+        "if waited <= limit * 1e9:",
+        ("unit/node/hangs/test_detector.py",),
+    ),
+    Mutation(
+        "notice-ignored",
+        "node/agent/agent.py",
+        "            if self._preemption.noticed:\n                self._announce_leaving()\n",
+        "            if False:\n                self._announce_leaving()\n",
+        ("runs/test_notices.py",),
+    ),
+    Mutation(
+        "end-of-the-store-ignored",
+        "node/agent/agent.py",
+        "            if self._store.ended:\n                return self._store_ended()\n            if (gap",
+        "            if (gap",
+        (f"{RECOVERY}::test_a_killed_process_of_rank_0s_node_costs_no_step",),
+    ),
+    Mutation(
+        "a-client-without-the-key",
+        "ipc/authentication.py",
+        'if not hmac.compare_digest(proof, _proof(key, b"client", self._transcript)):',
+        'if len(proof) != len(_proof(key, b"client", self._transcript)):',
+        ("unit/ipc", "integration/node/attacks/test_hub.py"),
+    ),
+    Mutation(
+        "lost-work-counted-as-training",
+        "ledger/accounting.py",
+        '                line.draw(min(time, steps.ended), "lost work", number, cause)',
+        '                line.draw(min(time, steps.ended), "training", number)',
+        ("unit/ledger",),
+    ),
+    Mutation(
+        "replacement-budget",
+        "node/replacement/policy.py",
+        "if policy.budget is not None and spent >= policy.budget:",
+        "if policy.budget is not None and spent >= 2 * policy.budget:",
+        ("unit/node/replacement/test_policy.py",),
+    ),
+    Mutation(
+        "output-without-its-prefix",
+        "node/agent/worker_output.py",
+        '"".join(f"{self._prefix}{line}\\n" for line in lines)',
+        '"".join(f"{line}\\n" for line in lines)',
+        ("unit/node/agent/test_worker_output.py",),
+    ),
+)
+
+
+def run_tests(copy: Path, tests: tuple[str, ...]) -> bool:
+    """Run tests of the copy; return whether all of them pass."""
+    paths = [f"tests/{test}" for test in tests]
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "2", *paths]
+    environ = {**os.environ, "PYTHONPATH": str(copy / "src"), "CI": "true"}
+    done = subprocess.run(words, cwd=copy, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(
+            f"pytest ended with exit code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    return done.returncode == 0
+
+
+def main() -> int:
+    """Apply the mutations and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutations to apply, by default all")
+    parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a mutation first")
+    arguments = parser.parse_args()
+    chosen = [each for each in MUTATIONS if not arguments.names or each.name in arguments.names]
+    survivors = []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        copy = Path(folder)
+        for part in PARTS:
+            source = ROOT / part
+            if source.is_dir():
+                shutil.copytree(source, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(source, copy / part)
+        if not arguments.no_baseline:
+            tests = tuple(dict.fromkeys(test for each in chosen for test in each.tests))
+            if not run_tests(copy, tests):
+                print("The tests fail without any mutation.", file=sys.stderr)
+                return 2
+        for each in chosen:
+            path = copy / "src" / "azureml_elastic" / each.file
+            text = path.read_text()
+            if text.count(each.old) != 1:
+                raise ValueError(
+                    f"{each.name}: the text to replace occurs {text.count(each.old)} times in {each.file}."
+                )
+            start = time.monotonic()
+            path.write_text(text.replace(each.old, each.new))
+            survives = run_tests(copy, each.tests)
+            path.write_text(text)
+            survivors += [each.name] if survives else []
+            print(
+                f"{'SURVIVES' if survives else 'noticed':9} {each.name} ({time.monotonic() - start:.0f} s)", flush=True
+            )
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations are noticed.")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
