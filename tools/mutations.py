@@ -1,8 +1,8 @@
 """Break behaviours that are guaranteed, one at a time, and verify that the tests notice each.
 
-``python tools/mutations.py [NAME ...]`` works on a copy of the tree. For each mutation it runs the tests that shall notice
-it, all of which ``python -m nox`` runs, too. The exit code is 1 where a mutation survives, and 2 where the tests fail
-without any.
+``python tools/mutations.py [NAME ...]`` works on a copy of the tree. For each mutation it runs the tests that shall
+notice it, all of which ``python -m nox`` runs, too. The exit code is 1 where a mutation survives, and 2 where the tests
+fail without any.
 """
 
 from __future__ import annotations
