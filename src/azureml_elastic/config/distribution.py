@@ -179,7 +179,9 @@ class ElasticDistribution(ConfigModel):
     stop_timeout: Duration = timedelta(seconds=5)
     min_round_duration: Duration = timedelta(minutes=5)
     preemption: PreemptionPolicy = PreemptionPolicy()
-    hang_timeout: PositiveDuration | Literal["auto"] | None = "auto"
+    # In the order of CheckpointPolicy.every: typing caches unions without regard to their order, so the module that is
+    # imported first would decide that of the error messages of both.
+    hang_timeout: Literal["auto"] | PositiveDuration | None = "auto"
     hang_timeout_floor: PositiveDuration = timedelta(minutes=5)
     health: HealthPolicy = HealthPolicy()
     rendezvous: TableRendezvous = TableRendezvous()
