@@ -54,6 +54,9 @@ _LOG = logging.getLogger(__name__)
 _SETTLE_SECONDS = 0.5
 """How long a failed worker's agent waits for the news that another node is the cause."""
 
+_ANNOUNCEMENT_SECONDS = 1.0
+"""How long a node whose workers make their imports themselves waits for the announcements of others."""
+
 _CLOSING_SECONDS = 2.0
 """How long rank 0's node has to mark the end of the run before another one does."""
 
@@ -150,9 +153,7 @@ class NodeAgent:
             InterruptedError: this node must leave while it waits for a round.
         """
         try:
-            round_ = self._rdzv.read_round()
-            if round_.number > 1 or round_.state == "sealed":
-                self._group.warm_up(self._rdzv.given_up, settle=round_.state == "sealed")
+            self._get_ready_to_join()
             self._recorder.record(NodeReady, 0)
             while True:
                 if self._group.stays:
@@ -166,6 +167,19 @@ class NodeAgent:
             self._workers.begin_stopping()
             self._workers.finish_stopping()
             self._store.close()
+
+    def _get_ready_to_join(self) -> None:
+        """Wait until this node's workers could start, or for a while."""
+        round_ = self._rdzv.read_round()
+        if round_.number > 1 or round_.state == "sealed":
+            self._group.warm_up(self._rdzv.given_up, settle=round_.state == "sealed")
+        elif self._plan.resources.max_instance_count > 1:
+            # A round that is sealed before its workers can start begins no earlier, but without the nodes that come a
+            # moment later: each of them has announced itself by then, and the first round waits for these.
+            if self._workers.is_preloaded:
+                self._group.warm_up(self._rdzv.given_up, settle=False)
+            else:
+                self._rdzv.wake.wait(_ANNOUNCEMENT_SECONDS)
 
     # --- into a round ------------------------------------------------------------------------------------------------
 

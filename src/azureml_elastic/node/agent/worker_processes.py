@@ -89,6 +89,11 @@ class Workers:
         return server if server is not None and server.wait_ready(left) else None
 
     @property
+    def is_preloaded(self) -> bool:
+        """Whether a preload server makes the script's imports."""
+        return self._preload_server is not None
+
+    @property
     def ready(self) -> bool:
         """Whether new workers would start with the script's imports."""
         return self._preload_server is None or self._preload_server.ready
