@@ -66,7 +66,7 @@ def test_a_sharded_loop_continues_from_its_last_snapshot(tmp_path):
     by_loss = [steps for reason, steps in trained_again(report) if reason.startswith("lost ")]
     agreed = [steps for reason, steps in trained_again(report) if not reason.startswith("lost ")]
     assert by_loss[0] <= 5, "the step of the loss, and those whose snapshots were on their way"
-    # Rank 0's agent may see the end of the connection of the node that leaves before it sees that its own workers stopped.
+    # Rank 0's agent may see that the node that leaves has disconnected before it sees that its own workers stopped.
     assert all(steps <= 0 for steps in (*by_loss[1:], *agreed)), "no step is lost at an arrival or a notice"
 
 
