@@ -48,7 +48,7 @@ MUTATIONS = (
         "node/rendezvous/hub/hub.py",
         "silent = [name for name, link in self._members.items() if silence(link.last_received) > timeout]",
         "silent: list[str] = []",
-        (f"{RECOVERY}::test_a_frozen_node_costs_no_step_and_comes_back",),
+        ("unit/node/rendezvous",),
     ),
     Mutation(
         "two-seals",
@@ -222,7 +222,8 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> bool:
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "2", *paths]
     environ = {**os.environ, "PYTHONPATH": str(copy / "src"), "CI": "true"}
     done = subprocess.run(words, cwd=copy, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):
+    # 2: interrupted, as by -x with several processes.
+    if done.returncode not in (0, 1) and not (done.returncode == 2 and "stopping after 1 failures" in done.stdout):  # noqa: PLR2004
         raise RuntimeError(
             f"pytest ended with exit code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )

@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# Modules beside the tests it would not find.
-CONTEXT.set_forkserver_preload(["torch.distributed", "azureml_elastic.train", "torch._dynamo"])
+_PRELOADED = ("torch.distributed", "azureml_elastic.train", "torch._dynamo")
+CONTEXT.set_forkserver_preload(list(_PRELOADED))
 TIMEOUT_S = 60.0
 
 
@@ -27,6 +27,11 @@ class Outcome:
     code: int | None
     value: Any
     error: str | None
+
+
+def preload(*modules: str) -> None:
+    """Have the server import these modules, too, before it forks the first process; only installed ones."""
+    CONTEXT.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 def _child(pipe, environment, function, args):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 
+from azureml_elastic.node.preload.import_loader import LATER_OF_PACKAGES
+from tests.support import worlds
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 if "DEEPSPEED_TESTS" not in os.environ:
@@ -13,3 +16,4 @@ else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # older releases make use of what torch has deprecated
         import deepspeed  # noqa: F401
+    worlds.preload("deepspeed", *LATER_OF_PACKAGES["deepspeed"])  # or each rank imports it, for 4 s
