@@ -236,7 +236,7 @@ def stacks(session: nox.Session) -> None:
     extras = ("node", "transformers", "accelerate", "lightning")
     # Lightning is published under two names.
     install_wheel(session, *extras, groups=("test", "samples"), others=("pytorch-lightning",))
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", *PARALLEL[2:])), "tests/stacks")
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "3", *PARALLEL[2:])), "tests/stacks")
 
 
 @nox.session(tags=[FULL])
@@ -269,7 +269,7 @@ def run_deepspeed_tests(session: nox.Session, version: str) -> None:
     session.run("python", "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()", env=env)
     files = ("integration/deepspeed", "stacks/test_deepspeed.py", "unit/train/integrations", "unit/node/preload")
     paths = [f"tests/{file}" for file in files]
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), *paths, env=env)
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "3")), *paths, env=env)
 
 
 @nox.session
