@@ -77,7 +77,8 @@ MUTATIONS = (
         "cursor-off-by-one",
         "train/data/sampling.py",
         "return range(consumed, max(consumed, min(consumed + size, self.trained(consumed, size))))",
-        "return range(consumed, max(consumed, min(consumed + size + 1, self.trained(consumed, size))))",
+        "consumed += bool(consumed)\n"
+        "        return range(consumed, max(consumed, min(consumed + size, self.trained(consumed, size))))",
         ("unit/train/data/test_sampling.py",),
     ),
     Mutation(
