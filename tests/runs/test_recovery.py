@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
 
 import psutil
 import pytest
@@ -21,6 +23,7 @@ from tests.support.paths import PROGRAMS
 from tests.support.whole_runs import GATHERING, after_gathering, workers_at_step
 
 PROGRAM = str(PROGRAMS / "chaos_train.py")
+TO_THE_FAULT = (PROGRAM, "--epochs", "5", "--fault-at")
 
 both = pytest.mark.parametrize("recovery", ["restart", "in_process"])
 
@@ -50,7 +53,7 @@ def assert_nothing_lost(report):
 
 @both
 def test_a_killed_node_costs_no_step(tmp_path, recovery):
-    report = cluster(tmp_path, recovery, "kill=rank0@step:25").run([PROGRAM, "--epochs", "5", "--gather", "3"])
+    report = cluster(tmp_path, recovery, "kill=rank0@step:25").run([*TO_THE_FAULT, "25", "--gather", "3"])
     assert_nothing_lost(report)
     assert after_gathering(report, 3) == (3, 2)
     assert report.recoveries[-1].lost == report.faults[0].nodes
@@ -65,7 +68,7 @@ def test_a_killed_node_costs_no_step(tmp_path, recovery):
 @pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=pytest.mark.chaos)])
 @both
 def test_a_frozen_node_costs_no_step_and_comes_back(tmp_path, recovery, seconds):
-    arguments = [PROGRAM, "--epochs", "5", "--full", "2"]
+    arguments = [*TO_THE_FAULT, "25", "--full", "2"]
     freeze = f"freeze=rank0@step:25/{seconds}s"
     report = cluster(tmp_path, recovery, freeze, nodes=(1, 2)).run(arguments)
     assert_nothing_lost(report)
@@ -84,14 +87,13 @@ def test_a_newcomer_costs_no_step(tmp_path, recovery):
 @both
 def test_a_killed_worker_costs_no_step(tmp_path, recovery):
     running = cluster(tmp_path, recovery, nodes=(1, 2))
-    killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 25))
-    killer.start()
-    report = running.run([PROGRAM, "--epochs", "5", "--full", "2"])
-    killer.join()
+    with meanwhile(kill_a_worker, tmp_path / "run" / "events", 25):
+        report = running.run([*TO_THE_FAULT, "25", "--full", "2"])
     assert_nothing_lost(report)
     failures = [event for event in EventReader(report.paths.events).read() if isinstance(event, WorkerFailed)]
     assert [(event.exit_code, event.failure_kind) for event in failures] == [(128 + signal.SIGKILL, "killed")]
-    assert after_gathering(report, 2) == ((2,) if recovery == "restart" else (2, 1, 2))
+    # A worker that stays goes on alone, unless the other node's is back before its next step.
+    assert after_gathering(report, 2) in ([(2,)] if recovery == "restart" else [(2,), (2, 1, 2)])
 
 
 def processes_of_rank_0(events: Path, step: int) -> dict[str, int]:
@@ -122,10 +124,8 @@ def listens(process: psutil.Process) -> bool:
 def test_a_killed_process_of_rank_0s_node_costs_no_step(tmp_path, victim, recovery, start):
     running = cluster(tmp_path, recovery, nodes=(1, 2), start=start)
     events = tmp_path / "run" / "events"
-    killer = Thread(target=lambda: os.kill(processes_of_rank_0(events, 25)[victim], signal.SIGKILL))
-    killer.start()
-    report = running.run([PROGRAM, "--epochs", "5", "--gather", "2"])
-    killer.join()
+    with meanwhile(lambda: os.kill(processes_of_rank_0(events, 25)[victim], signal.SIGKILL)):
+        report = running.run([*TO_THE_FAULT, "25", "--gather", "2"])
     assert_nothing_lost(report)
     assert len(report.rounds) > 1
     found = EventReader(report.paths.events).read()
@@ -145,10 +145,8 @@ def test_a_killed_process_of_rank_0s_node_costs_no_step(tmp_path, victim, recove
 
 def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
     running = cluster(tmp_path, "in_process", nodes=(1, 2), handover_s=60, processes_per_node=2)
-    killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 25))
-    killer.start()
-    report = running.run([PROGRAM, "--epochs", "5", "--full", "4"])
-    killer.join()
+    with meanwhile(kill_a_worker, tmp_path / "run" / "events", 25):
+        report = running.run([*TO_THE_FAULT, "25", "--full", "4"])
     assert_nothing_lost(report)
     assert after_gathering(report, 4) == (4, 2, 4)
     first, second, _ = report.rounds[-3:]
@@ -157,6 +155,15 @@ def test_neighbours_of_a_killed_worker_hold_nobody_up(tmp_path):
     last = max(event.time for event in steps if event.round == first.number)
     # Workers that say nothing are given up after a minute here.
     assert min(event.time for event in steps if event.round == second.number) - last < 30
+
+
+@contextmanager
+def meanwhile(function: Callable[..., None], *arguments: object) -> Iterator[None]:
+    """Call a function in a thread beside the block, and raise what it has raised."""
+    with ThreadPoolExecutor(1) as threads:
+        called = threads.submit(function, *arguments)
+        yield
+        called.result()
 
 
 def kill_a_worker(events: Path, step: int, node: str = "node-1") -> None:
@@ -168,7 +175,7 @@ def kill_a_worker(events: Path, step: int, node: str = "node-1") -> None:
 def test_sharded_state_goes_on_from_the_newest_copy_in_memory(tmp_path, victim):
     """No worker has all of it: with a node its share is gone, but for the copy on another node."""
     run = cluster(tmp_path, "restart", f"kill={victim}@step:47", checkpoint_steps=1000, snapshot_steps=5)
-    report = run.run([PROGRAM, "--sharded", "--ballast", "8", "--epochs", "5", "--gather", "3"])
+    report = run.run([*TO_THE_FAULT, "47", "--sharded", "--ballast", "8", "--gather", "3"])
     assert after_gathering(report, 3) == (3, 2)
     assert_goes_on_from_memory(report)
 
@@ -177,10 +184,8 @@ def test_sharded_state_goes_on_from_the_newest_copy_in_memory(tmp_path, victim):
 def test_a_lone_workers_state_outlives_it(tmp_path, arguments):
     """It is killed, with all that it had in mind; the agent has its copies."""
     running = cluster(tmp_path, "restart", nodes=(1, 1), checkpoint_steps=1000, snapshot_steps=5)
-    killer = Thread(target=kill_a_worker, args=(tmp_path / "run" / "events", 47, "node-0"))
-    killer.start()
-    report = running.run([PROGRAM, "--ballast", "8", "--epochs", "5", *arguments])
-    killer.join()
+    with meanwhile(kill_a_worker, tmp_path / "run" / "events", 47, "node-0"):
+        report = running.run([*TO_THE_FAULT, "47", "--ballast", "8", *arguments])
     assert_goes_on_from_memory(report)
 
 
@@ -188,7 +193,7 @@ def test_a_lone_nodes_state_outlives_its_agent(tmp_path):
     """It is started again on the same machine, whose disk has the copies."""
     options = {"checkpoint_steps": 1000, "snapshot_steps": 5, "snapshot_path": tmp_path / "disk"}
     run = cluster(tmp_path, "restart", "kill=node-0@step:47,add@step:47", nodes=(1, 1), **options)
-    assert_goes_on_from_memory(run.run([PROGRAM, "--sharded", "--ballast", "8", "--epochs", "5"]))
+    assert_goes_on_from_memory(run.run([*TO_THE_FAULT, "47", "--sharded", "--ballast", "8"]))
     assert not list((tmp_path / "disk").glob("*/*"))
 
 

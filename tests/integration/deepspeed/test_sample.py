@@ -12,11 +12,13 @@ from tests.support.paths import SAMPLES
 from tests.support.whole_runs import GATHERING
 
 SAMPLE = SAMPLES / "deepspeed_zero.py"
+SLOWLY = (str(SAMPLE), "--epochs", "6", "--step-delay", "0.1")
+"""It trains for 10 s after the step of the loss, which a busy machine may notice late."""
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_lost_node_costs_a_few_steps(stage, tmp_path):
-    chaos = parse_schedule("kill=node-1@step:32")
+    chaos = parse_schedule("kill=node-1@step:22")
     distribution = ElasticDistribution(rendezvous=GATHERING)
     options = {
         "start": forked_with(SAMPLE),
@@ -25,7 +27,7 @@ def test_a_lost_node_costs_a_few_steps(stage, tmp_path):
         "timeout_s": 150,
         "distribution": distribution,
     }
-    report = LocalCluster((1, 2), chaos=chaos, **options).run([str(SAMPLE), "--stage", stage, "--step-delay", "0.1"])
+    report = LocalCluster((1, 2), chaos=chaos, **options).run([*SLOWLY, "--stage", stage])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert report.audit.complete, report.audit
     before, after = report.rounds[-2:]
