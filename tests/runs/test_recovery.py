@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -108,7 +108,9 @@ def processes_of_rank_0(events: Path, step: int) -> dict[str, int]:
 
 
 def listens(process: psutil.Process) -> bool:
-    return any(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("tcp"))
+    with suppress(psutil.NoSuchProcess):  # a fork that tries an import, for instance
+        return any(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("tcp"))
+    return False
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ from azureml_elastic.local.view import View
 __all__ = ["Launch"]
 
 _POLL_S = 0.03
+_ENDING_S = 1.0
+"""Time in which the processes of an agent that was killed end by themselves: those of a preload server may be in the
+middle of an import."""
 
 
 @dataclass(order=True)
@@ -200,7 +203,7 @@ class Launch:
             if code is not None and node.exit_code is None:
                 node.exit_code, node.ended = code, time.time()
                 # As with a lost machine, no process of the node stays.
-                left = node.process.kill()
+                left = node.process.kill(_ENDING_S)
                 node.leftovers = 0 if node.forced == "killed" else left
                 exited = "finished" if code == 0 else f"exited with {code}"
                 self._board.set_state(node.name, node.forced or exited, alive=False)

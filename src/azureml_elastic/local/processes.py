@@ -85,8 +85,15 @@ class NodeProcess:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
 
-    def kill(self) -> int:
-        """Kill all processes of the tree and return how many there were."""
+    def kill(self, grace_s: float = 0.0) -> int:
+        """Kill all processes of the tree and return how many there were.
+
+        Args:
+            grace_s: time that the processes have to end by themselves.
+        """
+        limit = time.monotonic() + grace_s
+        while time.monotonic() < limit and self.tree():
+            time.sleep(0.005)
         ended = _end_tree(self.tree)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.agent.wait(_END_TIMEOUT_S)
