@@ -6,7 +6,8 @@ It is started as ``python <options> -c <OUTERMOST> <descriptor> <excluded> <kind
     agent:  {"op": "begin"}                              with a descriptor: the workers' environment as JSON
     agent:  {"op": "fork", "id": 7, "folder": "/home"}   with three descriptors: start as JSON, stdout, stderr
     agent:  {"op": "store", "id": 7, "host": "10.0.0.4", "port": 29400}   with two: listening socket, control connection
-    server: {"op": "started", "id": 7, "pid": 4711}  or  {"op": "declined", "id": 7, "reason": "..."}
+    server: {"op": "started", "id": 7, "pid": 4711}  or  {"op": "serving", "id": 7, "pid": 4711}  for a store,
+            or  {"op": "declined", "id": 7, "reason": "..."}
     server: {"op": "ended", "pid": 4711, "code": -9}     the worker stays a zombie, which reserves its id, until
     agent:  {"op": "reap", "pid": 4711}
     server: {"op": "ready", "seconds": 2.1, "imports": 12, "excluded": {}}  or  {"op": "unsafe", "reason": "..."}
@@ -323,7 +324,7 @@ class _Server:
             finally:
                 os._exit(1)
         self._stores.add(child)
-        self._send(op="started", id=request["id"], pid=child)
+        self._send(op="serving", id=request["id"], pid=child)
 
     def _decline(self, request: dict[str, Any], reason: str) -> None:
         self._send(op="declined", id=request["id"], reason=reason)

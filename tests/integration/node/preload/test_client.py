@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from azureml_elastic.config.command.program import Program
+from azureml_elastic.node.preload import client
 from azureml_elastic.node.preload.client import ForkRefused, PreloadServer
 from azureml_elastic.node.preload.fork_safety import open_devices
 from tests.support.paths import ROOT, SUPPORT
@@ -57,6 +60,21 @@ def test_many_forks_in_a_row(server, tmp_path):
         assert worker.poll() == worker.returncode == 7
     print(f"20 forks: median {sorted(seconds)[10] * 1000:.0f} ms, slowest {max(seconds) * 1000:.0f} ms")
     assert server.ready
+
+
+def test_the_id_of_an_ended_store_is_nobodys(monkeypatch):
+    """The kernel may give it to another process, which the end of a preload server must not kill."""
+    with contextlib.closing(preload_server(PROBE)) as process:
+        assert process.wait_ready(120), process.refusal
+        ours, theirs = socket.socketpair()
+        with socket.create_server(("127.0.0.1", 0)) as listener, theirs:
+            port = listener.getsockname()[1]
+            assert process.fork_store("127.0.0.1", port, listener.fileno(), theirs.fileno())
+        ours.close()
+        ended = []
+        monkeypatch.setattr(client, "_end_orphan", lambda pid, _until: ended.append(pid))
+        process.close()
+    assert ended == []
 
 
 def test_exit_codes_are_kept_until_they_are_read(server, tmp_path):
