@@ -25,7 +25,9 @@ DEEPSPEED = "0.19.8"
 OLDEST_DEEPSPEED = "0.16.9"
 OLDEST_TRANSFORMERS = "4.57.6"
 LONG = ("-o", "test_cpu_limit=1800", "-o", "test_wait_limit=1800")
-PARALLEL = ("-n", "4", "--dist", "loadgroup", "--no-loadscope-reorder")
+GROUPED = ("--dist", "loadgroup", "--no-loadscope-reorder")
+"""Tests that share what a module sets up run in one process."""
+TWO, THREE, FOUR = (("-n", str(number), *GROUPED) for number in (2, 3, 4))
 SDK_USERS = (
     "compilation",
     "conversion",
@@ -162,7 +164,7 @@ def tests(session: nox.Session) -> None:
     """Run all tests against the installed wheel."""
     install_wheel(session, "all", groups=("test", "integrations", "notebooks"))
     # Most of the time is spent waiting for processes to start and to die, so more run at once than there are cores.
-    session.run("python", "-m", "pytest", *(session.posargs or (*PARALLEL, "--ignore=tests/stacks")))
+    session.run("python", "-m", "pytest", *(session.posargs or (*FOUR, "--ignore=tests/stacks")))
 
 
 @nox.session(tags=[FULL])
@@ -182,7 +184,7 @@ def chaos(session: nox.Session) -> None:
     )
     files += ("runs/test_recovery.py::test_a_frozen_node_costs_no_step_and_comes_back",)
     files += ("integration/checkpoint/test_damage.py", "integration/node/attacks/test_flood.py")
-    arguments = session.posargs or PARALLEL
+    arguments = session.posargs or FOUR
     paths = [f"tests/{file}" for file in files]
     session.run("python", "-m", "pytest", "-m", "", *arguments, *LONG, *paths, env=many)
 
@@ -194,7 +196,7 @@ def attack(session: nox.Session) -> None:
     Hubs get them from processes with and without the run's key.
     """
     install_wheel(session, "all", groups=("test",))
-    arguments = session.posargs or ("-n", "2")
+    arguments = session.posargs or TWO
     env = {"ATTACK_MESSAGES": "100000"}
     files = ("node/attacks", "node/test_shard_transfer.py", "testing/test_attacks.py", "local/test_random_requests.py")
     paths = [f"tests/integration/{file}" for file in files]
@@ -236,7 +238,7 @@ def stacks(session: nox.Session) -> None:
     extras = ("node", "transformers", "accelerate", "lightning")
     # Lightning is published under two names.
     install_wheel(session, *extras, groups=("test", "samples"), others=("pytorch-lightning",))
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "3", *PARALLEL[2:])), "tests/stacks")
+    session.run("python", "-m", "pytest", *(session.posargs or THREE), "tests/stacks")
 
 
 @nox.session(tags=[FULL])
@@ -244,7 +246,7 @@ def stacks_oldest(session: nox.Session) -> None:
     """Run stock scripts of the stacks' oldest supported releases."""
     install_wheel(session, "node", "transformers", groups=("test",))
     install(session, f"transformers=={OLDEST_TRANSFORMERS}", constraints=None)  # it needs older dependencies, too
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/stacks/test_transformers.py")
+    session.run("python", "-m", "pytest", *(session.posargs or TWO), "tests/stacks/test_transformers.py")
 
 
 @nox.session
@@ -255,7 +257,7 @@ def oldest_sdk(session: nox.Session) -> None:
     lines = CONSTRAINTS.read_text().splitlines(keepends=True)
     others.write_text("".join(line for line in lines if not line.startswith("azure-ai-ml==")))
     install(session, f"azure-ai-ml=={OLDEST_SDK}", constraints=others)
-    arguments = session.posargs or PARALLEL
+    arguments = session.posargs or FOUR
     session.run("python", "-m", "pytest", *arguments, *(f"tests/{path}" for path in SDK_TESTS))
 
 
@@ -269,7 +271,7 @@ def run_deepspeed_tests(session: nox.Session, version: str) -> None:
     session.run("python", "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()", env=env)
     files = ("integration/deepspeed", "stacks/test_deepspeed.py", "unit/train/integrations", "unit/node/preload")
     paths = [f"tests/{file}" for file in files]
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "3")), *paths, env=env)
+    session.run("python", "-m", "pytest", *(session.posargs or THREE), *paths, env=env)
 
 
 @nox.session
@@ -289,7 +291,7 @@ def run_engine_tests(session: nox.Session, *frameworks: str, deselected: tuple[s
     files = [f"runs/test_{framework}.py" for framework in frameworks]
     files += ["integration/engines", "integration/testing/test_engines.py", "integration/testing/test_horovod_job.py"]
     paths = [f"tests/{file}" for file in files] + [f"--deselect=tests/{test}" for test in deselected]
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), *paths, env=SHORT_PATHS)
+    session.run("python", "-m", "pytest", *(session.posargs or TWO), *paths, env=SHORT_PATHS)
 
 
 @nox.session
@@ -307,7 +309,7 @@ def engine_samples(session: nox.Session) -> None:
     """Run the samples of Dask and Ray, which cost as much as half of the engines' other tests."""
     install_wheel(session, "all", "dask", "ray", groups=("test",))
     paths = [f"tests/{test}" for test in ENGINE_SAMPLES]
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), *paths, env=SHORT_PATHS)
+    session.run("python", "-m", "pytest", *(session.posargs or TWO), *paths, env=SHORT_PATHS)
 
 
 @nox.session(tags=[FULL])
@@ -345,7 +347,7 @@ def quick(session: nox.Session) -> None:
     install_wheel(session, "all", groups=("test", "integrations", "lint"))
     check_style(session)
     # Unit tests wait for nothing, so more processes than cores would only import and collect once more each.
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2")), "tests/unit")
+    session.run("python", "-m", "pytest", *(session.posargs or TWO), "tests/unit")
 
 
 @nox.session

@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         fixtures = item._fixtureinfo.name2fixturedefs.values()
         if any(definitions[-1].scope == "module" for definitions in fixtures):
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}/{item.path.stem}"))
 
 
 def pytest_collection_finish():
