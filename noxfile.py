@@ -57,6 +57,7 @@ ENGINE_SAMPLES = (
     "runs/test_dask.py::test_the_sample_searches_on_all_nodes",
     "runs/test_ray.py::test_the_sample_goes_on_from_its_checkpoint_when_the_heads_node_is_lost",
 )
+T5_SAMPLE = "stacks/test_t5_summarization.py"
 CONSTRAINTS = Path(__file__).parent / "constraints.txt"
 
 # uv compiles no bytecode: Python writes that of the modules it imports, instead of a minute of CPU for all of them.
@@ -237,8 +238,15 @@ def stacks(session: nox.Session) -> None:
     """Run stock scripts of training stacks under faults: a node's loss, an arrival and a preemption with notice."""
     extras = ("node", "transformers", "accelerate", "lightning")
     # Lightning is published under two names.
-    install_wheel(session, *extras, groups=("test", "samples"), others=("pytorch-lightning",))
-    session.run("python", "-m", "pytest", *(session.posargs or THREE), "tests/stacks")
+    install_wheel(session, *extras, groups=("test",), others=("pytorch-lightning",))
+    session.run("python", "-m", "pytest", *(session.posargs or THREE), "tests/stacks", f"--ignore=tests/{T5_SAMPLE}")
+
+
+@nox.session(tags=[FULL])
+def t5_sample(session: nox.Session) -> None:
+    """Run the T5 sample, which costs as much as a fifth of the stacks' tests and is a Trainer's script as theirs."""
+    install_wheel(session, "node", "transformers", groups=("test", "samples"))
+    session.run("python", "-m", "pytest", *session.posargs, f"tests/{T5_SAMPLE}")
 
 
 @nox.session(tags=[FULL])
@@ -269,8 +277,7 @@ def run_deepspeed_tests(session: nox.Session, version: str) -> None:
     env = {"DEEPSPEED_TESTS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions)}
     # It compiles a part of itself when it is first used: here, outside of the tests' time limits.
     session.run("python", "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()", env=env)
-    files = ("integration/deepspeed", "stacks/test_deepspeed.py", "unit/train/integrations", "unit/node/preload")
-    paths = [f"tests/{file}" for file in files]
+    paths = ("tests/integration/deepspeed", "tests/stacks/test_deepspeed.py")
     session.run("python", "-m", "pytest", *(session.posargs or THREE), *paths, env=env)
 
 

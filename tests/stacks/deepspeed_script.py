@@ -19,6 +19,7 @@ parser.add_argument("--folder", type=Path)
 parser.add_argument("--stage", type=int, default=2)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--samples", type=int, default=1000)
 parser.add_argument("--pause", type=float, default=0.03)
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--own-loader", action="store_true", help="a DataLoader with a DistributedSampler")
@@ -51,7 +52,7 @@ def record(**line):
 torch.manual_seed(0)
 torch.set_num_threads(1)
 deepspeed.init_distributed()
-dataset = Points(1000)
+dataset = Points(options.samples)
 model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(options.dropout), nn.ReLU(), nn.Linear(32, 2))
 config = {
     "train_micro_batch_size_per_gpu": 8,

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
 parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--samples", type=int, default=1000)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--pause", type=float, default=0.03)
 parser.add_argument("--dropout", type=float, default=0.1)
@@ -90,7 +91,9 @@ trainer = pl.Trainer(
     enable_model_summary=False,
 )
 model = Classifier()
-trainer.fit(model, DataLoader(Points(1000), batch_size=8, shuffle=True), DataLoader(Points(100), batch_size=16))
+trainer.fit(
+    model, DataLoader(Points(options.samples), batch_size=8, shuffle=True), DataLoader(Points(100), batch_size=16)
+)
 if trainer.is_global_zero:
     torch.save(model.state_dict(), options.folder / "model.pt")
     lines = [json.loads(line) for file in options.folder.glob("steps.*") for line in file.read_text().splitlines()]

@@ -54,8 +54,8 @@ def seen(run):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return run_stock(SCRIPT, tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
+def undisturbed(run_script, tmp_path_factory):
+    return run_script(tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
 
 
 def test_each_sample_is_trained_once_an_epoch(undisturbed):
@@ -70,9 +70,9 @@ def test_the_schedule_is_that_of_a_run_without_this_library(undisturbed):
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, resumes):
+def test_a_run_with_faults_is_the_same_training(run_script, tmp_path, undisturbed, resumes):
     """So it is with a script that continues from the folders of its own, and with one that begins anew."""
-    run = run_stock(SCRIPT, tmp_path / "run", *(["--resume"] if resumes else []), chaos=FAULTS)
+    run = run_script(tmp_path / "run", *(["--resume"] if resumes else []), chaos=FAULTS)
     report = run.report
     assert report.audit.complete, report.audit
     assert not report.missed_faults
@@ -87,8 +87,8 @@ def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, resumes):
     assert set(run.record["accuracies"].values()) <= {share / 100 for share in range(90, 101)}
 
 
-def test_a_worker_is_lost_in_an_evaluation(tmp_path, undisturbed):
-    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", "--die-in-evaluation")
+def test_a_worker_is_lost_in_an_evaluation(run_script, tmp_path, undisturbed):
+    run = run_script(tmp_path / "run", "--pause", "0", "--die-in-evaluation")
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps == 0
     restored = restored_steps(read_events(run.report.paths.run_dir / "events"))
@@ -97,22 +97,27 @@ def test_a_worker_is_lost_in_an_evaluation(tmp_path, undisturbed):
     assert set(run.record["accuracies"]) == {"0", "1", "2"}
 
 
-@pytest.mark.parametrize("preload", [True, False], ids=["forked workers", "plain workers"])
-def test_nodes_that_their_command_starts(tmp_path, preload):
+def test_nodes_that_their_command_starts(tmp_path):
     faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33"}
-    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", start="command", preload=preload, **faults)
+    run = run_stock(SCRIPT, tmp_path / "run", "--pause", "0", start="command", **faults)
     assert run.report.audit.complete, run.report.audit
     assert run.report.last_step == EPOCHS * 63
 
 
-def test_in_process_recovery_falls_back_to_a_restart(tmp_path):
+def test_workers_that_no_preload_server_forks(run_script, tmp_path):
+    run = run_script(tmp_path / "run", "--pause", "0", "--epochs", "1", preload=False, nodes=(2, 2))
+    assert run.report.audit.complete, run.report.audit
+    assert run.report.last_step == 63
+
+
+def test_in_process_recovery_falls_back_to_a_restart(run_script, tmp_path):
     """A stack has no session that could go on; for all stacks the same decides, ``keeps_processes``."""
-    assert_in_process_recovery_is_a_restart(SCRIPT, tmp_path / "run", nodes=(1, 2), chaos="kill=rank0@step:33")
+    assert_in_process_recovery_is_a_restart(run_script, tmp_path / "run", nodes=(1, 2), chaos="kill=rank0@step:33")
 
 
 @pytest.mark.parametrize("style", [[], ["--by-hand"]], ids=["accumulate", "by hand"])
-def test_accumulated_gradients(tmp_path, style):
-    run = run_stock(SCRIPT, tmp_path / "run", "--accumulate", "2", "--epochs", "5", *style, chaos=FAULTS)
+def test_accumulated_gradients(run_script, tmp_path, style):
+    run = run_script(tmp_path / "run", "--accumulate", "2", "--epochs", "5", *style, chaos=FAULTS)
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps == 0
     assert run.report.last_step == 5 * 21
@@ -120,6 +125,6 @@ def test_accumulated_gradients(tmp_path, style):
 
 
 @pytest.mark.parametrize("accumulate", ["1", "2"])
-def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
+def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulate):
     """Shares of unequal size and ranks without samples count by their samples."""
-    assert_weights_do_not_depend_on_the_world_size(SCRIPT, tmp_path, "--accumulate", accumulate)
+    assert_weights_do_not_depend_on_the_world_size(run_script, tmp_path, "--accumulate", accumulate)

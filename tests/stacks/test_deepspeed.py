@@ -38,8 +38,8 @@ def seen(run):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return run_stock(SCRIPT, tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
+def undisturbed(run_script, tmp_path_factory):
+    return run_script(tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
 
 
 def test_each_sample_is_trained_once_an_epoch(undisturbed):
@@ -54,9 +54,9 @@ def test_each_sample_is_trained_once_an_epoch(undisturbed):
     [("2", []), ("3", []), ("2", ["--own-loader"])],
     ids=["ZeRO 2", "ZeRO 3", "loader of the script"],
 )
-def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, stage, loader):
+def test_a_run_with_faults_is_the_same_training(run_script, tmp_path, undisturbed, stage, loader):
     """Each rank holds a part of the state: what was trained since the last snapshot in memory is trained again."""
-    run = run_stock(SCRIPT, tmp_path / "run", "--stage", stage, *loader, chaos=FAULTS, snapshot_steps=1)
+    run = run_script(tmp_path / "run", "--stage", stage, *loader, chaos=FAULTS, snapshot_steps=1)
     report = run.report
     assert report.audit.complete, report.audit
     assert not report.missed_faults
@@ -67,6 +67,7 @@ def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed, stage, lo
     assert run.record["loss"] == pytest.approx(undisturbed.record["loss"], abs=0.05)
 
 
+@pytest.mark.xdist_group("DeepSpeed under the trainer")  # for whose nodes there is one server
 @pytest.mark.parametrize(("stage", "options"), [("2", {}), ("3", {"snapshot_steps": 1})])
 def test_trainer_with_a_deepspeed_configuration(tmp_path, stage, options):
     """Without snapshots in memory a lost node's run continues from the newest folder of the script."""
@@ -92,15 +93,15 @@ def test_accelerate_with_a_deepspeed_plugin(tmp_path):
 
 
 @pytest.mark.parametrize("skip", [[], ["--skip"]], ids=["", "passing over batches"])
-def test_a_script_that_continues_from_folders_of_its_own(tmp_path, undisturbed, skip):
+def test_a_script_that_continues_from_folders_of_its_own(run_script, tmp_path, undisturbed, skip):
     """A run of another stage continues from the folders of the first one; a lost node changes no counter."""
     folders = tmp_path / "folders"
     options = ("--resume", str(folders), "--save-every", "14", "--pause", "0", *skip)
-    first = run_stock(SCRIPT, tmp_path / "first", *options, "--epochs", "1", nodes=(3, 3))
+    first = run_script(tmp_path / "first", *options, "--epochs", "1", nodes=(3, 3))
     assert (first.record["steps"], first.record["global_steps"]) == (42, 42)
     assert (folders / "latest").read_text() == "global_step42"
     faults = {"chaos": "kill=rank0@step:64", "snapshot_steps": 1}
-    run = run_stock(SCRIPT, tmp_path / "second", *options, "--stage", "3", **faults)
+    run = run_script(tmp_path / "second", *options, "--stage", "3", **faults)
     assert run.report.rounds[0].restored_step == 42
     assert (run.record["steps"], run.record["global_steps"]) == (STEPS, STEPS)
     assert run.record["loss"] == pytest.approx(undisturbed.record["loss"], abs=0.05)
@@ -110,15 +111,20 @@ def test_a_script_that_continues_from_folders_of_its_own(tmp_path, undisturbed, 
 
 
 @pytest.mark.parametrize("accumulate", ["1", "2"])
-def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
+def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulate):
     """Shares of unequal size and ranks without samples count by their samples."""
-    assert_weights_do_not_depend_on_the_world_size(SCRIPT, tmp_path, "--accumulate", accumulate)
+    assert_weights_do_not_depend_on_the_world_size(run_script, tmp_path, "--accumulate", accumulate)
 
 
-@pytest.mark.parametrize("preload", [True, False], ids=["forked workers", "plain workers"])
-def test_nodes_that_their_command_starts(tmp_path, preload):
+def test_nodes_that_their_command_starts(tmp_path):
     faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33", "snapshot_steps": 1}
-    run = run_stock(SCRIPT, tmp_path / "run", start="command", preload=preload, **faults)
+    run = run_stock(SCRIPT, tmp_path / "run", start="command", **faults)
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps <= 5
     assert run.report.last_step == EPOCHS * 63
+
+
+def test_workers_that_no_preload_server_forks(run_script, tmp_path):
+    run = run_script(tmp_path / "run", "--pause", "0", "--epochs", "1", preload=False, nodes=(2, 2))
+    assert run.report.audit.complete, run.report.audit
+    assert run.report.last_step == 63

@@ -34,8 +34,8 @@ def rates(run):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return run_stock(SCRIPT, tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
+def undisturbed(run_script, tmp_path_factory):
+    return run_script(tmp_path_factory.mktemp("undisturbed") / "run", "--pause", "0")
 
 
 def test_each_sample_is_trained_once_an_epoch(undisturbed):
@@ -47,8 +47,8 @@ def test_each_sample_is_trained_once_an_epoch(undisturbed):
     assert rates(undisturbed) == pytest.approx({step: 1e-2 * (1 - step / STEPS) for step in range(STEPS)})
 
 
-def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed):
-    run = run_stock(SCRIPT, tmp_path / "run", chaos=FAULTS)
+def test_a_run_with_faults_is_the_same_training(run_script, tmp_path, undisturbed):
+    run = run_script(tmp_path / "run", chaos=FAULTS)
     report = run.report
     assert report.audit.complete, report.audit
     assert report.audit.rolled_back_steps == 0
@@ -60,28 +60,31 @@ def test_a_run_with_faults_is_the_same_training(tmp_path, undisturbed):
     assert run.record["loss"] == pytest.approx(undisturbed.record["loss"], abs=0.05)
 
 
-def test_a_node_is_lost_after_the_last_step_of_an_epoch(tmp_path):
-    run = run_stock(SCRIPT, tmp_path / "run", nodes=(1, 2), chaos="kill=rank0@step:63")
+def test_a_node_is_lost_after_the_last_step_of_an_epoch(run_script, tmp_path):
+    run = run_script(tmp_path / "run", nodes=(1, 2), chaos="kill=rank0@step:63")
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps == 0
     assert (run.record["steps"], run.record["epoch"]) == (EPOCHS * 63, EPOCHS)
 
 
 @pytest.mark.parametrize("accumulate", ["1", "2"])
-def test_weights_do_not_depend_on_the_world_size(tmp_path, accumulate):
+def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulate):
     """Shares of unequal size and ranks without samples count by their samples."""
-    assert_weights_do_not_depend_on_the_world_size(SCRIPT, tmp_path, "--accumulate", accumulate)
+    assert_weights_do_not_depend_on_the_world_size(run_script, tmp_path, "--accumulate", accumulate)
 
 
-@pytest.mark.parametrize(
-    ("package", "preload"), [("pytorch_lightning", True), ("lightning.pytorch", False)], ids=["forked", "plain"]
-)
-def test_nodes_that_their_command_starts(tmp_path, package, preload):
-    """Also with the package's other name, whose modules are attached to by the same functions."""
+def test_nodes_that_their_command_starts(tmp_path):
+    """With the package's other name, whose modules are attached to by the same functions."""
     script = tmp_path / SCRIPT.name
-    script.write_text(SCRIPT.read_text().replace("import lightning.pytorch as pl", f"import {package} as pl"))
+    script.write_text(SCRIPT.read_text().replace("import lightning.pytorch as pl", "import pytorch_lightning as pl"))
     faults = {"nodes": (1, 2), "chaos": "kill=rank0@step:33"}
-    run = run_stock(script, tmp_path / "run", "--pause", "0", start="command", preload=preload, **faults)
+    run = run_stock(script, tmp_path / "run", "--pause", "0", start="command", **faults)
     assert run.report.audit.complete, run.report.audit
     assert run.report.audit.rolled_back_steps == 0
     assert run.record["steps"] == EPOCHS * 63
+
+
+def test_workers_that_no_preload_server_forks(run_script, tmp_path):
+    run = run_script(tmp_path / "run", "--pause", "0", "--epochs", "1", preload=False, nodes=(2, 2))
+    assert run.report.audit.complete, run.report.audit
+    assert run.record["steps"] == 63

@@ -35,7 +35,8 @@ def train(folder: Path, *options: str, **cluster) -> Report:
         distribution=ElasticDistribution(rendezvous=GATHERING),
         **cluster,
     )
-    report = made.run([sys.executable, str(SAMPLE), "--max-iters", str(STEPS), "--pause", "0.03", *options])
+    small = ("--max-iters", str(STEPS), "--batch-size", "4", "--pause", "0.03")
+    report = made.run([sys.executable, str(SAMPLE), *small, *options])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert not report.missed_faults
     assert len(report.world_sizes) > 2

@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path)
 parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--samples", type=int, default=1000)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--pause", type=float, default=0.02)
 parser.add_argument("--loss", choices=["mean", "ignored", "divided"], default="mean")
@@ -96,7 +97,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     dataloader_pin_memory=False,
 )
-trainer = Trainer(model=model, args=arguments, train_dataset=Sentences(1000), eval_dataset=Sentences(100))
+trainer = Trainer(model=model, args=arguments, train_dataset=Sentences(options.samples), eval_dataset=Sentences(100))
 output = Path(arguments.output_dir)
 result = trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if output.is_dir() else None)
 if trainer.is_world_process_zero():

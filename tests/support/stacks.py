@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,15 +105,15 @@ def assert_same_rates(found: Mapping[int, float], expected: Mapping[int, float])
     assert found == pytest.approx({step: rate for step, rate in expected.items() if step not in missing}, abs=1e-9)
 
 
-def assert_in_process_recovery_is_a_restart(script: Path, folder: Path, **options: Any) -> None:
+def assert_in_process_recovery_is_a_restart(run_script: Callable[..., StockRun], folder: Path, **options: Any) -> None:
     """Run a script under faults with in-process recovery: new processes continue with the state in memory.
 
     Args:
-        script: script.
+        run_script: function that runs the script, as :func:`run_stock` does.
         folder: folder of the run.
         options: faults, and further options of the run.
     """
-    run = run_stock(script, folder, recovery="in_process", **options)
+    run = run_script(folder, recovery="in_process", **options)
     audit = run.report.audit
     assert audit is not None
     assert audit.complete, audit
@@ -124,11 +124,20 @@ def assert_in_process_recovery_is_a_restart(script: Path, folder: Path, **option
     assert len(set(started)) == len(started) > len(run.report.nodes), "no worker stays over a round"
 
 
-def assert_weights_do_not_depend_on_the_world_size(script: Path, folder: Path, *arguments: str) -> None:
-    """Run a script without random layers on one node and on two, which share three parts of a step unequally."""
+def assert_weights_do_not_depend_on_the_world_size(
+    run_script: Callable[..., StockRun], folder: Path, *arguments: str
+) -> None:
+    """Run a script without random layers on one node and on two, which share three parts of a step unequally.
+
+    Args:
+        run_script: function that runs the script, as :func:`run_stock` does.
+        folder: folder of the runs.
+        arguments: further arguments of the script.
+    """
     policy = FixedGlobalBatch(logical_workers=3)
-    options = ("--pause", "0", "--dropout", "0", "--epochs", "1", *arguments)  # its last window is smaller than others
-    runs = (run_stock(script, folder / str(n), *options, nodes=(n, n), batch=policy) for n in (1, 2))
+    # The last window is smaller than others, as of more samples; after fewer steps it weighs more.
+    options = ("--pause", "0", "--dropout", "0", "--epochs", "1", "--samples", "280", *arguments)
+    runs = (run_script(folder / str(n), *options, nodes=(n, n), batch=policy) for n in (1, 2))
     one, two = (torch.load(run.folder / "model.pt") for run in runs)
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)

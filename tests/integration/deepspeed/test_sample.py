@@ -16,6 +16,7 @@ SLOWLY = (str(SAMPLE), "--epochs", "6", "--step-delay", "0.1")
 """It trains for 10 s after the step of the loss, which a busy machine may notice late."""
 
 
+@pytest.mark.xdist_group("sample of DeepSpeed")  # for whose nodes there is one server
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_lost_node_costs_a_few_steps(stage, tmp_path):
     chaos = parse_schedule("kill=node-1@step:22")

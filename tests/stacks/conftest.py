@@ -1,0 +1,18 @@
+"""What the tests of all stacks share."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.support.stacks import run_stock
+
+
+@pytest.fixture(scope="module")
+def run_script(request):
+    """Return a function that runs the module's script on nodes that are forked from a server.
+
+    A server has imported the stack for all tests of a process. With this fixture the module's tests are in one.
+    """
+    return functools.partial(run_stock, request.module.SCRIPT)
