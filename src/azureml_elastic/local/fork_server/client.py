@@ -22,7 +22,7 @@ from azureml_elastic.local.processes import MARKER
 from azureml_elastic.node.preload.command import outermost
 from azureml_elastic.node.preload.environment_variables import without_threads
 
-__all__ = ["COMMAND", "ForkRefused", "ForkServer", "ForkedProcess", "Imports", "read_early"]
+__all__ = ["COMMAND", "MARKER_BYTES", "ForkRefused", "ForkServer", "ForkedProcess", "Imports", "read_early"]
 
 COMMAND = (sys.executable, "-u", "-c")
 """Beginning of the server's command: that of a preload server of a program without options of the interpreter, so that
@@ -147,6 +147,8 @@ class ForkServer:
     """
 
     def __init__(self, imports: Imports, environ: Mapping[str, str]) -> None:
+        self.began = time.time()
+        """Seconds since the epoch: files that were changed later may differ from what was imported."""
         self._early = read_early(environ)
         self._ready = False
         self._refusal: str | None = None
@@ -197,7 +199,12 @@ class ForkServer:
         return self._ready and self._refusal is None
 
     def fork(
-        self, become: str, request: Mapping[str, Any], environ: Mapping[str, str], descriptors: Sequence[int]
+        self,
+        become: str,
+        request: Mapping[str, Any],
+        environ: Mapping[str, str],
+        descriptors: Sequence[int],
+        folder: Path | None = None,
     ) -> ForkedProcess:
         """Fork a process.
 
@@ -206,6 +213,7 @@ class ForkServer:
             request: what the function needs, as JSON; ``argv`` names the process.
             environ: environment of the process.
             descriptors: file descriptors for the function.
+            folder: working directory of the process; ``None`` for that of this one.
 
         Raises:
             ForkRefused: the process must be started by its command.
@@ -215,7 +223,8 @@ class ForkServer:
         early = read_early(environ)
         if names := sorted(name for name in {*early, *self._early} if early.get(name) != self._early.get(name)):
             raise ForkRefused(f"{', '.join(names)} in the environment may have been read by the imports")
-        document = {"become": become, "request": dict(request), "environment": dict(environ), "folder": str(Path.cwd())}
+        place = str(folder or Path.cwd())
+        document = {"become": become, "request": dict(request), "environment": dict(environ), "folder": place}
         reading, writing = os.pipe()
         try:
             with _file_of(document) as content:
