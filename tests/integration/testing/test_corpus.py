@@ -7,7 +7,6 @@ import pytest
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.submit.yaml.job_file import load_elastic_job
 from azureml_elastic.testing import LocalWorkspace, Pool
-from tests.support.node_server import FORKED
 
 CORPUS = Path(__file__).parent / "corpus"
 RUN = {
@@ -77,8 +76,7 @@ def test_what_cannot_run_is_refused_before_anything_is_sent(name):
 @pytest.mark.limits(cpu_s=900, wait_s=900)
 def test_what_is_accepted_runs():
     shown, logs = {}, {}
-    pools = {"gpu-cluster": Pool(nodes=2), "spot": Pool(nodes=1)}
-    with LocalWorkspace(pools=pools, start=FORKED) as workspace:
+    with LocalWorkspace(pools={"gpu-cluster": Pool(nodes=2), "spot": Pool(nodes=1)}) as workspace:
         client = workspace.ml_client
         jobs = {name: load_elastic_job(CORPUS / f"{name}.yml", PLAIN) for name in sorted(RUN)}
         submitted = {name: client.jobs.create_or_update(job).name for name, job in jobs.items()}
