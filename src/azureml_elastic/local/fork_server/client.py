@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.local.processes import MARKER
 from azureml_elastic.node.preload.command import outermost
@@ -57,6 +59,11 @@ _LATE = ("TORCHELASTIC_", "TORCH_NCCL_")
 """Beginnings of variables among them that are read when process groups are created."""
 
 _IMPORT_SECONDS = 120.0
+"""Limit of the imports in processor time, and of a time in which they hardly get any."""
+
+_PROGRESS_SECONDS = 1.0
+"""Processor time in :data:`_IMPORT_SECONDS` by which imports differ from those that wait for something."""
+
 _ANSWER_SECONDS = 15.0
 _END_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -188,14 +195,18 @@ class ForkServer:
         Args:
             stop: condition that ends the waiting early.
         """
-        limit = time.monotonic() + _IMPORT_SECONDS
+        limit, used = time.monotonic() + _IMPORT_SECONDS, self._processor_seconds()
         while not self._ready and self._refusal is None and not stop():
             if self._is_readable(_POLL_SECONDS):
                 answer = self._receive()
                 self._ready = "ready" in answer
                 self._refusal = self._refusal or answer.get("refusal")
             elif time.monotonic() > limit:
-                self._give_up(f"the imports of the fork server were not done within {_IMPORT_SECONDS:g} s")
+                # On a busy machine it is waited for: nodes that import for themselves instead keep that busier still.
+                before, used = used, self._processor_seconds()
+                if used - before < _PROGRESS_SECONDS or used > _IMPORT_SECONDS:
+                    self._give_up(f"the imports of the fork server were not done within {_IMPORT_SECONDS:g} s")
+                limit = time.monotonic() + _IMPORT_SECONDS
         return self._ready and self._refusal is None
 
     def fork(
@@ -249,6 +260,13 @@ class ForkServer:
             self._link.close()
             self._wait()
             self._errors.close()
+
+    def _processor_seconds(self) -> float:
+        """Return the processor time of the process so far, 0 if it has ended."""
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(self.pid).cpu_times()
+            return float(times.user + times.system)
+        return 0.0
 
     def _send(self, descriptors: Sequence[int]) -> None:
         try:
