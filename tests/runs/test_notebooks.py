@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 
 pytest.importorskip("azure.ai.ml")
@@ -56,7 +57,7 @@ def execute(project, name, **workspace):
     """Run a notebook, and return what its cells have printed and shown."""
     folder = project / "notebooks"
     notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
-    with LocalWorkspace(**workspace) as local:
+    with LocalWorkspace(**workspace, start=FORKED) as local:
         (folder / "config.json").write_text(json.dumps(dict(local.config)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations in Jupyter's packages

@@ -16,6 +16,8 @@ from typing_extensions import Self
 from azureml_elastic.errors import UsageError, needs_extra
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.local.faults.metadata_service import MetadataService
+from azureml_elastic.local.fork_server.start import ForkStart
+from azureml_elastic.local.node_start import StartMethod
 from azureml_elastic.local.processes import NodeProcesses
 from azureml_elastic.local.run_dir import prepare_run_dir
 from azureml_elastic.local.stop_signals import StopSignals
@@ -25,6 +27,8 @@ from azureml_elastic.testing.api.history import API_HOST, History
 from azureml_elastic.testing.api.resources import ARM_HOST, Resources
 from azureml_elastic.testing.api.tokens import StaticCredential, answer_node, signed_in
 from azureml_elastic.testing.api.tracking import TRACKING_PATH, Logged, Tracking
+from azureml_elastic.testing.forks.listener import NodeForks
+from azureml_elastic.testing.forks.start import open_fork_start
 from azureml_elastic.testing.jobs.evictions import Evicted, Eviction
 from azureml_elastic.testing.jobs.followed_run import FollowedRun
 from azureml_elastic.testing.jobs.machines import Machines, Pool
@@ -69,6 +73,9 @@ class LocalWorkspace:
         grows: whether the service starts further nodes of a command job up to its ``max_instance_count``, a preview.
         lenient: whether a pipeline with ``continue_on_step_failure`` completes if at least one step completed.
         folder: folder for all files, which is kept; ``None`` for a temporary one.
+        start: how the nodes of elastic jobs are started: ``command`` by the command of the job, as on a machine of its
+            own; ``fork`` by forks of one process that has imported torch once, where that is possible (see
+            docs/how-to/local-workspace.md). Or what else forks them.
 
     Raises:
         MissingExtra: azure-ai-ml is not installed.
@@ -84,12 +91,14 @@ class LocalWorkspace:
         grows: bool = True,
         lenient: bool = True,
         folder: Path | None = None,
+        start: StartMethod | ForkStart = "command",
     ) -> None:
         self._pools = {"serverless": Pool(), **(_DEFAULT_POOLS if pools is None else pools)}
         self._evictions = tuple(evictions)
         self._requeue = requeue
         self._grows = grows
         self._folder = folder
+        self._start = start
         self._runs = Runs(lenient=lenient)
         self._tracking = Tracking(self._runs)
         self._stack = contextlib.ExitStack()
@@ -140,6 +149,7 @@ class LocalWorkspace:
                 stack.enter_context(MetadataService()),
                 folder / "nodes",
                 self._requeue,
+                self._open_wrappers(stack, folder / "bin"),
                 self._grows,
             )
             service = Service(setting, self._runs, resources.properties, self._evictions)
@@ -272,6 +282,13 @@ class LocalWorkspace:
             UsageError: there is no such job.
         """
         return self._tracking.logged(self._run(name).name)
+
+    def _open_wrappers(self, stack: contextlib.ExitStack, folder: Path) -> Path | None:
+        """Enter the contexts of what forks the nodes, and return the folder of the wrappers that request it."""
+        if self._start == "command":
+            return None
+        starting = stack.enter_context(open_fork_start()) if self._start == "fork" else self._start
+        return stack.enter_context(NodeForks(folder.absolute(), starting)).folder
 
     def _run(self, name: str) -> Run:
         run = self._runs.get(name)

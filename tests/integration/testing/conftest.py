@@ -18,6 +18,7 @@ except ModuleNotFoundError:
         "test_corpus.py",
         "test_elastic.py",
         "test_engines.py",
+        "test_forks.py",
         "test_gateway.py",
         "test_horovod_job.py",
         "test_locations.py",

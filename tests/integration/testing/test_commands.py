@@ -19,6 +19,7 @@ from azureml_elastic import ElasticCommandJob, ElasticResources, NodePool, Repla
 from azureml_elastic.cli import app
 from azureml_elastic.ledger.summary import load_report
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
+from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 from tests.support.waiting import until
 
@@ -64,7 +65,7 @@ def configure(workspace):
 
 def test_a_file_is_shown_and_submitted_and_its_run_is_followed_read_and_downloaded(run):
     Path("job.yml").write_text(JOB)
-    with LocalWorkspace() as workspace:
+    with LocalWorkspace(start=FORKED) as workspace:
         configure(workspace)
         shown = run("submit", "job.yml", "--set", "inputs.epochs=1", "--dry-run")
         assert shown.exit_code == 0, shown.output
@@ -274,7 +275,7 @@ def test_a_run_without_a_node_is_brought_back_by_the_command_and_cancelled_with_
         replacement=policy,
     )
     with (
-        LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)]) as workspace,
+        LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)], start=FORKED) as workspace,
         contextlib.ExitStack() as dashboards,
     ):
         configure(workspace)

@@ -10,6 +10,7 @@ from azureml_elastic.cli import app
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Paths, audit_folder
 from azureml_elastic.testing import LocalWorkspace, Pool
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 
 JOB = """
@@ -54,7 +55,7 @@ def test_a_failed_run_is_continued_and_each_sample_is_seen_once(project, tmp_pat
     shutil.copy(PROGRAMS / "failing.py", project / "src")
     (project / "job.yml").write_text(JOB)
     folder = tmp_path / "workspace"
-    with LocalWorkspace(pools={"cluster": Pool(nodes=2)}, folder=folder) as workspace:
+    with LocalWorkspace(pools={"cluster": Pool(nodes=2)}, folder=folder, start=FORKED) as workspace:
         (project / "config.json").write_text(json.dumps(dict(workspace.config)))
         create = workspace.ml_client.jobs.create_or_update
         waiting = f"until [ -e {tmp_path / 'go'} ]; do sleep 0.1; done; python failing.py all notes 8"

@@ -10,6 +10,7 @@ from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.ledger.summary import Paths, audit_folder
 from azureml_elastic.submit import ElasticCommandJob as Registered
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
+from tests.support.node_server import FORKED
 from tests.support.paths import SAMPLES
 
 SAMPLE = SAMPLES / "digits.py"
@@ -48,7 +49,7 @@ def audited(folder):
 def test_a_job_whose_nodes_the_service_starts_loses_the_first_and_completes(tmp_path):
     """``test_replacement`` has the same of a job whose nodes are jobs of their own, with a notice, too."""
     eviction = Eviction(node=0, at_step=25, notice_s=0)
-    with LocalWorkspace(evictions=[eviction], folder=tmp_path / "workspace") as workspace:
+    with LocalWorkspace(evictions=[eviction], folder=tmp_path / "workspace", start=FORKED) as workspace:
         client = workspace.ml_client
         job = client.jobs.create_or_update(make("service", most=3))
         client.jobs.stream(job.name)

@@ -6,6 +6,7 @@ import pytest
 
 from azureml_elastic import ElasticCommandJob, ElasticDistribution, ElasticResources, MetricsPolicy
 from azureml_elastic.testing import LocalWorkspace
+from tests.support.node_server import FORKED
 
 SCRIPT = """
 import torch
@@ -37,7 +38,7 @@ def job(nodes, **fields):
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow-skinny is not installed")
 def test_metrics_and_tags_are_those_of_the_run(script):
     script(SCRIPT)
-    with LocalWorkspace() as workspace:
+    with LocalWorkspace(start=FORKED) as workspace:
         run = workspace.ml_client.jobs.create_or_update(job(2))
         assert workspace.wait(run.name, 200) == "Completed", workspace.log(run.name)
         logged = workspace.logged(run.name)

@@ -14,6 +14,7 @@ from azureml_elastic.ledger.summary import Paths, audit_folder
 from azureml_elastic.submit import ElasticCommandJob as Registered
 from azureml_elastic.testing import Eviction, LocalWorkspace, Pool
 from tests.support import waiting
+from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS, SAMPLES
 
 SAMPLE = SAMPLES / "digits.py"
@@ -75,7 +76,7 @@ until = partial(waiting.until, timeout=200, interval=0.1)  # each look is a requ
 
 def test_two_evicted_spot_nodes_are_replaced_by_dedicated_ones_and_each_sample_is_seen_once(tmp_path):
     evictions = [Eviction(node=0, at_step=15), Eviction(node=1, at_step=30, notice_s=0)]
-    with LocalWorkspace(pools=MACHINES, evictions=evictions, folder=tmp_path / "workspace") as workspace:
+    with LocalWorkspace(pools=MACHINES, evictions=evictions, folder=tmp_path / "workspace", start=FORKED) as workspace:
         client = workspace.ml_client
         run = client.jobs.create_or_update(make(SPOT, DEDICATED, epochs=6, program="chaos_train.py --full 3"))
         assert workspace.wait(run.name, 400) == "Completed"
@@ -106,7 +107,7 @@ def test_a_dedicated_node_goes_when_the_spot_node_that_it_stands_in_for_has_come
     machines = {"spot": Pool(nodes=1, refill_s=math.inf), "dedicated": Pool(nodes=2, tier="dedicated")}
     pools = (NodePool("spot", max_instance_count=1), NodePool("dedicated", min_instance_count=1, max_instance_count=2))
     job = make(*pools, resources=ElasticResources(max_instance_count=2), epochs=40)
-    with LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)]) as workspace:
+    with LocalWorkspace(pools=machines, evictions=[Eviction(node=0, at_step=5)], start=FORKED) as workspace:
         client = workspace.ml_client
         run = client.jobs.create_or_update(job)
         until(lambda: nodes_of(client, run.name).get("dedicated_1") == "Running")

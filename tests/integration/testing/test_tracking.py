@@ -6,6 +6,7 @@ import pytest
 
 from azureml_elastic import ElasticCommandJob, ElasticDistribution, ElasticResources
 from azureml_elastic.testing import LocalWorkspace
+from tests.support.node_server import FORKED
 
 SCRIPT = """
 import os
@@ -40,7 +41,7 @@ def test_all_nodes_log_to_one_run(script):
         distribution=ElasticDistribution(process_count_per_instance=1, max_restarts=0),
         replacement=None,
     )
-    with LocalWorkspace() as workspace:
+    with LocalWorkspace(start=FORKED) as workspace:
         run = workspace.ml_client.jobs.create_or_update(job)
         assert workspace.wait(run.name, 200) == "Completed", workspace.log(run.name)
         children = [child.name for child in workspace.ml_client.jobs.list(parent_job_name=run.name)]

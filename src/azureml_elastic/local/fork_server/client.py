@@ -17,12 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from azureml_elastic.config.command.program import Program
 from azureml_elastic.local.processes import MARKER
 from azureml_elastic.node.preload.command import outermost
 from azureml_elastic.node.preload.environment_variables import without_threads
 
-__all__ = ["COMMAND", "ForkRefused", "ForkServer", "ForkedProcess", "Imports", "read_early"]
+__all__ = ["COMMAND", "MARKER_BYTES", "ForkRefused", "ForkServer", "ForkedProcess", "Imports", "read_early"]
 
 COMMAND = (sys.executable, "-u", "-c")
 """Beginning of the server's command: that of a preload server of a program without options of the interpreter, so that
@@ -57,6 +59,11 @@ _LATE = ("TORCHELASTIC_", "TORCH_NCCL_")
 """Beginnings of variables among them that are read when process groups are created."""
 
 _IMPORT_SECONDS = 120.0
+"""Limit of the imports in processor time, and of a time in which they hardly get any."""
+
+_PROGRESS_SECONDS = 1.0
+"""Processor time in :data:`_IMPORT_SECONDS` by which imports differ from those that wait for something."""
+
 _ANSWER_SECONDS = 15.0
 _END_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -147,6 +154,8 @@ class ForkServer:
     """
 
     def __init__(self, imports: Imports, environ: Mapping[str, str]) -> None:
+        self.began = time.time()
+        """Seconds since the epoch: files that were changed later may differ from what was imported."""
         self._early = read_early(environ)
         self._ready = False
         self._refusal: str | None = None
@@ -186,18 +195,27 @@ class ForkServer:
         Args:
             stop: condition that ends the waiting early.
         """
-        limit = time.monotonic() + _IMPORT_SECONDS
+        limit, used = time.monotonic() + _IMPORT_SECONDS, self._processor_seconds()
         while not self._ready and self._refusal is None and not stop():
             if self._is_readable(_POLL_SECONDS):
                 answer = self._receive()
                 self._ready = "ready" in answer
                 self._refusal = self._refusal or answer.get("refusal")
             elif time.monotonic() > limit:
-                self._give_up(f"the imports of the fork server were not done within {_IMPORT_SECONDS:g} s")
+                # On a busy machine it is waited for: nodes that import for themselves instead keep that busier still.
+                before, used = used, self._processor_seconds()
+                if used - before < _PROGRESS_SECONDS or used > _IMPORT_SECONDS:
+                    self._give_up(f"the imports of the fork server were not done within {_IMPORT_SECONDS:g} s")
+                limit = time.monotonic() + _IMPORT_SECONDS
         return self._ready and self._refusal is None
 
     def fork(
-        self, become: str, request: Mapping[str, Any], environ: Mapping[str, str], descriptors: Sequence[int]
+        self,
+        become: str,
+        request: Mapping[str, Any],
+        environ: Mapping[str, str],
+        descriptors: Sequence[int],
+        folder: Path | None = None,
     ) -> ForkedProcess:
         """Fork a process.
 
@@ -206,6 +224,7 @@ class ForkServer:
             request: what the function needs, as JSON; ``argv`` names the process.
             environ: environment of the process.
             descriptors: file descriptors for the function.
+            folder: working directory of the process; ``None`` for that of this one.
 
         Raises:
             ForkRefused: the process must be started by its command.
@@ -215,7 +234,8 @@ class ForkServer:
         early = read_early(environ)
         if names := sorted(name for name in {*early, *self._early} if early.get(name) != self._early.get(name)):
             raise ForkRefused(f"{', '.join(names)} in the environment may have been read by the imports")
-        document = {"become": become, "request": dict(request), "environment": dict(environ), "folder": str(Path.cwd())}
+        place = str(folder or Path.cwd())
+        document = {"become": become, "request": dict(request), "environment": dict(environ), "folder": place}
         reading, writing = os.pipe()
         try:
             with _file_of(document) as content:
@@ -240,6 +260,13 @@ class ForkServer:
             self._link.close()
             self._wait()
             self._errors.close()
+
+    def _processor_seconds(self) -> float:
+        """Return the processor time of the process so far, 0 if it has ended."""
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(self.pid).cpu_times()
+            return float(times.user + times.system)
+        return 0.0
 
     def _send(self, descriptors: Sequence[int]) -> None:
         try:

@@ -38,13 +38,15 @@ def become_node(request: dict[str, Any], descriptors: list[int], server: Server)
 
     Args:
         request: ``argv``, the agent's arguments, and ``network``, the name of a network namespace or null.
-        descriptors: file for the output; both ends of the pipe of the nodes that are started together.
+        descriptors: standard input, output and error; both ends of the pipe of the nodes that are started together.
         server: what the server has imported.
     """
-    output, gathered, announced = descriptors
+    stdin, stdout, stderr, gathered, announced = descriptors
     server.mark(os.environ[MARKER])
     os.setsid()
-    script_runner.adopt_descriptors(os.dup(output), output)
+    os.dup2(stdin, 0)
+    os.close(stdin)
+    script_runner.adopt_descriptors(stdout, stderr)
     script_runner.reset_process_state()
     if request["network"] is not None:
         _enter_network(request["network"])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 from azureml_elastic.config import ElasticDistribution
 from azureml_elastic.config.command.program import Program
-from azureml_elastic.local.fork_server.client import COMMAND, ForkRefused, ForkServer, Imports
+from azureml_elastic.local.fork_server.client import COMMAND, ForkedProcess, ForkRefused, ForkServer, Imports
 from azureml_elastic.local.launched_node import shared_environment
 from azureml_elastic.local.node_start import NODE_COMMAND, AgentProcess, CommandStart, NodeStart
 
@@ -26,14 +27,15 @@ class ForkStart:
     """
 
     def __init__(self, server_for: Callable[[Mapping[str, str]], ForkServer]) -> None:
-        self._server_for = server_for
+        self.server_for = server_for
+        """Function that returns the server for nodes with an environment."""
         self._gathering: tuple[int, int] | None = None
         self.refusal: str | None = None
         """Reason why no node can be forked any more, or ``None``."""
 
     def prepare(self, stop: Callable[[], bool]) -> None:
         """Wait until the imports are done or have failed, or the condition is true."""
-        self._server_for(shared_environment()).wait_ready(stop)
+        self.server_for(shared_environment()).wait_ready(stop)
 
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
@@ -47,16 +49,47 @@ class ForkStart:
     ) -> AgentProcess:
         """Start a node; see :class:`NodeStart`."""
         if tuple(argv[: len(NODE_COMMAND)]) == NODE_COMMAND:
-            request = {"argv": list(argv[len(NODE_COMMAND) :]), "network": network}
-            with _pipe() if self._gathering is None else contextlib.nullcontext(self._gathering) as pipe:
-                server = self._server_for(env)
+            arguments = argv[len(NODE_COMMAND) :]
+            with open(os.devnull, "rb") as empty:  # noqa: PTH123
+                streams = [empty.fileno(), output.fileno(), output.fileno()]
                 try:
-                    return server.fork(_BECOME_NODE, request, env, [output.fileno(), *pipe])
+                    return self.fork(arguments, env=env, streams=streams, network=network, pipe=self._gathering)
                 except ForkRefused as refusal:
-                    self.refusal = server.refusal
                     output.write(f"This node is not forked, its command is started: {refusal}.\n".encode())
                     output.flush()
         return CommandStart().start(argv, env=env, output=output, network=network)
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        streams: Sequence[int],
+        folder: Path | None = None,
+        network: str | None = None,
+        pipe: tuple[int, int] | None = None,
+    ) -> ForkedProcess:
+        """Fork a node.
+
+        Args:
+            arguments: arguments of the agent.
+            env: environment of the node.
+            streams: descriptors for standard input, output and error.
+            folder: working directory of the node; ``None`` for that of this process.
+            network: network namespace of the node; ``None`` for that of this process.
+            pipe: pipe of the nodes that wait for each other's announcements; ``None`` for a node that waits for none.
+
+        Raises:
+            ForkRefused: the node must be started by its command.
+        """
+        server = self.server_for(env)
+        request = {"argv": list(arguments), "network": network}
+        with _pipe() if pipe is None else contextlib.nullcontext(pipe) as ends:
+            try:
+                return server.fork(_BECOME_NODE, request, env, [*streams, *ends], folder)
+            except ForkRefused:
+                self.refusal = server.refusal
+                raise
 
 
 def are_forked(program: Program, distribution: ElasticDistribution, most_nodes: int) -> bool:

@@ -13,7 +13,7 @@ from azureml_elastic.testing.api.body import CommandBody
 from azureml_elastic.testing.jobs.machines import Machine
 from azureml_elastic.testing.jobs.runs import Run
 
-__all__ = ["distribution_variables", "node_variables"]
+__all__ = ["distribution_variables", "inherited_variables", "node_variables"]
 
 _FOREIGN = ("AZUREML_", "AZURE_ML_", "DATASET_MOUNT_", "IDENTITY_", "MLFLOW_", "MSI_", "OBO_", "PYTEST_")
 _FOREIGN_NAMES = frozenset(
@@ -35,11 +35,6 @@ def node_variables(
     The job's own variables take precedence over all others but the machine's address. ``shared`` has the variables of
     all nodes; ``inputs`` and ``outputs`` have paths, and literals, by name.
     """
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
-    }
     context = {
         "cluster_name": machine.pool,
         "gpu_count": 0,
@@ -47,11 +42,9 @@ def node_variables(
         "vm_priority": machine.tier,
     }
     return {
-        "OMP_NUM_THREADS": "1",  # all nodes share this machine's cores
-        **kept,
+        **inherited_variables(),
         **shared,
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}",
-        "PYTHONUNBUFFERED": "1",
         "AZUREML_RUN_ID": run.name,
         "AZUREML_ROOT_RUN_ID": run.root,
         "AZUREML_ARM_PROJECT_NAME": run.experiment,
@@ -66,6 +59,16 @@ def node_variables(
         **body.environment_variables,
         LOCAL_ADDRESS: machine.address,
     }
+
+
+def inherited_variables() -> dict[str, str]:
+    """Return the variables that all nodes have: those of this process that are not of another job or node."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
+    }
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONUNBUFFERED": "1"}  # all nodes share this machine's cores
 
 
 def distribution_variables(body: CommandBody, number: int, local: int, master: tuple[str, int]) -> dict[str, str]:

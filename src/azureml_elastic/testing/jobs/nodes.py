@@ -45,6 +45,8 @@ class Setting:
     """Parent folder of the machines' folders."""
     requeue: bool
     """Whether a preempted job is restarted from the beginning."""
+    wrappers: Path | None = None
+    """Folder of the commands that stand for the interpreters; ``None`` for no such commands."""
     grows: bool = True
     """Whether a job gets more nodes than it starts with, up to its maximum."""
 
@@ -148,6 +150,8 @@ def start_node(job: CommandJob, setting: Setting, number: int, machine: Machine,
         **node_variables(setting.variables, job.run, body, machine, inputs, outputs),
         SCHEDULED_EVENTS: setting.metadata.address(machine.name),
     }
+    if setting.wrappers is not None:
+        variables["PATH"] = f"{setting.wrappers}{os.pathsep}{variables['PATH']}"
     processes = [
         setting.processes.start(
             f"{machine.name}-{local}", command, {**variables, **distribution_variables(body, number, local, master)}

@@ -1,0 +1,322 @@
+"""The listener of the workspace: it forks the nodes that the wrappers of the interpreter ask for.
+
+A node is forked if the fork is what its command would start: the library that was sent with the job is the one that the
+fork server has imported, and the shell has changed nothing that only a new process takes over, such as resource limits.
+Otherwise the wrapper executes the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import shlex
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import Self
+
+import azureml_elastic
+from azureml_elastic.local.fork_server.client import MARKER_BYTES, ForkedProcess, ForkRefused, ForkServer
+from azureml_elastic.local.fork_server.start import ForkStart
+from azureml_elastic.local.processes import MARKER
+from azureml_elastic.testing.forks import wrapper
+
+__all__ = ["NodeForks"]
+
+_DOCTOR = "azureml_elastic.node.diagnostics.doctor"
+_PACKAGE = Path(azureml_elastic.__file__).parent
+_IN_ARCHIVE = "site/azureml_elastic/"
+_POLL_S = 0.1
+_GATHER_S = 1.0
+"""Time after a fork for which the run's other first nodes are waited for, which their shells start together."""
+
+_CREDENTIALS = "3i"
+_STREAMS = 3
+_MOST_BYTES = 1 << 12
+_INTERPRETER_PATH = 100
+"""Length of an interpreter's path up to which each kernel takes it from the first line of a script."""
+
+_STATUS = (
+    *("CapAmb", "CapBnd", "CapEff", "CapInh", "CapPrm", "Cpus_allowed", "Gid", "Groups", "NoNewPrivs", "Seccomp"),
+    *("SigBlk", "SigIgn", "Uid", "Umask"),
+)
+"""Lines of ``/proc/PID/status`` that a process takes over from the one that starts it."""
+
+_NAMESPACES = ("ipc", "mnt", "net", "pid", "user", "uts")
+
+
+@dataclass
+class _Gathering:
+    """The first nodes of a run, which wait for each other's announcements, by a pipe that each has open until then."""
+
+    reading: int
+    writing: int
+    until: float
+    """Time on the monotonic clock from which further nodes are not waited for."""
+
+    def close(self) -> None:
+        os.close(self.reading)
+        os.close(self.writing)
+
+
+class NodeForks:
+    """A context manager that forks nodes on request of the wrappers in a folder.
+
+    Its forks end with their wrappers, and with it. The caller is a subreaper meanwhile.
+
+    Args:
+        folder: new folder for the wrappers, which the nodes' ``PATH`` has first.
+        starting: what forks the nodes; used by nothing else meanwhile.
+    """
+
+    def __init__(self, folder: Path, starting: ForkStart) -> None:
+        self.folder = folder
+        """Folder of the wrappers."""
+        self._starting = starting
+        self._home = Path(sys.executable).parent
+        self._lock = threading.Lock()
+        """For the start of a fork, which one thread may request at a time, and the pipes of the first nodes."""
+        self._gatherings: dict[str, _Gathering | None] = {}
+        """Pipe by run, ``None`` once the run's first nodes have started."""
+        self._links: dict[threading.Thread, socket.socket] = {}
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._thread = threading.Thread(target=self._listen, name="workspace-forks")
+
+    def __enter__(self) -> Self:
+        address = f"azureml-elastic-{secrets.token_hex(16)}"
+        self._listening.bind(f"\0{address}")
+        self._listening.listen(socket.SOMAXCONN)
+        self._listening.setblocking(False)
+        self._write_wrappers(address)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listening.close()
+        for thread, link in list(self._links.items()):
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            link.close()
+        for gathering in filter(None, self._gatherings.values()):
+            gathering.close()
+
+    def _write_wrappers(self, address: str) -> None:
+        self.folder.mkdir(parents=True)
+        code = (
+            "import sys\n"
+            f"sys.path.append({str(Path(wrapper.__file__).parent)!r})\n"
+            "import wrapper\n"
+            f"wrapper.main({str(self._home)!r}, {str(self.folder)!r}, {address!r})\n"
+        )
+        for name in {"python", "python3", Path(sys.executable).name}:
+            if not os.access(self._home / name, os.X_OK):
+                continue
+            path = self.folder / name
+            path.write_text(f"{_first_lines(str(self._home / name))}\n{code}", encoding="utf-8")
+            path.chmod(0o700)
+
+    # --- threads -----------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        poll = select.poll()
+        poll.register(self._listening, select.POLLIN)
+        while True:
+            events = poll.poll(_POLL_S * 1000 if self._links else None)
+            self._end_gatherings()
+            for thread in [thread for thread in self._links if not thread.is_alive()]:
+                self._links.pop(thread).close()
+            if not events:
+                continue
+            if events[0][1] & select.POLLHUP:  # closed
+                return
+            try:
+                link, _ = self._listening.accept()
+            except BlockingIOError:  # the wrapper is gone already
+                continue
+            link.setblocking(True)
+            thread = threading.Thread(target=self._serve, args=(link,), name="workspace-fork")
+            self._links[thread] = link
+            thread.start()
+
+    def _serve(self, link: socket.socket) -> None:
+        """Fork the node of one wrapper, pass its signals on and report its end."""
+        try:
+            pid, user, _ = struct.unpack(
+                _CREDENTIALS, link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
+            )
+            if user != os.getuid():  # the address is known to all users of the machine
+                return
+            _, streams, _, _ = socket.recv_fds(link, 1, _STREAMS)
+            try:
+                process = self._fork(link, pid, streams)
+            except ForkRefused as refusal:
+                link.send(str(refusal).encode()[:_MOST_BYTES])
+                return
+            finally:
+                for descriptor in streams:
+                    os.close(descriptor)
+            try:
+                link.send(wrapper.FORKED.encode())
+            except OSError:
+                process.kill()
+            code = _wait(process, link)
+            link.send(str(code).encode())
+        except OSError:  # the wrapper was killed
+            return
+        finally:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    # --- forks -------------------------------------------------------------------------------------------------------
+
+    def _fork(self, link: socket.socket, pid: int, streams: list[int]) -> ForkedProcess:
+        """Fork the node that a wrapper asks for.
+
+        Raises:
+            ForkRefused: the wrapper must execute its command.
+            OSError: the wrapper has ended.
+        """
+        proc = Path(f"/proc/{pid}")
+        words = [os.fsdecode(word) for word in (proc / "cmdline").read_bytes().split(b"\0")[:-1]]
+        environ = _environment(proc)
+        folder = (proc / "cwd").readlink()
+        # The interpreter of the wrapper and its options come first.
+        own = next((at for at, word in enumerate(words) if word.startswith(f"{self.folder}/")), 0)
+        arguments = wrapper.arguments_of_node(words[own + 1 :])
+        if arguments is None or len(streams) != _STREAMS:
+            raise ForkRefused("this is no request of a node's wrapper")
+        wrapper.without_wrapper(environ, str(self._home / Path(words[own]).name), str(self.folder))
+        if len(environ.get(MARKER, "")) not in range(1, MARKER_BYTES + 1):
+            raise ForkRefused(f"the name of its machine is longer than the {MARKER_BYTES} bytes for it")
+        if _DOCTOR in arguments:
+            raise ForkRefused("the doctor examines what a new process finds")
+        with self._lock:
+            server = self._starting.server_for(environ)
+            if server.wait_ready(lambda: _has_ended(link)):
+                _check_library(words[own + 1], server, folder)
+                _check_inherited(proc, server)
+            elif _has_ended(link):
+                raise ConnectionError
+            pipe = self._pipe_of(environ.get("AZUREML_ROOT_RUN_ID", ""))
+            return self._starting.fork(arguments, env=environ, streams=streams, folder=folder, pipe=pipe)
+
+    def _pipe_of(self, run: str) -> tuple[int, int] | None:
+        """Return the pipe of a run's first nodes, ``None`` for a later node."""
+        gathering = self._gatherings.get(run)
+        if run not in self._gatherings:
+            gathering = self._gatherings[run] = _Gathering(*os.pipe(), 0.0)
+        if gathering is None:
+            return None
+        gathering.until = time.monotonic() + _GATHER_S
+        return gathering.reading, gathering.writing
+
+    def _end_gatherings(self) -> None:
+        """Close the pipes of the runs whose first nodes have been forked."""
+        if not self._lock.acquire(blocking=False):  # one is being forked
+            return
+        try:
+            now = time.monotonic()
+            for run, gathering in self._gatherings.items():
+                if gathering is not None and gathering.until < now:
+                    gathering.close()
+                    self._gatherings[run] = None
+        finally:
+            self._lock.release()
+
+
+def _first_lines(interpreter: str) -> str:
+    """Return the first lines of a script that this interpreter runs without site-packages."""
+    options = "-IS"
+    if len(interpreter) <= _INTERPRETER_PATH and " " not in interpreter:
+        return f"#!{interpreter} {options}"
+    # A shell finds it, for which the same lines are another command; pip starts its scripts so, too.
+    return f"#!/bin/sh\n'''exec' {shlex.quote(interpreter)} {options} \"$0\" \"$@\"\n' '''"
+
+
+def _environment(proc: Path) -> dict[str, str]:
+    pairs = [os.fsdecode(line).partition("=") for line in (proc / "environ").read_bytes().split(b"\0") if line]
+    return {name: value for name, _, value in pairs}
+
+
+def _has_ended(link: socket.socket) -> bool:
+    """Return whether a wrapper has ended, which sends nothing until it has an answer."""
+    return bool(select.select([link], [], [], 0)[0])
+
+
+def _wait(process: ForkedProcess, link: socket.socket) -> int:
+    """Wait for the end of a fork and return its exit code; kill it if its wrapper ends first."""
+    ended = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        poll.register(link, select.POLLIN)
+        while (code := process.poll()) is None:
+            if link.fileno() in dict(poll.poll()):
+                data = link.recv(_MOST_BYTES)
+                process.send_signal(int(data or signal.SIGKILL))
+                if not data:
+                    poll.unregister(link)
+    except ChildProcessError:  # killed and waited for by the one that ends all processes of the node
+        return -signal.SIGKILL
+    finally:
+        os.close(ended)
+    return code
+
+
+def _check_library(archive: str, server: ForkServer, folder: Path) -> None:
+    """Check that a node would import what the server has imported.
+
+    Raises:
+        ForkRefused: it would not.
+    """
+    if any(path.stat().st_ctime >= server.began for path in _PACKAGE.rglob("*.py")):
+        raise ForkRefused("the installed library was changed after it was imported")
+    if archive == "-m":
+        return
+    with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(folder / archive) as files:
+        own = [entry for entry in files.infolist() if entry.filename.startswith(_IN_ARCHIVE)]
+        if own and all(
+            zlib.crc32((_PACKAGE / entry.filename.removeprefix(_IN_ARCHIVE)).read_bytes()) == entry.CRC for entry in own
+        ):
+            return
+    raise ForkRefused("the library that was sent with the job is not the one that is installed here")
+
+
+def _check_inherited(proc: Path, server: ForkServer) -> None:
+    """Check that a process has what the server has of that which a new process takes over.
+
+    Raises:
+        ForkRefused: something differs.
+    """
+    wanted = _inherited(proc)
+    try:
+        there = _inherited(Path(f"/proc/{server.pid}"))
+    except OSError:
+        raise ForkRefused("the fork server has ended") from None
+    if names := sorted(name for name in wanted if wanted[name] != there[name]):
+        raise ForkRefused(f"its command has changed what a new process takes over: {', '.join(names)}")
+
+
+def _inherited(proc: Path) -> Mapping[str, str]:
+    lines = [line.partition(":") for line in (proc / "status").read_text().splitlines()]
+    return {
+        **{name: value.strip() for name, _, value in lines if name in _STATUS},
+        **{f"namespace {name}": str((proc / "ns" / name).readlink()) for name in _NAMESPACES},
+        "limits": (proc / "limits").read_text(),
+        "nice": str(os.getpriority(os.PRIO_PROCESS, int(proc.name))),
+        "root": str((proc / "root").readlink()),
+    }
