@@ -51,7 +51,8 @@ class ShardLoader(ElasticLoader):
         if world_size > spec.streams:
             raise UsageError(
                 f"The {spec.shards} shards and global_batch_size={spec.global_batch_size} make {spec.streams} streams, "
-                f"fewer than the {world_size} ranks, so that some would have nothing to read. Write more shards."
+                f"fewer than the {world_size} ranks, so that some would have nothing to read. Write more shards, or "
+                "give each worker a larger batch."
             )
         groups = self._groups(world_size, position.identity.rank)
         reader = self._reader(cursor, groups)

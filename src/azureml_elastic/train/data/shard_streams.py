@@ -79,10 +79,18 @@ class ShardSpec(LoaderSpec):
     streams: int
 
     @classmethod
-    def make(cls, shards: int, streams: int | None, **fields: Any) -> ShardSpec:
-        """Return the specification with this number of streams, or a suitable one."""
+    def make(cls, shards: int, streams: int | None, *, smallest_window: int | None = None, **fields: Any) -> ShardSpec:
+        """Return the specification with this number of streams, or a suitable one.
+
+        Args:
+            shards: number of shards of the dataset
+            streams: number of streams; ``None`` for the largest suitable one
+            smallest_window: samples of a step at the smallest world size; ``None`` for the global batch size
+            fields: further fields
+        """
         size = int(fields["global_batch_size"])
-        limit = min(shards, size)
+        # A window takes from each stream: one with fewer samples than streams would leave the last streams unread.
+        limit = min(shards, size, smallest_window or size)
         if limit < 1:
             raise UsageError(f"num_shards={shards} and global_batch_size={size}; both must be 1 or more.")
         if streams is not None and streams > limit:

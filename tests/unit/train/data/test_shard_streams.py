@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -67,19 +68,21 @@ class Ranks:
     def train(self, steps):
         """Return the windows of an epoch's next steps: by rank, micro-batches as (planned, batch)."""
         found = [[] for _ in range(self.world_size)]
-        threads = [
-            threading.Thread(target=self._train, args=(rank, steps, found[rank]), daemon=True)
-            for rank in range(self.world_size)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive()
+        with ThreadPoolExecutor(self.world_size) as threads:
+            ranks = [threads.submit(self._train, rank, steps, found[rank]) for rank in range(self.world_size)]
+            for rank in ranks:
+                rank.result()
         assert len({len(steps_of_rank) for steps_of_rank in found}) == 1
         return list(zip(*found, strict=True))
 
     def _train(self, rank, steps, found):
+        try:
+            self._train_on(rank, steps, found)
+        except BaseException:
+            self.barrier.abort()
+            raise
+
+    def _train_on(self, rank, steps, found):
         position, step = self.positions[rank], []
         for batch in self.loaders[rank]:
             (stream,) = position.opened
@@ -131,13 +134,14 @@ def everything(sizes):
     return Counter(shard << 32 | at for shard, size in enumerate(sizes) for at in range(size))
 
 
-@given(sizes=SIZES, policy=POLICIES, lives=LIVES, size=st.integers(9, 40), shuffle=st.booleans())
+@given(sizes=SIZES, policy=POLICIES, lives=LIVES, size=st.integers(12, 40), shuffle=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_any_history_trains_each_sample_once(sizes, policy, lives, size, shuffle):
     size += size % 2
     spec = ShardSpec.make(
         len(sizes),
         getattr(policy, "logical_workers", None),
+        smallest_window=Batching(policy).window_size(size, 1),
         global_batch_size=size,
         seed=1,
         shuffle=shuffle,
@@ -151,6 +155,17 @@ def test_any_history_trains_each_sample_once(sizes, policy, lives, size, shuffle
         else:
             assert seen <= everything(sizes)
             assert set(seen.values()) <= {1}
+
+
+def test_a_world_of_one_reads_all_streams():
+    policy = FixedPerWorkerBatch(scaling="none", reference_world_size=2)
+    sizes, order = [0] * 8 + [11] + [0] * 13, {"global_batch_size": 16, "seed": 1, "shuffle": False}
+    smallest = Batching(policy).window_size(16, 1)
+    spec = ShardSpec.make(len(sizes), None, smallest_window=smallest, drop_last=False, **order)
+    epochs, _ = trained(sizes, spec, policy, [(1, 12, 0)])
+    windows = epochs[0]
+    assert spec.streams <= smallest == 8
+    assert Counter(sample for window in windows for sample in window) == everything(sizes)
 
 
 @given(sizes=SIZES, lives=LIVES)
