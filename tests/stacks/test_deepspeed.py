@@ -56,7 +56,7 @@ def test_each_sample_is_trained_once_an_epoch(undisturbed):
 )
 def test_a_run_with_faults_is_the_same_training(run_script, tmp_path, undisturbed, stage, loader):
     """Each rank holds a part of the state: what was trained since the last snapshot in memory is trained again."""
-    run = run_script(tmp_path / "run", "--stage", stage, *loader, chaos=FAULTS, snapshot_steps=1)
+    run = run_script(tmp_path / "run", "--stage", stage, *loader, "--pause", "0.08", chaos=FAULTS, snapshot_steps=1)
     report = run.report
     assert report.audit.complete, report.audit
     assert not report.missed_faults
@@ -84,7 +84,9 @@ def test_trainer_with_a_deepspeed_configuration(tmp_path, stage, options):
 
 def test_accelerate_with_a_deepspeed_plugin(tmp_path):
     script = SCRIPT.with_name("accelerate_script.py")
-    run = run_stock(script, tmp_path / "run", "--zero", "2", "--resume", chaos=FAULTS, snapshot_steps=1)
+    run = run_stock(
+        script, tmp_path / "run", "--zero", "2", "--resume", "--pause", "0.08", chaos=FAULTS, snapshot_steps=1
+    )
     report = run.report
     assert report.audit.complete, report.audit
     assert not report.missed_faults

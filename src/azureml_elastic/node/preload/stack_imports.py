@@ -23,6 +23,7 @@ ATTACHMENTS = {
     "accelerate.accelerator": ("accelerate.attachment", "attach_to_accelerator"),
     "accelerate.data_loader": ("accelerate.attachment", "attach_to_data_loader"),
     "accelerate.optimizer": ("accelerate.attachment", "attach_to_optimizer"),
+    "accelerate.logging": ("accelerate.attachment", "attach_to_logging"),
     "accelerate.scheduler": ("accelerate.attachment", "attach_to_scheduler"),
     "accelerate.state": ("accelerate.attachment", "attach_to_state"),
     "deepspeed": ("deepspeed.attachment", "attach_to_package"),

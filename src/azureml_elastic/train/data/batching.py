@@ -17,12 +17,15 @@ class Batching:
     Args:
         policy: batch policy of the run
         micro_batch_size: limit on the samples of a micro-batch, ``None`` for no limit
+        micro_batches: number of micro-batches of each rank in each window, whatever their size; those for which there
+            are no samples have a weight of 0. ``None`` for as many as the limit and the policy require
         equal_counts: whether all ranks have the same number of micro-batches in each window of an epoch, as training
             stacks with a fixed number of accumulation steps require; those without samples have a weight of 0
     """
 
     policy: BatchPolicy
     micro_batch_size: int | None = None
+    micro_batches: int | None = None
     equal_counts: bool = False
 
     def __post_init__(self) -> None:

@@ -71,8 +71,16 @@ class MapLoader(ElasticLoader):
     @property
     def micro_batches(self) -> int:
         """Largest number of micro-batches that a rank has in a whole window at this world size."""
+        if self._batching.micro_batches is not None:
+            return self._batching.micro_batches
         world_size = self._position.identity.world_size
         return max(1, *(len(self._parts_of(rank, self._window_size)) for rank in range(world_size)))
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """Number of samples of the largest micro-batch of a rank at this world size."""
+        ranks = range(self._position.identity.world_size)
+        return max((len(part) for rank in ranks for part in self._parts_of(rank, self._window_size)), default=0)
 
     @property
     def over(self) -> bool:
@@ -118,14 +126,17 @@ class MapLoader(ElasticLoader):
     @property
     def _least(self) -> int:
         """Number of micro-batches of a window that has samples for fewer."""
-        return self.micro_batches if self._batching.equal_counts else 1
+        counted = self._batching.equal_counts or self._batching.micro_batches is not None
+        return self.micro_batches if counted else 1
 
     def _parts(self, count: int) -> list[range]:
         return self._parts_of(self._position.identity.rank, count)
 
     def _parts_of(self, rank: int, count: int) -> list[range]:
-        limits = {"logical_workers": self._batching.logical_workers, "most": self._batching.micro_batch_size}
-        return parts(count, self._position.identity.world_size, rank, **limits)
+        division = self._batching
+        limits = {"most": division.micro_batch_size, "number": division.micro_batches}
+        world_size = self._position.identity.world_size
+        return parts(count, world_size, rank, logical_workers=division.logical_workers, **limits)
 
     def _blocks(self, size: int) -> Iterator[list[tuple[range, list[range]]]]:
         """Yield blocks of windows with this rank's parts of them: the order of many samples is computed at once."""

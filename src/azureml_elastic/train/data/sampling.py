@@ -159,7 +159,13 @@ def share(count: int, world_size: int, rank: int) -> range:
 
 
 def parts(
-    count: int, world_size: int, rank: int, *, logical_workers: int | None = None, most: int | None = None
+    count: int,
+    world_size: int,
+    rank: int,
+    *,
+    logical_workers: int | None = None,
+    most: int | None = None,
+    number: int | None = None,
 ) -> list[range]:
     """Return a rank's micro-batches as parts of ``range(count)``; none if it has no sample.
 
@@ -170,7 +176,12 @@ def parts(
         logical_workers: number of parts that the window is divided into first, so that the micro-batches are the same
             at any world size; ``None`` to divide it among the ranks
         most: limit on the samples of a micro-batch, ``None`` for no limit
+        number: number of micro-batches in place of both, as far as the samples suffice
     """
+    if number is not None:
+        whole = share(count, world_size, rank)
+        found = [share(len(whole), number, index) for index in range(number)]
+        return [whole[part.start : part.stop] for part in found if part]
     if logical_workers is None:
         shares = [share(count, world_size, rank)]
     else:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from wrapt import wrap_function_wrapper
 
 from azureml_elastic.checkpoint.state import tree
 from azureml_elastic.checkpoint.state.deepspeed.engine import EngineState, is_engine
@@ -64,8 +66,17 @@ def _open() -> StackSession | None:
         )
         return None
     session = open_session(StackSession)
+    wrap_function_wrapper(dist, "destroy_process_group", _finish_first)
     session.reference_world_size = batch.logical_workers or _largest_world_size(environment)
     return session
+
+
+def _finish_first(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    """Finish the session before a script or a stack closes the process group, without which that is impossible."""
+    session, caller = _opened[0], str(sys._getframe(1).f_globals.get("__name__"))  # noqa: SLF001
+    if session is not None and session.trains and caller.partition(".")[0] != "azureml_elastic":
+        session.finish()
+    return wrapped(*args, **kwargs)
 
 
 def _largest_world_size(environment: WorkerEnvironment) -> int:
@@ -74,15 +85,24 @@ def _largest_world_size(environment: WorkerEnvironment) -> int:
     return (environment.plan.resources.max_instance_count if environment.plan else 1) * per_node
 
 
+class UnfinishedLoop(Protocol):
+    """A loop of the script's own, whose last step may not be counted when the script ends."""
+
+    def complete_step(self) -> None:
+        """Count the step if the optimizer has stepped."""
+
+
 class StackSession(Session):
     """A session whose steps are those of a training stack.
 
     Attributes:
         reference_world_size: number of ranks for which the script's batch sizes are meant; their product with it is the
             global batch size at any world size
+        loop: loop of the script's own, if there is one
     """
 
     reference_world_size = 1
+    loop: UnfinishedLoop | None = None
 
     def windows(
         self,
@@ -94,30 +114,30 @@ class StackSession(Session):
         shuffle: bool = True,
         drop_last: bool = False,
         global_batch_size: int | None = None,
-        multiple: int = 1,
+        batches: int | None = None,
         **options: Any,
     ) -> WindowLoader:
         """Return a loader with equal numbers of batches on all ranks, from the position in the data.
 
         Args:
             dataset: map-style dataset
-            batch_size: samples of a forward pass of a rank, and their limit at any world size
+            batch_size: samples of a forward pass of a rank, and their limit at any world size without ``batches``
             accumulation: batches of a rank in an optimizer step at the reference world size
             seed: random seed of the order
             shuffle: whether the order is random
             drop_last: whether the incomplete window at the end of an epoch is left out
             global_batch_size: samples of an optimizer step, in place of the product of the others
-            multiple: number of which the micro-batches of a window are a multiple, where their sizes allow it
+            batches: number of batches of each rank in an optimizer step, for loops that count them: with fewer ranks
+                they are larger
             options: further arguments of ``DataLoader``
         """
         if global_batch_size is None:
             global_batch_size = batch_size * accumulation * self.reference_world_size
-        share = -(-global_batch_size // self.world_size)
-        count = -(-share // (batch_size * multiple)) * multiple
         loader = self.loader(
             dataset,
             global_batch_size=global_batch_size,
-            micro_batch_size=batch_size if multiple == 1 else -(-share // count),
+            micro_batch_size=batch_size if batches is None else None,
+            micro_batches=batches,
             equal_counts=True,
             seed=seed,
             shuffle=shuffle,
@@ -128,6 +148,17 @@ class StackSession(Session):
         assert isinstance(loader, MapLoader)
         self._position.in_epochs = True
         return WindowLoader(loader, dataset, self._position)
+
+    def finish(self) -> None:
+        """See :meth:`Session.finish`; the last step of a loop that the script has left is counted first."""
+        if self.loop is not None and not self._lifecycle.over:
+            self.loop.complete_step()
+        super().finish()
+
+    def _finish_at_exit(self) -> None:
+        if self.loop is not None and not self._lifecycle.over:
+            self.loop.complete_step()
+        super()._finish_at_exit()
 
     def find(self, name: str) -> Any:
         """Return the state of one object, without tensors, that :meth:`track` will restore, if any. A collective."""

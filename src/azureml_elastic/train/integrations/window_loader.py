@@ -41,6 +41,11 @@ class WindowLoader:
         """Return the number of micro-batches of a whole epoch."""
         return self._loader.steps_per_epoch * self.micro_batches
 
+    @property
+    def largest(self) -> int:
+        """Number of samples of the largest micro-batch."""
+        return self._loader.largest_micro_batch
+
     def filler(self) -> Any:
         """Return a batch of one or two samples, for a step that is not trained."""
         return self._loader.filler()

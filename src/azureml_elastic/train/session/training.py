@@ -115,6 +115,7 @@ class Training:
         drop_last: bool = False,
         name: str = "train",
         loader_class: type[DataLoader[Any]] = DataLoader,
+        micro_batches: int | None = None,
         equal_counts: bool = False,
         **options: Any,
     ) -> ElasticLoader:
@@ -134,6 +135,8 @@ class Training:
             drop_last: whether the incomplete batch at the end of an epoch is left out
             name: name of the loader, for scripts with several
             loader_class: ``DataLoader``, or a class of the same arguments such as torchdata's ``StatefulDataLoader``
+            micro_batches: number of micro-batches of each rank in each step, whatever their size, in place of a
+                limit; ``None`` for as many as that requires
             equal_counts: whether all ranks have the same number of micro-batches in each step, where loops count them;
                 those without samples have a weight of 0
             options: further arguments of the class: ``num_workers``, ``collate_fn``, ...
@@ -142,7 +145,12 @@ class Training:
             UsageError: the name is taken, the data differ from those of the checkpoint, or the dataset has neither a
                 length nor shards.
         """
-        batching = replace(self._batching, micro_batch_size=micro_batch_size, equal_counts=equal_counts)
+        batching = replace(
+            self._batching,
+            micro_batch_size=micro_batch_size,
+            micro_batches=micro_batches,
+            equal_counts=equal_counts,
+        )
         batching.require_fitting(global_batch_size)
         if batching.exact and self._position.loaders:
             raise UsageError('reduce="exact" works with one training loader; take reduce="allreduce" for several.')
@@ -165,7 +173,8 @@ class Training:
             raise UsageError(
                 "micro_batch_size does not go with shards; give the policy logical_workers for smaller batches."
             )
-        shards = ShardSpec.make(dataset.num_shards, batching.logical_workers, **order)
+        smallest = batching.window_size(global_batch_size, 1)
+        shards = ShardSpec.make(dataset.num_shards, batching.logical_workers, smallest_window=smallest, **order)
         return ShardLoader(dataset, self._position.add(name, shards), context, self._exchange)
 
     def evaluate(

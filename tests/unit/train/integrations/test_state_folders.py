@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_elastic.train.integrations.script_loop.state_folders import Place, read, save
+from azureml_elastic.train.integrations.script_loop.state_folders import Place, read, save, set_aside
 
 PLACE = Place(steps=50, epoch=1, windows=8)
 
@@ -36,3 +36,19 @@ def test_a_folder_of_another_writer_has_no_position(tmp_path, text):
     if text is not None:
         (tmp_path / "azureml-elastic.json").write_text(text)
     assert read(tmp_path) is None
+
+
+def test_a_folder_that_is_made_has_its_position_from_the_beginning(tmp_path):
+    folder = tmp_path / "runs" / "step_50"
+    meanwhile = []
+    save(folder, PLACE, lambda: meanwhile.append(read(folder)), is_main=True, make=True)
+    assert meanwhile == [PLACE]
+    assert [each.name for each in folder.parent.iterdir()] == ["step_50"]
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777
+
+
+def test_a_script_does_not_find_an_incomplete_folder_again(tmp_path):
+    folder = tmp_path / "step_50"
+    folder.mkdir()
+    assert set_aside(folder, is_main=True).name == "incomplete-step_50"
+    assert [each.name for each in tmp_path.glob("step_*")] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from azureml_elastic.train.integrations.stack_session import stack_session
 __all__ = [
     "attach_to_accelerator",
     "attach_to_data_loader",
+    "attach_to_logging",
     "attach_to_optimizer",
     "attach_to_scheduler",
     "attach_to_state",
@@ -30,6 +32,8 @@ _LOG = logging.getLogger(__name__)
 
 _APART = "_azureml_elastic_apart"
 """Attribute of an accelerator that belongs to another stack, such as ``transformers.Trainer``."""
+
+_STACKS = ("accelerate", "transformers", "trl", "lightning", "pytorch_lightning", "deepspeed", "azureml_elastic")
 
 _loops: list[TrainingLoop] = []
 
@@ -59,6 +63,11 @@ def attach_to_data_loader(module: ModuleType) -> None:
     wrap_function_wrapper(module, "skip_first_batches", skip)
 
 
+def attach_to_logging(module: ModuleType) -> None:
+    """Attach to ``accelerate.logging``."""
+    wrap_function_wrapper(module, "MultiProcessAdapter.log", _unless_silent)
+
+
 def attach_to_optimizer(module: ModuleType) -> None:
     """Attach to ``accelerate.optimizer``."""
     wrap_function_wrapper(module, "AcceleratedOptimizer.step", _in_loop("optimizer_step"))
@@ -80,10 +89,16 @@ def attach_to_accelerator(module: ModuleType) -> None:
     wrap("Accelerator.prepare_data_loader", _prepare_data_loader)
     wrap("Accelerator._do_sync", _do_sync)
     wrap("Accelerator._prepare_deepspeed", _prepare_deepspeed)
-    for name in ("backward", "save_state", "load_state"):
+    for name in (
+        *("backward", "save_state", "load_state", "end_training"),
+        *("gather", "reduce", "pad_across_processes", "wait_for_everyone"),
+    ):
         wrap(f"Accelerator.{name}", _in_loop(name))
-    for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"):
-        wrap(f"Accelerator.{name}", _after_step)
+    wrap("Accelerator.gather_for_metrics", _in_loop("gather"))
+    for name in ("print", "log"):
+        wrap(f"Accelerator.{name}", _unless_silent)
+    processes = module.Accelerator.num_processes.fget
+    module.Accelerator.num_processes = property(functools.partial(_num_processes, processes))
 
 
 def _uses_deepspeed() -> bool:
@@ -100,10 +115,19 @@ def _in_loop(name: str) -> Wrapped:
     return wrapper
 
 
-def _after_step(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
-    if _loops:
-        _loops[0].complete_step()
-    return wrapped(*args, **kwargs)
+def _unless_silent(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Print or log what was not when the steps before it were trained."""
+    return None if _loops and _loops[0].silent else wrapped(*args, **kwargs)
+
+
+def _num_processes(wrapped: Callable[[Any], int], accelerator: Any) -> int:
+    """Return the number of ranks of a run with all nodes to a script, whose schedules must not depend on the present.
+
+    accelerate itself and stacks above it receive the number of ranks that there are.
+    """
+    caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # noqa: SLF001
+    session = None if caller.partition(".")[0] in _STACKS or getattr(accelerator, _APART, False) else stack_session()
+    return wrapped(accelerator) if session is None else session.reference_world_size
 
 
 def _do_sync(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
@@ -41,20 +42,21 @@ class TrainingLoop(ScriptLoop):
     )
 
     def __init__(self, session: StackSession, accelerator: Any, loader: DataLoader[Any]) -> None:
-        super().__init__(session, accelerator.gradient_accumulation_steps)
-        self._accelerator = accelerator
-        accumulation, size = self._accumulation, loader.batch_size
-        assert size is not None
+        assert loader.batch_size is not None
         split = accelerator.split_batches
+        accumulation, size = accelerator.gradient_accumulation_steps, loader.batch_size
+        own_size = -(-size // session.reference_world_size) if split else size
+        super().__init__(session, accumulation, own_size)
+        self._accelerator = accelerator
         seed = accelerator.dataloader_config.data_seed
         generator = getattr(loader.sampler, "generator", None)
         if seed is None:
             seed = 0 if generator is None else generator.initial_seed()
         windows = session.windows(
             loader.dataset,
-            batch_size=-(-size // session.reference_world_size) if split else size,
+            batch_size=own_size,
             global_batch_size=size * accumulation * (1 if split else session.reference_world_size),
-            multiple=accumulation,
+            batches=accumulation,
             seed=seed,
             drop_last=loader.drop_last,
             **loader_options(loader),
@@ -79,6 +81,9 @@ class TrainingLoop(ScriptLoop):
             for index, each in enumerate(found)
         }
 
+    def _models(self) -> list[nn.Module]:
+        return list(self._accelerator._models)  # noqa: SLF001
+
     def _mark(self, *, last: bool) -> None:
         self._accelerator.gradient_state._set_sync_gradients(last)  # noqa: SLF001
 
@@ -90,7 +95,7 @@ class TrainingLoop(ScriptLoop):
         if self.repeating:
             return None
         if self._micro is not None:
-            self._session.observe(loss)
+            self._note_loss(loss)
             self._accumulated = True
             # accelerate divides by the number of batches that the script accumulates
             loss = loss * (self._micro.weight * self._accelerator.gradient_accumulation_steps)
@@ -113,6 +118,8 @@ class TrainingLoop(ScriptLoop):
 
     def zero_grad(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Drop gradients, but not those that the current step accumulates."""
+        if self.repeating:
+            return None
         if self._micro is None:
             return wrapped(*args, **kwargs)
         if self._accumulated:
@@ -137,28 +144,90 @@ class TrainingLoop(ScriptLoop):
                 inner.step(*args, **kwargs)
         return None
 
+    # --- the script's other calls -------------------------------------------------------------------------------------
+
+    @property
+    def silent(self) -> bool:
+        """Whether what the script prints and logs was printed and logged when its steps were trained."""
+        return self.repeating or self.repeats
+
+    def gather(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gather values from all ranks; in repeated steps, which they take alone, they answer for each other."""
+        if not self.repeating:
+            self.complete_step()
+            return wrapped(value, *args, **kwargs)
+        return _repeated(value, self._session.world_size)
+
+    def reduce(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduce values of all ranks, likewise."""
+        if not self.repeating:
+            self.complete_step()
+            return wrapped(value, *args, **kwargs)
+        reduction = args[0] if args else kwargs.get("reduction", "sum")
+        return _scaled(value, self._session.world_size) if reduction == "sum" else value
+
+    def pad_across_processes(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pad values to the longest of all ranks, likewise."""
+        if self.repeating:
+            return value
+        self.complete_step()
+        return wrapped(value, *args, **kwargs)
+
+    def wait_for_everyone(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Wait for all ranks."""
+        if self.repeating:
+            return None
+        self.complete_step()
+        return wrapped(*args, **kwargs)
+
+    def end_training(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Finish the session before accelerate closes the process group."""
+        self._session.finish()
+        return wrapped(*args, **kwargs)
+
     # --- folders -----------------------------------------------------------------------------------------------------
 
     def save_state(self, wrapped: Wrapped, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Save a folder with the position in the data."""
         self.complete_step()
-        accelerator, session = self._accelerator, self._session
+        accelerator = self._accelerator
         write = partial(wrapped, output_dir, *args, **kwargs)
         if accelerator.project_configuration.automatic_checkpoint_naming:
+            if self.silent:
+                accelerator.project_configuration.iteration += 1  # as the folder's own call would
+                return None
             folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
         elif output_dir is None:
             return write()
         else:
-            folder = Path(output_dir).expanduser()
-            if session.is_main:
-                folder.mkdir(parents=True, exist_ok=True)
+            return self._save(Path(output_dir).expanduser(), self._here, write, make=True)
         return self._save(folder, self._here, write)
 
     def load_state(self, wrapped: Wrapped, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load a folder where it is further than the state of the run, and take over its position.
 
         Raises:
-            ValueError: the folder is not complete, and the run has no state of its own.
+            ValueError: the folder is not complete, and further than the state of the run.
         """
         folder = None if input_dir is None else Path(input_dir).expanduser()
         return self._load(folder, partial(wrapped, input_dir, *args, **kwargs))
+
+
+def _repeated(value: Any, times: int) -> Any:
+    """Return what a gathering of equal values from a number of ranks returns."""
+    if isinstance(value, torch.Tensor):
+        return torch.cat([value if value.dim() else value.reshape(1)] * times)
+    if isinstance(value, Mapping):
+        return type(value)({key: _repeated(each, times) for key, each in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        tensors = all(isinstance(each, (torch.Tensor, Mapping, list, tuple)) for each in value)
+        return type(value)(_repeated(each, times) for each in value) if tensors else value * times
+    return value
+
+
+def _scaled(value: Any, factor: int) -> Any:
+    if isinstance(value, Mapping):
+        return type(value)({key: _scaled(each, factor) for key, each in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_scaled(each, factor) for each in value)
+    return value * factor

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from azureml_elastic.train.integrations.deepspeed.batch_sizes import BatchSizes, show
@@ -42,7 +43,7 @@ class TrainingLoop(ScriptLoop):
     unstepped = "engine.step() was not called after the last batch of an optimizer step: call it after each batch."
 
     def __init__(self, session: StackSession, engine: Any, sizes: BatchSizes) -> None:
-        super().__init__(session, sizes.accumulation)
+        super().__init__(session, sizes.accumulation, sizes.micro_batch)
         self._engine = engine
         self._sizes = sizes
         self._folders = CheckpointFolders(session, engine)
@@ -52,6 +53,9 @@ class TrainingLoop(ScriptLoop):
 
     def _objects(self) -> Mapping[str, Any]:
         return {"engine": self._engine}
+
+    def _models(self) -> list[nn.Module]:
+        return [self._engine]
 
     def _mark(self, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -102,7 +106,7 @@ class TrainingLoop(ScriptLoop):
         windows = self._session.windows(
             dataset,
             batch_size=sizes.micro_batch,
-            accumulation=sizes.accumulation,
+            batches=sizes.accumulation,
             global_batch_size=sizes.global_batch,
             **options,
         )
@@ -118,7 +122,7 @@ class TrainingLoop(ScriptLoop):
             return loss
         if self._micro is None:
             return wrapped(loss, *args, **kwargs)
-        self._session.observe(loss)
+        self._note_loss(loss)
         wrapped(loss * self._micro.weight, *args, **{**kwargs, "scale_wrt_gas": False})
         return loss / self._accumulation if kwargs.get("scale_wrt_gas", True) else loss
 
@@ -166,7 +170,7 @@ class TrainingLoop(ScriptLoop):
 
         Raises:
             UsageError: options ask for a part of a checkpoint that has no parts.
-            ValueError: the folder is not complete, and the run has no state of its own.
+            ValueError: the folder is not complete, and further than the state of the run.
         """
         folder = self._folders.find(load_dir, tag, **kwargs)
         if folder is None:

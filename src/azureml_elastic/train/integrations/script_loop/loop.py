@@ -1,25 +1,31 @@
 """A loop of the script's own within a run.
 
-A restarted script runs from its beginning: its iterations over the training data count the epochs, and those that are
-trained have no batches left. The state is restored by the session when the first iteration begins. A script that
-continues from a folder of its own, which is older than that state, repeats the steps in between without training, so
-that its counters are right. If it passes over the batches by hand that were trained when the folder was written, it is
-given the next batch as often.
+A restarted script runs from its beginning, and goes through the steps that are trained once more without training, so
+that its counters and sums are right; its iterations over the training data count the epochs. The state is restored by
+the session when the first iteration begins. A script that continues from a folder of its own repeats the steps since
+then. If it passes over the batches by hand that were trained when the folder was written, it is given the next batch as
+often.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from azureml_elastic.train.data.loader import to_device
 from azureml_elastic.train.data.position import MicroBatch
 from azureml_elastic.train.integrations.script_loop import state_folders
+from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.progress import Progress
+from azureml_elastic.train.integrations.script_loop.repeated_steps import LossHistory, RepeatedModels, own_loss
 from azureml_elastic.train.integrations.script_loop.state_folders import Place
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.window_loader import WindowLoader
@@ -29,6 +35,10 @@ __all__ = ["ScriptLoop"]
 _LOG = logging.getLogger(__name__)
 
 _PROGRESS = "progress"
+_LOSSES = "losses"
+
+_ANNOUNCED_STEPS = 1000
+"""Repeated steps of which the log tells."""
 
 
 class ScriptLoop(ABC):
@@ -37,6 +47,7 @@ class ScriptLoop(ABC):
     Args:
         session: session
         accumulation: batches of a rank in an optimizer step, by which the script counts
+        batch_size: samples of a batch at the reference world size
 
     Attributes:
         repeats: whether the script repeats an epoch that is trained, without training
@@ -45,9 +56,11 @@ class ScriptLoop(ABC):
     unstepped = "The optimizer has not stepped at the end of a global batch."
     """Warning for a loop that does not step where the stack expects it."""
 
-    def __init__(self, session: StackSession, accumulation: int) -> None:
+    def __init__(self, session: StackSession, accumulation: int, batch_size: int) -> None:
         self._session = session
+        session.loop = self
         self._accumulation = accumulation
+        self._batch_size = batch_size
         self._windows: WindowLoader | None = None
         self._steps_per_epoch = 0
         self.repeats = False
@@ -60,6 +73,11 @@ class ScriptLoop(ABC):
         self._behind = 0  # steps that are trained already, and that the script is about to count
         self._first_window = 0
         self._repeated: int | None = None  # batches of those that were yielded
+        self._repeats_last_step = False  # of those that are trained
+        self._repeated_models: RepeatedModels | None = None
+        self._losses = LossHistory()
+        self._own_loss: torch.Tensor | None = None  # that the model has returned for the current batch
+        self._noted = False  # whether the loss of the current batch is in the history
         self._skippable = 0  # batches that the script may pass over
         self._used = False  # whether it has trained the current one
         self._micro: MicroBatch | None = None
@@ -70,6 +88,10 @@ class ScriptLoop(ABC):
     @abstractmethod
     def _objects(self) -> Mapping[str, Any]:
         """Return the objects to track."""
+
+    @abstractmethod
+    def _models(self) -> list[nn.Module]:
+        """Return the models as the script calls them."""
 
     @abstractmethod
     def _mark(self, *, last: bool) -> None:
@@ -96,26 +118,36 @@ class ScriptLoop(ABC):
             if first:  # the script believes to be further than the state of the run
                 yield from self._rest()
             session.end_epoch()
+        if first and self._place is None:
+            self._behind = max(0, session.steps - epoch * self._steps_per_epoch)
+            if self._behind >= _ANNOUNCED_STEPS and session.is_main:
+                _LOG.info("The script counts %d steps that are trained already.", self._behind)
         count = min(self._behind, self._steps_per_epoch - self._first_window)
-        self._behind, self._first_window = self._behind - count, 0
+        begin, self._behind, self._first_window = self._first_window, self._behind - count, 0
         if count:
-            yield from self._repeat(count)
+            yield from self._repeat(epoch * self._steps_per_epoch + begin, count)
         self.repeats = session.epoch > epoch
         if not self.repeats:
             yield from self._rest()
 
-    def _repeat(self, count: int) -> Iterator[Any]:
+    def _repeat(self, begin: int, count: int) -> Iterator[Any]:
         """Yield batches for steps that are trained already."""
         assert self._windows is not None
         session = self._session
+        models = self._repeated_models = self._repeated_models or RepeatedModels(self._models())
+        filler = to_device(self._windows.filler(), session.device)
         session.begin_repeated_steps()
+        models.begin()
         try:
             for index in range(count * self._accumulation):
                 self._repeated = index + 1
+                self._repeats_last_step = not self._behind and index >= (count - 1) * self._accumulation
+                models.set_loss(self._losses[begin * self._accumulation + index])
                 self.synchronize()
-                yield from self._offered(to_device(self._windows.filler(), session.device))
+                yield from self._offered(copy.copy(filler))  # scripts take keys out of batches
         finally:
             self._repeated = None
+            models.end()
             session.end_repeated_steps()
             self._mark(last=True)
 
@@ -127,6 +159,7 @@ class ScriptLoop(ABC):
         try:
             for batch in self._windows:
                 self._micro, self._completed = self._windows.untrained.popleft(), False
+                self._own_loss, self._noted = None, False
                 self.synchronize()
                 try:
                     yield from self._offered(batch)
@@ -152,7 +185,12 @@ class ScriptLoop(ABC):
     def _begin(self) -> None:
         """Restore the state of the run."""
         self._begun = True
+        assert self._windows is not None
         self._session.adopt(self._tracked())
+        for model in self._models():
+            model.register_forward_hook(self._note_output)
+            if self._windows.largest > self._batch_size:
+                divide_forward(model, self._batch_size)
         self._skippable = 0 if self._place is None else self._place.windows * self._accumulation
         if self._reload is None:
             self._behind = 0 if self._place is None else max(0, self._session.steps - self._place.steps)
@@ -165,7 +203,18 @@ class ScriptLoop(ABC):
             self._session.begin_at(place.steps, place.epoch, place.windows)
 
     def _tracked(self) -> dict[str, Any]:
-        return {**self._objects(), _PROGRESS: Progress(self._session)}
+        return {**self._objects(), _PROGRESS: Progress(self._session), _LOSSES: self._losses}
+
+    def _note_output(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if self._micro is not None and model.training and torch.is_grad_enabled():
+            self._own_loss = own_loss(output)
+
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        """Take the loss of the current batch into account."""
+        self._session.observe(loss)
+        if not self._noted:
+            self._noted = True
+            self._losses.add(loss if self._own_loss is None else self._own_loss)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -195,6 +244,7 @@ class ScriptLoop(ABC):
         if not self._stepped:
             self._warn(self.unstepped)
         self._completed, self._stepped = True, False
+        self._losses.complete_step(self._accumulation)
         self._session.complete_step(changes_state=self._micro.window.ends_epoch)
 
     def _warn(self, text: str) -> None:
@@ -209,18 +259,22 @@ class ScriptLoop(ABC):
         """The position in the data after the last step."""
         return Place(self._session.steps, *self._session.place)
 
-    def _save(self, folder: Path, place: Place, write: Callable[[], Any]) -> Any:
-        """Have a folder written with a position in the data, unless the state is that of a later step."""
+    def _save(self, folder: Path, place: Place, write: Callable[[], Any], *, make: bool = False) -> Any:
+        """Have a folder written with a position in the data, unless the state is that of a later step.
+
+        The round may have ended between a step and the script's saving of it: the last repeated step is saved then.
+        """
         saved = state_folders.read(folder)
-        if self._repeated is not None or (self.repeats and saved is not None and saved.complete):
+        whole = saved is not None and saved.complete
+        if (self.repeating and (whole or not self._repeats_last_step)) or (self.repeats and whole):
             return None
-        return state_folders.save(folder, place, write, is_main=self._session.is_main)
+        return state_folders.save(folder, place, write, is_main=self._session.is_main, make=make)
 
     def _load(self, folder: Path | None, load: Callable[[], Any]) -> Any:
         """Have a folder loaded where it is further than the state of the run, and take over its position.
 
         Raises:
-            ValueError: the folder is not complete, and the run has no state of its own.
+            ValueError: the folder is not complete, and further than the state of the run.
         """
         if self._begun:
             return load()
@@ -232,12 +286,11 @@ class ScriptLoop(ABC):
             self._next_epoch = place.epoch
         if self._found is not None and (place is None or place.steps <= self._found["steps"]):
             return None
-        if place is not None and not place.complete:
-            if self._found is None:
-                raise ValueError(
-                    f"{folder} is not complete: the process that wrote it ended meanwhile. Load the folder before it, "
-                    "or start anew without loading one."
-                )
-            return None
+        if folder is not None and place is not None and not place.complete:
+            aside = state_folders.set_aside(folder, is_main=self._session.is_main)
+            raise ValueError(
+                f"{folder} is not complete: the process that wrote it ended meanwhile. It is {aside} now, so that the "
+                "script finds the folder before it when it starts again."
+            )
         self._reload = load
         return load()

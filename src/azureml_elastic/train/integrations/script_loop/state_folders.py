@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 from azureml_elastic.train.integrations.durable_files import all_arrive, flush
 
-__all__ = ["Place", "read", "save"]
+__all__ = ["Place", "read", "save", "set_aside"]
 
 _NAME = "azureml-elastic.json"
 
@@ -41,7 +43,7 @@ def read(folder: Path) -> Place | None:
         return None
 
 
-def save(folder: Path, place: Place, write: Callable[[], Any], *, is_main: bool) -> Any:
+def save(folder: Path, place: Place, write: Callable[[], Any], *, is_main: bool, make: bool = False) -> Any:
     """Have a folder written, marked as incomplete meanwhile. A collective.
 
     Args:
@@ -49,9 +51,12 @@ def save(folder: Path, place: Place, write: Callable[[], Any], *, is_main: bool)
         place: position in the data
         write: function that writes the other files
         is_main: whether this process is the one of rank 0
+        make: whether a folder that does not exist is made first, and not by the stack
     """
     if is_main and folder.is_dir():
         _write(folder, place)
+    elif is_main and make:
+        _make(folder, place)
     all_arrive()
     result = write()
     all_arrive()
@@ -60,6 +65,31 @@ def save(folder: Path, place: Place, write: Callable[[], Any], *, is_main: bool)
             flush(path)
         _write(folder, replace(place, complete=True))
     return result
+
+
+def set_aside(folder: Path, *, is_main: bool) -> Path:
+    """Rename a folder that is not complete, and return its new path. A collective."""
+    aside = folder.with_name(f"incomplete-{folder.name}")
+    all_arrive()  # all ranks have read it
+    if is_main:
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    return aside
+
+
+def _make(folder: Path, place: Place) -> None:
+    """Make a folder that has its position from the beginning: a script would take one without for another library's."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+    temporary.chmod(0o777 & ~_umask())
+    _write(temporary, place)
+    temporary.rename(folder)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _write(folder: Path, place: Place) -> None:

@@ -1,0 +1,202 @@
+"""The forward pass of a batch that is larger than the script's, in parts of the script's size.
+
+With fewer ranks than the reference world size a rank's share of a step grows, and a script that counts batches must see
+as many as before. So its batch is larger, and a model whose forward is divided here keeps the memory of a small one:
+each part is computed under activation checkpointing, which costs one more forward pass, and the outputs are put
+together. Gradients are those of the undivided batch, and data parallelism reduces them once, as autograd adds up a
+parameter's contributions first.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["divide_forward"]
+
+_LOG = logging.getLogger(__name__)
+
+_IGNORED_LABEL = -100
+
+_SHARDED_WEIGHTS = 3
+
+_CACHES = ("past_key_values", "mems", "cache_params")
+"""Outputs of language models for the generation of text, of no use in training."""
+
+_SHIFTING = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes whose loss leaves out each sequence's first label."""
+
+
+class _IndivisibleError(Exception):
+    """The outputs of parts cannot be put together, for the reason in the message."""
+
+
+def divide_forward(model: nn.Module, limit: int) -> None:
+    """Have the training batches of a model computed in parts, as far as its inputs and outputs have rows of samples.
+
+    Args:
+        model: model, which may be in a wrapper for data parallelism.
+        limit: samples of a part.
+    """
+    wrapper: Any = model
+    stage = wrapper.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else None
+    if stage is not None or isinstance(model, DistributedDataParallel):
+        model = wrapper.module
+    if reason := _obstacle(model, stage):
+        _warn(model, reason)
+        return
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A copy of the model, such as one of averaged weights, has this method as well, bound to itself.
+        whole = MethodType(inner.__func__, self) if isinstance(inner, MethodType) else inner
+        count = _rows_of((args, kwargs))
+        if not (self.training and torch.is_grad_enabled()) or count <= limit or self in _undivided:
+            return whole(*args, **kwargs)
+        try:
+            return _in_parts(self, whole, args, kwargs, count, limit)
+        except _IndivisibleError as reason:
+            _undivided.append(self)
+            _warn(self, str(reason))
+            return whole(*args, **kwargs)
+
+    model.forward = MethodType(forward, model)
+
+
+def _obstacle(model: nn.Module, stage: int | None) -> str | None:
+    """Return why the forward of a model is not divided, or ``None``."""
+    if any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules()):
+        return "batch normalisation would count each part twice"
+    if hasattr(model, "_orig_mod"):
+        return "it is compiled"
+    return "ZeRO stage 3 gathers its weights for each forward pass" if stage == _SHARDED_WEIGHTS else None
+
+
+_undivided: list[nn.Module] = []
+
+
+def _warn(model: nn.Module, reason: str) -> None:
+    _LOG.warning(
+        "With fewer ranks a batch is larger, and %s takes it whole, with as much memory as it needs: %s.",
+        type(model).__name__,
+        reason,
+    )
+
+
+def _in_parts(model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, count: int, limit: int) -> Any:
+    number = -(-count // limit)
+    edges = [count * index // number for index in range(number + 1)]
+    outputs, weights, sizes = [], [], []
+    for start, stop in itertools.pairwise(edges):
+        part, named = (_cut(each, start, stop, count) for each in (args, kwargs))
+        result = checkpoint(forward, *part, use_reentrant=False, **named)
+        outputs.append(_without_caches(result))
+        weights.append(_count_labels(model, part, named, stop - start))
+        sizes.append(stop - start)
+    return _joined(outputs, sizes, weights)
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def _rows_of(inputs: Any) -> int:
+    """Return the length of the first tensor among the inputs, 0 if there is none."""
+    return next((len(each) for each in _tensors(inputs) if each.dim()), 0)
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _cut(value: Any, start: int, stop: int, count: int) -> Any:
+    """Return the rows of a part, of all tensors that have one for each sample."""
+    if isinstance(value, torch.Tensor):
+        return value[start:stop] if value.dim() and len(value) == count else value
+    if isinstance(value, Mapping):
+        cut = {key: _cut(each, start, stop, count) for key, each in value.items()}
+        return cut if type(value) is dict else _like(value, cut)
+    if isinstance(value, (list, tuple)):
+        cut_items = [_cut(each, start, stop, count) for each in value]
+        return _sequence_like(value, cut_items)
+    return value
+
+
+def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the same class, such as a tokenizer's ``BatchEncoding`` or a model's output."""
+    try:
+        return type(value)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return type(value)(**items)
+
+
+def _sequence_like(value: Sequence[Any], items: list[Any]) -> Any:
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]
+
+
+def _count_labels(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> int:
+    """Return the number of labels of a part, over which a model's own loss is a mean; the samples if it has none."""
+    given = (kwargs, *(each for each in args if isinstance(each, Mapping)))
+    labels = next((each["labels"] for each in given if "labels" in each), None)
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return samples
+    if labels.dim() > 1 and any(kind.__name__.endswith(_SHIFTING) for kind in type(model).__mro__):
+        labels = labels[..., 1:]
+    return int(labels.ne(_IGNORED_LABEL).sum())
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def _without_caches(output: Any) -> Any:
+    if isinstance(output, Mapping) and any(name in output for name in _CACHES):
+        return _like(output, {key: value for key, value in output.items() if key not in _CACHES})
+    return output
+
+
+def _joined(parts: list[Any], sizes: list[int], weights: list[int]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return _joined_tensors(parts, sizes, weights)
+    if isinstance(first, Mapping):
+        return _like(first, {key: _joined([part[key] for part in parts], sizes, weights) for key in first})
+    if isinstance(first, (list, tuple)):
+        return _sequence_like(first, [_joined(list(each), sizes, weights) for each in zip(*parts, strict=True)])
+    try:
+        same = all(each is first or bool(each == first) for each in parts)
+    except (TypeError, ValueError, RuntimeError):
+        same = False
+    if not same:
+        raise _IndivisibleError(f"its outputs have a {type(first).__name__} that differs from part to part")
+    return first
+
+
+def _joined_tensors(parts: list[torch.Tensor], sizes: list[int], weights: list[int]) -> torch.Tensor:
+    if not parts[0].dim():
+        if not parts[0].is_floating_point():
+            raise _IndivisibleError("its outputs have a number without a row for each sample")
+        # The mean over no label is NaN, and so would be the gradient of its product with 0.
+        counted = [part * weight for part, weight in zip(parts, weights, strict=True) if weight]
+        return torch.stack(counted).sum() / sum(weights) if counted else parts[0]
+    rows = len(parts[0]) // sizes[0]
+    if not rows or any(len(part) != rows * size for part, size in zip(parts, sizes, strict=True)):
+        shape = tuple(parts[0].shape)
+        raise _IndivisibleError(f"its outputs have a tensor of shape {shape} for {sizes[0]} samples")
+    return torch.cat(parts)

@@ -1,0 +1,91 @@
+"""Steps that a script counts once more: nothing is computed, and the losses are those of the trained steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from azureml_elastic.train.integrations.script_loop.repeated_steps import LossHistory, RepeatedModels, own_loss
+
+
+class Counted(nn.Module):
+    """A classifier that counts its forward passes, and returns its loss if it has labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.passes = nn.Linear(3, 4), 0
+
+    def forward(self, x, labels=None):
+        self.passes += 1
+        scores = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores} if labels is not None else scores
+
+
+X, Y = torch.randn(2, 3), torch.tensor([0, 3])
+
+
+@pytest.fixture
+def model():
+    return Counted()
+
+
+def test_the_loss_of_the_models_own_is_the_one_of_that_time(model):
+    repeated = RepeatedModels([model])
+    repeated.begin()
+    losses = []
+    for loss in (0.5, 0.25, None):
+        repeated.set_loss(loss)
+        losses.append(model(X, labels=Y)["loss"].item())
+    repeated.end()
+    assert losses[:2] == [0.5, 0.25]
+    assert losses[2] == pytest.approx(model(X, labels=Y)["loss"].item())
+    assert model.passes == 2
+
+
+def test_a_loss_that_the_script_computes_is_the_one_of_that_time(model):
+    repeated = RepeatedModels([model])
+    repeated.begin()
+    repeated.set_loss(0.125)
+    scores = model(X)
+    loss = nn.functional.cross_entropy(scores.view(-1, 4), Y)
+    right = (scores.argmax(-1) == Y).float().mean()
+    total = torch.zeros(()) + loss.detach()
+    loss.backward()
+    assert (loss.item(), total.item()) == (0.125, 0.125)
+    assert type(loss) is torch.Tensor
+    assert right.item() in (0.0, 0.5, 1.0), "a share of right predictions is no loss"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    repeated.end()
+    assert "forward" not in model.__dict__
+
+
+def test_repeated_steps_compute_one_forward_pass(model):
+    repeated = RepeatedModels([model])
+    repeated.begin()
+    for step in range(200):
+        repeated.set_loss(float(step))
+        assert nn.functional.cross_entropy(model(X), Y).item() == step
+    assert model.passes == 1
+
+
+def test_the_history_has_the_losses_of_completed_steps():
+    history = LossHistory()
+    for step in range(3):
+        history.add(torch.tensor(float(step), requires_grad=True))
+        history.complete_step(2)  # the second batch had no loss
+    history.add(torch.tensor(7.0))
+    saved = history.state_dict()
+    other = LossHistory()
+    other.load_state_dict(saved)
+    assert [other[index] for index in range(7)] == [0.0, None, 1.0, None, 2.0, None, None]
+    other.add(torch.tensor(9.0))
+    other.complete_step(2)
+    assert other[6] == 9.0
+
+
+def test_outputs_without_a_loss():
+    number = torch.tensor(1.5)
+    assert own_loss({"loss": number}) is number
+    assert own_loss((number, X)) is number
+    assert own_loss(X) is own_loss({"logits": X}) is own_loss((X,)) is None
