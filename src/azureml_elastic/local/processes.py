@@ -93,7 +93,7 @@ class NodeProcess:
         """
         limit = time.monotonic() + grace_s
         while time.monotonic() < limit and self.tree():
-            time.sleep(0.005)
+            time.sleep(0.02)  # to look at all processes takes some milliseconds
         ended = _end_tree(self.tree)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.agent.wait(_END_TIMEOUT_S)

@@ -131,7 +131,7 @@ def test_what_cannot_be_dealt_out_is_refused(tmp_path):
     with pytest.raises(UsageError, match="micro_batch_size=0 is below the limit of 1"):
         this.loader(micro_batch_size=0)
     shards = train.Shards(range(8), lambda shard: [shard])
-    with pytest.raises(UsageError, match="micro_batch_size does not go with shards"):
+    with pytest.raises(UsageError, match="micro_batch_size and micro_batches do not go with shards"):
         this.run.loader(shards, global_batch_size=4, micro_batch_size=2)
     with pytest.raises(UsageError, match="persistent_workers"):
         this.run.loader(shards, global_batch_size=4, num_workers=1, persistent_workers=True)

@@ -33,6 +33,8 @@ class Batching:
             raise UsageError(
                 f"micro_batch_size={self.micro_batch_size} is below the limit of 1; give the samples of a forward pass."
             )
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise UsageError(f"micro_batches={self.micro_batches} is below the limit of 1; give the number in a step.")
 
     @property
     def logical_workers(self) -> int | None:

@@ -74,8 +74,8 @@ def _open() -> StackSession | None:
 def _finish_first(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     """Finish the session before a script or a stack closes the process group, without which that is impossible."""
     session, caller = _opened[0], str(sys._getframe(1).f_globals.get("__name__"))  # noqa: SLF001
-    if session is not None and session.trains and caller.partition(".")[0] != "azureml_elastic":
-        session.finish()
+    if session is not None and caller.partition(".")[0] != "azureml_elastic":
+        session.finish_before_end()
     return wrapped(*args, **kwargs)
 
 
@@ -148,6 +148,12 @@ class StackSession(Session):
         assert isinstance(loader, MapLoader)
         self._position.in_epochs = True
         return WindowLoader(loader, dataset, self._position)
+
+    def finish_before_end(self) -> None:
+        """Finish where the script ends its process group, unless it is failing, perhaps on this rank alone."""
+        error = sys.exc_info()[1]  # also within a finally clause
+        if self.trains and (error is None or (isinstance(error, SystemExit) and not error.code)):
+            self.finish()
 
     def finish(self) -> None:
         """See :meth:`Session.finish`; the last step of a loop that the script has left is counted first."""

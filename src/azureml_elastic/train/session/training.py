@@ -169,9 +169,10 @@ class Training:
                 f"{type(dataset).__name__} has neither a length and samples by index, nor num_shards and shard(), so "
                 "it cannot be divided among ranks. Wrap its items: train.Shards(paths, read_one)."
             )
-        if micro_batch_size is not None:
+        if micro_batch_size is not None or micro_batches is not None:
             raise UsageError(
-                "micro_batch_size does not go with shards; give the policy logical_workers for smaller batches."
+                "micro_batch_size and micro_batches do not go with shards; give the policy logical_workers for smaller "
+                "batches."
             )
         smallest = batching.window_size(global_batch_size, 1)
         shards = ShardSpec.make(dataset.num_shards, batching.logical_workers, smallest_window=smallest, **order)

@@ -182,7 +182,7 @@ class TrainingLoop(ScriptLoop):
 
     def end_training(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Finish the session before accelerate closes the process group."""
-        self._session.finish()
+        self._session.finish_before_end()
         return wrapped(*args, **kwargs)
 
     # --- folders -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -67,7 +68,7 @@ def divide_forward(model: nn.Module, limit: int) -> None:
         try:
             return _in_parts(self, whole, args, kwargs, count, limit)
         except _IndivisibleError as reason:
-            _undivided.append(self)
+            _undivided.add(self)
             _warn(self, str(reason))
             return whole(*args, **kwargs)
 
@@ -83,7 +84,7 @@ def _obstacle(model: nn.Module, stage: int | None) -> str | None:
     return "ZeRO stage 3 gathers its weights for each forward pass" if stage == _SHARDED_WEIGHTS else None
 
 
-_undivided: list[nn.Module] = []
+_undivided: WeakSet[nn.Module] = WeakSet()
 
 
 def _warn(model: nn.Module, reason: str) -> None:
