@@ -63,6 +63,8 @@ def run_stock(
     preload: bool = True,
     recovery: Recovery = "restart",
     start: StartMethod = "fork",
+    imports: Path | None = None,
+    results: str = "record.json",
     **options: Any,
 ) -> StockRun:
     """Run a script to its end, with a folder for its output as the first argument.
@@ -75,13 +77,15 @@ def run_stock(
         preload: whether the workers are forked from a preload server.
         recovery: what becomes of the workers when the round changes.
         start: ``fork`` forks the nodes from a server that has imported the stack for all tests of the process.
+        imports: script or module whose imports that server has, in place of the script.
+        results: name of the file in which the script records its training.
         options: further arguments of the cluster.
     """
     output = folder / "script"
     output.mkdir(parents=True)
     cluster = LocalCluster(
         options.pop("nodes", (1, 3)),
-        start=forked_with(script) if start == "fork" else start,
+        start=forked_with(imports or script) if start == "fork" else start,
         chaos=parse_schedule(chaos) if chaos else None,
         run_dir=folder / "run",
         timeout_s=200,
@@ -92,7 +96,7 @@ def run_stock(
     report = cluster.run([sys.executable, str(script), "--folder", str(output), *arguments])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert all(node.leftovers == 0 for node in report.nodes)
-    return StockRun(report, json.loads((output / "record.json").read_text()), output)
+    return StockRun(report, json.loads((output / results).read_text()), output)
 
 
 def assert_same_rates(found: Mapping[int, float], expected: Mapping[int, float]) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "group_differences",
     "kinds_of",
     "optimizer_differences",
+    "parameter_differences",
     "refuse",
     "tensor_differences",
     "unlike",
@@ -85,14 +86,25 @@ def optimizer_differences(stored: Kinds, present: Kinds) -> list[str]:
     A parameter has no state before its first gradient, and some optimizers add to it later.
 
     Args:
-        stored: tensors of the checkpoint, by ``<parameter>/<kind of state>``.
+        stored: tensors of the checkpoint.
         present: tensors of the script's optimizer.
     """
-    common = stored.keys() & present.keys()
-    found = tensor_differences({name: stored[name] for name in common}, {name: present[name] for name in common})
-    if gone := sorted(_parameters(stored) - _parameters(present)):
-        found.append(f"it does not optimize {_names(gone)} any more")
-    return found
+    prefix = "state/"
+    common = {name for name in stored.keys() & present.keys() if name.startswith(prefix)}
+    return tensor_differences(
+        *({name.removeprefix(prefix): each[name] for name in common} for each in (stored, present))
+    )
+
+
+def parameter_differences(stored: Collection[str], present: Collection[str]) -> list[str]:
+    """Return a sentence about parameters that an optimizer has no more.
+
+    Args:
+        stored: names of those whose state the checkpoint holds.
+        present: names of those that the script's optimizer has.
+    """
+    gone = sorted(set(stored) - set(present))
+    return [f"it does not optimize {_names(gone)} any more"] if gone else []
 
 
 def group_differences(stored: Sequence[Collection[str]], present: Sequence[Collection[str]]) -> list[str]:
@@ -129,10 +141,6 @@ def refuse(where: str, differences: Mapping[str, Collection[str]]) -> UsageError
         + "\nRestore the former definition, start anew with an empty checkpoint folder, or keep what still fits: "
         f"run.track(..., partial=[{names}])."
     )
-
-
-def _parameters(names: Iterable[str]) -> set[str]:
-    return {name.rpartition("/")[0] for name in names}
 
 
 def _all(groups: Iterable[Iterable[str]]) -> set[str]:

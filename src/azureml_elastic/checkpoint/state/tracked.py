@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -31,6 +32,7 @@ from azureml_elastic.checkpoint.state.compatibility import (
     TensorKind,
     group_differences,
     optimizer_differences,
+    parameter_differences,
     tensor_differences,
 )
 
@@ -38,8 +40,10 @@ __all__ = [
     "ModuleState",
     "OptimizerState",
     "OtherState",
+    "ShardedOptimizerState",
     "Stateful",
     "Tracked",
+    "canonical_names",
     "owner_of",
     "restore_settings",
     "settings_of",
@@ -114,6 +118,18 @@ class Tracked(ABC):
         """Return whether this rank needs a tensor of the object, by its name."""
         return True
 
+    def fitting(self, plain: Any, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """Return those of a checkpoint's tensors that fit one of this object's, where others do not.
+
+        Args:
+            plain: its state as JSON.
+            tensors: its tensors.
+        """
+        present = self.targets(plain)
+        return {
+            name: tensor for name, tensor in tensors.items() if name in present and present[name].shape == tensor.shape
+        }
+
     @abstractmethod
     def restore(self, plain: Any, tensors: Tensors) -> None:
         """Restore what :meth:`collect` returned, at any world size.
@@ -135,6 +151,10 @@ class Tracked(ABC):
             The names of what begins anew: tensors, or the states of parameters.
         """
         raise ValueError(f"a {type(self).__name__} cannot be restored in part")
+
+    def begin_anew(self) -> list[str]:
+        """Leave the object as it is, where the state is that of another class, and return the names likewise."""
+        return [self.name]
 
 
 @dataclass(eq=False)
@@ -178,7 +198,8 @@ class ModuleState(Tracked):
 class OptimizerState(Tracked):
     """The state of a torch optimizer by names of parameters, which belong to its owner.
 
-    A new optimizer takes an empty step for it.
+    A new optimizer has none: it is not made to step for it, which those with a closure or modes of their own do not
+    bear. That of a sharded owner does (:class:`ShardedOptimizerState`): its checkpoint is read into shards.
     """
 
     optimizer: Optimizer
@@ -186,7 +207,10 @@ class OptimizerState(Tracked):
 
     @override
     def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        return tree.split(self.name, get_optimizer_state_dict(self.owner, self.optimizer))
+        found, names = self.optimizer.state_dict(), self._names()
+        groups = [{**group, "params": [names[index] for index in group["params"]]} for group in found["param_groups"]]
+        state = {names.get(key, key): value for key, value in found["state"].items()}
+        return tree.split(self.name, {"state": state, "param_groups": groups})
 
     @property
     @override
@@ -195,13 +219,88 @@ class OptimizerState(Tracked):
 
     @override
     def differences(self, plain: Any, stored: Kinds, present: Kinds) -> list[str]:
+        names = {name for group in self.collect()[0]["param_groups"] for name in group["params"]}
+        return [
+            *self._group_differences(plain),
+            *optimizer_differences(stored, {**self._expected(stored), **present}),
+            *parameter_differences(_keys(plain["state"]), names),
+        ]
+
+    def _expected(self, stored: Kinds) -> dict[str, TensorKind]:
+        """Return the kinds that the tensors of a checkpoint should have: many have the shape of their parameter."""
+        found = {}
+        for parameter, path in self._paths():
+            prefix = f"{path.removeprefix(f'{self.name}/')}/"
+            for name, kind in stored.items():
+                if name.startswith(prefix) and len(kind.shape) == parameter.dim():
+                    found[name] = TensorKind(tuple(parameter.shape), kind.dtype)
+        return found
+
+    @override
+    def fitting(self, plain: Any, tensors: Tensors) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for parameter, path in self._paths():
+            own = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{path}/")}
+            if all(tensor.dim() != parameter.dim() or tensor.shape == parameter.shape for tensor in own.values()):
+                found |= own
+        return found
+
+    @override
+    def restore(self, plain: Any, tensors: Tensors) -> None:
+        saved = tree.join(plain, tensors)
+        own = self.optimizer.state_dict()["param_groups"]
+        if len(own) != len(saved["param_groups"]):
+            raise ValueError(f"it has {len(saved['param_groups'])} parameter groups, not {len(own)}")
+        groups = [{**new, **old, "params": new["params"]} for new, old in zip(own, saved["param_groups"], strict=True)]
+        indices = {name: index for index, name in self._names().items()}
+        state = {indices.get(key, key): value for key, value in saved["state"].items()}
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    @override
+    def restore_partly(self, plain: Any, tensors: Tensors) -> list[str]:
+        saved = plain["state"]
+        complete = {name for name in _keys(saved) if _tensors_of(saved[name]) <= tensors.keys()}
+        names = self._names()
+        state = {index: tree.join(saved[name], tensors) for index, name in names.items() if name in complete}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        return sorted(f"{self.name}/state/{name}" for name in names.values() if name not in complete)
+
+    @override
+    def begin_anew(self) -> list[str]:
+        return sorted(path for _, path in self._paths())
+
+    def _group_differences(self, plain: Any) -> list[str]:
         groups = self.collect()[0]["param_groups"]
-        saved = [group["params"] for group in plain["param_groups"]]
-        own = (
-            {name.removeprefix("state/"): kind for name, kind in kinds.items() if name.startswith("state/")}
-            for kinds in (stored, present)
-        )
-        return group_differences(saved, [group["params"] for group in groups]) + optimizer_differences(*own)
+        return group_differences(*([group["params"] for group in each] for each in (plain["param_groups"], groups)))
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of the parameters, by their numbers in the optimizer's state."""
+        return {index: path.partition("/state/")[2] for index, (_, path) in enumerate(self._paths())}
+
+    def _paths(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """Yield the parameters, with the prefix of the names of their states' tensors."""
+        names = canonical_names(self.owner)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, f"{self.name}/state/{names[parameter]}"
+
+
+@dataclass(eq=False)
+class ShardedOptimizerState(OptimizerState):
+    """The state of an optimizer whose owner is sharded. A new optimizer takes an empty step for it."""
+
+    @override
+    def collect(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        return tree.split(self.name, get_optimizer_state_dict(self.owner, self.optimizer))
+
+    @override
+    def differences(self, plain: Any, stored: Kinds, present: Kinds) -> list[str]:
+        gone = parameter_differences(_keys(plain["state"]), _keys(self.collect()[0]["state"]))
+        return [*self._group_differences(plain), *optimizer_differences(stored, present), *gone]
+
+    @override
+    def fitting(self, plain: Any, tensors: Tensors) -> dict[str, torch.Tensor]:
+        return Tracked.fitting(self, plain, tensors)
 
     @override
     def restore(self, plain: Any, tensors: Tensors) -> None:
@@ -213,7 +312,7 @@ class OptimizerState(Tracked):
         present = self.collect()[1]
         begun = {name.rpartition("/")[0] for name in present.keys() - tensors.keys()}
         _copy_in(present, {name: tensor for name, tensor in tensors.items() if name.rpartition("/")[0] not in begun})
-        for parameter, path in _paths(self.name, self.optimizer, self.owner):
+        for parameter, path in self._paths():
             if path in begun:
                 self.optimizer.state.pop(parameter, None)  # it begins with the parameter's next gradient
         return sorted(begun)
@@ -257,13 +356,33 @@ def _copy_in(present: Tensors, tensors: Tensors) -> list[str]:
     return sorted(present.keys() - tensors.keys())
 
 
-def _paths(name: str, optimizer: Optimizer, owner: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield the parameters of an optimizer, with the prefix of the names of their states' tensors."""
-    named = owner.named_parameters()
-    names = {parameter: key.replace("_orig_mod.", "").removeprefix("module.") for key, parameter in named}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter, f"{name}/state/{names[parameter]}"
+def _keys(state: Any) -> set[str]:
+    """Return the keys of an optimizer's state as JSON that are text: all, or names of parameters beside others."""
+    if set(state) == {"$map"}:
+        return {key for key, _ in state["$map"] if isinstance(key, str)}
+    return set(state)
+
+
+def _tensors_of(plain: Any) -> set[str]:
+    """Return the names of the tensors in a state as JSON."""
+    if isinstance(plain, dict) and set(plain) == {"$tensor"}:
+        return {plain["$tensor"]}
+    items = plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ()
+    return {name for item in items for name in _tensors_of(item)}
+
+
+def canonical_names(owner: nn.Module) -> Mapping[Any, str]:
+    """Return the names of a module's parameters without the wrappers of data parallelism and compilation."""
+    wrappers = sorted((name for name, each in owner.named_modules() if isinstance(each, DistributedDataParallel)),
+                      key=len, reverse=True)  # fmt: skip
+    found = {}
+    for name, parameter in owner.named_parameters():
+        for wrapper in wrappers:
+            prefix = f"{wrapper}." if wrapper else ""
+            if name.startswith(f"{prefix}module."):
+                name = prefix + name.removeprefix(f"{prefix}module.")  # noqa: PLW2901
+        found[parameter] = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    return found
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]]) -> Any:

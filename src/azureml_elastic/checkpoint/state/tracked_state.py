@@ -18,6 +18,7 @@ from azureml_elastic.checkpoint.state.tracked import (
     ModuleState,
     OptimizerState,
     OtherState,
+    ShardedOptimizerState,
     Stateful,
     Tracked,
     owner_of,
@@ -53,6 +54,7 @@ class TrackedState:
         self.names = sorted(objects)
         self._partial = frozenset(partial)
         self._differing: dict[str, list[str]] = {}
+        self._other_class: set[str] = set()
         values = {name: unwrap_optimizer(value) for name, value in objects.items()}
         engines = {name: value for name, value in values.items() if is_engine(value)}
         modules = {name: each for name, each in values.items() if isinstance(each, nn.Module) and name not in engines}
@@ -121,6 +123,14 @@ class TrackedState:
                 for parameter in each.module.parameters():
                     parameter.grad = None
 
+    def untrained_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the weights of modules that no optimizer changes, such as moving averages, with CPU copies of them."""
+        trained = {id(each) for optimizer in self.optimizers for group in optimizer.param_groups
+                   for each in group["params"]}  # fmt: skip
+        modules = (module for module in self.modules if not any(id(each) in trained for each in module.parameters()))
+        weights = (weight for module in modules for weight in module.parameters())
+        return [(weight, weight.detach().to("cpu", copy=True)) for weight in weights]
+
     def others(self) -> dict[str, Any]:
         """Return a copy of the states of schedulers and other objects than modules and optimizers."""
         others = (each for each in self._tracked if isinstance(each, OtherState))
@@ -177,11 +187,14 @@ class TrackedState:
             stored: its tensors by name.
         """
         self._differing = {}
+        self._other_class.clear()
         for each in self._tracked:
             if each.name not in plain:
                 continue
             found = class_differences(classes.get(each.name), each.class_name)
-            if not found:
+            if found:
+                self._other_class.add(each.name)
+            else:
                 present = kinds_of(each.targets(plain[each.name]))
                 kinds = (_relative(each.name, kinds) for kinds in (stored, present))
                 found = each.differences(plain[each.name], *kinds)
@@ -216,6 +229,8 @@ class TrackedState:
             with _fitting(each):
                 if each.name not in plain:
                     missing.append(each.name)
+                elif each.name in differing and each.name in self._other_class:
+                    missing += each.begin_anew()
                 elif each.name in differing:
                     missing += self._restore_partly(each, plain[each.name], tensors)
                 else:
@@ -223,12 +238,7 @@ class TrackedState:
         return missing
 
     def _restore_partly(self, tracked: Tracked, plain: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        present = tracked.targets(plain)
-        fitting = {
-            name: tensor
-            for name, tensor in _of(tracked.name, tensors).items()
-            if name in present and present[name].shape == tensor.shape
-        }
+        fitting = tracked.fitting(plain, _of(tracked.name, tensors))
         return tracked.restore_partly(plain, fitting)
 
     def _require_names(self, saved: Mapping[str, Any]) -> None:
@@ -270,7 +280,9 @@ def _tracked(name: str, value: Any, modules: Mapping[str, nn.Module], engines: M
                 f"they have no names; tracked are {sorted(modules)}. Track the module that the optimizer was "
                 "made for, in the same call; put several into one nn.ModuleDict."
             )
-        return (ZeroRedundancyState if is_zero_redundancy(value) else OptimizerState)(name, value, owner)
+        if is_zero_redundancy(value):
+            return ZeroRedundancyState(name, value, owner)
+        return (OptimizerState if ModuleState(name, owner).replicated else ShardedOptimizerState)(name, value, owner)
     if isinstance(value, Stateful):
         return OtherState(name, value)
     raise UsageError(

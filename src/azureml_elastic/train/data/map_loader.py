@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
+from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext, to_device
 from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
 from azureml_elastic.train.data.sampling import FILLER_SAMPLES, Cursor, order, parts, weight
 from azureml_elastic.train.data.seeding import SeededCollate, SeededDataset, SeededIds
@@ -42,6 +42,20 @@ class MapLoader(ElasticLoader):
             self._fetched = self._make(SeededDataset(dataset), collate_fn=SeededCollate(self._collate), **sampler)
         else:
             self._fetched = self._make(dataset, **sampler)
+
+    @property
+    def cursor(self) -> Cursor:
+        """Position in the data."""
+        return self._state.cursor
+
+    @cursor.setter
+    def cursor(self, cursor: Cursor) -> None:
+        self._state.cursor = cursor
+
+    @property
+    def global_batch_size(self) -> int:
+        """Number of samples of a step at the reference world size."""
+        return int(self._spec.global_batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -91,6 +105,16 @@ class MapLoader(ElasticLoader):
         """Yield this rank's micro-batches from the cursor to the end of the epoch, with their collated samples."""
         for batch in self._fetched:
             yield self._plan.popleft(), batch
+
+    def batches_from(self, cursor: Cursor) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield the same from another position, by this process, and leave that of the run as it is."""
+        elsewhere = LoaderState(self.name, self._spec, cursor)
+        options = {**self._context.options, "num_workers": 0, "persistent_workers": False, "timeout": 0}
+        for name in ("prefetch_factor", "multiprocessing_context"):
+            options.pop(name, None)
+        loader = MapLoader(self._dataset, elsewhere, replace(self._context, options=options))
+        for micro, batch in loader.batches():
+            yield micro, to_device(batch, self._context.device)
 
     def filler(self) -> Any:
         """Return a collated batch of one or two samples of the dataset."""

@@ -220,6 +220,12 @@ class Position:
         trained, self._trained = self._trained, 0
         return trained
 
+    def pass_over(self) -> None:
+        """Go on after the open windows without counting them."""
+        for loader in self.opened:
+            assert loader.open is not None
+            loader.cursor, loader.open = loader.open.window.after, None
+
     def drop(self) -> None:
         """Close the open windows without counting them."""
         for loader in self.loaders.values():

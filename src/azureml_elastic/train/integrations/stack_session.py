@@ -21,6 +21,7 @@ from azureml_elastic.config import FixedGlobalBatch
 from azureml_elastic.config import environment as variables
 from azureml_elastic.distributed.process import WorkerEnvironment
 from azureml_elastic.train.data.map_loader import MapLoader
+from azureml_elastic.train.data.position import LoaderState, Window
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.integrations.durable_files import all_arrive
 from azureml_elastic.train.integrations.window_loader import WindowLoader
@@ -103,6 +104,7 @@ class StackSession(Session):
 
     reference_world_size = 1
     loop: UnfinishedLoop | None = None
+    _unrecorded: tuple[LoaderState, Window] | None = None
 
     def windows(
         self,
@@ -148,6 +150,19 @@ class StackSession(Session):
         assert isinstance(loader, MapLoader)
         self._position.in_epochs = True
         return WindowLoader(loader, dataset, self._position)
+
+    def _record(self, loader: LoaderState, window: Window) -> None:
+        """Record the samples of a step; a loop of the script's own may not train them, and says when it does."""
+        if self.loop is None:
+            super()._record(loader, window)
+        else:
+            self._unrecorded = loader, window
+
+    def record_samples(self) -> None:
+        """Record the samples of the current step, which the script trains now."""
+        if self._unrecorded is not None:
+            super()._record(*self._unrecorded)
+            self._unrecorded = None
 
     def finish_before_end(self) -> None:
         """Finish where the script ends its process group, unless it is failing, perhaps on this rank alone."""

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from azureml_elastic.train.data.map_loader import MapLoader
 from azureml_elastic.train.data.position import MicroBatch, Position
+from azureml_elastic.train.data.sampling import Cursor
 
 __all__ = ["WindowLoader", "loader_options"]
 
@@ -36,6 +37,7 @@ class WindowLoader:
         self.batch_size = loader.micro_batch_size
         self.untrained: deque[MicroBatch] = deque()
         self.closed = False
+        self._begin: Cursor | None = None  # of an iteration that has passed over windows
 
     def __len__(self) -> int:
         """Return the number of micro-batches of a whole epoch."""
@@ -49,6 +51,29 @@ class WindowLoader:
     def filler(self) -> Any:
         """Return a batch of one or two samples, for a step that is not trained."""
         return self._loader.filler()
+
+    def batches_from(self, cursor: Cursor) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield this rank's micro-batches from another position to the end of its epoch, without moving the run's."""
+        return self._loader.batches_from(cursor)
+
+    def cursor_at(self, epoch: int, window: int) -> Cursor:
+        """Return the position before a window, at the reference world size."""
+        return Cursor(epoch, window * self._loader.global_batch_size)
+
+    def pass_over(self) -> None:
+        """Go on after the current window, which the script has not trained: for this iteration alone."""
+        if self._begin is None:
+            self._begin = self._loader.cursor
+        self._position.pass_over()
+
+    def end_pass(self, *, trained: bool) -> None:
+        """Leave an iteration; return to its beginning, unless the script has trained one of its batches."""
+        self.untrained.clear()
+        begin, self._begin = self._begin, None
+        if not trained:
+            self._position.drop()
+            if begin is not None:
+                self._loader.cursor = begin
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the epoch."""

@@ -85,7 +85,15 @@ class ProcessGroupLifecycle:
 
     def discard_step(self) -> None:
         """Discard the current step: :meth:`end_discarded_step` undoes its changes."""
-        self._undo = _capture(self._tracked, self.device)
+        undo, copies = _capture(self._tracked, self.device), self._tracked.untrained_weights()
+
+        def undo_all() -> None:
+            undo()
+            with torch.no_grad():
+                for weight, value in copies:
+                    weight.copy_(value)
+
+        self._undo = undo_all
         self.discarded = True
 
     def end_discarded_step(self) -> None:

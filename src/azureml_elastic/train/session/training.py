@@ -15,7 +15,7 @@ from azureml_elastic.errors import UsageError
 from azureml_elastic.train.data.batching import Batching
 from azureml_elastic.train.data.loader import ElasticLoader, LoaderContext
 from azureml_elastic.train.data.map_loader import MapLoader, SizedDataset
-from azureml_elastic.train.data.position import LoaderState, MicroBatch
+from azureml_elastic.train.data.position import LoaderState, MicroBatch, Window
 from azureml_elastic.train.data.sampling import DataSpec
 from azureml_elastic.train.data.shard_loader import ShardLoader
 from azureml_elastic.train.data.shard_streams import ShardedDataset, ShardSpec
@@ -278,7 +278,10 @@ class Training:
         if self._schedule_check is not None:
             self._schedule_check.begin_step(self._state.tracked)
         if micro.index == 0:
-            self._context.audit.begin(self.steps + 1, loader, micro.window)
+            self._record(loader, micro.window)
+
+    def _record(self, loader: LoaderState, window: Window) -> None:
+        self._context.audit.begin(self.steps + 1, loader, window)
 
     def _exchange(self, numbers: torch.Tensor) -> None:
         with self._lifecycle.guard():

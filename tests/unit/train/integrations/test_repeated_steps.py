@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from azureml_elastic.train.integrations.script_loop.repeated_steps import LossHistory, RepeatedModels, own_loss
+from azureml_elastic.train.integrations.script_loop.repeated_steps import RepeatedModels, StepHistory, own_loss
 
 
 class Counted(nn.Module):
@@ -33,6 +33,7 @@ def model():
 def test_the_loss_of_the_models_own_is_the_one_of_that_time(model):
     repeated = RepeatedModels([model])
     repeated.begin()
+    repeated.certain = True
     losses = []
     for loss in (0.5, 0.25, None):
         repeated.set_loss(loss)
@@ -63,25 +64,57 @@ def test_a_loss_that_the_script_computes_is_the_one_of_that_time(model):
 def test_repeated_steps_compute_one_forward_pass(model):
     repeated = RepeatedModels([model])
     repeated.begin()
+    repeated.certain = True
     for step in range(200):
         repeated.set_loss(float(step))
         assert nn.functional.cross_entropy(model(X), Y).item() == step
     assert model.passes == 1
 
 
+def test_a_batch_that_the_script_may_only_look_at_is_computed(model):
+    repeated = RepeatedModels([model])
+    repeated.begin()
+    repeated.set_loss(0.5)
+    more = torch.randn(5, 3)
+    with torch.no_grad():
+        assert torch.equal(model(more), model.layer(more))
+    assert len(model(more)) == 5
+    assert nn.functional.cross_entropy(model(more), torch.zeros(5, dtype=torch.long)).item() == 0.5
+    assert model.passes == 3
+
+
 def test_the_history_has_the_losses_of_completed_steps():
-    history = LossHistory()
+    history = StepHistory(batches=2)
     for step in range(3):
         history.add(torch.tensor(float(step), requires_grad=True))
-        history.complete_step(2)  # the second batch had no loss
+        history.complete_step(step // 2)  # the second batch had no loss
     history.add(torch.tensor(7.0))
-    saved = history.state_dict()
-    other = LossHistory()
-    other.load_state_dict(saved)
-    assert [other[index] for index in range(7)] == [0.0, None, 1.0, None, 2.0, None, None]
+    other = StepHistory(batches=2)
+    other.load_state_dict(history.state_dict())
+    assert [other.loss(0, batch) for batch in range(5)] == [0.0, None, 1.0, None, None]
+    assert other.loss(1, 0) == 2.0
+    assert [other.steps(epoch) for epoch in range(3)] == [2, 1, 0]
     other.add(torch.tensor(9.0))
-    other.complete_step(2)
-    assert other[6] == 9.0
+    other.complete_step(3)
+    assert (other.loss(3, 0), other.steps(2), other.steps_from(1)) == (9.0, 0, 2)
+
+
+def test_a_history_that_begins_later_knows_how_many_steps_there_were():
+    history = StepHistory(batches=1)
+    history.begin_at(2, 3)
+    history.add(torch.tensor(1.0))
+    history.complete_step(2)
+    assert (history.steps(1), history.steps(2)) == (0, 4)
+    assert [history.loss(2, batch) for batch in (2, 3)] == [None, 1.0]
+
+
+def test_models_that_a_step_calls_several_times_answer_in_each_shape(model):
+    repeated = RepeatedModels([model])
+    repeated.begin()
+    repeated.certain = True
+    for _ in range(3):
+        assert [len(model(torch.zeros(count, 3))) for count in (4, 2)] == [4, 2]
+    assert model.passes == 2
 
 
 def test_outputs_without_a_loss():

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from wrapt import wrap_function_wrapper
 
-from azureml_elastic.train.integrations.accelerate.training_data import obstacle
-from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop
+from azureml_elastic.train.integrations.accelerate.training_data import SequentialLoader, TrainingData
 from azureml_elastic.train.integrations.deepspeed.other_stacks import preparing
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.stack_session import stack_session
@@ -28,14 +26,15 @@ __all__ = [
     "attach_to_state",
 ]
 
-_LOG = logging.getLogger(__name__)
-
 _APART = "_azureml_elastic_apart"
 """Attribute of an accelerator that belongs to another stack, such as ``transformers.Trainer``."""
 
 _STACKS = ("accelerate", "transformers", "trl", "lightning", "pytorch_lightning", "deepspeed", "azureml_elastic")
 
-_loops: list[TrainingLoop] = []
+_REPLACED = (EpochLoader, SequentialLoader)
+"""Loaders in place of the script's."""
+
+_data = TrainingData()
 
 Wrapped = Callable[..., Any]
 
@@ -58,7 +57,7 @@ def attach_to_data_loader(module: ModuleType) -> None:
 
     def skip(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
         loader = args[0] if args else kwargs.get("dataloader")
-        return loader if isinstance(loader, EpochLoader) else wrapped(*args, **kwargs)
+        return loader if isinstance(loader, _REPLACED) else wrapped(*args, **kwargs)
 
     wrap_function_wrapper(module, "skip_first_batches", skip)
 
@@ -70,7 +69,14 @@ def attach_to_logging(module: ModuleType) -> None:
 
 def attach_to_optimizer(module: ModuleType) -> None:
     """Attach to ``accelerate.optimizer``."""
-    wrap_function_wrapper(module, "AcceleratedOptimizer.step", _in_loop("optimizer_step"))
+    stepping, step = _in_loop("optimizer_step"), module.AcceleratedOptimizer.step
+
+    @functools.wraps(step)
+    def stepped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return stepping(functools.partial(step, optimizer), optimizer, args, kwargs)
+
+    # A plain function: a scheduler that is made with a prepared optimizer calls what is bound, past wrapt's proxies.
+    module.AcceleratedOptimizer.step = stepped
     wrap_function_wrapper(module, "AcceleratedOptimizer.zero_grad", _in_loop("zero_grad"))
 
 
@@ -78,7 +84,8 @@ def attach_to_scheduler(module: ModuleType) -> None:
     """Attach to ``accelerate.scheduler``."""
 
     def step(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        return _loops[0].scheduler_step(wrapped, scheduler, *args, **kwargs) if _loops else wrapped(*args, **kwargs)
+        loop = _data.loop
+        return wrapped(*args, **kwargs) if loop is None else loop.scheduler_step(wrapped, scheduler, *args, **kwargs)
 
     wrap_function_wrapper(module, "AcceleratedScheduler.step", step)
 
@@ -89,8 +96,9 @@ def attach_to_accelerator(module: ModuleType) -> None:
     wrap("Accelerator.prepare_data_loader", _prepare_data_loader)
     wrap("Accelerator._do_sync", _do_sync)
     wrap("Accelerator._prepare_deepspeed", _prepare_deepspeed)
+    wrap("Accelerator.backward", _backward)
     for name in (
-        *("backward", "save_state", "load_state", "end_training"),
+        *("save_state", "load_state", "end_training", "clip_grad_value_"),
         *("gather", "reduce", "pad_across_processes", "wait_for_everyone"),
     ):
         wrap(f"Accelerator.{name}", _in_loop(name))
@@ -110,14 +118,21 @@ def _in_loop(name: str) -> Wrapped:
     """Return a wrapper that calls a method of the training loop where there is one."""
 
     def wrapper(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-        return getattr(_loops[0], name)(wrapped, *args, **kwargs) if _loops else wrapped(*args, **kwargs)
+        return wrapped(*args, **kwargs) if _data.loop is None else getattr(_data.loop, name)(wrapped, *args, **kwargs)
 
     return wrapper
 
 
+def _backward(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
+    session = None if getattr(accelerator, _APART, False) else stack_session()
+    if session is not None:
+        _data.warn_of_left(session, accelerator)
+    return wrapped(*args, **kwargs) if _data.loop is None else _data.loop.backward(wrapped, *args, **kwargs)
+
+
 def _unless_silent(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """Print or log what was not when the steps before it were trained."""
-    return None if _loops and _loops[0].silent else wrapped(*args, **kwargs)
+    return None if _data.loop is not None and _data.loop.silent else wrapped(*args, **kwargs)
 
 
 def _num_processes(wrapped: Callable[[Any], int], accelerator: Any) -> int:
@@ -131,7 +146,7 @@ def _num_processes(wrapped: Callable[[Any], int], accelerator: Any) -> int:
 
 
 def _do_sync(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
-    return None if _loops and _loops[0].synchronize() else wrapped(*args, **kwargs)
+    return None if _data.loop is not None and _data.loop.synchronize() else wrapped(*args, **kwargs)
 
 
 def _prepare_deepspeed(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
@@ -141,24 +156,9 @@ def _prepare_deepspeed(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: An
 
 def _prepare_data_loader(wrapped: Wrapped, accelerator: Any, args: Any, kwargs: Any) -> Any:
     loader = args[0] if args else kwargs.get("data_loader")
-    if isinstance(loader, EpochLoader):
+    if isinstance(loader, _REPLACED):
         return loader
     session = None if getattr(accelerator, _APART, False) else stack_session()
     if session is None or not isinstance(loader, DataLoader) or getattr(loader, "_is_accelerate_prepared", False):
         return wrapped(*args, **kwargs)
-    reason = obstacle(accelerator, loader)
-    if reason is None and type(loader.sampler) is not RandomSampler:
-        return wrapped(*args, **kwargs)  # an evaluation's
-    if reason is None and (_loops or session.trains):
-        reason = "another loader with random order is the one of the training"
-    if reason is not None:
-        if session.is_main:
-            _LOG.warning(
-                "accelerate divides the data of a loader over %s by itself: %s. Samples may repeat or be left out "
-                "after a change of the world size.",
-                type(loader.dataset).__name__,
-                reason,
-            )
-        return wrapped(*args, **kwargs)
-    _loops.append(TrainingLoop(session, accelerator, loader))
-    return _loops[0].loader
+    return _data.prepare(session, accelerator, loader, functools.partial(wrapped, *args, **kwargs))

@@ -1,12 +1,33 @@
-"""The loaders whose data the session divides among the ranks."""
+"""Which of a script's loaders has the data of the training, that the session divides among the ranks.
+
+The first loader with random order is the one. Without any it is the first in the data's own order that the script
+iterates over while its models are in training mode. All others are accelerate's own; where a script trains their
+batches, a warning says so.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-__all__ = ["obstacle"]
+from azureml_elastic.train.integrations.accelerate.divided_loader import DividedLoader
+from azureml_elastic.train.integrations.accelerate.training_loop import TrainingLoop, batches_of_epoch
+from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
+from azureml_elastic.train.integrations.stack_session import StackSession
+
+__all__ = ["TrainingData"]
+
+_LOG = logging.getLogger(__name__)
+
+_TOLD = ""
+"""Reason that is logged."""
+
+_ANOTHER = "another loader is the one of the training"
 
 _SHARDING = {
     "FSDP": "FSDP shards the model",
@@ -15,18 +36,175 @@ _SHARDING = {
 }
 
 
-def obstacle(accelerator: Any, loader: DataLoader[Any]) -> str | None:
-    """Return why training data are left to accelerate alone, ``None`` if they are not or are none."""
-    if isinstance(loader.dataset, IterableDataset):
-        return "the dataset is an IterableDataset, whose samples have no index"
-    sampler = loader.sampler
-    if isinstance(sampler, SequentialSampler):
+class TrainingData:
+    """The loaders that a script has prepared.
+
+    Attributes:
+        loop: loop over the training data, once they are known
+    """
+
+    def __init__(self) -> None:
+        self.loop: TrainingLoop | None = None
+        self._source: DataLoader[Any] | None = None
+        self._sequential: list[SequentialLoader] = []
+        self._left: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # to accelerate, with the reason
+
+    def prepare(
+        self, session: StackSession, accelerator: Any, loader: DataLoader[Any], prepare: Callable[[], Any]
+    ) -> Any:
+        """Return what the script receives for one of its loaders.
+
+        Args:
+            session: session
+            accelerator: accelerator that prepares it
+            loader: the script's loader
+            prepare: accelerate's own preparation
+        """
+        divided = DividedLoader(prepare)
+        reason = _obstacle(accelerator, loader)
+        if reason is None and isinstance(loader.sampler, SequentialSampler):
+            if self._trains_another(session):
+                return self._leave(divided, _ANOTHER)
+            self._sequential.append(SequentialLoader(self, session, accelerator, loader, divided))
+            return self._sequential[-1]
+        if reason is None and self._source is not None and _same_data(loader, self._source):
+            assert self.loop is not None
+            return self.loop.loader  # made anew, for another epoch
+        if reason is None and self._trains_another(session):
+            reason = _ANOTHER
+        if reason is not None:
+            return self._leave(divided, reason)
+        return self._adopt(session, accelerator, loader, divided)
+
+    def for_training(self, loader: SequentialLoader) -> EpochLoader | None:
+        """Return the training data in place of a loader whose iteration begins, ``None`` if it has others."""
+        if loader.source is self._source and self.loop is not None:
+            return self.loop.loader
+        if loader.may_train and not self._trains_another(loader.session):
+            return self._adopt(loader.session, loader.accelerator, loader.source, loader.divided)
+        untrained = "no model was in training mode when the iteration began"
+        self._leave(loader.divided, untrained if self.loop is None else _ANOTHER)
         return None
+
+    def has_length_of_training(self, loader: SequentialLoader) -> bool:
+        """Return whether a loader, which no iteration has shown to be an evaluation's, may be the one of training."""
+        if self.loop is not None or self._trains_another(loader.session):
+            return self.loop is not None and loader.source is self._source
+        return loader is self._sequential[0] and bool(loader.accelerator._optimizers)  # noqa: SLF001
+
+    def warn_of_left(self, session: StackSession, accelerator: Any) -> None:
+        """Warn once for a loader if the batch that is trained now is one of its, and not of the training data."""
+        if self.loop is not None and self.loop.has_batch:
+            return
+        active = accelerator.gradient_state.active_dataloader
+        key = self if active is None else active
+        reason = self._left.get(key, "no prepared loader has yielded it")
+        self._left[key] = _TOLD
+        if reason == _TOLD or not session.is_main:
+            return
+        _LOG.warning(
+            "The script trains a batch that the session does not divide among the ranks: %s. %s",
+            reason,
+            "Samples of it may repeat or be left out after a change of the world size."
+            if self.loop is not None
+            else "The run neither saves nor restores this training: after a change of its nodes the script starts "
+            "again, from what it saves and loads by itself.",
+        )
+
+    def _trains_another(self, session: StackSession) -> bool:
+        return self.loop is not None or session.trains
+
+    def _leave(self, divided: DividedLoader, reason: str) -> Any:
+        loader = divided.get()
+        self._left.setdefault(loader, reason)
+        return loader
+
+    def _adopt(
+        self, session: StackSession, accelerator: Any, loader: DataLoader[Any], divided: DividedLoader
+    ) -> EpochLoader:
+        self.loop = TrainingLoop(session, accelerator, loader, divided)
+        self._source = loader
+        return self.loop.loader
+
+
+class SequentialLoader:
+    """A loader in the data's own order: one of training data, if the script iterates over it to train.
+
+    Args:
+        data: all loaders
+        session: session
+        accelerator: accelerator that has prepared it
+        source: the script's loader, whose attributes this one has too
+        divided: the same as accelerate divides it among the ranks
+    """
+
+    _is_accelerate_prepared = True
+
+    def __init__(
+        self,
+        data: TrainingData,
+        session: StackSession,
+        accelerator: Any,
+        source: DataLoader[Any],
+        divided: DividedLoader,
+    ) -> None:
+        self._data = data
+        self.session = session
+        self.accelerator = accelerator
+        self.source = source
+        self.divided = divided
+        self._evaluates = False
+
+    @property
+    def may_train(self) -> bool:
+        """Whether a pass that begins now may train: there are an optimizer and a model in training mode."""
+        prepared = self.accelerator
+        return (
+            torch.is_grad_enabled()
+            and bool(prepared._optimizers)  # noqa: SLF001
+            and any(model.training for model in prepared._models)  # noqa: SLF001
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches: of training data at the reference world size, as schedules count them."""
+        if not self._evaluates and self._data.has_length_of_training(self):
+            return batches_of_epoch(self.session, self.accelerator, self.source)
+        return len(self.divided.get())
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of a pass."""
+        found = self._data.for_training(self)
+        self._evaluates = found is None
+        return iter(self.divided.get() if found is None else found)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the script's loader, or one that only accelerate's has."""
+        source = self.__dict__["source"]
+        return getattr(source, name) if hasattr(source, name) else getattr(self.divided.get(), name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the order is the same in each epoch."""
+
+
+def _obstacle(accelerator: Any, loader: DataLoader[Any]) -> str | None:
+    """Return why data are left to accelerate alone, ``None`` if the session could divide them."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "its dataset is an IterableDataset, whose samples have no index"
+    sampler = loader.sampler
     reasons = {
         _SHARDING.get(accelerator.distributed_type.value): True,
         "dispatch_batches=True has rank 0 read all data": bool(accelerator.dispatch_batches),
         "the loader has a batch sampler of its own": loader.batch_size is None,
-        f"the loader has a {type(sampler).__name__}": type(sampler) is not RandomSampler,
+        f"the loader has a {type(sampler).__name__}": type(sampler) not in (RandomSampler, SequentialSampler),
         "the sampler draws with replacement": bool(getattr(sampler, "replacement", False)),
     }
     return next((text for text, applies in reasons.items() if text is not None and applies), None)
+
+
+def _same_data(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
+    """Return whether two loaders with random order differ in their order at most."""
+    return (
+        one.dataset is other.dataset
+        and isinstance(other.sampler, RandomSampler)
+        and (one.batch_size, one.drop_last, one.collate_fn) == (other.batch_size, other.drop_last, other.collate_fn)
+    )

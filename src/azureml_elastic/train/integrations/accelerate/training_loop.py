@@ -6,20 +6,21 @@ script does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
+from azureml_elastic.train.integrations.accelerate.divided_loader import DividedLoader
 from azureml_elastic.train.integrations.script_loop.loop import ScriptLoop
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.window_loader import loader_options
 
-__all__ = ["TrainingLoop"]
+__all__ = ["TrainingLoop", "batches_of_epoch"]
 
 Wrapped = Callable[..., Any]
 
@@ -31,6 +32,7 @@ class TrainingLoop(ScriptLoop):
         session: session
         accelerator: the script's ``Accelerator``
         loader: the script's loader of training data
+        divided: the same as accelerate divides it among the ranks, for passes that train nothing
 
     Attributes:
         loader: loader in place of the script's
@@ -41,13 +43,15 @@ class TrainingLoop(ScriptLoop):
         "Accelerator(gradient_accumulation_steps=...) the number."
     )
 
-    def __init__(self, session: StackSession, accelerator: Any, loader: DataLoader[Any]) -> None:
+    def __init__(
+        self, session: StackSession, accelerator: Any, loader: DataLoader[Any], divided: DividedLoader
+    ) -> None:
         assert loader.batch_size is not None
-        split = accelerator.split_batches
         accumulation, size = accelerator.gradient_accumulation_steps, loader.batch_size
-        own_size = -(-size // session.reference_world_size) if split else size
+        own_size = -(-size // session.reference_world_size) if accelerator.split_batches else size
         super().__init__(session, accumulation, own_size)
         self._accelerator = accelerator
+        self._divided = divided
         seed = accelerator.dataloader_config.data_seed
         generator = getattr(loader.sampler, "generator", None)
         if seed is None:
@@ -55,14 +59,15 @@ class TrainingLoop(ScriptLoop):
         windows = session.windows(
             loader.dataset,
             batch_size=own_size,
-            global_batch_size=size * accumulation * (1 if split else session.reference_world_size),
+            global_batch_size=_global_batch_size(session, accelerator, loader),
             batches=accumulation,
             seed=seed,
+            shuffle=type(loader.sampler) is RandomSampler,
             drop_last=loader.drop_last,
             **loader_options(loader),
         )
         self.loader = self._loader_of(loader, windows)
-        self._scheduler_steps = 1 if split else session.reference_world_size
+        self._scheduler_steps = 1 if accelerator.split_batches else session.reference_world_size
         self._accumulated = False  # gradients of the current step
         self._steps_in_backward = accelerator.distributed_type.value == "DEEPSPEED"
 
@@ -84,14 +89,22 @@ class TrainingLoop(ScriptLoop):
     def _models(self) -> list[nn.Module]:
         return list(self._accelerator._models)  # noqa: SLF001
 
+    def _plain_batches(self) -> Iterator[Any]:
+        return iter(self._divided.get())
+
     def _mark(self, *, last: bool) -> None:
         self._accelerator.gradient_state._set_sync_gradients(last)  # noqa: SLF001
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether the current batch is one of the training data, or stands for one."""
+        return self._micro is not None or self._repeated is not None
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
-        self._used = True
+        self._train_batch()
         if self.repeating:
             return None
         if self._micro is not None:
@@ -134,7 +147,7 @@ class TrainingLoop(ScriptLoop):
         """Advance a scheduler as at the reference world size, and only once where epochs are repeated."""
         if self.repeats or self.repeating:
             return None
-        if self._micro is None or not scheduler.step_with_optimizer or not scheduler.gradient_state.sync_gradients:
+        if not scheduler.step_with_optimizer or not scheduler.gradient_state.sync_gradients:
             return wrapped(*args, **kwargs)
         if any(optimizer.step_was_skipped for optimizer in scheduler.optimizers):
             return None
@@ -144,23 +157,32 @@ class TrainingLoop(ScriptLoop):
                 inner.step(*args, **kwargs)
         return None
 
+    def clip_grad_value_(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Limit gradients; torch fails where there are none."""
+        return None if self.repeating else wrapped(*args, **kwargs)
+
     # --- the script's other calls -------------------------------------------------------------------------------------
 
     @property
     def silent(self) -> bool:
         """Whether what the script prints and logs was printed and logged when its steps were trained."""
-        return self.repeating or self.repeats
+        return self._repeated is not None or self.repeats
+
+    @property
+    def _answers_alone(self) -> bool:
+        """Whether no rank waits for another: in repeated steps, but not in an evaluation between two of them."""
+        return self.repeating and self._accelerator.gradient_state.active_dataloader is None
 
     def gather(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Gather values from all ranks; in repeated steps, which they take alone, they answer for each other."""
-        if not self.repeating:
+        if not self._answers_alone:
             self.complete_step()
             return wrapped(value, *args, **kwargs)
         return _repeated(value, self._session.world_size)
 
     def reduce(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce values of all ranks, likewise."""
-        if not self.repeating:
+        if not self._answers_alone:
             self.complete_step()
             return wrapped(value, *args, **kwargs)
         reduction = args[0] if args else kwargs.get("reduction", "sum")
@@ -168,14 +190,14 @@ class TrainingLoop(ScriptLoop):
 
     def pad_across_processes(self, wrapped: Wrapped, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Pad values to the longest of all ranks, likewise."""
-        if self.repeating:
+        if self._answers_alone:
             return value
         self.complete_step()
         return wrapped(value, *args, **kwargs)
 
     def wait_for_everyone(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Wait for all ranks."""
-        if self.repeating:
+        if self._answers_alone:
             return None
         self.complete_step()
         return wrapped(*args, **kwargs)
@@ -211,6 +233,19 @@ class TrainingLoop(ScriptLoop):
         """
         folder = None if input_dir is None else Path(input_dir).expanduser()
         return self._load(folder, partial(wrapped, input_dir, *args, **kwargs))
+
+
+def batches_of_epoch(session: StackSession, accelerator: Any, loader: DataLoader[Any]) -> int:
+    """Return the number of batches of a rank in an epoch of training data, at the reference world size."""
+    size, samples = _global_batch_size(session, accelerator, loader), len(loader.dataset)  # type: ignore[arg-type]
+    steps = samples // size if loader.drop_last else -(-samples // size)
+    return int(steps * accelerator.gradient_accumulation_steps)
+
+
+def _global_batch_size(session: StackSession, accelerator: Any, loader: DataLoader[Any]) -> int:
+    assert loader.batch_size is not None
+    size: int = loader.batch_size * accelerator.gradient_accumulation_steps
+    return size if accelerator.split_batches else size * session.reference_world_size
 
 
 def _repeated(value: Any, times: int) -> Any:

@@ -6,7 +6,7 @@ The engine's state is tracked whole; see :mod:`..script_loop.loop` for what a re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,6 +49,7 @@ class TrainingLoop(ScriptLoop):
         self._folders = CheckpointFolders(session, engine)
         self._source: Any = None
         self._loader: EpochLoader | None = None
+        self._plain = False  # whether the source is about to be iterated over by itself
         show(engine, sizes)
 
     def _objects(self) -> Mapping[str, Any]:
@@ -59,6 +60,14 @@ class TrainingLoop(ScriptLoop):
 
     def _mark(self, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
+
+    def _plain_batches(self) -> Iterator[Any]:
+        self._plain = True
+        try:
+            batches = iter(self._source)
+        finally:
+            self._plain = False
+        yield from batches
 
     # --- data --------------------------------------------------------------------------------------------------------
 
@@ -88,8 +97,8 @@ class TrainingLoop(ScriptLoop):
 
     def replaced(self, loader: DataLoader[Any]) -> EpochLoader | None:
         """Return the loader in place of one of the script's that divides its data among the ranks, if there is one."""
-        if self._source is loader:
-            return self._loader
+        if self._source is loader or self._plain:
+            return None if self._plain else self._loader
         if self._loader is not None or loader.batch_size != self._sizes.micro_batch:
             known = "another loader is the one of the training" if self._loader is not None else (
                 f"its batch size is {loader.batch_size}, and that of the engine {self._sizes.micro_batch}"
@@ -117,7 +126,7 @@ class TrainingLoop(ScriptLoop):
 
     def backward(self, wrapped: Wrapped, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Weigh a micro-batch's loss so that the mean over the ranks is the mean over the samples."""
-        self._used = True
+        self._train_batch()
         if self.repeating:
             return loss
         if self._micro is None:

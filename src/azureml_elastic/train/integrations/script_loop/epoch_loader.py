@@ -2,46 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
-__all__ = ["EpochLoader"]
+__all__ = ["EpochLoader", "Passes"]
+
+
+class Passes(Protocol):
+    """The loop whose passes over the training data a loader begins."""
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of batches of a whole epoch at the reference world size."""
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of a pass over the training data."""
+
+    def expect(self, epoch: int) -> None:
+        """Take the epoch of the next pass, where the script says so."""
 
 
 class EpochLoader:
     """Iterable over this rank's micro-batches of an epoch that are not trained yet.
 
     Its length is that of a whole epoch at the reference world size: scripts compute numbers of optimizer steps by it.
-    An iteration may have more batches, where a window has more micro-batches than the script accumulates.
 
     Args:
         loader: loader of the script, whose other attributes this one has too
-        length: number of batches of an epoch at the reference world size
-        batches: function that begins an iteration
-        begin_at: function that takes the epoch of the next iteration, where the script says so
+        passes: loop
     """
 
     _is_accelerate_prepared = True
 
-    def __init__(
-        self,
-        loader: Any,
-        length: int,
-        batches: Callable[[], Iterator[Any]],
-        begin_at: Callable[[int], None],
-    ) -> None:
+    def __init__(self, loader: Any, passes: Passes) -> None:
         self._loader = loader
-        self._length = length
-        self._batches = batches
-        self._begin_at = begin_at
+        self._passes = passes
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch at the reference world size."""
-        return self._length
+        return self._passes.batches_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the epoch."""
-        return self._batches()
+        return self._passes.batches()
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the script's loader."""
@@ -49,4 +52,4 @@ class EpochLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Take the epoch of the next iteration."""
-        self._begin_at(epoch)
+        self._passes.expect(epoch)

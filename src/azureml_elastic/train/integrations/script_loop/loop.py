@@ -10,9 +10,11 @@ often.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,17 @@ from torch import nn
 
 from azureml_elastic.train.data.loader import to_device
 from azureml_elastic.train.data.position import MicroBatch
+from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.integrations.script_loop import state_folders
 from azureml_elastic.train.integrations.script_loop.divided_forward import divide_forward
 from azureml_elastic.train.integrations.script_loop.epoch_loader import EpochLoader
 from azureml_elastic.train.integrations.script_loop.progress import Progress
-from azureml_elastic.train.integrations.script_loop.repeated_steps import LossHistory, RepeatedModels, own_loss
+from azureml_elastic.train.integrations.script_loop.repeated_steps import (
+    FirstForward,
+    RepeatedModels,
+    StepHistory,
+    own_loss,
+)
 from azureml_elastic.train.integrations.script_loop.state_folders import Place
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.window_loader import WindowLoader
@@ -35,10 +43,41 @@ __all__ = ["ScriptLoop"]
 _LOG = logging.getLogger(__name__)
 
 _PROGRESS = "progress"
-_LOSSES = "losses"
+_HISTORY = "history"
 
 _ANNOUNCED_STEPS = 1000
 """Repeated steps of which the log tells."""
+
+
+@dataclass
+class _Pass:
+    """A pass of the script over its training data.
+
+    Args:
+        epoch: epoch of its batches, if it trains
+        window: first step of the epoch that the script counts in it
+        behind: steps that it counts and that are trained already
+        trains: whether the script has trained one of its batches
+        yielded: batches that the script has taken before the first one that is trained for the first time
+    """
+
+    epoch: int
+    window: int = 0
+    behind: int = 0
+    trains: bool = False
+    yielded: int = 0
+
+
+class _Superseded(Exception):
+    """The script continues with a pass after it has begun another.
+
+    Args:
+        cursor: position of the rest
+    """
+
+    def __init__(self, cursor: Cursor) -> None:
+        super().__init__()
+        self.cursor = cursor
 
 
 class ScriptLoop(ABC):
@@ -65,17 +104,20 @@ class ScriptLoop(ABC):
         self._steps_per_epoch = 0
         self.repeats = False
         self._begun = False
+        self._first_forward: FirstForward | None = None
+        self._opened: Iterator[Any] | None = None  # iteration over the training data whose first batch is in use
+        self._pass: _Pass | None = None
+        self._has_trained = False  # whether the script has trained a batch, or repeated that
+        self._training_mode: bool | None = None  # whether its models were in training mode then
         self._next_epoch = 0
         self._found: Mapping[str, Any] | None = None
         self._searched = False
         self._place: Place | None = None  # of the folder that the script has loaded
         self._reload: Callable[[], Any] | None = None
-        self._behind = 0  # steps that are trained already, and that the script is about to count
         self._first_window = 0
         self._repeated: int | None = None  # batches of those that were yielded
-        self._repeats_last_step = False  # of those that are trained
         self._repeated_models: RepeatedModels | None = None
-        self._losses = LossHistory()
+        self._history = StepHistory(accumulation)
         self._own_loss: torch.Tensor | None = None  # that the model has returned for the current batch
         self._noted = False  # whether the loss of the current batch is in the history
         self._skippable = 0  # batches that the script may pass over
@@ -94,6 +136,10 @@ class ScriptLoop(ABC):
         """Return the models as the script calls them."""
 
     @abstractmethod
+    def _plain_batches(self) -> Iterator[Any]:
+        """Yield the batches of a pass that trains nothing, as the stack divides them among the ranks."""
+
+    @abstractmethod
     def _mark(self, *, last: bool) -> None:
         """Have the stack take the next micro-batch for the last one of a step, or not."""
 
@@ -103,107 +149,257 @@ class ScriptLoop(ABC):
         """Return the loader in place of the script's."""
         self._windows = windows
         self._steps_per_epoch = len(windows) // windows.micro_batches
-        return EpochLoader(source, self._steps_per_epoch * self._accumulation, self._epoch, self._expect)
+        return EpochLoader(source, self)
 
-    def _expect(self, epoch: int) -> None:
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of batches of a whole epoch at the reference world size."""
+        return self._steps_per_epoch * self._accumulation
+
+    def expect(self, epoch: int) -> None:
+        """Take the epoch of the next pass, where the script says so."""
         self._next_epoch = max(self._next_epoch, epoch)
 
-    def _epoch(self) -> Iterator[Any]:
-        """Yield the batches of the script's next epoch that are not trained yet."""
-        session, first = self._session, not self._begun
-        if first:
-            self._begin()
-        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        while session.epoch < epoch:
-            if first:  # the script believes to be further than the state of the run
-                yield from self._rest()
-            session.end_epoch()
-        if first and self._place is None:
-            self._behind = max(0, session.steps - epoch * self._steps_per_epoch)
-            if self._behind >= _ANNOUNCED_STEPS and session.is_main:
-                _LOG.info("The script counts %d steps that are trained already.", self._behind)
-        count = min(self._behind, self._steps_per_epoch - self._first_window)
-        begin, self._behind, self._first_window = self._first_window, self._behind - count, 0
-        if count:
-            yield from self._repeat(epoch * self._steps_per_epoch + begin, count)
-        self.repeats = session.epoch > epoch
-        if not self.repeats:
-            yield from self._rest()
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of a pass over the training data.
 
-    def _repeat(self, begin: int, count: int) -> Iterator[Any]:
-        """Yield batches for steps that are trained already."""
+        That a pass trains shows when the script trains its first batch. It then has the batches of the next epoch,
+        after those that are trained already. A pass of another kind, such as one for statistics, moves nothing.
+        """
+        if not self._may_train():
+            yield from self._plain_batches()
+            return
+        self._leave_pass()
+        assert self._windows is not None
+        current = self._pass = _Pass(self._next_epoch)
+        try:
+            if self._begun:
+                self._enter(current)
+            else:
+                yield from self._before_training(current)
+            if self._begun:
+                yield from self._repeat(current)
+                yield from self._earlier_epochs(current)
+                self.repeats = self._session.epoch > current.epoch
+                if not self.repeats and (current.trains or not current.behind):
+                    yield from self._rest(current)
+        except _Superseded as superseded:
+            self._warn("The script goes on with an iteration over its training data after it has begun another. The "
+                       "older one has the rest of its batches, but training them is not counted.")  # fmt: skip
+            yield from (batch for _, batch in self._windows.batches_from(superseded.cursor))
+        finally:
+            if self._pass is current:
+                self._leave_pass()
+
+    def _may_train(self) -> bool:
+        """Return whether the pass that begins may be one that trains."""
+        models = self._models()
+        return (
+            torch.is_grad_enabled()
+            and bool(models)
+            and self._training_mode in (None, any(model.training for model in models))
+        )
+
+    def _leave_pass(self) -> None:
+        """End a pass, also one that the script has left and still holds when it begins another."""
+        current, self._pass = self._pass, None
+        if current is None:
+            return
+        assert self._windows is not None
+        if self._repeated is not None:
+            self._end_repeating()
+        self.complete_step()
+        self._micro = self._opened = None
+        self._windows.end_pass(trained=current.trains)
+        self._mark(last=True)
+
+    def _before_training(self, current: _Pass) -> Iterator[Any]:
+        """Yield batches of the next epoch until a model computes one with gradients.
+
+        The state is restored then, and not before: a script may look at its data first, and prepare a scheduler later.
+        """
+        assert self._windows is not None
+        if self._first_forward is None:
+            self._first_forward = FirstForward(self._begin_within)
+        for model in self._models():
+            if self._first_forward.watch(model):
+                model.register_forward_hook(self._note_output)
+        if self._first_window >= self._steps_per_epoch:  # the script's folder was written at the end of the epoch
+            self._next_epoch, self._first_window = current.epoch + 1, 0
+            return
+        cursor = self._windows.cursor_at(current.epoch, self._first_window)
+        for micro, batch in self._windows.batches_from(cursor):
+            current.yielded += 1
+            self._mark(last=micro.last)
+            yield from self._offered(current, batch, micro.window.after)
+            if self._begun:
+                return
+
+    def _begin_within(self) -> None:
+        """Begin to train in the first forward pass, with the batch that it computes."""
+        self._begin()
+        current, windows = self._pass, self._windows
+        assert windows is not None
+        if current is None:
+            return  # it is not one of these batches
+        self._enter(current)
+        if current.behind or self._session.epoch != current.epoch:
+            self._begin_repeating(current)
+            self._set_repeated(current)
+            return
+        self._opened = iter(windows)
+        passed = False
+        for _ in range(current.yielded):
+            if passed:
+                windows.pass_over()
+            next(self._opened)  # it is the same as the one that the script has
+            passed = self._take_batch().last
+
+    def _enter(self, current: _Pass) -> None:
+        """Take the position of a pass that may train."""
+        session = self._session
+        while session.epoch < current.epoch and (self._has_trained or session.epoch_ending):
+            session.end_epoch()
+        current.window = self._first_window
+        current.behind = max(0, self._history.steps(current.epoch) - current.window)
+
+    def _earlier_epochs(self, current: _Pass) -> Iterator[Any]:
+        """Yield what is left of earlier epochs, where the script believes to be further than the state of the run."""
+        while self._session.epoch < current.epoch:
+            yield from self._rest(current)
+            if not current.trains:
+                return
+            self._session.end_epoch()
+
+    def _repeat(self, current: _Pass) -> Iterator[Any]:
+        """Yield batches for steps that are trained already: real ones until it is clear that the script trains them."""
         assert self._windows is not None
         session = self._session
-        models = self._repeated_models = self._repeated_models or RepeatedModels(self._models())
-        filler = to_device(self._windows.filler(), session.device)
-        session.begin_repeated_steps()
-        models.begin()
-        try:
-            for index in range(count * self._accumulation):
-                self._repeated = index + 1
-                self._repeats_last_step = not self._behind and index >= (count - 1) * self._accumulation
-                models.set_loss(self._losses[begin * self._accumulation + index])
-                self.synchronize()
-                yield from self._offered(copy.copy(filler))  # scripts take keys out of batches
-        finally:
-            self._repeated = None
-            models.end()
-            session.end_repeated_steps()
-            self._mark(last=True)
+        if self._repeated is None:
+            if not current.behind:
+                return
+            self._begin_repeating(current)
+        assert self._repeated_models is not None
+        cursor = self._windows.cursor_at(current.epoch, current.window)
+        real = itertools.islice(self._windows.batches_from(cursor), current.yielded, None)
+        for micro, batch in () if current.trains else real:
+            current.yielded += 1
+            self._set_repeated(current)
+            yield from self._offered(current, batch, micro.window.after)
+            if current.trains:
+                break
+        if current.trains:
+            self._repeated_models.certain = True
+            filler = to_device(self._windows.filler(), session.device)
+            while current.yielded < current.behind * self._accumulation:
+                current.yielded += 1
+                self._set_repeated(current)
+                # scripts take keys out of batches
+                yield from self._offered(current, copy.copy(filler), cursor)
+        self._end_repeating()
 
-    def _rest(self) -> Iterator[Any]:
+    def _begin_repeating(self, current: _Pass) -> None:
+        total = self._history.steps_from(current.epoch) - current.window
+        if total >= _ANNOUNCED_STEPS and not self._has_trained and self._session.is_main:
+            _LOG.info("The script counts %d steps that are trained already.", total)
+        self._repeated_models = self._repeated_models or RepeatedModels(self._models())
+        self._session.begin_repeated_steps()
+        self._repeated_models.begin()
+
+    def _set_repeated(self, current: _Pass) -> None:
+        """Set which batch of the trained steps is the current one."""
+        assert self._repeated_models is not None
+        self._repeated = current.yielded
+        batch = current.window * self._accumulation + current.yielded - 1
+        self._repeated_models.set_loss(self._history.loss(current.epoch, batch))
+        self.synchronize()
+
+    def _end_repeating(self) -> None:
+        assert self._repeated_models is not None
+        self._repeated = None
+        self._repeated_models.end()
+        self._session.end_repeated_steps()
+
+    def _rest(self, current: _Pass) -> Iterator[Any]:
         """Yield the rest of the session's epoch."""
-        assert self._windows is not None
+        windows = self._windows
+        assert windows is not None
         if self._session.epoch_ending:
             return
-        try:
-            for batch in self._windows:
-                self._micro, self._completed = self._windows.untrained.popleft(), False
-                self._own_loss, self._noted = None, False
-                self.synchronize()
-                try:
-                    yield from self._offered(batch)
-                except GeneratorExit:  # the script has left the loop
-                    if self._stepped:
-                        self._complete()
-                    raise
-                if self._micro.last:
-                    self._complete()
-        finally:
-            self._micro = None
-            self._mark(last=True)
+        batches, self._opened = self._opened or iter(windows), None
+        if self._micro is not None:  # in which the training has begun
+            self._end_batch(current)
+        for batch in batches:
+            micro = self._take_batch()
+            yield from self._offered(current, batch, micro.window.after)
+            self._end_batch(current)
 
-    def _offered(self, batch: Any) -> Iterator[Any]:
-        """Yield a batch, and once more for each that the script passes over."""
+    def _take_batch(self) -> MicroBatch:
+        assert self._windows is not None
+        self._micro = micro = self._windows.untrained.popleft()
+        self._completed, self._own_loss, self._noted = False, None, False
+        self.synchronize()
+        return micro
+
+    def _end_batch(self, current: _Pass) -> None:
+        assert self._windows is not None
+        assert self._micro is not None
+        if self._micro.last and current.trains:
+            self._complete()
+        elif self._micro.last:
+            self._windows.pass_over()
+
+    def _offered(self, current: _Pass, batch: Any, after: Cursor) -> Iterator[Any]:
+        """Yield a batch, and once more for each that the script passes over.
+
+        Raises:
+            _Superseded: the script has begun another pass meanwhile.
+        """
         while True:
             self._used = False
             yield batch
+            if self._pass is not current:
+                raise _Superseded(after)
             if self._used or not self._skippable:
                 return
             self._skippable -= 1
+
+    def _train_batch(self) -> None:
+        """Note that the script trains the current batch, and so the whole pass."""
+        self._used, current = True, self._pass
+        if current is None:
+            return
+        if not self._begun:  # the script has called no prepared model
+            self._begin_within()
+        if not current.trains:
+            current.trains = self._has_trained = True
+            self._training_mode = any(model.training for model in self._models())
+            self._next_epoch = current.epoch + 1
+            self._first_window = 0
+        if self._micro is not None:
+            self._session.record_samples()
 
     def _begin(self) -> None:
         """Restore the state of the run."""
         self._begun = True
         assert self._windows is not None
         self._session.adopt(self._tracked())
-        for model in self._models():
-            model.register_forward_hook(self._note_output)
-            if self._windows.largest > self._batch_size:
+        if self._first_forward is not None:
+            self._first_forward.end()
+        if self._windows.largest > self._batch_size:
+            for model in self._models():
                 divide_forward(model, self._batch_size)
-        self._skippable = 0 if self._place is None else self._place.windows * self._accumulation
         if self._reload is None:
-            self._behind = 0 if self._place is None else max(0, self._session.steps - self._place.steps)
-            self._first_window = 0 if self._place is None else self._place.windows
             return
         place, load = self._place, self._reload
         if self._found is not None:
             load()  # the folder has more steps than the state that the session has restored
         if place is not None:
             self._session.begin_at(place.steps, place.epoch, place.windows)
+            self._history.begin_at(place.epoch, place.windows)
 
     def _tracked(self) -> dict[str, Any]:
-        return {**self._objects(), _PROGRESS: Progress(self._session), _LOSSES: self._losses}
+        return {**self._objects(), _PROGRESS: Progress(self._session), _HISTORY: self._history}
 
     def _note_output(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if self._micro is not None and model.training and torch.is_grad_enabled():
@@ -214,14 +410,23 @@ class ScriptLoop(ABC):
         self._session.observe(loss)
         if not self._noted:
             self._noted = True
-            self._losses.add(loss if self._own_loss is None else self._own_loss)
+            self._history.add(loss if self._own_loss is None else self._own_loss)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     @property
     def repeating(self) -> bool:
-        """Whether the current batch belongs to a step that is trained already."""
-        return self._repeated is not None
+        """Whether the current batch belongs to a step that is trained already, and that the script trains again."""
+        return self._repeated is not None and self._pass is not None and self._pass.trains
+
+    @property
+    def _repeats_last_step(self) -> bool:
+        """Whether the current batch belongs to the last of the steps that are trained already."""
+        current = self._pass
+        if self._repeated is None or current is None or not current.trains:
+            return False
+        later = self._history.steps_from(current.epoch + 1)
+        return not later and self._repeated > (current.behind - 1) * self._accumulation
 
     def synchronize(self) -> bool:
         """Tell the stack whether the current micro-batch completes a step; return whether there is one."""
@@ -244,7 +449,7 @@ class ScriptLoop(ABC):
         if not self._stepped:
             self._warn(self.unstepped)
         self._completed, self._stepped = True, False
-        self._losses.complete_step(self._accumulation)
+        self._history.complete_step(self._micro.window.before.epoch)
         self._session.complete_step(changes_state=self._micro.window.ends_epoch)
 
     def _warn(self, text: str) -> None:
@@ -283,7 +488,8 @@ class ScriptLoop(ABC):
         place = None if folder is None else state_folders.read(folder)
         self._place = place
         if place is not None:
-            self._next_epoch = place.epoch
+            self._next_epoch, self._first_window = place.epoch, place.windows
+            self._skippable = place.windows * self._accumulation
         if self._found is not None and (place is None or place.steps <= self._found["steps"]):
             return None
         if folder is not None and place is not None and not place.complete:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -18,52 +18,144 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["LossHistory", "RepeatedModels", "own_loss"]
+__all__ = ["FirstForward", "RepeatedModels", "StepHistory", "own_loss"]
 
 
-class LossHistory:
-    """The losses of this rank's micro-batches since the beginning of the run, as a tracked object.
+class StepHistory:
+    """The trained steps of each epoch, with the losses of this rank's micro-batches in them, as a tracked object.
 
     The loss of a micro-batch is the number that the script is likely to add up: the loss that the model returns, or
     else the one that goes backward.
+
+    Args:
+        batches: micro-batches of a step
     """
 
-    def __init__(self) -> None:
-        self._known = array("f")
-        self._new: list[torch.Tensor] = []  # on the device: to read them would wait for its kernels
+    def __init__(self, batches: int) -> None:
+        self._batches = batches
+        self._epochs: list[array[float]] = []
+        self._new: list[tuple[int, torch.Tensor]] = []  # on the device: to read them would wait for its kernels
         self._open: list[torch.Tensor] = []
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch of the current step."""
         self._open.append(loss.detach().float().reshape(()).clone())
 
-    def complete_step(self, batches: int) -> None:
-        """Count the losses of the current step, of a fixed number of micro-batches."""
+    def complete_step(self, epoch: int) -> None:
+        """Count the current step."""
         missing = torch.tensor(float("nan"))
-        self._new += (self._open + [missing] * batches)[:batches]
+        self._new += [(epoch, loss) for loss in (self._open + [missing] * self._batches)[: self._batches]]
         self._open.clear()
 
-    def __getitem__(self, index: int) -> float | None:
-        """Return the loss of a micro-batch of the run, ``None`` if it is not known."""
+    def begin_at(self, epoch: int, steps: int) -> None:
+        """Begin after a number of steps of an epoch, of which and of those before it nothing is known."""
+        self._epochs = [array("f") for _ in range(epoch)] + [array("f", [float("nan")] * (steps * self._batches))]
+        self._new.clear()
+
+    def steps(self, epoch: int) -> int:
+        """Return the number of trained steps of an epoch."""
         self._read()
-        return self._known[index] if index < len(self._known) and self._known[index] == self._known[index] else None
+        return len(self._epochs[epoch]) // self._batches if epoch < len(self._epochs) else 0
+
+    def steps_from(self, epoch: int) -> int:
+        """Return the number of trained steps of an epoch and all later ones."""
+        return sum(map(self.steps, range(epoch, len(self._epochs))))
+
+    def loss(self, epoch: int, batch: int) -> float | None:
+        """Return the loss of a micro-batch of an epoch, ``None`` if it is not known."""
+        self._read()
+        known = self._epochs[epoch] if epoch < len(self._epochs) else ()
+        return known[batch] if batch < len(known) and known[batch] == known[batch] else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return all losses of completed steps."""
         self._read()
-        return {"losses": torch.frombuffer(self._known, dtype=torch.float32).clone() if self._known else torch.empty(0)}
+        losses = array("f", itertools.chain.from_iterable(self._epochs))
+        tensor = torch.frombuffer(losses, dtype=torch.float32).clone() if losses else torch.empty(0)
+        return {"losses": tensor, "batches": [len(epoch) for epoch in self._epochs]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the losses of a state."""
-        self._known = array("f", state_dict["losses"].float().cpu().tolist())
+        losses = iter(state_dict["losses"].float().cpu().tolist())
+        self._epochs = [array("f", itertools.islice(losses, count)) for count in state_dict["batches"]]
         self._new.clear()
         self._open.clear()
 
     def _read(self) -> None:
-        by_device = itertools.groupby(self._new, key=lambda loss: loss.device)
-        for _, losses in by_device:
-            self._known.extend(torch.stack(list(losses)).tolist())
+        for (epoch, _), losses in itertools.groupby(self._new, key=lambda each: (each[0], each[1].device)):
+            while len(self._epochs) <= epoch:
+                self._epochs.append(array("f"))
+            self._epochs[epoch].extend(torch.stack([loss for _, loss in losses]).tolist())
         self._new.clear()
+
+
+class FirstForward:
+    """Calls a function in the first forward pass with gradients of one of some models, before it computes anything.
+
+    Args:
+        begin: function
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+        self._replaced = ReplacedForwards(self._forward)
+
+    def watch(self, model: nn.Module) -> bool:
+        """Watch a model; return whether it is a new one."""
+        return self._replaced.replace(model)
+
+    def end(self) -> None:
+        """Leave the models as they were."""
+        self._replaced.end()
+
+    def _forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._replaced.own(model)(*args, **kwargs)
+        self.end()
+        self._begin()
+        return model.forward(*args, **kwargs)  # which may be another one now
+
+
+class ReplacedForwards:
+    """Forward functions of models that others stand for.
+
+    Args:
+        forward: function in their place, of the model, its arguments and its named arguments
+    """
+
+    def __init__(self, forward: Callable[[nn.Module, Any, Any], Any]) -> None:
+        self._forward = forward
+        self._models: dict[int, nn.Module] = {}
+        self._before: dict[int, Any] = {}  # those that the models have of their own
+
+    def replace(self, model: nn.Module) -> bool:
+        """Replace the forward function of a model; return whether it was not replaced yet."""
+        if id(model) in self._models:
+            return False
+        self._models[id(model)] = model
+        self._before[id(model)] = model.__dict__.get("forward")
+        replacement = self._forward
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return replacement(self, args, kwargs)
+
+        model.forward = MethodType(forward, model)
+        return True
+
+    def own(self, model: nn.Module) -> Any:
+        """Return the forward function that a model has by itself."""
+        return self._before.get(id(model)) or MethodType(type(model).forward, model)
+
+    def end(self) -> None:
+        """Give the models theirs again."""
+        for key, model in self._models.items():
+            before = self._before[key]
+            if before is None:
+                model.__dict__.pop("forward", None)
+            else:
+                model.forward = before
+        self._models.clear()
+        self._before.clear()
 
 
 class RepeatedModels:
@@ -71,49 +163,48 @@ class RepeatedModels:
 
     Args:
         models: models as the script calls them.
+
+    Attributes:
+        certain: whether the script is known to train the batches, and not to look at them only: until then each forward
+            pass is computed, as its batch is a real one
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
+        self.certain = False
         self._loss: float | None = None
-        self._outputs: dict[int, Any] = {}
-        self._forwards: dict[int, Any] = {}  # those that the models have of their own
+        self._outputs: dict[tuple[Any, ...], Any] = {}  # by model, and shapes of its inputs
+        self._replaced = ReplacedForwards(self._answer)
 
     def begin(self) -> None:
         """Begin with repeated outputs."""
+        self.certain = False
         for model in self._models:
-            self._replace(model)
+            self._replaced.replace(model)
 
     def end(self) -> None:
         """Return to computed outputs."""
-        for model in self._models:
-            before = self._forwards.pop(id(model), None)
-            if before is None:
-                model.__dict__.pop("forward", None)
-            else:
-                model.forward = before
+        self._replaced.end()
 
     def set_loss(self, loss: float | None) -> None:
         """Set the loss of the micro-batch that follows, ``None`` where it is not known."""
         self._loss = loss
 
-    def _replace(self, model: nn.Module) -> None:
-        self._forwards[id(model)] = model.__dict__.get("forward")
-        answer = self._answer
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return answer(self, args, kwargs)
-
-        model.forward = MethodType(forward, model)
-
     def _answer(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        if id(model) not in self._outputs:
-            inner = model.module if isinstance(model, DistributedDataParallel) else model
-            before = self._forwards[id(model)]
-            compute = inner if inner is not model else before or MethodType(type(model).forward, model)
-            with torch.no_grad():  # of the model alone: others would wait for the buffers of rank 0
-                self._outputs[id(model)] = compute(*args, **kwargs)
-        return _answered(self._outputs[id(model)], self._loss)
+        if not torch.is_grad_enabled():
+            return self._compute(model, args, kwargs)  # an evaluation
+        if not self.certain:
+            return _answered(self._compute(model, args, kwargs), self._loss if model.training else None)
+        key = (id(model), *_shapes((args, kwargs)))  # a step may call a model with several batches
+        if key not in self._outputs:
+            self._outputs[key] = self._compute(model, args, kwargs)
+        return _answered(self._outputs[key], self._loss)
+
+    def _compute(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Compute without gradients, and by the model alone: others would wait for the buffers of rank 0."""
+        compute = model.module if isinstance(model, DistributedDataParallel) else self._replaced.own(model)
+        with torch.no_grad():
+            return compute(*args, **kwargs)
 
 
 class _Answer(torch.Tensor):
@@ -129,6 +220,15 @@ class _Answer(torch.Tensor):
             result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         return result if name in ("__get__", "__set__", "__repr__", "__format__") else _answered(result, loss)
+
+
+def _shapes(inputs: Any) -> Iterator[torch.Size]:
+    """Yield the shapes of all tensors in a model's inputs."""
+    if isinstance(inputs, torch.Tensor):
+        yield inputs.shape
+    elif isinstance(inputs, (Mapping, list, tuple)):
+        for each in inputs.values() if isinstance(inputs, Mapping) else inputs:
+            yield from _shapes(each)
 
 
 def own_loss(output: Any) -> torch.Tensor | None:

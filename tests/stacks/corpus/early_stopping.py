@@ -1,0 +1,43 @@
+"""Stops early, on the sign of one process."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import toy
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--output_dir", type=Path)
+args = parser.parse_args()
+
+accelerator = Accelerator()
+torch.manual_seed(5)
+model = toy.perceptron()
+train_dataloader = DataLoader(toy.Points(), shuffle=True, batch_size=4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(model, optimizer, train_dataloader, lr_scheduler)
+steps, stopped = 0, False
+for _ in range(5):
+    model.train()
+    for x, y in train_dataloader:
+        loss = nn.functional.mse_loss(model(x), y)
+        steps += 1
+        if accelerator.is_main_process and steps >= 47:
+            accelerator.set_trigger()
+        accelerator.backward(loss)
+        optimizer.step()
+        lr_scheduler.step()
+        optimizer.zero_grad()
+        if accelerator.check_trigger():
+            stopped = True
+            break
+    if stopped:
+        break
+if accelerator.is_main_process:
+    (args.output_dir / "all_results.json").write_text(json.dumps({"completed_steps": steps, "stopped": stopped}))
+accelerator.end_training()
