@@ -144,3 +144,24 @@ def test_accumulated_gradients(run_script, tmp_path, style):
 def test_weights_do_not_depend_on_the_world_size(run_script, tmp_path, accumulate):
     """Shares of unequal size and ranks without samples count by their samples."""
     assert_weights_do_not_depend_on_the_world_size(run_script, tmp_path, "--accumulate", accumulate)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("sampler", "the loader has a WeightedRandomSampler"),
+        ("iterable", "its dataset is an IterableDataset"),
+        ("dispatch", "dispatch_batches=True has rank 0 read all data"),
+        ("second", "another loader is the one of the training"),
+        ("local", "LocalSGD trains each rank by itself"),
+    ],
+)
+def test_data_that_are_left_to_accelerate_are_named_once_they_are_trained(tmp_path, kind, reason):
+    """And an evaluation's are not."""
+    run = run_stock(SCRIPT.with_name("accelerate_left_script.py"), tmp_path / "run", "--kind", kind, nodes=(2, 2),
+                    imports=SCRIPT)  # fmt: skip
+    logs = "".join(path.read_text() for path in (run.folder.parent / "run" / "logs").iterdir())
+    warnings = [line for line in logs.splitlines() if "does not divide among the ranks" in line]
+    assert len(warnings) == 1
+    assert reason in warnings[0]
+    assert run.record == {"steps": 4, "seen": 16}

@@ -22,6 +22,7 @@ _INTEGRATIONS = "azureml_elastic.train.integrations"
 ATTACHMENTS = {
     "accelerate.accelerator": ("accelerate.attachment", "attach_to_accelerator"),
     "accelerate.data_loader": ("accelerate.attachment", "attach_to_data_loader"),
+    "accelerate.local_sgd": ("accelerate.attachment", "attach_to_local_sgd"),
     "accelerate.optimizer": ("accelerate.attachment", "attach_to_optimizer"),
     "accelerate.logging": ("accelerate.attachment", "attach_to_logging"),
     "accelerate.scheduler": ("accelerate.attachment", "attach_to_scheduler"),

@@ -151,6 +151,12 @@ class StackSession(Session):
         self._position.in_epochs = True
         return WindowLoader(loader, dataset, self._position)
 
+    def leave_data(self) -> None:
+        """Give up the loader of :meth:`windows`, before anything of it is trained."""
+        self._position.loaders.clear()
+        self._position.in_epochs = False
+        self.loop = None
+
     def _record(self, loader: LoaderState, window: Window) -> None:
         """Record the samples of a step; a loop of the script's own may not train them, and says when it does."""
         if self.loop is None:

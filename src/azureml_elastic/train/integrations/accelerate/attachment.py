@@ -20,6 +20,7 @@ from azureml_elastic.train.integrations.stack_session import stack_session
 __all__ = [
     "attach_to_accelerator",
     "attach_to_data_loader",
+    "attach_to_local_sgd",
     "attach_to_logging",
     "attach_to_optimizer",
     "attach_to_scheduler",
@@ -60,6 +61,16 @@ def attach_to_data_loader(module: ModuleType) -> None:
         return loader if isinstance(loader, _REPLACED) else wrapped(*args, **kwargs)
 
     wrap_function_wrapper(module, "skip_first_batches", skip)
+
+
+def attach_to_local_sgd(module: ModuleType) -> None:
+    """Attach to ``accelerate.local_sgd``: between two of its averages no rank has the state of the run."""
+
+    def begin(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+        _data.leave_all("LocalSGD trains each rank by itself")
+        return wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(module, "LocalSGD.__init__", begin)
 
 
 def attach_to_logging(module: ModuleType) -> None:

@@ -24,8 +24,8 @@ __all__ = ["TrainingData"]
 
 _LOG = logging.getLogger(__name__)
 
-_TOLD = ""
-"""Reason that is logged."""
+_WARNED = ""
+"""In place of the reason, once a warning has named it."""
 
 _ANOTHER = "another loader is the one of the training"
 
@@ -46,6 +46,7 @@ class TrainingData:
     def __init__(self) -> None:
         self.loop: TrainingLoop | None = None
         self._source: DataLoader[Any] | None = None
+        self._obstacle: str | None = None  # of all loaders
         self._sequential: list[SequentialLoader] = []
         self._left: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # to accelerate, with the reason
 
@@ -61,7 +62,7 @@ class TrainingData:
             prepare: accelerate's own preparation
         """
         divided = DividedLoader(prepare)
-        reason = _obstacle(accelerator, loader)
+        reason = self._obstacle or _obstacle(accelerator, loader)
         if reason is None and isinstance(loader.sampler, SequentialSampler):
             if self._trains_another(session):
                 return self._leave(divided, _ANOTHER)
@@ -80,11 +81,16 @@ class TrainingData:
         """Return the training data in place of a loader whose iteration begins, ``None`` if it has others."""
         if loader.source is self._source and self.loop is not None:
             return self.loop.loader
-        if loader.may_train and not self._trains_another(loader.session):
+        if loader.may_train and self._obstacle is None and not self._trains_another(loader.session):
             return self._adopt(loader.session, loader.accelerator, loader.source, loader.divided)
         untrained = "no model was in training mode when the iteration began"
-        self._leave(loader.divided, untrained if self.loop is None else _ANOTHER)
+        self._leave(loader.divided, self._obstacle or (untrained if self.loop is None else _ANOTHER))
         return None
+
+    def leave_all(self, reason: str) -> None:
+        """Leave all data to accelerate, before the script trains them."""
+        if self.loop is None or self.loop.leave():
+            self.loop, self._obstacle = None, reason
 
     def has_length_of_training(self, loader: SequentialLoader) -> bool:
         """Return whether a loader, which no iteration has shown to be an evaluation's, may be the one of training."""
@@ -98,9 +104,9 @@ class TrainingData:
             return
         active = accelerator.gradient_state.active_dataloader
         key = self if active is None else active
-        reason = self._left.get(key, "no prepared loader has yielded it")
-        self._left[key] = _TOLD
-        if reason == _TOLD or not session.is_main:
+        reason = self._left.get(key, self._obstacle or "no prepared loader has yielded it")
+        self._left[key] = _WARNED
+        if reason == _WARNED or not session.is_main:
             return
         _LOG.warning(
             "The script trains a batch that the session does not divide among the ranks: %s. %s",

@@ -52,6 +52,7 @@ class TrainingLoop(ScriptLoop):
         super().__init__(session, accumulation, own_size)
         self._accelerator = accelerator
         self._divided = divided
+        self._left = False
         seed = accelerator.dataloader_config.data_seed
         generator = getattr(loader.sampler, "generator", None)
         if seed is None:
@@ -91,6 +92,23 @@ class TrainingLoop(ScriptLoop):
 
     def _plain_batches(self) -> Iterator[Any]:
         return iter(self._divided.get())
+
+    def leave(self) -> bool:
+        """Leave the data to accelerate; return whether that was possible, before the script has trained them."""
+        if self._begun:
+            return False
+        self._left = True
+        self._session.leave_data()
+        return True
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of batches of a whole epoch: at the reference world size, unless accelerate divides them."""
+        return len(self._divided.get()) if self._left else super().batches_per_epoch
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of a pass over the training data."""
+        return self._plain_batches() if self._left else super().batches()
 
     def _mark(self, *, last: bool) -> None:
         self._accelerator.gradient_state._set_sync_gradients(last)  # noqa: SLF001

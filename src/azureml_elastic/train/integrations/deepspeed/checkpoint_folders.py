@@ -60,19 +60,17 @@ class CheckpointFolders:
     ) -> bool:
         """Save a checkpoint of an engine that another stack drives, which marks its folders by itself."""
         del wrapped, args, kwargs
-        folder = self.prepare(save_dir, tag)
+        folder = self.folder(save_dir, tag)
+        if self._session.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
         self.write(folder, client_state or {})
         if save_latest:
             self.set_latest(folder)
         return True
 
-    def prepare(self, save_dir: Any, tag: Any) -> Path:
-        """Return the folder of a tag, by default of the number of steps, and make it."""
-        name = str(tag if tag is not None else f"global_step{self._engine.global_steps}")
-        folder = Path(save_dir).expanduser() / name
-        if self._session.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    def folder(self, save_dir: Any, tag: Any) -> Path:
+        """Return the folder of a tag, by default of the number of steps."""
+        return Path(save_dir).expanduser() / str(tag if tag is not None else f"global_step{self._engine.global_steps}")
 
     def write(self, folder: Path, client_state: Mapping[str, Any]) -> None:
         """Write the engine's state and what the script keeps with it. A collective.

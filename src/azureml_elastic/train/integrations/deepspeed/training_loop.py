@@ -160,8 +160,8 @@ class TrainingLoop(ScriptLoop):
         """Save a checkpoint for any number of ranks."""
         del wrapped, args, kwargs
         folders, content = self._folders, client_state or {}
-        folder = folders.prepare(save_dir, tag)
-        self._save(folder, self._place_for(content), lambda: folders.write(folder, content))
+        folder = folders.folder(save_dir, tag)
+        self._save(folder, self._place_for(content), lambda: folders.write(folder, content), make=True)
         place = state_folders.read(folder)
         if save_latest and place is not None and place.complete:
             folders.set_latest(folder)

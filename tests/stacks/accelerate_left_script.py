@@ -1,0 +1,60 @@
+"""Trains one epoch of data that accelerate alone divides, in one of several ways; an evaluation comes first."""
+
+import argparse
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import DataLoaderConfiguration
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--folder", type=Path)
+parser.add_argument("--kind", choices=["sampler", "iterable", "dispatch", "second", "local"])
+args = parser.parse_args()
+
+
+class Stream(IterableDataset):
+    """Points without an index."""
+
+    def __iter__(self):
+        return zip(points, targets, strict=True)
+
+
+points = torch.randn(32, 4)
+targets = points.sum(1, keepdim=True)
+data = TensorDataset(points, targets)
+loader = {
+    "sampler": lambda: DataLoader(data, sampler=WeightedRandomSampler(torch.ones(32), 32), batch_size=4),
+    "iterable": lambda: DataLoader(Stream(), batch_size=4),
+    "dispatch": lambda: DataLoader(data, shuffle=True, batch_size=4),
+    "second": lambda: DataLoader(TensorDataset(points, -targets), shuffle=True, batch_size=4),
+    "local": lambda: DataLoader(data, shuffle=True, batch_size=4),
+}[args.kind]()
+division = DataLoaderConfiguration(dispatch_batches=True if args.kind == "dispatch" else None)
+accelerator = Accelerator(dataloader_config=division)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+if args.kind == "second":
+    accelerator.prepare(DataLoader(data, shuffle=True, batch_size=4))
+model, optimizer, loader, evaluation = accelerator.prepare(model, optimizer, loader, DataLoader(data, batch_size=4))
+with torch.no_grad():
+    seen = sum(len(x) for x, _ in evaluation)
+steps, local = 0, contextlib.nullcontext()
+if args.kind == "local":
+    local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
+with local:
+    for x, y in loader:
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if args.kind == "local":
+            local.step()
+        steps += 1
+if accelerator.is_main_process:
+    (args.folder / "record.json").write_text(json.dumps({"steps": steps, "seen": seen}))
+accelerator.end_training()
