@@ -20,25 +20,29 @@ CORPUS = Path(__file__).with_name("corpus")
 OBSERVER = CORPUS / "observer.py"
 RESULTS = "all_results.json"
 
-ACCELERATE = {
-    "checkpointing": {},
-    "clm": {},
-    "clm --resume": {},
-    "closures": {},
-    "cross_validation": {},
-    "early_stopping": {},
-    "ema": {},
-    "gan": {},
-    "glue": {},
-    "looks_first": {},
-    "ner": {},
-    "new_loaders": {},
-    "one_cycle": {},
-    "own_optimizer": {},
-    "plateau": {},
-    "tokens_accumulated": {},
-    "translation": {},
-}
+CASES = [
+    "checkpointing",
+    "clm",
+    "clm --resume",
+    "closures",
+    "cross_validation",
+    "early_stopping",
+    "ema",
+    "gan",
+    "glue",
+    "lightning_callbacks",
+    "lightning_gan",
+    "looks_first",
+    "ner",
+    "new_loaders",
+    "one_cycle",
+    "own_optimizer",
+    "plateau",
+    "tokens_accumulated",
+    "trainer_clm",
+    "trainer_subclass",
+    "translation",
+]
 
 
 def run(case, folder, *more, **options):
@@ -85,7 +89,7 @@ def assert_same(found, expected):
         assert value == (expected[name] if close is None else pytest.approx(expected[name], rel=close)), name
 
 
-@pytest.mark.parametrize("case", ACCELERATE)
+@pytest.mark.parametrize("case", CASES)
 def test_a_script_trains_under_faults_as_without(tmp_path, case):
     expected = run(case, tmp_path / "expected", nodes=(2, 2))
     found = run(case, tmp_path / "run", "--full", "2", nodes=(1, 2), chaos="kill=rank0@step:9,add@step:15")
