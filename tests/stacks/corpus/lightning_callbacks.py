@@ -69,7 +69,7 @@ model = Classifier()
 data = DataLoader(toy.Points(classes=True), shuffle=True, batch_size=4)
 trainer.fit(model, data, DataLoader(toy.Points(30, seed=1, classes=True), batch_size=4))
 if trainer.is_global_zero:
-    steps = sorted(map(int, (args.output_dir / "steps.txt").read_text().split()))
+    steps = sorted(set(map(int, (args.output_dir / "steps.txt").read_text().split())))
     found = {"completed_steps": trainer.global_step, "epoch": trainer.current_epoch, "steps": steps,
              "kept": len(best.best_k_models), "loss": float(best.best_model_score)}  # fmt: skip
     (args.output_dir / "steps.txt").unlink()
