@@ -1,4 +1,4 @@
-"""A script without a session that ends with a code: ``ending.py CODE [connected]``, before or after it has connected."""
+"""A script without a session that ends with a code, before it connects or after: ``ending.py CODE [connected]``."""
 
 from __future__ import annotations
 

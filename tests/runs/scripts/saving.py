@@ -1,8 +1,8 @@
 """A script without a session that saves after each step: ``saving.py reads|blind LOG``.
 
 Its folder is in ``STATE_FOLDER``. With ``reads`` it continues from its save, and ends once it has done so beside a new
-node. With ``blind`` it never reads, and ends a hundred saves after rank 0's ``LOG`` says what the new node waits for. It
-fails where it was stopped for the new node instead.
+node. With ``blind`` it never reads, and ends a hundred saves after rank 0's ``LOG`` says what the new node waits for;
+where it was stopped for that node instead, it fails.
 """
 
 from __future__ import annotations
@@ -35,16 +35,11 @@ while not over:
     step += 1
     if rank == 0:
         torch.save(step, folder / "new.pt")
-        os.replace(folder / "new.pt", state)
-        if (
-            last is None
-            and way == "blind"
-            and world == 1
-            and "waiting, as the program has no session" in log.read_text()
-        ):
-            last = step + 100
+        (folder / "new.pt").replace(state)
         if last is None and way == "reads" and world == 2 and first:
             last = step + 5
+        if last is None and way == "blind" and world == 1 and "waiting, as the program" in log.read_text():
+            last = step + 100
         over += step == last
     dist.all_reduce(over)
 print(f"ends at step {step}", flush=True)
