@@ -78,6 +78,11 @@ def test_what_is_written_or_holds_no_state_is_not_noted(tmp_path, code):
     assert names(tmp_path, found.files) == names(tmp_path, found.folders) == set()
 
 
+def test_lookups_are_noted_where_the_integrations_are_switched_off(tmp_path):
+    """A stack resumes from its own checkpoints then."""
+    assert names(tmp_path, run(tmp_path, "os.path.exists('last.pt')", **{variables.INTEGRATIONS: "off"}).files)
+
+
 def test_the_first_step_ends_the_notes(tmp_path):
     """Neither the imports before it are noted, which list the script's folder, nor a save."""
     code = """

@@ -1,6 +1,7 @@
 """Attaches the integrations of training stacks in a worker that is started plainly, by Python's own start-up hook.
 
-The messages of its uncaught exceptions name the file that could not be read, as those of a forked worker.
+The messages of its uncaught exceptions name the file that could not be read, and its lookups of files are noted, as
+those of a forked worker.
 
 Its folder comes first in ``PYTHONPATH``. It takes the folder out again, and runs the ``sitecustomize`` that it hides.
 """
