@@ -197,10 +197,7 @@ sys.stdin.readline()
 def test_a_save_is_one_that_the_program_has_looked_for(tmp_path, looks, expected):
     (tmp_path / "out").mkdir()
     watch = SaveWatch(tmp_path)
-    code = (
-        f"{looks}\nprint(flush=True)\nsys.stdin.readline()\n{SAVES}\nsave(1)\nprint(flush=True)\nsys.stdin.readline()"
-    )
-    process = worker(tmp_path, code, watch)
+    process = worker(tmp_path, f"{looks}\n{SAVES}", watch)
     try:
         if expected:
             until(lambda: watch.lookups != Lookups())
