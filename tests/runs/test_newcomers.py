@@ -1,8 +1,8 @@
-"""Whole runs of a script without a session: a new node waits until the others have trained."""
+"""Whole runs of a script without a session: when a new node is let in."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+import re
 
 import pytest
 
@@ -19,22 +19,31 @@ PROGRAM = str(PROGRAMS / "saving.py")
 
 
 @pytest.mark.parametrize(
-    ("minimum", "options"),
-    [(timedelta(hours=1), []), (timedelta(seconds=2), ["--no_save"])],
-    ids=["after its save", "after the minimum time"],
+    ("way", "reasons"), [("reads", ["lost node-1", "joining: node-2"]), ("blind", ["lost node-1"])]
 )
-def test_a_new_node_does_not_stop_a_script_before_it_has_trained(tmp_path, minimum, options):
+def test_a_new_node_stops_a_script_only_after_a_save_that_it_continues_from(tmp_path, monkeypatch, way, reasons):
+    """The save is in a folder that an environment variable names, and follows the one before within milliseconds."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    monkeypatch.setenv("STATE_FOLDER", str(folder))
     cluster = LocalCluster(
-        (1, 3),
-        chaos=parse_schedule("kill=node-1@2s,add@3s"),
-        distribution=ElasticDistribution(
-            min_round_duration=minimum, rendezvous=GATHERING, stop_timeout=timedelta(seconds=1)
-        ),
+        (1, 2),
+        chaos=parse_schedule("kill=node-1@1s,add@1s"),
+        distribution=ElasticDistribution(rendezvous=GATHERING),
         run_dir=tmp_path / "run",
         start=FORKED,
+        timeout_s=120,
     )
-    report = cluster.run(["python", PROGRAM, "--output_dir", str(tmp_path / "out"), *options])
+    log = tmp_path / "run" / "logs" / "node-0.log"
+    report = cluster.run(["python", PROGRAM, way, str(log)])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
-    assert report.world_sizes == (3, 2, 3)
-    reasons = [event.reason for event in read_events(tmp_path / "run" / "events") if isinstance(event, RoundReopened)]
-    assert reasons == ["lost node-1", "joining: node-3"]
+    found = [event.reason for event in read_events(tmp_path / "run" / "events") if isinstance(event, RoundReopened)]
+    assert found == reasons
+    text = log.read_text()
+    begun = [int(step) for step in re.findall(r"begins at step (\d+)", text)]
+    if way == "reads":
+        assert 0 == begun[0] < begun[1] < begun[2]
+        assert report.world_sizes == (2, 1, 2)
+    else:
+        assert begun == [0, 0]
+        assert "It has not looked for a saved state at its start" in text

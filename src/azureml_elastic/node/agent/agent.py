@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from azureml_elastic.config.exit_codes import AGENT_LOST, FAILED
+from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.ledger.events import (
     HostStruck,
     NodeReady,
@@ -53,6 +53,9 @@ _LOG = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 0.5
 """How long a failed worker's agent waits for the news that another node is the cause."""
+
+_ALONE_SECONDS = 60.0
+"""Time after which a single worker that has not used the round's store counts as one that trains."""
 
 _ANNOUNCEMENT_SECONDS = 1.0
 """How long a node whose workers make their imports themselves waits for the announcements of others."""
@@ -202,8 +205,7 @@ class NodeAgent:
         engine_key = derive_engine_key(self._rdzv.authenticator.key) if self._runs_engine else b""
         self._group.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts, engine_key)
         self._record(WorkersStarted, pids=self._workers.pids)
-        # Workers set keys when they connect to each other.
-        self._peers.workers_started(round_.world_size, store.has_keys)
+        self._peers.workers_started(round_.world_size, store, self._workers.pids)
 
     def _open_store(self, assignment: Assignment) -> RoundStore | None:
         return open_round_store(assignment, self._rdzv, lambda: self._workers.preload_server)
@@ -278,10 +280,13 @@ class NodeAgent:
         self._workers.wait_for_siblings()
         self._group.wait_for_final_messages()
         ranks = self._rdzv.membership.assignment.global_ranks
-        failures = {ranks[local_rank]: failure for local_rank, failure in self._workers.failures().items()}
-        if all(failure.exitcode == AGENT_LOST for failure in failures.values()):
-            return self._workers_gave_way()
-        return self._worker_failed(failures)
+        gave_way = self._channel.workers.gave_way
+        failures = {
+            ranks[local_rank]: failure
+            for local_rank, failure in self._workers.failures().items()
+            if local_rank not in gave_way
+        }
+        return self._worker_failed(failures) if failures else self._workers_gave_way()
 
     def _workers_gave_way(self) -> ExitReason | None:
         """Start anew: a session has seen the end of the round, or cannot go on with this one."""
@@ -314,14 +319,20 @@ class NodeAgent:
         self._channel.record_last_step()
         leaving = self._preemption.noticed and self._preemption.commit_to_leave()
         lost |= frozenset({self._rdzv.node}) if leaving else frozenset()
+        # Programs without a session save when they get SIGTERM, if at all: those that continue wait for what they save.
+        saving = not (self._channel.workers.in_session or self._runs_engine)
+        finishing = lost & (self._leavers | {self._rdzv.node}) if saving else frozenset[str]()
         if leaving or not self._group.stays:
-            self._workers.begin_stopping()
+            self._workers.begin_stopping(self._preemption.seconds_left if leaving else None)
         else:
             self._channel.workers.interrupt()
         if leaving:
             self._rdzv.membership.disconnect()  # the hub notices this before the table is updated
         round_ = self._rdzv.membership.assignment.round
-        if self._rdzv.round_end.reopen(reason, lost=lost, round_failed=round_failed):
+        grace = self._plan.distribution.preemption.grace.total_seconds()
+        if self._rdzv.round_end.reopen(
+            reason, lost=lost, finishing=finishing, finishing_seconds=grace, round_failed=round_failed
+        ):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
             for member in faulty_members(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
                 self._strike(member.host_id, "lost its connection")
@@ -374,6 +385,7 @@ class NodeAgent:
         self.failure = apply_restart_policy(
             failure,
             step=self._channel.workers.step if self._opens_session or self._channel.workers.in_session else None,
+            connected=self._connected,
             reason=reason,
             lost=lost,
             rendezvous=self._rdzv,
@@ -381,6 +393,12 @@ class NodeAgent:
             distribution=self._plan.distribution,
         )
         return ExitReason.FAILED if self.failure is not None else None
+
+    @property
+    def _connected(self) -> bool:
+        """Whether the workers of the round have begun to connect, or are unknown to: one that trains alone need not."""
+        alone = self._rdzv.membership.assignment.round.world_size == 1
+        return self._peers.connecting or (alone and self._rdzv.membership.seconds >= _ALONE_SECONDS)
 
     def _died_after_training(self, failures: Mapping[int, FailedWorker]) -> bool:
         """Tell whether torch has aborted a worker that had finished, as its threads sometimes do at interpreter exit.
