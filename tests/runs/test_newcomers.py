@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from azureml_elastic.config import ElasticDistribution
-from azureml_elastic.ledger.events import RoundReopened
+from azureml_elastic.ledger.events import RanksConnecting, RoundReopened, StateSaved
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.local.cluster import LocalCluster
 from azureml_elastic.local.faults.schedule import parse_schedule
@@ -36,5 +36,16 @@ def test_a_new_node_does_not_stop_a_script_before_it_has_trained(tmp_path, minim
     report = cluster.run(["python", PROGRAM, "--output_dir", str(tmp_path / "out"), *options])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
     assert report.world_sizes == (3, 2, 3)
-    reasons = [event.reason for event in read_events(tmp_path / "run" / "events") if isinstance(event, RoundReopened)]
+    events = read_events(tmp_path / "run" / "events")
+    reasons = [event.reason for event in events if isinstance(event, RoundReopened)]
     assert reasons == ["lost node-1", "joining: node-3"]
+    # The first round has not saved; the work of the second one is known from its save on alone.
+    saves = not options
+    assert {event.round for event in events if isinstance(event, RanksConnecting)} == {1, 2, 3}
+    assert {event.round for event in events if isinstance(event, StateSaved)} == ({2} if saves else set())
+    spans = report.spans(events)
+    assert {span.round for span in spans if span.activity == "unknown"} == ({1} if saves else {1, 2})
+    assert {span.cause for span in spans if span.activity == "lost work"} == ({"scale-up"} if saves else set())
+    assert {span.round for span in spans if span.activity == "training"} == ({2, 3} if saves else {3})
+    (recovery,) = report.recoveries
+    assert (recovery.resumed, recovery.step, recovery.lost) == (2, None, ("node-1",))

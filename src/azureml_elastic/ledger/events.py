@@ -25,10 +25,12 @@ __all__ = [
     "NodeReady",
     "NodeStarted",
     "Progress",
+    "RanksConnecting",
     "Restored",
     "RoundEntered",
     "RoundReopened",
     "RunEnded",
+    "StateSaved",
     "Unreachable",
     "WorkerFailed",
     "WorkersStarted",
@@ -136,6 +138,21 @@ class WorkersStarted(_Event):
 
     kind: Literal["workers_started"] = "workers_started"
     pids: tuple[int, ...]
+
+
+class RanksConnecting(_Event):
+    """Workers without a session have begun to connect to each other; written by rank 0's node."""
+
+    kind: Literal["ranks_connecting"] = "ranks_connecting"
+
+
+class StateSaved(_Event):
+    """A script without a session has completed a file of its state; written by rank 0's node.
+
+    Of frequent saves not all are written, but the last one of each round that was seen.
+    """
+
+    kind: Literal["state_saved"] = "state_saved"
 
 
 class Restored(_Event):
@@ -252,6 +269,8 @@ Event = Annotated[
     | Unreachable
     | RoundEntered
     | WorkersStarted
+    | RanksConnecting
+    | StateSaved
     | Restored
     | Progress
     | Metrics

@@ -27,6 +27,7 @@ from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.engine_program import derive_engine_key
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
+from azureml_elastic.node.agent.observation_log import ObservationLog
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
@@ -116,6 +117,7 @@ class NodeAgent:
         self._opens_session = opens_session
         self._runs_engine = plan.distribution.runs_engine
         self._newcomers = newcomers
+        self._observations = ObservationLog(recorder)
         self._group = WorkerGroup(
             workers,
             channel,
@@ -163,6 +165,7 @@ class NodeAgent:
                 if ending is not None:
                     return ending
         finally:
+            self._observe_round(last=True)
             self._newcomers.close()
             self._workers.begin_stopping()
             self._workers.finish_stopping()
@@ -185,6 +188,7 @@ class NodeAgent:
 
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
+        self._observe_round(last=True)
         assignment, store = enter(self._rdzv, self._open_store, self._get_ready)
         # Only now: the workers of the round before may have used its store until they were interrupted.
         self._store.close()
@@ -242,7 +246,9 @@ class NodeAgent:
             if status.broken:
                 return self._end_round(_why(status), lost=status.lost)
             self._peers.process_events()
-            if (reason := self._peers.lead(status, done=self._done)) is not None:
+            reason = self._peers.lead(status, done=self._done)
+            self._observe_round()
+            if reason is not None:
                 return self._end_round(reason, lost=self._leavers)
             if self._preemption.noticed:
                 self._announce_leaving()
@@ -273,6 +279,15 @@ class NodeAgent:
                     continue
                 self._done = True
                 self._rdzv.membership.link.send(Done())
+
+    def _observe_round(self, *, last: bool = False) -> None:
+        """Record what rank 0's agent alone has seen of the workers; ``last`` is for the end of the round."""
+        if self._rdzv.membership.leads:
+            number = self._rdzv.membership.last_round
+            seen = self._newcomers
+            self._observations.seen(number, connected_at=seen.connected_at, saved_at=seen.saved_at)
+        if last:
+            self._observations.flush()
 
     def _some_failed(self) -> ExitReason | None:
         self._workers.wait_for_siblings()

@@ -21,7 +21,11 @@ _SCAN_SECONDS = 1.0
 _SCAN_SHARE = 20
 """The pause is at least this many times as long as the scan before it, so that slow storage is rarely read."""
 
-_CONNECTION_SECONDS = 0.5
+_SCAN_AGE_SHARE = 0.02
+"""Once the program has saved, the pause is at least this share of the time since the round's beginning: later saves are
+for the ledger alone."""
+
+_CONNECTION_SECONDS = 0.1
 """Time between two looks whether the workers have connected."""
 
 
@@ -37,12 +41,14 @@ class OutputWatch:
         self._paths = tuple(paths)
         self._excluded = excluded
         self._files: SavedFiles | None = None
+        self._began = 0.0
         self._changed = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Forget what was saved before, and look for new files from now on."""
+        self._began = time.monotonic()
         self._files = SavedFiles()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="output-watch", daemon=True)
@@ -61,18 +67,25 @@ class OutputWatch:
     @property
     def saved(self) -> bool:
         """Whether the program has saved since :meth:`begin`."""
+        return self.saved_at is not None
+
+    @property
+    def saved_at(self) -> float | None:
+        """When the last save since :meth:`begin` was seen, in monotonic seconds; ``None`` before the first one."""
         files = self._files
-        return files is not None and files.saved
+        return None if files is None else files.saved_at
 
     def _run(self) -> None:
         while not self._closed:
             files, pause = self._files, None
-            if files is not None and not files.saved:
+            if files is not None:
                 began = time.monotonic()
                 found = scan(self._paths, self._excluded)
                 now = time.monotonic()
                 files.add(found, now)
                 pause = max(_SCAN_SECONDS, _SCAN_SHARE * (now - began))
+                if files.saved:
+                    pause = max(pause, _SCAN_AGE_SHARE * (now - self._began))
             if self._changed.wait(pause):
                 self._changed.clear()
 
@@ -97,6 +110,16 @@ class NewcomerWatch:
         self._connected: float | None = None
         self._look_at = 0.0
         self._watching = self._logged = False
+
+    @property
+    def connected_at(self) -> float | None:
+        """When workers of the round have begun to connect to each other, in monotonic seconds; ``None`` before."""
+        return self._connected
+
+    @property
+    def saved_at(self) -> float | None:
+        """When the program's last save in the round was seen, in monotonic seconds; ``None`` before the first one."""
+        return self._outputs.saved_at
 
     def begin(self, world_size: int, has_connected: Callable[[], bool]) -> None:
         """The workers of a round that this node leads have been started.

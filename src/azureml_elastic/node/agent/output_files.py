@@ -151,18 +151,23 @@ def _stamp(found: os.stat_result) -> Stamp:
 
 @dataclass
 class SavedFiles:
-    """Decides from successive scans whether the program has saved since the first of them.
+    """Decides from successive scans when the program has saved since the first of them.
 
     A save is a file that is new or changed since the first scan, in a folder whose files of state have not changed for
     two seconds: a checkpoint of several files is one folder.
 
     Attributes:
-        saved: whether the program has saved.
+        saved_at: time of the scan that first had the last save, in monotonic seconds; ``None`` before the first save.
     """
 
-    saved: bool = False
+    saved_at: float | None = None
     _before: Scan | None = None
     _folders: dict[str, tuple[dict[str, Stamp], float]] = field(default_factory=dict)
+
+    @property
+    def saved(self) -> bool:
+        """Whether the program has saved."""
+        return self.saved_at is not None
 
     def add(self, found: Scan, now: float) -> None:
         """Add a scan.
@@ -186,5 +191,6 @@ class SavedFiles:
             known = self._folders.get(folder)
             since = known[1] if known is not None and known[0] == files else now
             folders[folder] = files, since
-            self.saved = self.saved or now - since >= _QUIET_SECONDS
+            if now - since >= _QUIET_SECONDS:
+                self.saved_at = since if self.saved_at is None else max(since, self.saved_at)
         self._folders = folders

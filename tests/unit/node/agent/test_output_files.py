@@ -101,7 +101,11 @@ def test_files_count_once_their_folder_is_quiet():
     saved.add(Scan({**both, "/out/growing.bin": stamp(7, 1)}), 15.0)
     assert not saved.saved
     saved.add(Scan({**both, "/out/growing.bin": stamp(8, 2)}), 16.0)  # in another folder
-    assert saved.saved
+    assert saved.saved_at == 14.0
+    later = {**both, "/out/growing.bin": stamp(8, 2), "/out/checkpoint-2/model.safetensors": stamp(9)}
+    for now in (30.0, 31.0, 33.0):
+        saved.add(Scan(later), now)
+    assert saved.saved_at == 30.0
 
 
 def test_a_file_that_is_written_again_counts_and_one_that_grows_does_not():
