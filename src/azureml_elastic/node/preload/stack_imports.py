@@ -1,6 +1,7 @@
 """Attaches the integrations of training stacks to a worker, when its script imports the stack.
 
-A module of the training process is imported by name, and only where the script has imported its stack.
+A module of the training process is imported by name, and only where the script has imported its stack. The same way
+torch gets the check that a script without a session has no ranks and addresses of its own.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ ATTACHMENTS = {
 }
 """Module of the integration and its function, by module of the stack."""
 
+_CHECKS = {
+    "torch.distributed.rendezvous": "attach_to_rendezvous",
+    "torch.multiprocessing.spawn": "attach_to_spawn",
+}
+"""Function of the check of ranks and addresses, by module of torch."""
+
 _registered: list[bool] = []
 
 _START_UP = str(Path(__file__).with_name("plain_start"))
@@ -59,6 +66,8 @@ def register(environ: Mapping[str, str] = os.environ) -> None:
     _registered.append(True)  # a fork of a process that has attached them has them
     for name, (module, function) in ATTACHMENTS.items():
         register_post_import_hook(_hook(f"{_INTEGRATIONS}.{module}", function), name)
+    for name, function in _CHECKS.items():
+        register_post_import_hook(_hook("azureml_elastic.distributed.launch_check", function), name)
 
 
 def is_off(environ: Mapping[str, str]) -> bool:
