@@ -74,4 +74,3 @@ def test_each_attachment_exists():
 def test_one_variable_switches_off_all_attachments(value, off):
     environ = {} if value is None else {variables.INTEGRATIONS: value}
     assert is_off(environ) == off
-    assert (for_plain_start(environ) == environ) == off
