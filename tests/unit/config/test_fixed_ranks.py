@@ -71,6 +71,7 @@ SPAWNED = """\
             """,
             [("train", 8, "variable")],
         ),
+        ('import os\nif os.name:\n    print("posix")\nos.environ["RANK"] = "0"\n', [("train", 4, "variable")]),
         (
             """\
             import os
