@@ -1,8 +1,8 @@
-"""Whole runs of a script without a session: a new node waits until the others have trained."""
+"""Whole runs of a script without a session: when a new node is let in."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+import re
 
 import pytest
 
@@ -19,33 +19,41 @@ PROGRAM = str(PROGRAMS / "saving.py")
 
 
 @pytest.mark.parametrize(
-    ("minimum", "options"),
-    [(timedelta(hours=1), []), (timedelta(seconds=2), ["--no_save"])],
-    ids=["after its save", "after the minimum time"],
+    ("way", "reasons"), [("reads", ["lost node-1", "joining: node-2"]), ("blind", ["lost node-1"])]
 )
-def test_a_new_node_does_not_stop_a_script_before_it_has_trained(tmp_path, minimum, options):
+def test_a_new_node_stops_a_script_only_after_a_save_that_it_continues_from(tmp_path, monkeypatch, way, reasons):
+    """The save is in a folder that an environment variable names, and follows the one before within milliseconds."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    monkeypatch.setenv("STATE_FOLDER", str(folder))
     cluster = LocalCluster(
-        (1, 3),
-        chaos=parse_schedule("kill=node-1@2s,add@3s"),
-        distribution=ElasticDistribution(
-            min_round_duration=minimum, rendezvous=GATHERING, stop_timeout=timedelta(seconds=1)
-        ),
+        (1, 2),
+        chaos=parse_schedule("kill=node-1@1s,add@1s"),
+        distribution=ElasticDistribution(rendezvous=GATHERING),
         run_dir=tmp_path / "run",
         start=FORKED,
+        timeout_s=120,
     )
-    report = cluster.run(["python", PROGRAM, "--output_dir", str(tmp_path / "out"), *options])
+    log = tmp_path / "run" / "logs" / "node-0.log"
+    report = cluster.run(["python", PROGRAM, way, str(log)])
     assert (report.outcome, report.exit_code) == ("succeeded", 0), report.message
-    assert report.world_sizes == (3, 2, 3)
     events = read_events(tmp_path / "run" / "events")
-    reasons = [event.reason for event in events if isinstance(event, RoundReopened)]
-    assert reasons == ["lost node-1", "joining: node-3"]
-    # The first round has not saved; the work of the second one is known from its save on alone.
-    saves = not options
-    assert {event.round for event in events if isinstance(event, RanksConnecting)} == {1, 2, 3}
-    assert {event.round for event in events if isinstance(event, StateSaved)} == ({2} if saves else set())
+    assert [event.reason for event in events if isinstance(event, RoundReopened)] == reasons
+    text = log.read_text()
+    begun = [int(step) for step in re.findall(r"begins at step (\d+)", text)]
+    if way == "reads":
+        assert 0 == begun[0] < begun[1] < begun[2]
+        assert report.world_sizes == (2, 1, 2)
+        assert {event.round for event in events if isinstance(event, StateSaved)} == {1, 2}
+    else:
+        assert begun == [0, 0]
+        assert "It has not looked for a saved state at its start" in text
+        assert not any(isinstance(event, StateSaved) for event in events)
+    # What was kept of a round before the last one is known by a save that the script has looked for.
     spans = report.spans(events)
-    assert {span.round for span in spans if span.activity == "unknown"} == ({1} if saves else {1, 2})
-    assert {span.cause for span in spans if span.activity == "lost work"} == ({"scale-up"} if saves else set())
-    assert {span.round for span in spans if span.activity == "training"} == ({2, 3} if saves else {3})
+    last = max(event.round for event in events)
+    assert {event.round for event in events if isinstance(event, RanksConnecting)} == set(range(1, last + 1))
+    assert {span.round for span in spans if span.activity == "unknown"} == (set() if way == "reads" else {1})
+    assert {span.round for span in spans if span.activity == "training"} == ({1, 2, 3} if way == "reads" else {2})
     (recovery,) = report.recoveries
     assert (recovery.resumed, recovery.step, recovery.lost) == (2, None, ("node-1",))

@@ -141,7 +141,7 @@ class Network:
                 process_count_per_instance=1,
                 rendezvous=rendezvous,
                 recovery=recovery or "restart",
-                min_round_duration=timedelta(0),
+                newcomer_timeout=timedelta(0),
             ),
             run_id="run",
         )

@@ -43,7 +43,8 @@ def status(
     console.print(f"{submitted.name}: {submitted.status}", highlight=False)
     if submitted.job.studio_url:
         console.print(submitted.job.studio_url, soft_wrap=True, highlight=False)
-    for line in (unknown,) if state is None else (state.headline, state.progress):
+    lines = (unknown,) if state is None else (state.headline, state.progress, state.waits)
+    for line in filter(None, lines):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print(_table(nodes, state))
 

@@ -152,12 +152,12 @@ class ElasticDistribution(ConfigModel):
         preload_workers: whether each node runs a preload server, which imports the script's modules once and forks the
             workers, wherever forking is safe.
         monitor_interval: time between two checks of the local workers.
-        stop_timeout: time between SIGTERM and SIGKILL when the workers of an ended round are stopped.
-        min_round_duration: minimum training time of a round of a program without a session before new nodes end it.
-            They end it earlier once the program has saved. It doubles, up to an hour, with each round that they have
-            ended before the program saved. A restart costs such a program its start and the work since its last save:
-            with the default of 5 minutes a start of 30 s takes at most a tenth of each round. Has no effect on
-            programs with a session, which new nodes join at a step boundary, and on preempted nodes.
+        stop_timeout: time between SIGTERM and SIGKILL when the workers of an ended round are stopped, as under
+            torchrun. On a node that is being preempted they have what is left of its notice instead.
+        newcomer_timeout: time for which new nodes wait until a program without a session has saved a file that it has
+            looked for at its start, before they end its round nevertheless. ``None`` lets them wait for it, or until
+            the round ends for another reason: a program that does not continue from its save would lose all its work.
+            Has no effect on programs with a session, which new nodes join at a step boundary.
         preemption: detection of and response to preemption notices.
         hang_timeout: time without a completed step after which the stacks of all workers are dumped and the round is
             restarted. ``"auto"`` derives it from measured step times; ``None`` disables hang detection.
@@ -176,8 +176,8 @@ class ElasticDistribution(ConfigModel):
     handover_timeout: Duration = timedelta(seconds=5)
     preload_workers: bool = True
     monitor_interval: PositiveDuration = timedelta(seconds=0.1)
-    stop_timeout: Duration = timedelta(seconds=5)
-    min_round_duration: Duration = timedelta(minutes=5)
+    stop_timeout: Duration = timedelta(seconds=30)
+    newcomer_timeout: Duration | None = None
     preemption: PreemptionPolicy = PreemptionPolicy()
     # In the order of CheckpointPolicy.every: typing caches unions without regard to their order, so the module that is
     # imported first would decide that of the error messages of both.

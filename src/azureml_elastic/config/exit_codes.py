@@ -14,7 +14,8 @@ UNHEALTHY = 69
 """The node failed its health check and did not recover in time; the run continues without it."""
 
 AGENT_LOST = 75
-"""The worker exited because its agent is gone or its round has ended."""
+"""A worker with a session exits with it when its agent is gone or its round has ended. It is no sign to the agent, to
+which the worker says so: a script may end with any code."""
 
 PREEMPTED = 143
 """The node or process left after SIGTERM; the run continues."""
@@ -27,4 +28,4 @@ def of_failed_run(worker: int) -> int:
         worker: exit code of the failing worker, 128 + n for signal n. It becomes the run's exit code unless it would
             indicate success or a run that continues; then the result is :data:`FAILED`.
     """
-    return FAILED if worker in (0, UNHEALTHY, AGENT_LOST, PREEMPTED) else worker
+    return FAILED if worker in (0, UNHEALTHY, PREEMPTED) else worker

@@ -184,5 +184,8 @@ class Agent(Protocol):
     def finished(self, step: int) -> None:
         """Report that training has ended normally."""
 
+    def gave_way(self) -> None:
+        """Report that the process exits because its round is over or cannot go on; returns when the report is out."""
+
     def close(self) -> None:
         """Release sockets and signal handlers."""

@@ -20,6 +20,7 @@ __all__ = [
     "Leaving",
     "Placed",
     "Prepare",
+    "RanksConnecting",
     "ReportBody",
     "Vote",
 ]
@@ -74,6 +75,11 @@ class AllPlaced:
 
 
 @dataclass(frozen=True)
+class RanksConnecting:
+    """Workers of the round have used its store to connect to each other."""
+
+
+@dataclass(frozen=True)
 class DumpStacks:
     """The round hangs: every agent writes the stacks of its workers. The fields are those of a ``Hang``."""
 
@@ -93,7 +99,7 @@ class HangLesson:
 
 
 ReportBody = Vote | Leaving | Placed | Dumped
-BroadcastBody = Prepare | Decision | AllPlaced | DumpStacks | HangLesson
+BroadcastBody = Prepare | Decision | AllPlaced | RanksConnecting | DumpStacks | HangLesson
 
 REPORTS: MessageCodec[ReportBody] = MessageCodec(*get_args(ReportBody))
 BROADCASTS: MessageCodec[BroadcastBody] = MessageCodec(*get_args(BroadcastBody))

@@ -33,6 +33,7 @@ __all__ = [
     "Expects",
     "Finished",
     "Free",
+    "GaveWay",
     "HandOver",
     "HeldShards",
     "Hello",
@@ -159,6 +160,11 @@ class Finished:
     """The worker's training loop has ended."""
 
     step: Count
+
+
+@dataclass(frozen=True)
+class GaveWay:
+    """The worker exits because its round is over or cannot go on, whatever its exit code is: it has not failed."""
 
 
 @dataclass(frozen=True)
@@ -315,6 +321,7 @@ Report = (
     | Damaged
     | Stopped
     | Finished
+    | GaveWay
 )
 WorkerMessage = Report | Request | RetainSnapshot | DiscardSnapshot
 Reply = Accepted | Refused | PointerReply | MemoryReply | ShardsReply

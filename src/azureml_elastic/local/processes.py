@@ -36,6 +36,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _END_TIMEOUT_S = 10.0
 
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system has it
+
 
 @dataclass(frozen=True)
 class NodeProcess:
@@ -178,7 +180,19 @@ def _end_tree(tree: Callable[[], Iterable[psutil.Process]]) -> set[psutil.Proces
     deadline = time.monotonic() + _END_TIMEOUT_S
     while any(_alive(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.005)
+    _remove_shared_memory(processes)
     return processes
+
+
+def _remove_shared_memory(processes: Iterable[psutil.Process]) -> None:
+    """Remove the tensors that killed processes have shared by torch's ``file_system`` strategy.
+
+    A machine that is lost takes its memory with it. Here it stays, as the process that removes the files is killed too.
+    """
+    for process in processes:
+        for path in _SHARED_MEMORY.glob(f"torch_{process.pid}_*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _freeze(tree: Callable[[], Iterable[psutil.Process]]) -> set[psutil.Process]:

@@ -28,8 +28,7 @@ from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.earlier_run import with_earlier_checkpoint
 from azureml_elastic.node.agent.engine_program import engine_program
 from azureml_elastic.node.agent.event_recorder import Recorder
-from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, OutputWatch
-from azureml_elastic.node.agent.output_files import output_paths
+from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch, SaveWatch
 from azureml_elastic.node.agent.session_detection import opens_session
 from azureml_elastic.node.agent.shard_receiver import ShardReceiver
 from azureml_elastic.node.agent.shard_sender import ShardSender
@@ -162,6 +161,8 @@ class _Node:
         sender = ShardSender(memory, rendezvous.authenticator)
         self._channel = Channel(recorder, rendezvous.inbox, wake.set, self._watch, memory, sender)
         stack.callback(self._channel.close)
+        saves = SaveWatch(self._channel.folder, excluded=identity.folder.absolute())
+        self._newcomers = NewcomerWatch(saves, distribution.newcomer_timeout)
         set_inherited_variables(identity, self._channel.path, os.environ)
         secret = connection_string_variable(table, distribution.rendezvous)
         for name in withheld_variables(secret, plan.checkpoint.path):
@@ -243,10 +244,10 @@ class _Node:
         self._preemption.acknowledge()
         return self._preemption.exit_code, reason
 
-    def _progress(self) -> dict[str, int | None]:
-        """Return the step that training has reached, and the number of steps of the run if it is known."""
+    def _progress(self) -> dict[str, int | str | None]:
+        """Return the step that training has reached, the number of steps of the run, and what new nodes wait for."""
         workers = self._channel.workers
-        return {"step": workers.step or None, "steps": workers.expected}
+        return {"step": workers.step or None, "steps": workers.expected, "waits": self._newcomers.waits or None}
 
     def _leads(self) -> bool:
         """Return whether it is this node that looks after what concerns the whole run."""
@@ -275,14 +276,7 @@ class _Node:
             strikes=self._strikes,
             watch=self._watch,
             opens_session=not distribution.runs_engine and opens_session(self._program),
-            newcomers=NewcomerWatch(
-                OutputWatch(
-                    output_paths(os.environ, self._program.arguments, self._plan.checkpoint.path, Path.cwd()),
-                    excluded=self._identity.folder.absolute(),
-                ),
-                # Nodes join the cluster of an engine without a restart, so they need not wait.
-                0.0 if distribution.runs_engine else distribution.min_round_duration.total_seconds(),
-            ),
+            newcomers=self._newcomers,
         )
 
     def _record_health(self, report: DiagnosticReport) -> None:

@@ -57,7 +57,8 @@ def test_survivors_hand_over_and_new_processes_continue(agent, tmp_path, fault):
     assert {rank for rank, _ in received["connected"]} == {0, 1, 2}
     until_hit(world.processes[2])
     agent.interrupt()
-    agent.wait_for("gone", 2)
+    said = agent.wait_for_all(gave_way=2, gone=2)["gave_way"]
+    assert {rank for rank, _ in said} == {0, 1}, "the agent need not guess it from an exit code"
     world.processes[2].kill()
     codes = [outcome.code for outcome in world.outcomes()]
     assert codes == [EXIT_AGENT_LOST, EXIT_AGENT_LOST, -signal.SIGKILL]

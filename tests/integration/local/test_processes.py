@@ -59,6 +59,23 @@ def test_the_tree_includes_workers_in_sessions_of_their_own(tmp_path):
         assert not any(psutil.pid_exists(pid) for pid in pids), "zombies were left"
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="tensors are shared elsewhere")
+def test_what_a_killed_node_has_shared_is_removed_with_it(tmp_path):
+    """The files have the names that torch gives them; the processes that would remove them are killed, too."""
+    with NodeProcesses(tmp_path / "logs") as processes:
+        node, pids = start_tree(processes, tmp_path / "a")
+        _, others = start_tree(processes, tmp_path / "b", name="node-1")
+        shared = [Path(f"/dev/shm/torch_{pid}_1_{tmp_path.name}") for pid in (*pids, others[0])]
+        try:
+            for path in shared:
+                path.touch()
+            node.kill()
+            assert [path.exists() for path in shared] == [False, False, False, True], "another node's stay"
+        finally:
+            for path in shared:
+                path.unlink(missing_ok=True)
+
+
 def test_a_frozen_tree_stops_resumes_and_can_be_killed(tmp_path):
     folder = tmp_path / "a"
     with NodeProcesses(tmp_path / "logs") as processes:

@@ -1,6 +1,8 @@
-"""A script without a session that needs some seconds before it trains: ``saving.py --output_dir FOLDER [--no_save]``.
+"""A script without a session that saves after each step: ``saving.py reads|blind LOG``.
 
-It goes on until it has lost a node and got another one, and fails if it was stopped before it had trained and saved.
+Its folder is in ``STATE_FOLDER``. With ``reads`` it continues from its save, and ends once it has done so beside a new
+node. With ``blind`` it never reads, and ends a hundred saves after rank 0's ``LOG`` says what the new node waits for;
+where it was stopped for that node instead, it fails.
 """
 
 from __future__ import annotations
@@ -14,36 +16,30 @@ import torch
 import torch.distributed as dist
 
 torch.set_num_threads(1)
-folder, saves = Path(sys.argv[2]), "--no_save" not in sys.argv
-begun, trained, checkpoint = folder / "begun", folder / "trained", folder / "checkpoint-1"
-world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-folder.mkdir(exist_ok=True)
+way, log, folder = sys.argv[1], Path(sys.argv[2]), Path(os.environ["STATE_FOLDER"])
+state, alone = folder / "last.pt", folder / "alone.log"
 
-
-def train(seconds: float) -> None:
-    """Take steps for so long."""
-    for _ in range(int(seconds * 10)):
-        dist.all_reduce(torch.ones(4))
-        time.sleep(0.1)
-
-
-if world == 2:
-    time.sleep(5.0)  # the data
 dist.init_process_group("gloo")
-if world == 2:
-    train(1.0)
+rank, world = dist.get_rank(), dist.get_world_size()
+if way == "blind" and alone.exists() and world == 2:
+    sys.exit(3)
+first = step = torch.load(state) if way == "reads" and state.exists() else 0
+print(f"begins at step {first}", flush=True)
+dist.barrier()  # all have read
+if rank == 0 and world == 1:
+    alone.touch()
+last: int | None = None
+over = torch.zeros(1)
+while not over:
+    time.sleep(0.02)
+    step += 1
     if rank == 0:
-        trained.touch()
-    for _ in range(100):
-        if rank == 0 and saves:
-            checkpoint.mkdir(exist_ok=True)
-            torch.save(torch.ones(4), checkpoint / "model.pt")
-        train(5.0)
-elif begun.exists():
-    print(f"trained {trained.exists()}, saved {checkpoint.exists()}", flush=True)
-    sys.exit(0 if trained.exists() and checkpoint.exists() == saves else 3)
-else:
-    dist.barrier()  # all have seen that it has not begun
-    if rank == 0:
-        begun.touch()
-    train(600.0)
+        torch.save(step, folder / "new.pt")
+        (folder / "new.pt").replace(state)
+        if last is None and way == "reads" and world == 2 and first:
+            last = step + 5
+        if last is None and way == "blind" and world == 1 and "waiting, as the program" in log.read_text():
+            last = step + 100
+        over += step == last
+    dist.all_reduce(over)
+print(f"ends at step {step}", flush=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from azureml_elastic.config.exit_codes import AGENT_LOST, FAILED
+from azureml_elastic.config.exit_codes import FAILED
 from azureml_elastic.ledger.events import (
     HostStruck,
     NodeReady,
@@ -41,6 +41,7 @@ from azureml_elastic.node.hangs.stack_dump import Worker
 from azureml_elastic.node.hangs.stack_report import StackReporter
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
+from azureml_elastic.node.preload.state_lookups import read_lookups
 from azureml_elastic.node.rendezvous.hub.messages import Done, Report
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
@@ -54,6 +55,9 @@ _LOG = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 0.5
 """How long a failed worker's agent waits for the news that another node is the cause."""
+
+_ALONE_SECONDS = 60.0
+"""Time after which a single worker that has not used the round's store counts as one that trains."""
 
 _ANNOUNCEMENT_SECONDS = 1.0
 """How long a node whose workers make their imports themselves waits for the announcements of others."""
@@ -117,7 +121,7 @@ class NodeAgent:
         self._opens_session = opens_session
         self._runs_engine = plan.distribution.runs_engine
         self._newcomers = newcomers
-        self._observations = ObservationLog(recorder)
+        self._observations = ObservationLog(recorder, excluded=identity.folder.absolute())
         self._group = WorkerGroup(
             workers,
             channel,
@@ -142,6 +146,7 @@ class NodeAgent:
             rendezvous, channel, hangs, opens_session=opens_session, runs_engine=self._runs_engine, newcomers=newcomers
         )
         self._store: RoundStore = RemoteStore()
+        self._pids: tuple[int, ...] = ()
         self._announced = False
         self._done = False
         self.failure: Failure | None = None
@@ -165,7 +170,6 @@ class NodeAgent:
                 if ending is not None:
                     return ending
         finally:
-            self._observe_round(last=True)
             self._newcomers.close()
             self._workers.begin_stopping()
             self._workers.finish_stopping()
@@ -188,13 +192,17 @@ class NodeAgent:
 
     def _enter_round(self) -> None:
         """Take a place in the next round, and give the workers theirs."""
-        self._observe_round(last=True)
         assignment, store = enter(self._rdzv, self._open_store, self._get_ready)
         # Only now: the workers of the round before may have used its store until they were interrupted.
         self._store.close()
         self._store = store
         round_ = assignment.round
         leads = assignment.rank == 0
+        if leads and not (self._channel.workers.in_session or self._runs_engine):
+            # Between the last save of the old workers and the first one of the new: what they continue from is there.
+            self._workers.finish_stopping()
+            self._observations.left(read_lookups(self._channel.folder, self._pids))
+        self._observations.entered(round_.number)
         pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
         names = tuple(member.node for member in round_.members)
         self._peers.begin(round_, leads=leads)
@@ -205,9 +213,9 @@ class NodeAgent:
         )
         engine_key = derive_engine_key(self._rdzv.authenticator.key) if self._runs_engine else b""
         self._group.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts, engine_key)
-        self._record(WorkersStarted, pids=self._workers.pids)
-        # Workers set keys when they connect to each other.
-        self._peers.workers_started(round_.world_size, store.has_keys)
+        self._pids = self._workers.pids
+        self._record(WorkersStarted, pids=self._pids)
+        self._peers.workers_started(round_.world_size, store, self._pids)
 
     def _open_store(self, assignment: Assignment) -> RoundStore | None:
         return open_round_store(assignment, self._rdzv, lambda: self._workers.preload_server)
@@ -247,7 +255,8 @@ class NodeAgent:
                 return self._end_round(_why(status), lost=status.lost)
             self._peers.process_events()
             reason = self._peers.lead(status, done=self._done)
-            self._observe_round()
+            if self._peers.connecting:
+                self._observations.connecting(record=self._rdzv.membership.leads)
             if reason is not None:
                 return self._end_round(reason, lost=self._leavers)
             if self._preemption.noticed:
@@ -280,23 +289,17 @@ class NodeAgent:
                 self._done = True
                 self._rdzv.membership.link.send(Done())
 
-    def _observe_round(self, *, last: bool = False) -> None:
-        """Record what rank 0's agent alone has seen of the workers; ``last`` is for the end of the round."""
-        if self._rdzv.membership.leads:
-            number = self._rdzv.membership.last_round
-            seen = self._newcomers
-            self._observations.seen(number, connected_at=seen.connected_at, saved_at=seen.saved_at)
-        if last:
-            self._observations.flush()
-
     def _some_failed(self) -> ExitReason | None:
         self._workers.wait_for_siblings()
         self._group.wait_for_final_messages()
         ranks = self._rdzv.membership.assignment.global_ranks
-        failures = {ranks[local_rank]: failure for local_rank, failure in self._workers.failures().items()}
-        if all(failure.exitcode == AGENT_LOST for failure in failures.values()):
-            return self._workers_gave_way()
-        return self._worker_failed(failures)
+        gave_way = self._channel.workers.gave_way
+        failures = {
+            ranks[local_rank]: failure
+            for local_rank, failure in self._workers.failures().items()
+            if local_rank not in gave_way
+        }
+        return self._worker_failed(failures) if failures else self._workers_gave_way()
 
     def _workers_gave_way(self) -> ExitReason | None:
         """Start anew: a session has seen the end of the round, or cannot go on with this one."""
@@ -329,14 +332,20 @@ class NodeAgent:
         self._channel.record_last_step()
         leaving = self._preemption.noticed and self._preemption.commit_to_leave()
         lost |= frozenset({self._rdzv.node}) if leaving else frozenset()
+        # Programs without a session save when they get SIGTERM, if at all: those that continue wait for what they save.
+        saving = not (self._channel.workers.in_session or self._runs_engine)
+        finishing = lost & (self._leavers | {self._rdzv.node}) if saving else frozenset[str]()
         if leaving or not self._group.stays:
-            self._workers.begin_stopping()
+            self._workers.begin_stopping(self._preemption.seconds_left if leaving else None)
         else:
             self._channel.workers.interrupt()
         if leaving:
             self._rdzv.membership.disconnect()  # the hub notices this before the table is updated
         round_ = self._rdzv.membership.assignment.round
-        if self._rdzv.round_end.reopen(reason, lost=lost, round_failed=round_failed):
+        grace = self._plan.distribution.preemption.grace.total_seconds()
+        if self._rdzv.round_end.reopen(
+            reason, lost=lost, finishing=finishing, finishing_seconds=grace, round_failed=round_failed
+        ):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
             for member in faulty_members(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
                 self._strike(member.host_id, "lost its connection")
@@ -389,6 +398,7 @@ class NodeAgent:
         self.failure = apply_restart_policy(
             failure,
             step=self._channel.workers.step if self._opens_session or self._channel.workers.in_session else None,
+            connected=self._connected,
             reason=reason,
             lost=lost,
             rendezvous=self._rdzv,
@@ -396,6 +406,12 @@ class NodeAgent:
             distribution=self._plan.distribution,
         )
         return ExitReason.FAILED if self.failure is not None else None
+
+    @property
+    def _connected(self) -> bool:
+        """Whether the workers of the round have begun to connect, or are unknown to: one that trains alone need not."""
+        alone = self._rdzv.membership.assignment.round.world_size == 1
+        return self._peers.connecting or (alone and self._rdzv.membership.seconds >= _ALONE_SECONDS)
 
     def _died_after_training(self, failures: Mapping[int, FailedWorker]) -> bool:
         """Tell whether torch has aborted a worker that had finished, as its threads sometimes do at interpreter exit.

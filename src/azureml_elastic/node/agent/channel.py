@@ -190,6 +190,8 @@ class Channel:
                     self._progress.completed(state.number, step)
                 self._progress.flush()
                 self._wake()
+            case worker_messages.GaveWay():
+                self.workers.give_way(state, local_rank)
             case _ if isinstance(message, get_args(worker_messages.MemoryMessage)):
                 answer = self._memories.answer(message, worker.round, worker.rank)
                 if answer is not None:

@@ -53,6 +53,7 @@ class RoundState:
         pointer: checkpoint pointer, on rank 0's node only.
         stopped: local ranks that have left at a step boundary.
         finished: local ranks whose training loop has ended.
+        gave_way: local ranks that exit because the round is over or cannot go on.
         connected: whether the ranks of the round have connected to each other.
         trained: whether a local worker has completed a step.
         step: furthest step that one has completed.
@@ -65,6 +66,7 @@ class RoundState:
     pointer: CheckpointPointer | None = None
     stopped: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
+    gave_way: set[int] = field(default_factory=set)
     connected: bool = False
     trained: bool = False
     step: int = 0
@@ -158,6 +160,11 @@ class LocalWorkers:
             (state.finished if finished else state.stopped).add(local_rank)
             state.step = max(state.step, step)
 
+    def give_way(self, state: RoundState, local_rank: int) -> None:
+        """Record that a worker exits without having failed."""
+        with self._lock:
+            state.gave_way.add(local_rank)
+
     def answer(self, state: RoundState, local_rank: int, answer: Prepared) -> None:
         """Record a worker's answer to a proposal."""
         with self._lock:
@@ -239,6 +246,12 @@ class LocalWorkers:
         """The local ranks whose training has ended."""
         with self._lock:
             return frozenset(self._round.finished)
+
+    @property
+    def gave_way(self) -> frozenset[int]:
+        """The local ranks that have announced that they exit because the round is over or cannot go on."""
+        with self._lock:
+            return frozenset(self._round.gave_way)
 
     @property
     def in_session(self) -> bool:

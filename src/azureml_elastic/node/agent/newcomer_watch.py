@@ -1,62 +1,77 @@
-"""Watches the progress of rounds without a session, for the decision when newcomers may end them."""
+"""When waiting nodes may end a round whose workers have no session.
+
+A program with a session stops at a step boundary. One without is ended, and the next round begins where the program
+itself resumes. Whether it resumes shows only in what it reads: a program that saves and never reads begins anew. So a
+round goes on until the program has saved, while nodes wait, a file that it has looked for at its start. Then next to
+nothing is lost.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
-from azureml_elastic.node.agent.newcomers import RoundProgress, may_end_round, minimum_seconds
-from azureml_elastic.node.agent.output_files import SavedFiles, scan
+from azureml_elastic.node.agent.newcomers import describe_wait
+from azureml_elastic.node.agent.saved_files import SavedFiles, is_being_written, scan
+from azureml_elastic.node.preload.state_lookups import Lookups, read_lookups
 
-__all__ = ["NewcomerWatch", "OutputWatch"]
+__all__ = ["NewcomerWatch", "SaveWatch"]
 
 _LOG = logging.getLogger(__name__)
 
 _SCAN_SECONDS = 1.0
-"""Pause between two scans of the program's output folders."""
+"""Pause between two looks at the files."""
 
 _SCAN_SHARE = 20
-"""The pause is at least this many times as long as the scan before it, so that slow storage is rarely read."""
+"""The pause is at least this many times as long as the look before it, so that slow storage is rarely read."""
 
-_SCAN_AGE_SHARE = 0.02
-"""Once the program has saved, the pause is at least this share of the time since the round's beginning: later saves are
-for the ledger alone."""
-
-_CONNECTION_SECONDS = 0.1
-"""Time between two looks whether the workers have connected."""
+_GONE_SECONDS = 5.0
+"""Time without a waiting node after which the next one waits anew; hubs hold nodes back for less when several come."""
 
 
-class OutputWatch:
-    """Looks for files that the program saves, on a thread: a mount may not answer for minutes.
+class SaveWatch:
+    """Looks for saves of files that the workers have looked for, on a thread: a mount may not answer for minutes.
 
     Args:
-        paths: files and folders that the program may save to.
-        excluded: folder below them that is not read.
+        folder: folder of the agent's socket, in which the workers note their lookups.
+        excluded: folder below those of the program that is not read.
     """
 
-    def __init__(self, paths: Sequence[Path], excluded: Path | None = None) -> None:
-        self._paths = tuple(paths)
+    def __init__(self, folder: Path, excluded: Path | None = None) -> None:
+        self._folder = folder
         self._excluded = excluded
+        self._pids: tuple[int, ...] = ()
         self._files: SavedFiles | None = None
-        self._began = 0.0
         self._changed = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
+        self.lookups = Lookups()
+        """Where the workers have looked at their start, as far as was read."""
+        self.scans = 0
+        """Number of looks at the files since :meth:`begin`."""
 
-    def begin(self) -> None:
-        """Forget what was saved before, and look for new files from now on."""
-        self._began = time.monotonic()
+    def begin(self, pids: Sequence[int]) -> None:
+        """Forget what was saved before, and look for saves from now on.
+
+        Args:
+            pids: process ids of the workers.
+        """
+        self._pids = tuple(pids)
+        self.lookups = Lookups()
+        self.scans = 0
         self._files = SavedFiles()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="output-watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="save-watch", daemon=True)
             self._thread.start()
         self._changed.set()
 
     def pause(self) -> None:
-        """Stop looking for files until the next :meth:`begin`."""
+        """Stop looking until the next :meth:`begin`."""
         self._files = None
 
     def close(self) -> None:
@@ -66,26 +81,26 @@ class OutputWatch:
 
     @property
     def saved(self) -> bool:
-        """Whether the program has saved since :meth:`begin`."""
-        return self.saved_at is not None
-
-    @property
-    def saved_at(self) -> float | None:
-        """When the last save since :meth:`begin` was seen, in monotonic seconds; ``None`` before the first one."""
+        """Whether the program has saved since :meth:`begin`, and does not save at this moment."""
         files = self._files
-        return None if files is None else files.saved_at
+        if files is None or files.saved is None:
+            return False
+        return not is_being_written(self._pids, self.lookups.files | self.lookups.folders)
 
     def _run(self) -> None:
         while not self._closed:
             files, pause = self._files, None
-            if files is not None:
+            if files is not None and files.saved is None:
                 began = time.monotonic()
-                found = scan(self._paths, self._excluded)
+                lookups = read_lookups(self._folder, self._pids)
+                # One that was asked for before it was made, as folders for output are.
+                made = {path for path in lookups.files if os.path.isdir(path)}  # noqa: PTH112
+                self.lookups = lookups = Lookups(lookups.files - made, lookups.folders)
+                found = scan(lookups, self._excluded)
                 now = time.monotonic()
                 files.add(found, now)
+                self.scans += 1
                 pause = max(_SCAN_SECONDS, _SCAN_SHARE * (now - began))
-                if files.saved:
-                    pause = max(pause, _SCAN_AGE_SHARE * (now - self._began))
             if self._changed.wait(pause):
                 self._changed.clear()
 
@@ -94,90 +109,71 @@ class NewcomerWatch:
     """Decides when waiting nodes may end a round whose workers have no session. For the thread of rank 0's agent.
 
     Args:
-        outputs: watch of the program's output folders.
-        minimum: minimum training time of a round in seconds.
+        saves: watch of what the program saves.
+        timeout: time after which nodes end the round without a save, ``None`` for never.
         clock: clock in monotonic seconds.
+
+    Attributes:
+        waits: which nodes wait for what, in one sentence; empty where none waits.
     """
 
-    def __init__(self, outputs: OutputWatch, minimum: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._outputs = outputs
-        self._minimum = minimum
+    def __init__(
+        self, saves: SaveWatch, timeout: timedelta | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._saves = saves
+        self._timeout = None if timeout is None else timeout.total_seconds()
         self._clock = clock
-        self._unsaved_rounds = 0
         self._size = 0
-        self._started = 0.0
-        self._has_connected: Callable[[], bool] = lambda: False
-        self._connected: float | None = None
-        self._look_at = 0.0
-        self._watching = self._logged = False
+        self._pids: tuple[int, ...] = ()
+        self._since: float | None = None
+        self._seen = 0.0
+        self.waits = ""
 
-    @property
-    def connected_at(self) -> float | None:
-        """When workers of the round have begun to connect to each other, in monotonic seconds; ``None`` before."""
-        return self._connected
-
-    @property
-    def saved_at(self) -> float | None:
-        """When the program's last save in the round was seen, in monotonic seconds; ``None`` before the first one."""
-        return self._outputs.saved_at
-
-    def begin(self, world_size: int, has_connected: Callable[[], bool]) -> None:
+    def begin(self, world_size: int, pids: Sequence[int]) -> None:
         """The workers of a round that this node leads have been started.
 
         Args:
             world_size: number of workers of the round.
-            has_connected: function that returns whether workers have used the round's store.
+            pids: process ids of those on this node, with rank 0.
         """
         self.rest()
-        self._size = world_size
-        self._started = self._look_at = self._clock()
-        self._has_connected = has_connected
-        self._connected = None
-        self._logged = False
-
-    def watch(self) -> None:
-        """Look at the progress of the round; called often, while its workers have no session."""
-        if not self._watching:
-            self._watching = True
-            self._outputs.begin()
-        now = self._clock()
-        if self._connected is None and now >= self._look_at:
-            self._look_at = now + _CONNECTION_SECONDS
-            if self._has_connected():
-                self._connected = now
-                self._outputs.begin()  # files from before, such as prepared data, are no sign of training
+        self._size, self._pids = world_size, tuple(pids)
 
     def rest(self) -> None:
         """Stop looking: the round has ended, or its workers have a session."""
-        if self._outputs.saved:
-            self._unsaved_rounds = 0
-        self._outputs.pause()
-        self._watching = False
+        self._saves.pause()
+        self._since, self.waits = None, ""
 
-    def may_end_round(self, waiting: Iterable[str]) -> bool:
-        """Return whether these nodes may end the round now, and log once why they have to wait.
+    def nobody_waits(self) -> None:
+        """No node waits at this moment."""
+        if self._since is not None and self._clock() - self._seen >= _GONE_SECONDS:
+            self.rest()
+
+    def may_end_round(self, waiting: Iterable[str], *, connected: bool) -> bool:
+        """Return whether these nodes may end the round now, and log what they wait for.
 
         Args:
             waiting: names of the waiting nodes.
+            connected: whether workers of the round have begun to connect to each other. What several workers save
+                before may be prepared data.
         """
-        now = self._clock()
-        connected = None if self._connected is None else now - self._connected
-        progress = RoundProgress(now - self._started, connected, self._outputs.saved, self._size)
-        if may_end_round(progress, self._minimum, self._unsaved_rounds):
+        self._seen = now = self._clock()
+        if self._since is None:
+            self._since = now
+            self._saves.begin(self._pids)
+        connected = connected or self._size == 1
+        if connected and self._saves.saved:
             return True
-        if not self._logged:
-            self._logged = True
-            _LOG.info(
-                "%s waits: the program has no session, so work since its last save is lost when the round ends. It "
-                "ends after the program's next save, or once it has trained for %.0f s.",
-                ", ".join(sorted(waiting)), minimum_seconds(self._minimum, self._unsaved_rounds),
-            )  # fmt: skip
+        left = None if self._timeout is None else self._timeout - (now - self._since)
+        if left is not None and left <= 0:
+            return True
+        waits = describe_wait(waiting, self._saves.lookups, self._timeout)
+        # The first look is not yet made at once; what it has found is said, and again where that changes.
+        if waits != self.waits and now - self._since >= _SCAN_SECONDS:
+            self.waits = waits
+            _LOG.info("%s", waits)
         return False
-
-    def ends_round(self) -> None:
-        """Record that newcomers end the round now."""
-        self._unsaved_rounds = 0 if self._outputs.saved else self._unsaved_rounds + 1
 
     def close(self) -> None:
         """Stop looking for files."""
-        self._outputs.close()
+        self._saves.close()

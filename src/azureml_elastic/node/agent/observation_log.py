@@ -1,58 +1,67 @@
-"""What rank 0's agent sees of the rounds of a script without a session, in the ledger."""
+"""What is seen of the rounds of a script without a session, in the ledger."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 from azureml_elastic.ledger.events import RanksConnecting, StateSaved
-from azureml_elastic.node.agent.event_rate import EventRate
 from azureml_elastic.node.agent.event_recorder import Recorder
+from azureml_elastic.node.agent.saved_files import scan
+from azureml_elastic.node.preload.state_lookups import Lookups
 
 __all__ = ["ObservationLog"]
 
 
 class ObservationLog:
-    """Writer of what is seen of the rounds: fewer saves the longer the node runs, but the last one of each round.
+    """Writer of when workers begin to connect to each other, and of the last save of each round.
 
     Args:
         recorder: writer of the ledger's events.
-        clock: clock in monotonic seconds.
+        excluded: folder below those of the program that is not read.
     """
 
-    def __init__(self, recorder: Recorder, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, recorder: Recorder, excluded: Path | None = None) -> None:
         self._recorder = recorder
-        self._clock = clock
-        self._rate = EventRate(clock)
+        self._excluded = excluded
         self._number = 0
-        self._connected = False
-        self._saved: float | None = None
-        self._recorded = True
+        self._connecting = False
+        self._since = 0.0
 
-    def seen(self, number: int, *, connected_at: float | None, saved_at: float | None) -> None:
-        """Record what is new.
+    def entered(self, number: int) -> None:
+        """The node has entered a round."""
+        self._number, self._connecting, self._since = number, False, time.time()
+
+    def connecting(self, *, record: bool) -> None:
+        """The workers of the round have begun to connect to each other; called again and again from then on.
 
         Args:
-            number: number of the round.
-            connected_at: when its workers have begun to connect to each other, in monotonic seconds; ``None`` before.
-            saved_at: when the last save was seen, in monotonic seconds; ``None`` before the first one.
+            record: whether this node is to write it.
         """
-        if number != self._number:
-            self.flush()
-            self._number, self._connected, self._saved = number, False, None
-        if connected_at is not None and not self._connected:
-            self._connected = True
-            self._recorder.record(RanksConnecting, number, self._wall(connected_at))
-        if saved_at is not None and saved_at != self._saved:
-            self._saved, self._recorded = saved_at, False
-            if self._rate.due():
-                self.flush()
+        if not self._connecting:
+            self._connecting, self._since = True, time.time()
+            if record:
+                self._recorder.record(RanksConnecting, self._number, self._since)
 
-    def flush(self) -> None:
-        """Record the last save that was seen, unless that was done."""
-        if self._saved is not None and not self._recorded:
-            self._recorded = True
-            self._recorder.record(StateSaved, self._number, self._wall(self._saved))
+    def left(self, lookups: Lookups) -> threading.Thread:
+        """Record the last save of the round, on a thread: a mount may not answer for minutes.
 
-    def _wall(self, at: float) -> float:
-        return time.time() - (self._clock() - at)
+        Only what was saved since the workers began to connect counts, as what was saved before is prepared data. The
+        times are those of the storage, which may have another clock: the report gives work for kept or lost by them,
+        and nothing else follows.
+
+        Args:
+            lookups: where this node's workers have looked at their start: from what is there, the script continues.
+        """
+        span = self._since, time.time()
+        thread = threading.Thread(target=self._record_save, args=(self._number, lookups, *span), daemon=True)
+        thread.start()
+        return thread
+
+    def _record_save(self, number: int, lookups: Lookups, since: float, until: float) -> None:
+        found = scan(lookups, self._excluded)
+        times = [stamp[0] / 1e9 for seen in found.values() for stamp in seen.files.values()]
+        saves = [at for at in times if since <= at <= until]
+        if saves:
+            self._recorder.record(StateSaved, number, max(saves))

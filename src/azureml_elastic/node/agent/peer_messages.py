@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 
 from azureml_elastic.ipc.agent_messages import (
     AllPlaced,
@@ -15,6 +15,7 @@ from azureml_elastic.ipc.agent_messages import (
     Leaving,
     Placed,
     Prepare,
+    RanksConnecting,
     ReportBody,
     Vote,
 )
@@ -32,10 +33,14 @@ from azureml_elastic.node.rendezvous.reachability.reachability import Unreachabl
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Status
 from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.rendezvous.store_process import RemoteStore, RoundStore
 
 __all__ = ["PeerMessenger"]
 
 _LOG = logging.getLogger(__name__)
+
+_CONNECTION_SECONDS = 0.1
+"""Time between two looks whether the workers have begun to connect."""
 
 _IMPORT_SECONDS = 30.0
 """How long newcomers wait at least for the session that the program speaks of. The same rules as for a program without
@@ -55,6 +60,7 @@ class PeerMessenger:
 
     Attributes:
         leavers: nodes that will not be in the next round, because they are being preempted.
+        connecting: whether workers of the round have begun to connect to each other, as far as rank 0's agent has seen.
     """
 
     def __init__(
@@ -78,6 +84,9 @@ class PeerMessenger:
         self._started = 0.0
         self._leaving = False
         self._discovery = PeerDiscovery(rendezvous.hub.broadcast)
+        self._store: RoundStore = RemoteStore()
+        self._look_at = 0.0
+        self.connecting = False
         self.leavers: set[str] = set()
 
     def begin(self, round_: Round, *, leads: bool) -> None:
@@ -88,20 +97,23 @@ class PeerMessenger:
         self._started = time.monotonic()
         self._newcomers.rest()
         self._leaving = False
+        self.connecting = False
         self.leavers = set()
         self._discovery.begin(names)
         self._hangs.begin(round_.number, names)
 
-    def workers_started(self, world_size: int, has_connected: Callable[[], bool]) -> None:
+    def workers_started(self, world_size: int, store: RoundStore, pids: Sequence[int]) -> None:
         """The workers of this node have been started, or have received their assignments.
 
         Args:
             world_size: number of workers of the round.
-            has_connected: function that returns whether workers have used the round's store.
+            store: store of the round, in which workers set keys when they connect to each other.
+            pids: process ids of the workers of this node.
         """
-        self._started = time.monotonic()
+        self._started = self._look_at = time.monotonic()
+        self._store = store
         if self._coordinator is not None:
-            self._newcomers.begin(world_size, has_connected)
+            self._newcomers.begin(world_size, pids)
 
     def announce_leaving(self) -> None:
         """Tell rank 0's agent, once, that this node has to go."""
@@ -130,6 +142,8 @@ class PeerMessenger:
                     self._channel.workers.decide(Decide(decision.boundary, decision.go, stay))
                 case FromLeader(body=AllPlaced()):
                     self._discovery.all_placed()
+                case FromLeader(body=RanksConnecting()):
+                    self.connecting = True
                 case FromLeader(body=DumpStacks() | HangLesson() as body):
                     self._hangs.take(body)
                 case FromMember(node=node, body=Leaving()):
@@ -167,8 +181,9 @@ class PeerMessenger:
         importing = self._opens_session and time.monotonic() - self._started < _IMPORT_SECONDS
         if self._channel.workers.in_session:
             self._newcomers.rest()
-        elif not importing:
-            self._newcomers.watch()
+        elif not status.waiting:
+            self._newcomers.nobody_waits()
+        self._look_at_store()
         ending = coordinator.finished or self._channel.workers.finished or done
         if coordinator.busy or coordinator.leaving or ending or not (self.leavers or status.waiting):
             return None
@@ -180,12 +195,20 @@ class PeerMessenger:
             coordinator.propose(self._channel.workers.step, "leave" if self.leavers else "rejoin")
         elif self.leavers:
             return f"preempted: {_list(self.leavers)}"
-        elif not importing and self._newcomers.may_end_round(status.waiting):
-            self._newcomers.ends_round()
+        elif not importing and self._newcomers.may_end_round(status.waiting, connected=self.connecting):
             return f"joining: {_list(status.waiting)}"
         elif self._opens_session:
             coordinator.incapable = False  # workers may only be importing still: ask again
         return None
+
+    def _look_at_store(self) -> None:
+        """Tell all agents, once, that workers have begun to connect: only this node's store shows it."""
+        now = time.monotonic()
+        if not self.connecting and now >= self._look_at:
+            self._look_at = now + _CONNECTION_SECONDS
+            if self._store.has_keys():
+                self.connecting = True
+                self._rdzv.hub.broadcast(RanksConnecting())
 
     def hang(self) -> Hang | None:
         """Return the hang for which this agent has to end the round now."""

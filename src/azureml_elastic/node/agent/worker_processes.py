@@ -30,6 +30,10 @@ _LOG = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.01
 
+_SESSION_STOP_SECONDS = 5.0
+"""Longest time between SIGTERM and SIGKILL for workers with a session, which save before that and end at once unless
+they hang."""
+
 _IMPORT_SECONDS = 120.0
 """Time after the node's start for which its first workers wait for the preload server's imports."""
 
@@ -43,7 +47,7 @@ class Workers:
         channel: server for their sessions.
         preload_server: server that forks the workers; ``None`` starts each one as a new interpreter.
         handover_seconds: timeout for interrupted workers to put their state into memory.
-        stop_seconds: seconds between SIGTERM and SIGKILL.
+        stop_seconds: seconds between SIGTERM and SIGKILL of workers without a session.
     """
 
     def __init__(
@@ -135,13 +139,20 @@ class Workers:
         while self._channel.workers.leaving and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
 
-    def begin_stopping(self) -> None:
-        """Stop them on a thread: this node can ask for its next place meanwhile."""
+    def begin_stopping(self, stop_seconds: float | None = None) -> None:
+        """Stop them on a thread: this node can ask for its next place meanwhile.
+
+        Args:
+            stop_seconds: seconds between SIGTERM and SIGKILL of workers without a session; ``None`` for the usual ones.
+        """
         self.finish_stopping()
+        seconds = self._stop if stop_seconds is None else stop_seconds
+        if self._channel.workers.in_session:
+            seconds = min(seconds, _SESSION_STOP_SECONDS)
         self._channel.workers.interrupt()
         workers, self._set = self._set, None
         if workers is not None:
-            self._stopping = threading.Thread(target=self._end, args=(workers,), name="stop-workers")
+            self._stopping = threading.Thread(target=self._end, args=(workers, seconds), name="stop-workers")
             self._stopping.start()
 
     def finish_stopping(self) -> None:
@@ -150,13 +161,13 @@ class Workers:
             self._stopping.join()
             self._stopping = None
 
-    def _end(self, workers: WorkerSet) -> None:
+    def _end(self, workers: WorkerSet, stop_seconds: float) -> None:
         """Let sessions hand over what they have, then end whatever is left."""
         until = time.monotonic() + self._handover
         while self._channel.workers.leaving and workers.running and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
         self._channel.workers.cut()
-        workers.close(self._stop)
+        workers.close(stop_seconds)
 
     def _round_folder(self, environ: Mapping[str, str]) -> Path:
         """Return the folder for the output of a round: named as under torchrun, and a new one for each agent."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from azureml_elastic.config.exit_codes import AGENT_LOST
 from azureml_elastic.ledger.timeline import headline
 from azureml_elastic.node.failures.restart_policy import FailureKind, FailureRecord
 from azureml_elastic.node.failures.tracebacks import ExceptionInfo, ParsedError, find_dump, find_error
@@ -92,9 +91,15 @@ class Failure:
         raised = f": {headline(self.message)}" if find_error(self.message) else ""
         return f"exit code {self.exit_code}{raised}"
 
-    def record(self, node: str, step: int | None) -> FailureRecord:
-        """Return the record for the round's row; ``step`` is the last completed step of the node, if known."""
-        return FailureRecord(self.signature, self.kind, step, node, self.rank, self.exit_code)
+    def record(self, node: str, step: int | None, *, connected: bool = True) -> FailureRecord:
+        """Return the record for the round's row.
+
+        Args:
+            node: name of this node.
+            step: last completed step of the node, if known.
+            connected: whether the workers of the round had begun to connect to each other, as far as is known.
+        """
+        return FailureRecord(self.signature, self.kind, step, node, self.rank, self.exit_code, connected=connected)
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ def root_cause(
     }
 
     def order(rank: int) -> tuple[int, int, bool, int]:
-        found, stopped = examined[rank], failures[rank].exitcode in (-signal.SIGTERM, AGENT_LOST)
+        found, stopped = examined[rank], failures[rank].exitcode == -signal.SIGTERM
         consequence = 2 if found.kind == "peer" else (1 if found.conclusive else 3) if stopped else 0
         return consequence, failures[rank].timestamp, found.kind == "exit" or not found.conclusive, rank
 
@@ -186,8 +191,7 @@ def _examine(rank: int, failure: FailedWorker, stderr: str | None, *, oom_killed
     code = failure.exitcode if failure.exitcode > 0 else _SIGNAL_BASE - failure.exitcode
     name = _signal_name(failure.exitcode, text)
     parsed = _fuller(_recorded_error(failure), find_error(text))
-    stopped = bool(name) or failure.exitcode == AGENT_LOST
-    if parsed is not None and (not stopped or parsed.uncaught or _was_fatal(parsed, text, name)):
+    if parsed is not None and (not name or parsed.uncaught or _was_fatal(parsed, text, name)):
         chain = _without_cleanup_errors(parsed.chain)
         kind = _kind_of(chain)
         if kind == "user" and oom_killed and _LOST_PROCESS.search(parsed.chain[-1].message):
@@ -202,7 +206,7 @@ def _examine(rank: int, failure: FailedWorker, stderr: str | None, *, oom_killed
         return Failure(rank, code, lines, "import", signature_of(raised), conclusive=True)
     message = lines or f"It ended with exit code {code} and wrote nothing to its standard error."
     signature = signature_of(ExceptionInfo(f"exit code {code}", last_line))
-    return Failure(rank, code, message, "exit", signature, conclusive=code != AGENT_LOST)
+    return Failure(rank, code, message, "exit", signature, conclusive=True)
 
 
 def _ended_by_signal(rank: int, code: int, name: str, lines: str, text: str, *, oom_killed: bool) -> Failure:

@@ -64,6 +64,7 @@ def apply_restart_policy(
     failure: Failure,
     *,
     step: int | None,
+    connected: bool,
     reason: str,
     lost: frozenset[str],
     rendezvous: Rendezvous,
@@ -75,6 +76,7 @@ def apply_restart_policy(
     Args:
         failure: failure of a worker of this node.
         step: last step that this node's workers completed, ``None`` if unknown.
+        connected: whether the workers of the round had begun to connect to each other, as far as is known.
         reason: reason for the end of the round.
         lost: members that the next round does not wait for.
         rendezvous: rendezvous of this node.
@@ -86,7 +88,7 @@ def apply_restart_policy(
     """
     membership, round_end = rendezvous.membership, rendezvous.round_end
     number, failed_rounds = membership.last_round, membership.assignment.round.failed_rounds
-    record = failure.record(rendezvous.node, step)
+    record = failure.record(rendezvous.node, step, connected=connected)
     decision = decide_restart(
         membership.failures,
         record,

@@ -7,7 +7,8 @@ of the durations of the rounds since, each measured by the monotonic clock of th
 Four rules, in this order:
 
 1. *A loss or weights that are not finite* end the run at once, where the checkpoint policy says so.
-2. *The same error without progress* ends the run at once.
+2. *The same error without progress* ends the run at once. Without a session there is progress once the workers have
+   connected to each other.
 3. *An unexplained broken connection* is free while the run makes progress. Without progress, at most
    ``max_failed_rounds`` rounds in a row may end so, and one that lasted more than a minute is charged.
 4. *Any other failure* is charged: ``max_restarts`` restarts within ``restart_window``. A record expires when it is
@@ -30,6 +31,9 @@ FailureKind = Literal["out_of_memory", "peer", "import", "user", "killed", "cras
 MAX_RECORDS = 64
 """Maximum number of records in a row (less than 20 KiB); the oldest are merged."""
 
+_CLOCK_SECONDS = 1.0
+"""Tolerance for an age that was taken a moment before the duration of the round."""
+
 _FREE_SECONDS = 60.0
 """Maximum duration of a round without progress whose broken connection is not charged."""
 
@@ -47,6 +51,7 @@ class FailureRecord:
         exit_code: exit code as a shell reports it.
         age_seconds: duration of the rounds since.
         charge: number of charged failures: 0 if free, more than 1 after a merge.
+        connected: whether the workers of the round had begun to connect to each other, as far as is known.
     """
 
     signature: str
@@ -57,6 +62,7 @@ class FailureRecord:
     exit_code: int
     age_seconds: float = 0.0
     charge: int = 1
+    connected: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,15 +117,17 @@ def decide_restart(
     """
     window = None if distribution.restart_window is None else distribution.restart_window.total_seconds()
     kept = _unexpired(history, failure, window)
-    earlier = _same_without_progress(kept, failure) if conclusive else None
+    earlier = _same_without_progress(kept, failure, seconds) if conclusive else None
     if failure.kind == "nonfinite":
         why = 'on_nonfinite="stop" ends the run.'
         return RestartDecision(restart=False, failures=_merged((*kept, failure)), round_failed=False, why=why)
     if earlier is not None:
         at = "" if earlier.step is None else f" at step {earlier.step}"
+        since = "the workers have not begun to connect to each other since"
+        since = since if not failure.connected else "no further step has been completed since"
         why = (
             f"The same error ended worker {earlier.rank} on {earlier.node}{at} about {_span(earlier.age_seconds)} "
-            "before, and no further step has been completed since. It is not restarted, because it would fail again."
+            f"before, and {since}. It is not restarted, because it would fail again."
         )
         return RestartDecision(restart=False, failures=_merged((*kept, failure)), round_failed=False, why=why)
     furthest = max((_step(record) for record in kept if record.kind == "peer"), default=0)
@@ -162,13 +170,19 @@ def _unexpired(
     return tuple(reversed(kept))
 
 
-def _same_without_progress(history: Sequence[FailureRecord], failure: FailureRecord) -> FailureRecord | None:
+def _same_without_progress(
+    history: Sequence[FailureRecord], failure: FailureRecord, seconds: float
+) -> FailureRecord | None:
     """Return the furthest earlier failure with this signature, if the run has made no progress since.
 
-    Unknown steps (a program without a session) do not prove a lack of progress, unless the program was not even loaded.
+    Unknown steps (a program without a session) do not prove a lack of progress, unless the program was not even loaded,
+    or this round and the one before have failed before the workers began to connect.
     """
     if failure.kind != "import" and failure.step is None:
-        return None
+        last = history[-1] if history else None
+        if failure.connected or last is None or last.connected or last.signature != failure.signature:
+            return None
+        return last if last.age_seconds <= seconds + _CLOCK_SECONDS else None  # else other rounds came between
     same = [record for record in history if record.signature == failure.signature]
     furthest = max(same, key=_step, default=None)
     return None if furthest is None or _step(failure) > _step(furthest) else furthest

@@ -48,6 +48,7 @@ class RunState:
         step: last step that is known to be completed, ``None`` before the first.
         steps: number of steps of the whole run, ``None`` if unknown.
         checkpoint_step: step of the last committed checkpoint, ``None`` if there is none.
+        waits: what nodes wait for that have come while a program without a session trains, empty if none waits.
     """
 
     round: Round = field(default_factory=Round)
@@ -55,6 +56,7 @@ class RunState:
     step: int | None = None
     steps: int | None = None
     checkpoint_step: int | None = None
+    waits: str = ""
 
     @property
     def leading_job(self) -> str | None:
@@ -108,6 +110,7 @@ def read_run_state(table: Table) -> RunState | None:
         step=max(steps, default=None),
         steps=heartbeat.get("steps"),
         checkpoint_step=pointer.get("step"),
+        waits=(heartbeat.get("waits") or "") if round_.state == "sealed" else "",
     )
 
 

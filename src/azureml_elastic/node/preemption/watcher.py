@@ -89,8 +89,13 @@ class PreemptionWatcher:
     @property
     def overdue(self) -> bool:
         """Whether the deadline of the workers has passed."""
-        now = time.monotonic()
-        return any(now >= notice.until for notice in self._notices())
+        return self.noticed and self.seconds_left <= 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that the workers have until the first deadline; infinite without a notice."""
+        until = min((notice.until for notice in self._notices()), default=float("inf"))
+        return max(0.0, until - time.monotonic())
 
     @property
     def reason(self) -> str:

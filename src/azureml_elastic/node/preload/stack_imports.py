@@ -80,7 +80,7 @@ def is_off(environ: Mapping[str, str]) -> bool:
 
 
 def for_plain_start(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a worker that is not forked, with which it attaches the integrations by itself."""
+    """Return the variables of a worker that is not forked, with which it does what a forked one finds done."""
     path = environ.get("PYTHONPATH")
     return {**environ, "PYTHONPATH": f"{_START_UP}{os.pathsep}{path}" if path else _START_UP}
 

@@ -57,6 +57,8 @@ class RoundEnd:
         reason: str,
         *,
         lost: frozenset[str] = frozenset(),
+        finishing: frozenset[str] = frozenset(),
+        finishing_seconds: float = 0.0,
         failures: tuple[FailureRecord, ...] = (),
         round_failed: bool = False,
     ) -> bool:
@@ -65,6 +67,8 @@ class RoundEnd:
         Args:
             reason: why, for the ledger.
             lost: members that will not return.
+            finishing: those of them whose workers may still save, for which the next round waits.
+            finishing_seconds: seconds for which it waits for them.
             failures: the run's failures with the one that ends the round; none when no worker has failed.
             round_failed: whether the round ends because its nodes could not connect to each other.
 
@@ -85,6 +89,8 @@ class RoundEnd:
             reason,
             lost,
             sorted(self.hub.view().waiting),
+            finishing=finishing,
+            finishing_seconds=finishing_seconds,
             failures=failures,
             seconds=self.membership.seconds,
             round_failed=round_failed,

@@ -223,11 +223,15 @@ class ChannelAgent:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         self._end(messages.Finished(step))
 
+    def gave_way(self) -> None:
+        """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
+        self._end(messages.GaveWay())
+
     def close(self) -> None:
         """See :class:`~azureml_elastic.ipc.agent_interface.Agent`."""
         self._client.close()
 
-    def _end(self, message: messages.Stopped | messages.Finished, *, for_good: bool = True) -> None:
+    def _end(self, message: messages.Stopped | messages.Finished | messages.GaveWay, *, for_good: bool = True) -> None:
         with self._changed:
             self._ended = for_good
         self._send(message)

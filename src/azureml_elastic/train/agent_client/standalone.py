@@ -191,6 +191,9 @@ class StandaloneAgent:
     def finished(self, step: int) -> None:
         """Nobody to tell."""
 
+    def gave_way(self) -> None:
+        """Nobody to tell."""
+
     def close(self) -> None:
         """Give SIGTERM back."""
         if self._listens:

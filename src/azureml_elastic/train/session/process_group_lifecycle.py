@@ -241,8 +241,8 @@ class ProcessGroupLifecycle:
             self._state.hand_over()
         self._exit()
 
-    @staticmethod
-    def _exit() -> NoReturn:
+    def _exit(self) -> NoReturn:
+        self._agent.gave_way()  # the exit code means nothing to the agent: a script may end with any
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_AGENT_LOST)

@@ -215,6 +215,18 @@ def test_parked_workers_receive_their_assignments_and_others_are_interrupted(cha
     until(lambda: channel.workers.step == 3)
 
 
+def test_a_worker_says_itself_that_it_has_not_failed(channel):
+    """Its exit code says nothing: a script may end with any."""
+    leaver, _ = channel.connect(0), channel.connect(1)
+    leaver.client.send({"op": "gave_way"})
+    until(lambda: channel.workers.gave_way == {0})
+    leaver.client.close()
+    until(lambda: not channel.workers.placed)
+    assert channel.workers.gave_way == {0}
+    channel.begin(2, 2, None)
+    assert not channel.workers.gave_way
+
+
 def test_a_worker_that_has_died_while_it_waited_gets_no_place(channel, table):
     alive, dying = channel.connect(0, 0), channel.connect(1, 0)
     for worker in (alive, dying):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -9,25 +10,43 @@ import pytest
 from azureml_elastic.ledger.reading import read_events
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.observation_log import ObservationLog
+from azureml_elastic.node.preload.state_lookups import Lookups
 
 
-def test_each_connection_and_the_last_save_of_each_round_are_recorded(tmp_path):
-    now = [1000.0]
+@pytest.fixture
+def log(tmp_path):
+    """Return the log of a node that has entered its second round, and a function that returns what it has written."""
     recorder = Recorder(tmp_path, "a", "1", None)
-    log = ObservationLog(recorder, lambda: now[0])
-    began = time.time()
-    log.seen(1, connected_at=None, saved_at=None)
-    now[0] = 1001.0
-    log.seen(1, connected_at=1000.5, saved_at=None)
-    log.seen(1, connected_at=1000.5, saved_at=1000.98)
-    now[0] = 1001.01
-    for saved in (1000.99, 1001.0):  # soon after the first one
-        log.seen(1, connected_at=1000.5, saved_at=saved)
-    log.seen(2, connected_at=None, saved_at=None)
-    log.flush()
-    log.flush()
+    made = ObservationLog(recorder)
+    made.entered(2)
+    yield made, lambda: [(each.kind, each.round, each.time) for each in read_events(tmp_path / "events")]
     recorder.close()
-    found = [(event.kind, event.round) for event in read_events(tmp_path / "events")]
-    assert found == [("ranks_connecting", 1), ("state_saved", 1), ("state_saved", 1)]
-    times = [event.time - began for event in read_events(tmp_path / "events")]
-    assert times == pytest.approx([-0.5, -0.02, -0.01], abs=0.4)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_the_connection_is_written_once_by_rank_0s_node(log, leads):
+    made, written = log
+    began = time.time()
+    made.connecting(record=leads)
+    made.connecting(record=leads)
+    assert [(kind, number) for kind, number, _ in written()] == ([("ranks_connecting", 2)] if leads else [])
+    assert all(began <= at <= time.time() for _, _, at in written())
+
+
+def test_the_last_save_since_the_connection_counts_that_the_script_has_looked_for(log, tmp_path):
+    made, written = log
+    made.connecting(record=False)
+    now = time.time()
+    paths = {}
+    for name, age in {"prepared.bin": 60.0, "first.pt": -0.01, "last.pt": -0.02, "skewed.pt": -3600.0}.items():
+        paths[name] = tmp_path / "state" / name
+        paths[name].parent.mkdir(exist_ok=True)
+        paths[name].write_bytes(b"x")
+        os.utime(paths[name], (now - age, now - age))
+    while time.time() < now + 0.03:
+        time.sleep(0.01)
+    made.left(Lookups(frozenset(map(str, (paths["first.pt"], paths["prepared.bin"]))))).join()
+    made.left(Lookups(folders=frozenset({str(tmp_path / "state")}))).join()
+    made.left(Lookups(frozenset({str(paths["prepared.bin"]), str(tmp_path / "missing.pt")}))).join()
+    found = [(kind, number, pytest.approx(at - now, abs=1e-4)) for kind, number, at in written()]
+    assert found == [("state_saved", 2, 0.01), ("state_saved", 2, 0.02)]

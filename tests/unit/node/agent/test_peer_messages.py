@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from azureml_elastic.ipc.agent_messages import Dumped, DumpStacks, HangLesson, Leaving, Vote
+from azureml_elastic.ipc.agent_messages import Dumped, DumpStacks, HangLesson, Leaving, RanksConnecting, Vote
 from azureml_elastic.ipc.worker_messages import Decide, Prepare
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.rendezvous.hub.inbox import FromLeader, FromMember, Inbox, LocalVote
@@ -52,24 +52,20 @@ class Newcomers:
 
     def __init__(self) -> None:
         self.allowed = False
-        self.ended = 0
-        self.watching = False
+        self.asked = False
 
-    def begin(self, world_size: int, has_connected) -> None:
+    def begin(self, world_size: int, pids) -> None:
         pass
 
-    def watch(self) -> None:
-        self.watching = True
+    def nobody_waits(self) -> None:
+        pass
 
     def rest(self) -> None:
-        self.watching = False
+        pass
 
-    def may_end_round(self, waiting) -> bool:
-        assert self.watching
-        return self.allowed
-
-    def ends_round(self) -> None:
-        self.ended += 1
+    def may_end_round(self, waiting, *, connected: bool) -> bool:
+        self.asked = True
+        return self.allowed and connected
 
 
 class Agents:
@@ -109,6 +105,11 @@ class Agents:
     def broadcast(self, body) -> None:
         for inbox in self.inboxes.values():
             inbox.put(FromLeader(1, body))
+
+    def workers_connect(self) -> None:
+        """Have the workers of the round use its store, on rank 0's node."""
+        store = SimpleNamespace(ended=False, has_keys=lambda: True)
+        self.messengers[NODES[0]].workers_started(2, store, (1,))
 
     def settle(self) -> None:
         for _ in range(6):
@@ -154,12 +155,30 @@ def plain_agents(**options) -> Agents:
 
 def test_newcomers_do_not_stop_a_program_without_a_session_at_once():
     agents = plain_agents(opens_session=False)
+    agents.workers_connect()
     assert lead(agents, "node-2") is None
     agents.newcomers.allowed = True
     assert lead(agents) is None
-    assert agents.newcomers.ended == 0
     assert lead(agents, "node-2") == "joining: node-2"
-    assert agents.newcomers.ended == 1
+
+
+def test_all_agents_learn_once_that_workers_have_begun_to_connect():
+    """The store in which that shows is that of rank 0's agent, and any agent may have to judge a failure."""
+    agents = plain_agents(opens_session=False)
+    agents.newcomers.allowed = True
+    assert lead(agents, "node-2") is None
+    agents.settle()
+    assert not any(messenger.connecting for messenger in agents.messengers.values())
+    agents.workers_connect()
+    for _ in range(2):
+        lead(agents)
+    assert agents.inboxes["node-1"].take(1) == [FromLeader(1, RanksConnecting())]
+    agents.broadcast(RanksConnecting())
+    agents.settle()
+    assert all(messenger.connecting for messenger in agents.messengers.values())
+    for messenger in agents.messengers.values():
+        messenger.begin(Round(2, "sealed", members=tuple(Member(name, name) for name in NODES)), leads=False)
+        assert not messenger.connecting
 
 
 def test_a_preempted_node_is_not_held_up_by_the_rules_for_newcomers():
@@ -167,7 +186,7 @@ def test_a_preempted_node_is_not_held_up_by_the_rules_for_newcomers():
     agents.messengers["node-1"].announce_leaving()
     agents.settle()
     assert lead(agents, "node-2") == "preempted: node-1"
-    assert agents.newcomers.ended == 0
+    assert not agents.newcomers.asked
 
 
 def test_newcomers_join_an_engine_at_once():
@@ -180,17 +199,18 @@ def test_a_session_that_opens_late_gets_its_step_boundary(monkeypatch):
     agents = plain_agents()
     agents.newcomers.allowed = True
     assert lead(agents, "node-2") is None
-    assert not agents.newcomers.watching  # the imports have 30 s
+    assert not agents.newcomers.asked, "the imports have 30 s"
     now = time.monotonic() + 31.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     agents.newcomers.allowed = False
     assert lead(agents, "node-2") is None
-    assert agents.newcomers.watching
+    assert agents.newcomers.asked
+    agents.newcomers.asked = False
     for workers in agents.workers.values():
         workers.in_session = True
     agents.newcomers.allowed = True
     assert lead(agents, "node-2") is None
-    assert not agents.newcomers.watching
+    assert not agents.newcomers.asked
     agents.settle()
     assert agents.workers["node-0"].decisions == [Decide(1, go=True)]
 

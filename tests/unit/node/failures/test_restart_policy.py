@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_elastic.config import ElasticDistribution, RendezvousTimings, TableRendezvous
-from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED, of_failed_run
+from azureml_elastic.config.exit_codes import AGENT_LOST, PREEMPTED, UNHEALTHY, of_failed_run
 from azureml_elastic.node.failures.restart_decision import SUMMARIES, closing_message
 from azureml_elastic.node.failures.restart_policy import (
     MAX_RECORDS,
@@ -279,6 +279,42 @@ def test_a_loss_that_is_not_finite_ends_the_run_where_the_policy_says_so():
     assert verdict.why == 'on_nonfinite="stop" ends the run.'
 
 
+def test_without_a_session_the_same_error_before_the_workers_connect_ends_the_run_at_its_first_repeat():
+    """No step tells whether there is progress; but a program that has not come so far has made none."""
+    run = Run(terms())
+    assert run.fails(record(step=None, connected=False), seconds=4.0, conclusive=True).restart
+    verdict = run.fails(record(step=None, connected=False, node="node-1"), seconds=40.0, conclusive=True)
+    assert not verdict.restart
+    assert "The same error ended worker 0 on node-0 about 40 s before" in verdict.why
+    assert "have not begun to connect" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "conclusive"),
+    [
+        ({}, {"connected": True}, True),
+        ({"connected": True}, {}, True),
+        ({"signature": "b"}, {}, True),
+        ({}, {}, False),
+    ],
+    ids=["connected now", "connected before", "another error", "a signal without output"],
+)
+def test_without_a_session_any_other_repeat_is_charged(first, second, conclusive):
+    run = Run(terms())
+    for fields in (first, second):
+        failure = record(step=None, **{"connected": False, **fields})
+        assert run.fails(failure, conclusive=conclusive).restart
+
+
+def test_a_round_between_two_failures_may_have_trained():
+    """A program that cannot fetch its data once a day is restarted."""
+    run = Run(terms())
+    assert run.fails(record(step=None, connected=False), conclusive=True).restart
+    run.goes_on(3000.0)
+    assert run.fails(record(step=None, connected=False), conclusive=True).restart
+    assert not run.fails(record(step=None, connected=False), conclusive=True).restart
+
+
 @pytest.mark.parametrize("kind", sorted(SUMMARIES))
 def test_the_runs_last_message_begins_with_the_users_own_words(kind):
     failure = record(kind=kind, step=12, node="node-3")
@@ -291,7 +327,10 @@ def test_the_runs_last_message_begins_with_the_users_own_words(kind):
     assert "at step" not in closing_message("x", record(kind=kind, step=None), 1, "")
 
 
-@pytest.mark.parametrize(("worker", "run"), [(7, 7), (2, 2), (139, 139), (0, 1), (AGENT_LOST, 1), (PREEMPTED, 1)])
+@pytest.mark.parametrize(
+    ("worker", "run"),
+    [(7, 7), (2, 2), (139, 139), (0, 1), (AGENT_LOST, AGENT_LOST), (UNHEALTHY, 1), (PREEMPTED, 1)],
+)
 def test_a_failed_runs_exit_code_is_its_workers_unless_it_would_mislead(worker, run):
     assert of_failed_run(worker) == run
 

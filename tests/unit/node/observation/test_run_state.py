@@ -66,6 +66,15 @@ def test_a_sealed_round_shows_its_members_and_the_others(table):
     assert state.leading_job == "job-b"
 
 
+def test_a_run_says_what_a_node_waits_for_while_it_trains(table):
+    write_nodes(table, FIRST, SPARE)
+    etag = table.insert(ROUND_KEY, Round(2, "sealed", (FIRST,)).to_value())
+    table.insert(TABLE_HEARTBEAT_KEY, {"round": 2, "beats": 7, "by": "1", "waits": "c: waiting for the next save"})
+    assert read_run_state(table).waits == "c: waiting for the next save"
+    table.replace(ROUND_KEY, Round(3, "open", previous=("a",)).to_value(), etag)
+    assert not read_run_state(table).waits
+
+
 def test_the_ends_of_a_run_and_the_pause_between_two_rounds(table):
     write_nodes(table, FIRST)
     etag = table.insert(ROUND_KEY, Round(3, "open", previous=("a",), reason="lost b").to_value())

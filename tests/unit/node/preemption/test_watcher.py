@@ -69,6 +69,16 @@ def test_a_signal_is_a_notice(preemption, woken, signum, code):
     assert (preemption.exit_code, preemption.reason) == (code, signum.name)
 
 
+def test_workers_have_what_is_left_of_the_first_notice(woken):
+    with opened(PreemptionWatcher(policy(grace=20), woken.set)) as preemption:
+        assert preemption.seconds_left == float("inf")
+        preemption.announce("event", {"late": Announcement("late", seconds_left=15.0)})
+        assert 10 < preemption.seconds_left <= 15
+        preemption.announce("marker", {"now": Announcement("now", seconds_left=5.0)})
+        assert 0 < preemption.seconds_left <= 5
+        assert not preemption.overdue
+
+
 def test_a_storm_of_signals_while_the_wake_is_used_does_not_deadlock(preemption, woken):
     stop = threading.Event()
 

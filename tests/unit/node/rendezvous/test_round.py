@@ -126,6 +126,23 @@ def test_a_survivor_that_has_left_is_not_waited_for():
     assert is_complete(round_, rows, Limits(1, 3))
 
 
+def test_the_next_round_waits_until_a_preempted_node_has_saved_and_left():
+    """What its workers save is what a program without a session continues from."""
+    sealed = Round(number=1, state="sealed", members=(waiting("a"), waiting("b")))
+    round_ = reopened(sealed, "preempted: b", ["b"], finishing=["b"], finishing_seconds=25)
+    round_ = Round.from_value(json.loads(json.dumps(round_.to_value())))
+    clock, rows = Clock(), [waiting("a", 2), waiting("b", 1)]
+    timer, late = (SealTimer(round_, Limits(1, 3), TIMINGS, clock) for _ in range(2))
+    assert not timer.is_due(rows, "a")
+    clock.now += 24
+    assert not timer.is_due(rows, "a")
+    assert timer.next_change == pytest.approx(1)
+    assert timer.is_due([waiting("a", 2), Member("b", "i", state="left", round=1)], "a")
+    assert not late.is_due(rows, "a")
+    clock.now += 25
+    assert late.is_due(rows, "a"), "it has died before it could leave"
+
+
 def test_the_next_candidate_seals_when_the_first_does_not():
     clock = Clock()
     rows = [waiting("a"), waiting("b"), waiting("c")]

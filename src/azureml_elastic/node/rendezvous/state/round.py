@@ -109,6 +109,9 @@ class Round:
         members: members in rank order, once sealed.
         previous: names of the survivors of the round before in rank order, which they keep.
         expected: names of the nodes that the open round waits for.
+        finishing: names of preempted nodes whose workers may still save, for which the open round waits until they have
+            left.
+        finishing_seconds: seconds for which it waits for them.
         failures: worker failures of the whole run that still count, oldest first.
         losses: number of rounds that ended because a node or a worker was lost.
         seconds: total duration of the rounds before this one.
@@ -123,6 +126,8 @@ class Round:
     members: tuple[Member, ...] = ()
     previous: tuple[str, ...] = ()
     expected: tuple[str, ...] = ()
+    finishing: tuple[str, ...] = ()
+    finishing_seconds: float = 0.0
     failures: tuple[FailureRecord, ...] = ()
     losses: int = 0
     seconds: float = 0.0
@@ -141,7 +146,7 @@ class Round:
         """Read the row's value; fields of later releases are ignored."""
         fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         fields["members"] = tuple(Member.from_value(member) for member in value.get("members", ()))
-        for name in ("previous", "expected"):
+        for name in ("previous", "expected", "finishing"):
             fields[name] = tuple(value.get(name, ()))
         fields["failures"] = read_records(value.get("failures"))
         return cls(**fields)

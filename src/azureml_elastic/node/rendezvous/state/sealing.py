@@ -47,8 +47,8 @@ class SealTimer:
     """Decides when this node seals the open round.
 
     A round with its minimum is sealed at once, unless nodes are known to be coming, which are waited for up to
-    ``settle_timeout`` or ``rejoin_timeout``. The node that will be rank 0 seals; if it does not, each next candidate
-    does ``takeover_delay`` later.
+    ``settle_timeout`` or ``rejoin_timeout``, or preempted ones still save what the next round continues from. The node
+    that will be rank 0 seals; if it does not, each next candidate does ``takeover_delay`` later.
 
     Args:
         round_: open round.
@@ -87,8 +87,11 @@ class SealTimer:
             return False
         if self._minimum_since is None:
             self._minimum_since = now
-        left = self._minimum_since + self._timeout - now
-        if not is_complete(self._round, members, self._limits) and left > 0:
+        timeout = 0.0 if is_complete(self._round, members, self._limits) else self._timeout
+        if set(self._round.finishing) - {member.node for member in members if member.state == "left"}:
+            timeout = max(timeout, self._round.finishing_seconds)
+        left = self._minimum_since + timeout - now
+        if left > 0:
             self._ready_since = None
             self.next_change = left
             return False
@@ -125,6 +128,8 @@ def reopened(
     lost: Iterable[str] = (),
     waiting: Iterable[str] = (),
     *,
+    finishing: Iterable[str] = (),
+    finishing_seconds: float = 0.0,
     failures: tuple[FailureRecord, ...] = (),
     seconds: float = 0.0,
     round_failed: bool = False,
@@ -136,6 +141,8 @@ def reopened(
         reason: why it ends.
         lost: nodes that will not return.
         waiting: spares, which the next round waits for.
+        finishing: those of the lost nodes whose workers may still save.
+        finishing_seconds: seconds for which the next round waits until these have left.
         failures: failures of the run with the one that ends the round; by default those of the round, aged by its
             duration.
         seconds: duration of the round on the clock of the node that ends it; 0 for a node that was not a member.
@@ -147,6 +154,8 @@ def reopened(
         number=round_.number + 1,
         previous=survivors,
         expected=survivors + tuple(node for node in waiting if node not in survivors and node not in gone),
+        finishing=tuple(sorted(finishing)),
+        finishing_seconds=finishing_seconds,
         failures=failures or aged(round_.failures, seconds),
         losses=round_.losses + bool(gone or failures),
         seconds=round_.seconds + seconds,
