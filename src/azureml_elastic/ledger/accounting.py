@@ -327,6 +327,8 @@ def _account_unreported(
     known = run.unreported[number]
     work = UnreportedWork.of(known, run.by_round[line.node, number], repeated=repeated)
     ended = work.ended if following is None else min(work.ended, following.time)
+    if following is None and run.ended_in != number and not _has_left(run, line.node, number):
+        ended = line.time.ended  # it was killed, which the others have noticed a moment later
     begun = ended if work.begun is None else min(work.begun, ended)
     line.draw_entry(begun, number, None if before is None else run.causes[before])
     line.draw(min(work.kept, ended), "training", number)
@@ -368,8 +370,6 @@ def _account_end(line: _Line, run: _Run, number: int, following: RoundEntered | 
         line.draw(line.time.ended, "idle", number)
     elif any(isinstance(event, NodeLeft) for event in run.events[line.node]):
         line.draw(line.time.ended, "recovering", number, cause)
-    elif run.unreported:
-        line.draw(line.time.ended, "unknown", number)  # when it was lost, nobody has recorded
     elif not _has_seen_the_end(run, line.node, number):
         line.draw(line.time.ended, "lost work", number, cause)  # the step in which it was killed
     else:
@@ -381,6 +381,12 @@ def _leave_round(line: _Line, run: _Run, number: int, cause: Cause) -> None:
     """Draw the time until the others have the next round."""
     later = [time for entered, time in run.entries if entered > number]
     line.draw(min(later, default=line.time.ended), "recovering", number, cause)
+
+
+def _has_left(run: _Run, node: str, number: int) -> bool:
+    """Return whether a node has recorded that it has left the run, or the round's end."""
+    left = any(isinstance(event, NodeLeft) for event in run.events[node])
+    return left or _has_seen_the_end(run, node, number)
 
 
 def _has_seen_the_end(run: _Run, node: str, number: int) -> bool:

@@ -175,6 +175,8 @@ def test_a_script_without_a_session_has_trained_up_to_its_last_save(ahead):
     recovered = {"recovering: node loss": pytest.approx(0.4)}
     assert a == {"training": pytest.approx(6 + 7.6), "lost work: node loss": 3.0, **recovered}
     assert b == {"training": 6.0, "lost work: node loss": 2.5}
+    later = summed(unreported(CONNECTING, SAVED, ahead=ahead), {"b": NodeTime(0.75, 12.5)})["b"]
+    assert later["lost work: node loss"] == 3.5, "it was noticed before its process had ended"
 
 
 def test_the_work_of_a_round_whose_saves_nobody_has_seen_is_unknown():
