@@ -147,9 +147,9 @@ class RanksConnecting(_Event):
 
 
 class StateSaved(_Event):
-    """A script without a session has completed a file of its state; written by rank 0's node.
+    """Last save of a round by a script without a session, as the next round's node of rank 0 has found it.
 
-    Of frequent saves not all are written, but the last one of each round that was seen.
+    The time is that of the file, and of its storage's clock.
     """
 
     kind: Literal["state_saved"] = "state_saved"

@@ -1,8 +1,8 @@
 """What is known of the rounds of a script without a session, which reports no steps. Pure functions of the events.
 
-Known are the beginning and the end of a round, the start of its workers, when these began to connect to each other, and
-the saves that were seen. Rank 0's node sees the latter two. As the clocks of two nodes are never compared, each time
-that another node has written counts from that node's entry into the round.
+Known are the beginning and the end of a round, the start of its workers, when these began to connect to each other,
+which rank 0's node sees, and the last save, which the next round's node of rank 0 finds. As the clocks of two nodes are
+never compared, each time that another node has written counts from that node's entry into the round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UnreportedRound:
 
     Args:
         connecting: first attempt of workers to connect to each other; ``None`` if that was not seen.
-        saved: the last save; ``None`` if none was seen.
+        saved: the last save; ``None`` if none was found.
         ended: end of the round, as the first node noticed it; ``None`` where it has not ended.
         failed: whether a failed or hanging worker has ended it.
         succeeded: whether the run has ended well with it.

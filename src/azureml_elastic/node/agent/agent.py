@@ -202,7 +202,7 @@ class NodeAgent:
             # Between the last save of the old workers and the first one of the new: what they continue from is there.
             self._workers.finish_stopping()
             self._observations.left(read_lookups(self._channel.folder, self._pids))
-        self._observations.entered(round_.number)
+        self._observations.entered(round_.number, round_.world_size)
         pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
         names = tuple(member.node for member in round_.members)
         self._peers.begin(round_, leads=leads)

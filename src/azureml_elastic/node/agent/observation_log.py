@@ -26,12 +26,18 @@ class ObservationLog:
         self._recorder = recorder
         self._excluded = excluded
         self._number = 0
-        self._connecting = False
+        self._connecting = self._alone = False
         self._since = 0.0
 
-    def entered(self, number: int) -> None:
-        """The node has entered a round."""
-        self._number, self._connecting, self._since = number, False, time.time()
+    def entered(self, number: int, world_size: int) -> None:
+        """The node has entered a round.
+
+        Args:
+            number: number of the round.
+            world_size: number of workers of the round; a single one may train without having connected.
+        """
+        self._number, self._connecting, self._alone = number, False, world_size == 1
+        self._since = time.time()
 
     def connecting(self, *, record: bool) -> None:
         """The workers of the round have begun to connect to each other; called again and again from then on.
@@ -44,7 +50,7 @@ class ObservationLog:
             if record:
                 self._recorder.record(RanksConnecting, self._number, self._since)
 
-    def left(self, lookups: Lookups) -> threading.Thread:
+    def left(self, lookups: Lookups) -> threading.Thread | None:
         """Record the last save of the round, on a thread: a mount may not answer for minutes.
 
         Only what was saved since the workers began to connect counts, as what was saved before is prepared data. The
@@ -54,6 +60,8 @@ class ObservationLog:
         Args:
             lookups: where this node's workers have looked at their start: from what is there, the script continues.
         """
+        if not (self._connecting or self._alone):
+            return None
         span = self._since, time.time()
         thread = threading.Thread(target=self._record_save, args=(self._number, lookups, *span), daemon=True)
         thread.start()

@@ -18,7 +18,7 @@ def log(tmp_path):
     """Return the log of a node that has entered its second round, and a function that returns what it has written."""
     recorder = Recorder(tmp_path, "a", "1", None)
     made = ObservationLog(recorder)
-    made.entered(2)
+    made.entered(2, 4)
     yield made, lambda: [(each.kind, each.round, each.time) for each in read_events(tmp_path / "events")]
     recorder.close()
 
@@ -31,6 +31,18 @@ def test_the_connection_is_written_once_by_rank_0s_node(log, leads):
     made.connecting(record=leads)
     assert [(kind, number) for kind, number, _ in written()] == ([("ranks_connecting", 2)] if leads else [])
     assert all(began <= at <= time.time() for _, _, at in written())
+
+
+def test_what_several_workers_save_before_they_connect_is_no_training(log, tmp_path):
+    made, written = log
+    saved = Lookups(frozenset({str(tmp_path / "prepared.pt")}))
+    (tmp_path / "prepared.pt").write_bytes(b"x")
+    assert made.left(saved) is None
+    made.entered(3, 1)
+    now = time.time()
+    os.utime(tmp_path / "prepared.pt", (now, now))
+    made.left(saved).join()
+    assert [(kind, number) for kind, number, _ in written()] == [("state_saved", 3)]
 
 
 def test_the_last_save_since_the_connection_counts_that_the_script_has_looked_for(log, tmp_path):
