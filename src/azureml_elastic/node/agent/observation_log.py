@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -69,7 +71,10 @@ class ObservationLog:
 
     def _record_save(self, number: int, lookups: Lookups, since: float, until: float) -> None:
         found = scan(lookups, self._excluded)
-        times = [stamp[0] / 1e9 for seen in found.values() for stamp in seen.files.values()]
+        files = [pair for seen in found.values() for pair in seen.files.items()]
+        # Libraries leave files in the temporary folder itself, as torch does the error of a process that it spawned.
+        passing = tempfile.gettempdir()
+        times = [stamp[0] / 1e9 for path, stamp in files if os.path.dirname(path) != passing]  # noqa: PTH120 - a text
         saves = [at for at in times if since <= at <= until]
         if saves:
             self._recorder.record(StateSaved, number, max(saves))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 
 import pytest
@@ -43,6 +44,21 @@ def test_what_several_workers_save_before_they_connect_is_no_training(log, tmp_p
     os.utime(tmp_path / "prepared.pt", (now, now))
     made.left(saved).join()
     assert [(kind, number) for kind, number, _ in written()] == [("state_saved", 3)]
+
+
+def test_files_that_libraries_leave_in_the_temporary_folder_are_no_saves(log, tmp_path, monkeypatch):
+    made, written = log
+    made.connecting(record=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    now = time.time()
+    for path in (tmp_path / "error.pickle", tmp_path / "state.pt"):
+        path.write_bytes(b"x")
+        os.utime(path, (now, now))
+    made.left(Lookups(frozenset({str(tmp_path / "error.pickle")}))).join()
+    assert written() == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
+    made.left(Lookups(frozenset({str(tmp_path / "state.pt")}))).join()
+    assert [kind for kind, _, _ in written()] == ["state_saved"]
 
 
 def test_the_last_save_since_the_connection_counts_that_the_script_has_looked_for(log, tmp_path):
