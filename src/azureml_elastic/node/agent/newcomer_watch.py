@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from azureml_elastic.node.agent.newcomers import describe_wait
-from azureml_elastic.node.agent.saved_files import SavedFiles, is_being_written, scan
+from azureml_elastic.node.agent.saved_files import SavedFiles, scan, stop_between_saves
 from azureml_elastic.node.preload.state_lookups import Lookups, read_lookups
 
 __all__ = ["NewcomerWatch", "SaveWatch"]
@@ -81,11 +81,13 @@ class SaveWatch:
 
     @property
     def saved(self) -> bool:
-        """Whether the program has saved since :meth:`begin`, and does not save at this moment."""
+        """Whether the program has saved since :meth:`begin`."""
         files = self._files
-        if files is None or files.saved is None:
-            return False
-        return not is_being_written(self._pids, self.lookups.files | self.lookups.folders)
+        return files is not None and files.saved is not None
+
+    def stop_workers(self) -> bool:
+        """Stop the workers unless they save at this moment, and return whether they are stopped now."""
+        return stop_between_saves(self._pids, self.lookups.files | self.lookups.folders)
 
     def _run(self) -> None:
         while not self._closed:
@@ -152,6 +154,8 @@ class NewcomerWatch:
     def may_end_round(self, waiting: Iterable[str], *, connected: bool) -> bool:
         """Return whether these nodes may end the round now, and log what they wait for.
 
+        The workers of this node are stopped then, so that they begin no save before they get SIGTERM.
+
         Args:
             waiting: names of the waiting nodes.
             connected: whether workers of the round have begun to connect to each other. What several workers save
@@ -162,7 +166,7 @@ class NewcomerWatch:
             self._since = now
             self._saves.begin(self._pids)
         connected = connected or self._size == 1
-        if connected and self._saves.saved:
+        if connected and self._saves.saved and self._saves.stop_workers():
             return True
         left = None if self._timeout is None else self._timeout - (now - self._since)
         if left is not None and left <= 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,7 +15,7 @@ import psutil
 
 from azureml_elastic.node.preload.state_lookups import Lookups
 
-__all__ = ["SavedFiles", "Scan", "is_being_written", "is_state_file", "scan"]
+__all__ = ["SavedFiles", "Scan", "is_state_file", "scan", "stop_between_saves"]
 
 _STATE_SUFFIXES = frozenset(
     {".bin", ".ckpt", ".distcp", ".h5", ".keras", ".msgpack", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar"}
@@ -29,6 +31,9 @@ _QUIET_SECONDS = 2.0
 _MAX_ENTRIES = 2000
 _MAX_DEPTH = 4
 _MAX_SECONDS = 5.0
+
+_STOP_SECONDS = 0.5
+"""Time for a process to stop; one that waits for a disk takes longer."""
 
 Stamp = tuple[int, int, int]
 """Time of the last change in nanoseconds, size and inode number of a file."""
@@ -159,7 +164,7 @@ class SavedFiles:
             }
         replaced = (file for file, stamp in changed.items() if _is_replaced(self._changed.get(file), stamp))
         self.saved = self.saved or next(replaced, None)
-        self._changed = changed
+        self._changed |= changed  # also of files that are gone or empty at this moment, as they are written anew
         folders: dict[str, dict[str, Stamp]] = {}
         for file, stamp in changed.items():
             folders.setdefault(os.path.dirname(file), {})[file] = stamp  # noqa: PTH120 - thousands of them
@@ -180,11 +185,47 @@ def _is_replaced(earlier: Stamp | None, stamp: Stamp) -> bool:
     return stamp[2] != earlier[2] or stamp[1] <= earlier[1]
 
 
-def is_being_written(pids: Iterable[int], paths: Collection[str]) -> bool:
-    """Return whether one of the processes has a file open for writing that is one of the paths, or below one.
+def stop_between_saves(pids: Collection[int], paths: Collection[str]) -> bool:
+    """Stop processes that are about to be ended, unless one of them has one of the files open for writing.
 
-    A process that is ended meanwhile would leave it torn.
+    A process that is ended while it saves leaves a torn file; one that saves all the time would soon do so between a
+    look at its files and its end. So it is stopped before the look, and goes on only if it saves at that moment.
+
+    Args:
+        pids: ids of the processes.
+        paths: files, and folders with files.
+
+    Returns:
+        Whether they are stopped now; signals that are sent to them wait for SIGCONT.
     """
+    if not _is_writing(pids, paths):
+        _send(pids, signal.SIGSTOP)
+        until = time.monotonic() + _STOP_SECONDS
+        while not (stopped := all(map(_is_stopped, pids))) and time.monotonic() < until:
+            time.sleep(0.001)
+        if stopped and not _is_writing(pids, paths):
+            return True
+        _send(pids, signal.SIGCONT)
+    return False
+
+
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, which the agent notices
+            os.kill(pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether all threads of a process are stopped, or have ended."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads]
+    except OSError:
+        return not psutil.pid_exists(pid)  # else a thread has just ended
+    return set(states) <= set("TtZX")
+
+
+def _is_writing(pids: Iterable[int], paths: Collection[str]) -> bool:
     for pid in pids:
         try:
             files = psutil.Process(pid).open_files()

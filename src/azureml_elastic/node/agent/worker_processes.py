@@ -287,6 +287,7 @@ class WorkerSet:
             timeout: seconds between SIGTERM and SIGKILL.
         """
         self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # those that were stopped between two saves get it now
         until = time.monotonic() + timeout
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -110,7 +110,7 @@ def read_run_state(table: Table) -> RunState | None:
         step=max(steps, default=None),
         steps=heartbeat.get("steps"),
         checkpoint_step=pointer.get("step"),
-        waits=(heartbeat.get("waits") or "") if round_.state == "sealed" else "",
+        waits=(heartbeat.get("waits") or "") if heartbeat.get("round") == round_.number else "",
     )
 
 

@@ -17,7 +17,7 @@ class Saves:
     """A program that the test has save."""
 
     def __init__(self) -> None:
-        self.saved = False
+        self.saved = self.saves_now = False
         self.watching = False
         self.begun: list[tuple[int, ...]] = []
         self.lookups = Lookups()
@@ -29,6 +29,9 @@ class Saves:
 
     def pause(self) -> None:
         self.watching = False
+
+    def stop_workers(self) -> bool:
+        return not self.saves_now
 
     def close(self) -> None:
         pass
@@ -57,6 +60,15 @@ def test_newcomers_wait_for_a_save_however_long_it_takes():
     leader.saves.saved = True
     assert leader.lets_in()
     assert leader.saves.begun == [(4711,)]
+
+
+def test_a_save_at_this_moment_is_not_torn():
+    leader = Leader()
+    leader.lets_in()
+    leader.saves.saved = leader.saves.saves_now = True
+    assert not leader.lets_in(10)
+    leader.saves.saves_now = False
+    assert leader.lets_in()
 
 
 def test_nothing_is_looked_for_while_no_node_waits():

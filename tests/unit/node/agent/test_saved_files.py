@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from azureml_elastic.config import environment as variables
 from azureml_elastic.node.agent.newcomer_watch import SaveWatch
-from azureml_elastic.node.agent.saved_files import SavedFiles, Scan, is_being_written, is_state_file, scan
+from azureml_elastic.node.agent.saved_files import SavedFiles, Scan, is_state_file, scan, stop_between_saves
 from azureml_elastic.node.preload.state_lookups import Lookups, record
 from tests.support.waiting import until
 
@@ -112,8 +114,9 @@ def test_files_count_once_their_folder_is_quiet():
         [stamp(at, size=100) for at in range(4)],
         [stamp(at, size=100 + at % 2, inode=at) for at in range(4)],
         [stamp(at, size=(100, 100, 60, 100)[at]) for at in range(4)],
+        [stamp(0), stamp(1, size=100), None, stamp(3, size=10)],
     ],
-    ids=["written over", "moved to its place", "caught half written"],
+    ids=["written over", "moved to its place", "caught half written", "caught empty"],
 )
 def test_a_program_that_saves_all_the_time_is_seen_as_saving(versions):
     """The version before the one that is written now was complete."""
@@ -122,7 +125,7 @@ def test_a_program_that_saves_all_the_time_is_seen_as_saving(versions):
         saved.add(seen({"/out/last.pt": version}), at)
     assert saved.saved is None, "the first new version may be incomplete"
     for at, version in enumerate(versions[2:], start=2):
-        saved.add(seen({"/out/last.pt": version}), at)
+        saved.add(seen({} if version is None else {"/out/last.pt": version}), at)
     assert saved.saved == "/out/last.pt"
 
 
@@ -156,16 +159,43 @@ def test_old_files_that_only_a_later_scan_finds_are_not_new():
     assert saved.saved == "/out/2.pt"
 
 
-def test_a_file_that_is_open_for_writing_would_be_torn(tmp_path):
-    path, other = tmp_path / "out" / "last.pt", write(tmp_path / "log.txt")
-    own = [os.getpid(), 2**22 + 1]  # one that has ended
-    path.parent.mkdir()
-    with other.open("a"), path.open("wb"):
-        assert is_being_written(own, {str(path)})
-        assert is_being_written(own, {str(path.parent)})
-        assert not is_being_written(own, {str(tmp_path / "ou")})
-    with path.open("rb"):
-        assert not is_being_written(own, {str(path)})
+WRITES = """
+import signal, sys, threading
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+threading.Thread(target=signal.pause, daemon=True).start()
+with open(sys.argv[1], sys.argv[2]):
+    print(flush=True)
+    sys.stdin.readline()
+print(flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "looked_for", "expected"),
+    [("wb", "out/last.pt", False), ("ab", "out", False), ("rb", "out/last.pt", True), ("wb", "ou", True)],
+)
+def test_a_worker_is_not_ended_while_it_writes_its_state(tmp_path, mode, looked_for, expected):
+    path = write(tmp_path / "out" / "last.pt")
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITES, str(path), mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    paths, pids = {str(tmp_path / looked_for)}, [process.pid, 2**22 + 1]  # one that has ended
+    try:
+        process.stdout.readline()
+        assert stop_between_saves(pids, paths) == expected
+        if not expected:  # it goes on, until it has written
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            process.stdout.readline()
+            assert stop_between_saves(pids, paths)
+        assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(60) == 7, "its own handler has run"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def worker(folder: Path, code: str, watch: SaveWatch) -> subprocess.Popen:
