@@ -15,6 +15,7 @@ __all__ = [
     "RUN_DIR",
     "RUN_ID",
     "SCHEDULED_EVENTS",
+    "WORKER",
 ]
 
 PLAN = "AZUREML_ELASTIC_PLAN"
@@ -49,7 +50,11 @@ ROUND = "AZUREML_ELASTIC_ROUND"
 """Number of the round that the worker belongs to."""
 
 INTEGRATIONS = "AZUREML_ELASTIC_INTEGRATIONS"
-"""``off`` leaves training stacks such as transformers to themselves in scripts without a session."""
+"""``off`` leaves scripts without a session to themselves: training stacks such as transformers, and ranks and addresses
+of their own."""
+
+WORKER = "AZUREML_ELASTIC_WORKER"
+"""Rank and world size of a worker, and host and port of its round's store, as the agent has assigned them."""
 
 HISTORY = "AZUREML_ELASTIC_HISTORY"
 """Number of node and worker losses of the run, and seconds of training before this round."""

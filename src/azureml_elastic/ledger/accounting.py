@@ -28,12 +28,26 @@ from azureml_elastic.ledger.events import (
     WorkersStarted,
 )
 from azureml_elastic.ledger.samples import restored_steps, surviving_steps
+from azureml_elastic.ledger.unreported import UnreportedRound, UnreportedWork
 
-__all__ = ["Activity", "Cause", "NodeTime", "Span", "Total", "account", "goodput", "lost_steps", "node_times", "totals"]
+__all__ = [
+    "Activity",
+    "Cause",
+    "NodeTime",
+    "Span",
+    "Total",
+    "account",
+    "goodput",
+    "highest_goodput",
+    "lost_steps",
+    "node_times",
+    "totals",
+]
 
-Activity = Literal["starting", "waiting", "training", "saving", "recovering", "lost work", "idle"]
+Activity = Literal["starting", "waiting", "training", "saving", "recovering", "lost work", "unknown", "idle"]
 """What a node does: ``waiting`` is for the minimum of nodes, ``lost work`` is trained again later, ``idle`` is a spare
-or after the end of the run."""
+or after the end of the run. ``unknown`` is the work of a script without a session of which nobody can tell whether it
+was kept."""
 
 Cause = Literal["preemption", "node loss", "worker crash", "scale-up", "hang", "connection"]
 """Why the round ended from which a node recovers; ``scale-up`` is every other change at a step boundary."""
@@ -126,10 +140,19 @@ def totals(spans: Iterable[Span]) -> list[Total]:
 
 
 def goodput(found: Iterable[Total]) -> float | None:
-    """Return the share of the nodes' time that was spent on training which was kept; ``None`` without time."""
+    """Return the share of the nodes' time that is known to be training which was kept; ``None`` without time."""
+    return _share(found, "training")
+
+
+def highest_goodput(found: Iterable[Total]) -> float | None:
+    """Return what the goodput would be if all unknown time was such training; ``None`` without time."""
+    return _share(found, "training", "unknown")
+
+
+def _share(found: Iterable[Total], *activities: Activity) -> float | None:
     found = list(found)
     whole = math.fsum(total.seconds for total in found)
-    return math.fsum(total.seconds for total in found if total.activity == "training") / whole if whole else None
+    return math.fsum(total.seconds for total in found if total.activity in activities) / whole if whole else None
 
 
 def lost_steps(events: Sequence[Event]) -> int:
@@ -166,6 +189,16 @@ class _Line:
             self.spans.append(Span(self.node, activity, self.at, until, number, cause))
         self.at = until
 
+    def draw_entry(self, until: float, number: int, cause: Cause | None) -> None:
+        """Continue up to the first step in a round.
+
+        Args:
+            until: when that began.
+            number: number of the round.
+            cause: why the node's round before ended; ``None`` in its first one.
+        """
+        self.draw(until, "starting" if cause is None else "recovering", number, cause)
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -181,8 +214,9 @@ class _Run:
         reached: last step that a node has reported, by round.
         causes: why each round ended.
         commits: committed checkpoints by round.
-        reports_steps: whether any step was reported; a script without a session reports none.
-        succeeded_in: round in which the run ended, ``None`` if it has not.
+        unreported: what is known of each round where no step was reported, as by a script without a session; empty
+            otherwise.
+        ended_in: round in which the run ended, ``None`` if it has not.
     """
 
     events: Mapping[str, list[Event]]
@@ -194,7 +228,7 @@ class _Run:
     reached: Mapping[int, int]
     causes: Mapping[int, Cause]
     commits: Mapping[int, list[CheckpointCommitted]]
-    reports_steps: bool
+    unreported: Mapping[int, UnreportedRound]
     ended_in: int | None
 
     @classmethod
@@ -222,6 +256,7 @@ class _Run:
             sealed.append((started, min(closing, default=max(event.time for event in own))))
         left = {event.node: event.reason for event in events if isinstance(event, NodeLeft)}
         ends = [event.round for event in events if isinstance(event, RunEnded)]
+        reports_steps = any(isinstance(event, Progress | Restored) for event in events)
         return cls(
             by_node,
             by_node_and_round,
@@ -235,7 +270,7 @@ class _Run:
             },
             {number: _cause(by_round[number], left) for number in numbers},
             commits,
-            any(isinstance(event, Progress | Restored) for event in events),
+            {} if reports_steps else {number: UnreportedRound.of(by_round[number]) for number in numbers},
             max(ends, default=None),
         )
 
@@ -269,7 +304,9 @@ def _account_node(line: _Line, run: _Run) -> None:
     for index, entry in enumerate(entries):
         following = entries[index + 1] if index + 1 < len(entries) else None
         before = entries[index - 1].round if index else None
-        _account_round(line, run, entry.round, before, following)
+        account_work = _account_unreported if run.unreported else _account_steps
+        account_work(line, run, entry.round, before, following)
+        _account_end(line, run, entry.round, following)
 
 
 def _wait(line: _Line, until: float, run: _Run) -> None:
@@ -282,15 +319,31 @@ def _wait(line: _Line, until: float, run: _Run) -> None:
     line.draw(until, "waiting" if run.ended_in is None else "idle")
 
 
-def _account_round(line: _Line, run: _Run, number: int, before: int | None, following: RoundEntered | None) -> None:
-    """Draw the time from the entry into a round to the entry into the node's next one, or to its end."""
+def _account_unreported(
+    line: _Line, run: _Run, number: int, before: int | None, following: RoundEntered | None
+) -> None:
+    """Draw the time from the entry into a round to its end, as far as it is known of a script without a session."""
+    repeated = any(later > number for later, _ in run.entries)
+    known = run.unreported[number]
+    work = UnreportedWork.of(known, run.by_round[line.node, number], repeated=repeated)
+    ended = work.ended if following is None else min(work.ended, following.time)
+    if following is None and run.ended_in != number and not _has_left(run, line.node, number):
+        ended = line.time.ended  # it was killed, which the others have noticed a moment later
+    begun = ended if work.begun is None else min(work.begun, ended)
+    line.draw_entry(begun, number, None if before is None else run.causes[before])
+    line.draw(min(work.kept, ended), "training", number)
+    if work.loses:
+        line.draw(ended, "lost work", number, run.causes[number])
+    else:
+        line.draw(ended, "unknown", number)
+
+
+def _account_steps(line: _Line, run: _Run, number: int, before: int | None, following: RoundEntered | None) -> None:
+    """Draw the time from the entry into a round to its last step."""
     steps = _Steps.of(run, line.node, number)
     if line.time.running and following is None and not _has_seen_the_end(run, line.node, number):
         steps = replace(steps, ended=max(steps.ended, line.time.ended))
-    if before is None:
-        line.draw(steps.started, "starting", number)
-    else:
-        line.draw(steps.started, "recovering", number, run.causes[before])
+    line.draw_entry(steps.started, number, None if before is None else run.causes[before])
     cause = run.causes[number]
     pauses = steps.pauses(run.commits.get(number, ()))
     kept_until = steps.time_of(run.kept[number])
@@ -303,6 +356,11 @@ def _account_round(line: _Line, run: _Run, number: int, before: int | None, foll
                 line.draw(min(time, steps.ended), "training", number)
             else:
                 line.draw(min(time, steps.ended), "lost work", number, cause)
+
+
+def _account_end(line: _Line, run: _Run, number: int, following: RoundEntered | None) -> None:
+    """Draw the time from a node's work in a round to its entry into its next one, or to its end."""
+    cause = run.causes[number]
     if following is not None and following.round == number + 1:
         line.draw(following.time, "recovering", number, cause)
     elif following is not None:
@@ -323,6 +381,12 @@ def _leave_round(line: _Line, run: _Run, number: int, cause: Cause) -> None:
     """Draw the time until the others have the next round."""
     later = [time for entered, time in run.entries if entered > number]
     line.draw(min(later, default=line.time.ended), "recovering", number, cause)
+
+
+def _has_left(run: _Run, node: str, number: int) -> bool:
+    """Return whether a node has recorded that it has left the run, or the round's end."""
+    left = any(isinstance(event, NodeLeft) for event in run.events[node])
+    return left or _has_seen_the_end(run, node, number)
 
 
 def _has_seen_the_end(run: _Run, node: str, number: int) -> bool:
@@ -351,12 +415,8 @@ class _Steps:
         done = [(event.time, event.step) for event in own if isinstance(event, Progress)]
         launched = [event.time for event in own if isinstance(event, RoundEntered | WorkersStarted | Restored)]
         if not done:
-            # Without a session nothing but the workers' start is known.
-            started = max(launched) if run.reports_steps else min(launched)
-            last = own[-1].time if any(isinstance(event, WorkersStarted) for event in own) else started
-            closing = [event.time for event in own if isinstance(event, RoundReopened | RunEnded | NodeLeft)]
-            ended = started if run.reports_steps else max(started, min(closing, default=last))
-            return cls(started, ended, (started,), (run.restored.get(number, 0),))
+            started = max(launched)
+            return cls(started, started, (started,), (run.restored.get(number, 0),))
         restored = run.restored.get(number, done[0][1] - 1)
         (first_time, first_step), (last_time, last_step) = done[0], done[-1]
         each = (last_time - first_time) / (last_step - first_step) if last_step > first_step else 0.0

@@ -25,10 +25,12 @@ __all__ = [
     "NodeReady",
     "NodeStarted",
     "Progress",
+    "RanksConnecting",
     "Restored",
     "RoundEntered",
     "RoundReopened",
     "RunEnded",
+    "StateSaved",
     "Unreachable",
     "WorkerFailed",
     "WorkersStarted",
@@ -136,6 +138,21 @@ class WorkersStarted(_Event):
 
     kind: Literal["workers_started"] = "workers_started"
     pids: tuple[int, ...]
+
+
+class RanksConnecting(_Event):
+    """Workers without a session have begun to connect to each other; written by rank 0's node."""
+
+    kind: Literal["ranks_connecting"] = "ranks_connecting"
+
+
+class StateSaved(_Event):
+    """Last save of a round by a script without a session, as the next round's node of rank 0 has found it.
+
+    The time is that of the file, and of its storage's clock.
+    """
+
+    kind: Literal["state_saved"] = "state_saved"
 
 
 class Restored(_Event):
@@ -252,6 +269,8 @@ Event = Annotated[
     | Unreachable
     | RoundEntered
     | WorkersStarted
+    | RanksConnecting
+    | StateSaved
     | Restored
     | Progress
     | Metrics

@@ -113,7 +113,8 @@ class Report(_Record):
         lost_steps: number of steps that were trained again after a loss.
         samples: number of samples in the steps that count; ``None`` if the script does not count them.
         bill: cost of the nodes; ``None`` if it was not requested.
-        goodput: share of that time which was spent on training that was kept; ``None`` without events.
+        goodput: share of that time which is known to be training that was kept; ``None`` without events.
+        highest_goodput: that share with the time of which this is unknown, as with a script without a session.
         skipped_events: number of unreadable lines in the event files.
     """
 
@@ -134,6 +135,7 @@ class Report(_Record):
     lost_steps: int = 0
     samples: int | None = None
     goodput: float | None = None
+    highest_goodput: float | None = None
     bill: Bill | None = None
     skipped_events: int = 0
     paths: Paths
@@ -163,6 +165,7 @@ class Report(_Record):
                 "lost_steps": accounting.lost_steps(events),
                 "samples": trained_samples(events),
                 "goodput": accounting.goodput(activities),
+                "highest_goodput": accounting.highest_goodput(activities),
             }
         )
 
@@ -171,7 +174,8 @@ class Report(_Record):
     ) -> Report:
         """Return the report with the cost of its nodes.
 
-        On dedicated nodes the same work takes the time of starting, training and saving.
+        On dedicated nodes the same work takes the time of starting, training and saving; unknown time does not count,
+        so that no saving is claimed for it.
 
         Args:
             events: events of all nodes.

@@ -22,6 +22,7 @@ from azureml_elastic.ledger.events import (
     WorkerFailed,
     WorkersStarted,
 )
+from azureml_elastic.ledger.unreported import connecting_seconds
 
 __all__ = [
     "RecoverySpan",
@@ -78,8 +79,8 @@ class RecoverySpan:
     Args:
         round: number of the round that the loss ended.
         resumed: number of the round in which training continued.
-        step: first step reported in that round.
-        seconds: time between ``since`` and that step.
+        step: first step reported in that round; ``None`` without a session.
+        seconds: time between ``since`` and that step; without a session, until the workers began to connect.
         since: start of the measurement: the loss itself (if the caller knows it), its detection by a survivor, or the
             last step that a survivor reported.
         lost: lost nodes; empty if a worker failed or hung.
@@ -88,7 +89,7 @@ class RecoverySpan:
 
     round: int
     resumed: int
-    step: int
+    step: int | None
     seconds: float
     since: Literal["loss", "notice", "last step"]
     lost: tuple[str, ...]
@@ -129,13 +130,12 @@ def recoveries(events: Sequence[Event], losses: Iterable[tuple[str, float]] = ()
     found: list[RecoverySpan] = []
     for index, (round_, following) in enumerate(pairwise(all_rounds)):
         lost = round_.lost or tuple(node for node in round_.members if node not in following.members)
-        resumed = next((later for later in all_rounds[index + 1 :] if later.last_step is not None), None)
+        resumed = next((later for later in all_rounds[index + 1 :] if _resumes(by_round[later.number])), None)
         if resumed is None or not (lost or round_.number in failed_in):
             continue
         pause = _pause(by_round, round_, resumed, [time for node, time in losses if node in lost])
         if pause is not None:
-            step = resumed.first_step or 0
-            found.append(RecoverySpan(round_.number, resumed.number, step, *pause, lost, round_.reason))
+            found.append(RecoverySpan(round_.number, resumed.number, resumed.first_step, *pause, lost, round_.reason))
     return found
 
 
@@ -216,7 +216,7 @@ def _pause(
     by_round: Mapping[int, Sequence[Event]], before: RoundSpan, after: RoundSpan, lost_at: Sequence[float]
 ) -> tuple[float, Literal["loss", "notice", "last step"]] | None:
     """Return the time from the loss to the first step afterwards, as exactly as the events allow."""
-    resumed = {node: times[0] for node, times in _times(by_round[after.number], Progress).items()}
+    resumed = _resumes(by_round[after.number])
     back = min(resumed.values())
     within = [time for time in lost_at if before.started <= time <= back]
     if within:
@@ -230,6 +230,18 @@ def _pause(
     if pauses := [resumed[node] - times[-1] for node, times in trained.items() if node in resumed]:
         return max(0.0, min(pauses)), "last step"
     return None
+
+
+def _resumes(events: Sequence[Event]) -> dict[str, float]:
+    """Return for each node when training has continued in a round, by its clock; empty where it has not.
+
+    Workers without a session report no steps, so that they have continued when they began to connect to each other.
+    """
+    if steps := _times(events, Progress):
+        return {node: times[0] for node, times in steps.items()}
+    seconds = connecting_seconds(events)
+    entries = _times(events, RoundEntered)
+    return {} if seconds is None else {node: times[0] + seconds for node, times in entries.items()}
 
 
 def _times(events: Iterable[Event], *kinds: type[Event]) -> dict[str, list[float]]:

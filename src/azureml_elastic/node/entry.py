@@ -17,7 +17,9 @@ import psutil
 from azureml_elastic.checkpoint.snapshots.agent_memory import AgentMemory
 from azureml_elastic.checkpoint.snapshots.local_snapshots import LocalSnapshots
 from azureml_elastic.config import environment as variables
+from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
 from azureml_elastic.config.command.program import Program, require_script
+from azureml_elastic.config.command.program_files import program_files
 from azureml_elastic.config.exit_codes import UNHEALTHY
 from azureml_elastic.errors import MissingExtra, RunFailed, RunSucceeded
 from azureml_elastic.ledger.events import HealthChecked, NodeLeft, NodeStarted
@@ -201,6 +203,8 @@ class _Node:
     def run(self) -> int:
         """Take part in the run and return the exit code."""
         exit_code, reason = 1, "an error of the agent"
+        # A program of hundreds of files takes seconds to read, for a warning alone.
+        threading.Thread(target=self._warn_of_fixed_ranks, name="fixed-ranks", daemon=True).start()
         try:
             exit_code, reason = self._take_part(self._agent())
             self._channel.ended_well = exit_code == 0
@@ -208,6 +212,11 @@ class _Node:
             number = self._rendezvous.membership.last_round
             self._recorder.record(NodeLeft, number, reason=reason, exit_code=exit_code)
         return exit_code
+
+    def _warn_of_fixed_ranks(self) -> None:
+        """Say where the program has ranks or an address of its own, with which its workers do not find each other."""
+        if not self._plan.distribution.runs_engine and (fixed := find_fixed_ranks(program_files(self._program))):
+            _LOG.warning("%s", describe_fixed_ranks(fixed, Path.cwd()))
 
     def _take_part(self, agent: NodeAgent) -> tuple[int, str]:
         """Return the exit code and why the node ends."""

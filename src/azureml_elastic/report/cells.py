@@ -8,7 +8,15 @@ from azureml_elastic.ledger.accounting import Activity, Cause
 from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.timeline import RoundSpan
 
-__all__ = ["MEASURED_FROM", "OUTCOMES", "activity_text", "bill_rows", "money_text", "steps_text"]
+__all__ = [
+    "MEASURED_FROM",
+    "OUTCOMES",
+    "activity_text",
+    "bill_rows",
+    "goodput_text",
+    "money_text",
+    "steps_text",
+]
 
 MEASURED_FROM = {"loss": "the loss", "notice": "a survivor's notice", "last step": "the last step"}
 """Starts of the measurement of a recovery."""
@@ -25,6 +33,18 @@ OUTCOMES = {
 def activity_text(activity: Activity, cause: Cause | None) -> str:
     """Return an activity with its cause."""
     return activity if cause is None else f"{activity}: {cause}"
+
+
+def goodput_text(least: float, most: float | None, digits: int = 0) -> str:
+    """Return the goodput, with its limits where part of the time is unknown.
+
+    Args:
+        least: share of the time that is known to be training which was kept.
+        most: that share with all unknown time; ``None`` if it is the same.
+        digits: digits after the decimal point.
+    """
+    low, high = f"{least:.{digits}%}", f"{least if most is None else most:.{digits}%}"
+    return low if low == high else f"{low} to {high}"
 
 
 def bill_rows(bill: Bill) -> list[dict[str, str]]:
@@ -56,7 +76,7 @@ def money_text(amount: Decimal | None, currency: str) -> str:
 def steps_text(round_: RoundSpan) -> str:
     """Return the steps of a round."""
     if round_.last_step is None:
-        return "none" if round_.ran else "did not start"
+        return "none reported" if round_.ran else "did not start"
     first = round_.first_step if round_.restored_step is None else round_.restored_step + 1
     if first is not None and first > round_.last_step:
         return "none"

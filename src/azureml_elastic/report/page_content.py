@@ -12,7 +12,7 @@ from azureml_elastic.ledger.events import Event
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import RoundSpan
-from azureml_elastic.report.cells import OUTCOMES, activity_text, money_text
+from azureml_elastic.report.cells import OUTCOMES, activity_text, goodput_text, money_text
 from azureml_elastic.report.failures import Failure, failures
 from azureml_elastic.report.node_timelines import NodeTimeline, node_timelines
 from azureml_elastic.report.numbers import duration_text, utc_text
@@ -197,7 +197,8 @@ def _facts(report: Report, start: float, duration: float, known: bool) -> Iterab
             rounds += f", {min(report.world_sizes):,} to {max(report.world_sizes):,} workers"
         yield Fact("World size", " → ".join(sizes), rounds)
     if report.goodput is not None:
-        yield Fact("Goodput", f"{report.goodput:.1%}", "share of the nodes' time in training that was kept")
+        text = goodput_text(report.goodput, report.highest_goodput, digits=1)
+        yield Fact("Goodput", text, "share of the nodes' time in training that was kept")
     if report.recoveries:
         middle = sorted(recovery.seconds for recovery in report.recoveries)[len(report.recoveries) // 2]
         yield Fact("Recoveries", f"{len(report.recoveries):,}", f"median {duration_text(middle)}")
@@ -247,7 +248,7 @@ def _waterfall(activities: Sequence[Total]) -> Iterable[WaterfallBar]:
     if not whole:
         return
     yield WaterfallBar("delivered", "delivered", whole, whole)
-    order = ("starting", "waiting", "idle", "saving", "recovering", "lost work")
+    order = ("starting", "waiting", "idle", "saving", "recovering", "unknown", "lost work")
     for total in sorted(activities, key=lambda each: (each.activity == "training", _index(order, each.activity))):
         if total.activity != "training":
             left -= total.seconds

@@ -13,7 +13,7 @@ from azureml_elastic.report.page_tables import DataTable
 
 __all__ = ["data_table", "fact_item", "failure_list", "figure", "legend", "message_box"]
 
-_ACTIVITIES = ("starting", "waiting", "training", "saving", "recovering", "lost work", "idle")
+_ACTIVITIES = ("starting", "waiting", "training", "saving", "recovering", "lost work", "unknown", "idle")
 _MARKS = {
     "checkpoint": "checkpoint",
     "fault": "injected fault",

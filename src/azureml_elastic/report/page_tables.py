@@ -90,7 +90,7 @@ def checkpoints_table(events: Iterable[Event], start: float) -> DataTable:
         ("step", "at", "paused", "round", "node", "folder"),
         (
             (
-                f"{each.step:,}",
+                "" if each.step is None else f"{each.step:,}",
                 duration_text(max(0.0, each.time - start)),
                 duration_text(each.seconds),
                 str(each.round),
@@ -129,7 +129,7 @@ def recoveries_table(report: Report) -> DataTable:
             (
                 str(each.round),
                 _names(each.lost) or "a worker",
-                f"{each.step:,}",
+                "" if each.step is None else f"{each.step:,}",
                 duration_text(each.seconds),
                 MEASURED_FROM[each.since],
                 each.reason,

@@ -160,6 +160,7 @@ PATTERNS = element(
         _pattern("saving", element("circle", cx=3, cy=3, r=1.3, class_="ink-saving")),
         _pattern("recovering", _stripe("recovering", 2, 6), rotated=-45),
         _pattern("lost-work", _stripe("lost-work", 2, 6), _stripe("lost-work", 6, 2), rotated=45),
+        _pattern("unknown", _stripe("unknown", 2, 6), size=8),
         _pattern("idle", element("circle", cx=4, cy=4, r=0.9, class_="ink-idle"), size=8),
         *_symbols(),
     ),

@@ -10,7 +10,14 @@ from azureml_elastic.ledger.bill import Bill
 from azureml_elastic.ledger.samples import SampleAudit
 from azureml_elastic.ledger.summary import Report
 from azureml_elastic.ledger.timeline import reason_and_losses
-from azureml_elastic.report.cells import MEASURED_FROM, OUTCOMES, activity_text, bill_rows, steps_text
+from azureml_elastic.report.cells import (
+    MEASURED_FROM,
+    OUTCOMES,
+    activity_text,
+    bill_rows,
+    goodput_text,
+    steps_text,
+)
 from azureml_elastic.report.picture import lifelines, size_chart, time_axis
 
 __all__ = ["audit_text", "bill_table", "summary", "timeline_picture"]
@@ -91,7 +98,7 @@ def _recoveries_table(report: Report) -> Table:
         table.add_row(
             str(recovery.round),
             ", ".join(recovery.lost) or "a worker",
-            str(recovery.step),
+            "" if recovery.step is None else str(recovery.step),
             f"{recovery.seconds:.2f}",
             MEASURED_FROM[recovery.since],
         )
@@ -107,7 +114,8 @@ def _table(title: str, *headings: str) -> Table:
 
 def _activities_table(report: Report) -> Table:
     whole = sum(total.seconds for total in report.activities)
-    table = Table(title=f"time of the nodes, goodput {report.goodput:.0%}", title_justify="left", title_style="bold")
+    share = goodput_text(report.goodput or 0.0, report.highest_goodput)
+    table = Table(title=f"time of the nodes, goodput {share}", title_justify="left", title_style="bold")
     table.add_column("activity")
     table.add_column("node-seconds", justify="right")
     table.add_column("share", justify="right")

@@ -7,7 +7,9 @@ import re
 from pathlib import Path, PurePosixPath
 
 from azureml_elastic.config import environment as variables
+from azureml_elastic.config.command.fixed_ranks import describe_fixed_ranks, find_fixed_ranks
 from azureml_elastic.config.command.program import FoundProgram, find_program, parse_program
+from azureml_elastic.config.command.program_files import program_files
 from azureml_elastic.errors import CommandError, SubmitError
 from azureml_elastic.masking import named_secrets
 from azureml_elastic.submit.expressions import check_expressions
@@ -22,7 +24,10 @@ _LOG = logging.getLogger(__name__)
 RESERVED_PREFIX = "azureml_elastic_"
 """Prefix of the inputs and outputs that this library adds to the job."""
 
-_RESERVED_VARIABLES = {getattr(variables, name) for name in variables.__all__} - {variables.RUN_ID}
+_RESERVED_VARIABLES = {getattr(variables, name) for name in variables.__all__} - {
+    variables.INTEGRATIONS,
+    variables.RUN_ID,
+}
 _REMOTE = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)  # a scheme; one letter is a drive of Windows
 _RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,254}", re.ASCII)
 _OWN_DISK = frozenset({"dev", "home", "root", "tmp", "var"})
@@ -49,6 +54,7 @@ def check(job: JobFields) -> FoundProgram:
     refuse_launcher(job.command, job.inputs, job.distribution)
     found = find_program(job.command)
     _check_script(job, found)
+    _warn_of_fixed_ranks(job, found)
     translated_command(job, found)
     _warn_of_secrets(job)
     _warn_of_previews(job)
@@ -134,6 +140,17 @@ def _warn_of_secrets(job: JobFields) -> None:
             "can read it. Let the script read it from a key vault, for which the nodes have an identity.",
             name,
         )
+
+
+def _warn_of_fixed_ranks(job: JobFields, found: FoundProgram) -> None:
+    """Warn where the program's text has ranks or an address of its own."""
+    if job.distribution.runs_engine or job.code is None or _REMOTE.match(str(job.code)):
+        return
+    code = Path(job.code)
+    folder = code if code.is_dir() else code.parent
+    fixed = find_fixed_ranks(program_files(parse_program([found.program]), folder))
+    if fixed:
+        _LOG.warning("%s", describe_fixed_ranks(fixed, folder))
 
 
 def _warn_of_previews(job: JobFields) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_elastic.ledger.accounting import NodeTime, account, goodput, lost_steps, totals
+from azureml_elastic.ledger.accounting import NodeTime, account, goodput, highest_goodput, lost_steps, totals
 from azureml_elastic.ledger.events import (
     CheckpointCommitted,
     HangDetected,
@@ -14,10 +14,12 @@ from azureml_elastic.ledger.events import (
     NodeReady,
     NodeStarted,
     Progress,
+    RanksConnecting,
     Restored,
     RoundEntered,
     RoundReopened,
     RunEnded,
+    StateSaved,
     WorkerFailed,
     WorkersStarted,
 )
@@ -147,15 +149,84 @@ def test_a_node_that_no_round_takes_waits_or_is_idle():
     assert summed([*lost_node(), *spare])["c"] == {"starting": 1.0, "idle": 19.0, "waiting": 1.0}
 
 
-def test_a_script_without_a_session_trains_while_its_workers_run():
+def unreported(*seen, ahead=0.0):
+    """A script without a session on two nodes, of which b is lost; a's clock is that far ahead of b's."""
+    a = [
+        *started(0, "a", 1),
+        *entered(2, "a", 1, "a", "b"),
+        *seen,
+        RoundReopened(time=12, node="a", round=1, reason="lost b", lost=("b",)),
+        *entered(12.1, "a", 2, "a"),
+        RanksConnecting(time=12.4, node="a", round=2),
+        RunEnded(time=20, node="a", round=2, succeeded=True),
+    ]
+    moved = [event.model_copy(update={"time": event.time + ahead}) for event in a]
+    return [*moved, *started(0, "b", 1), *entered(2, "b", 1, "a", "b")]
+
+
+CONNECTING, SAVED = RanksConnecting(time=3, node="a", round=1), StateSaved(time=9, node="a", round=1)
+LOST = {"b": NodeTime(0.75, 11.5)}
+
+
+@pytest.mark.parametrize("ahead", [0.0, 1000.0, -1000.0])
+def test_a_script_without_a_session_has_trained_up_to_its_last_save(ahead):
+    found = summed(unreported(CONNECTING, StateSaved(time=6, node="a", round=1), SAVED, ahead=ahead), LOST)
+    a, b = ({name: own[name] for name in own.keys() - {"starting", "waiting", "idle"}} for own in found.values())
+    recovered = {"recovering: node loss": pytest.approx(0.4)}
+    assert a == {"training": pytest.approx(6 + 7.6), "lost work: node loss": 3.0, **recovered}
+    assert b == {"training": 6.0, "lost work: node loss": 2.5}
+    later = summed(unreported(CONNECTING, SAVED, ahead=ahead), {"b": NodeTime(0.75, 12.5)})["b"]
+    assert later["lost work: node loss"] == 3.5, "it was noticed before its process had ended"
+
+
+def test_the_work_of_a_round_whose_saves_nobody_has_seen_is_unknown():
+    events = unreported(CONNECTING)
+    found = summed(events, LOST)
+    assert (found["a"]["unknown"], found["a"]["training"]) == (9.0, pytest.approx(7.6))
+    assert found["b"]["unknown"] == 8.5
+    shares = totals(account(events, LOST))
+    whole = sum(total.seconds for total in shares)
+    assert goodput(shares) == pytest.approx(7.6 / whole)
+    assert highest_goodput(shares) == pytest.approx((7.6 + 17.5) / whole)
+
+
+def test_workers_that_nobody_has_seen_connect_may_have_trained():
+    assert summed(unreported(), LOST)["a"]["unknown"] == pytest.approx(9.9)
+    assert summed(unreported(SAVED), LOST)["a"]["lost work: node loss"] == 3.0
+    alone = [*started(0, "a", 1), *entered(2, "a", 1, "a"), RunEnded(time=9, node="a", round=1, succeeded=True)]
+    assert summed(alone)["a"] == {"starting": pytest.approx(1.1), "waiting": 1.0, "training": pytest.approx(6.9)}
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_program_that_fails_before_its_workers_connect_has_not_trained(connected):
+    seen = [CONNECTING] if connected else []
+    failure = WorkerFailed(time=4, node="b", round=1, rank=1, exit_code=2, message="")
+    again = WorkerFailed(time=7, node="a", round=2, rank=0, exit_code=2, message="")
     events = [
         *started(0, "a", 1),
-        *entered(2, "a", 1, "a"),
-        RoundReopened(time=8, node="a", round=1, reason="rescale at a step boundary"),
-        *entered(9, "a", 2, "a"),
-        RunEnded(time=19, node="a", round=2, succeeded=True),
+        *entered(2, "a", 1, "a", "b"),
+        *seen,
+        *started(0, "b", 1),
+        *entered(2, "b", 1, "a", "b"),
+        failure,
+        RoundReopened(time=4, node="b", round=1, reason="worker 1 on b failed with exit code 2"),
+        *entered(5, "a", 2, "a", "b"),
+        *entered(5, "b", 2, "a", "b"),
+        again,
+        RunEnded(time=7, node="a", round=2, succeeded=False),
     ]
-    assert summed(events)["a"]["training"] == pytest.approx(15.8, abs=0.3)
+    found = summed(events)
+    unknown = {"unknown": 1.0} if connected else {}
+    starting = 2.0 if connected else 3.0
+    assert found["a"] == {"starting": starting, "waiting": 1.0, **unknown, "recovering: worker crash": 3.0}
+    assert goodput(totals(account(events))) == 0
+
+
+def test_the_present_round_of_a_script_without_a_session_trains_until_now():
+    events = unreported(CONNECTING)[:5]
+    found = summed(events, {"a": NodeTime(0, 50, running=True)})
+    assert found["a"] == {"starting": 2.0, "waiting": 1.0, "training": 47.0}
+    assert summed(events[:4], {"a": NodeTime(0, 50, running=True)})["a"] == {"starting": 49.0, "waiting": 1.0}
 
 
 def test_a_running_node_trains_until_now():
@@ -177,9 +248,11 @@ def test_nothing_is_accounted_without_events():
 
 
 KINDS = st.sampled_from(["enter", "step", "restore", "commit", "fail", "hang", "reopen", "left", "end", "ready"])
+UNREPORTED = st.sampled_from(["enter", "connect", "save", "fail", "hang", "reopen", "left", "end", "ready"])
+DRAWN = st.sampled_from("abc"), st.integers(1, 4), st.floats(0, 100)
 
 
-@given(st.lists(st.tuples(KINDS, st.sampled_from("abc"), st.integers(1, 4), st.floats(0, 100)), max_size=60))
+@given(st.lists(st.tuples(KINDS, *DRAWN), max_size=60) | st.lists(st.tuples(UNREPORTED, *DRAWN), max_size=60))
 def test_any_events_give_spans_without_gaps_over_the_whole_lifetime(drawn):
     """Also torn and contradictory ones, as of nodes whose clocks are set back."""
     make = {
@@ -189,6 +262,8 @@ def test_any_events_give_spans_without_gaps_over_the_whole_lifetime(drawn):
         "commit": lambda **common: CheckpointCommitted(
             step=int(common["time"]), directory="x", seconds=common["round"] / 3, **common
         ),
+        "connect": RanksConnecting,
+        "save": StateSaved,
         "fail": lambda **common: WorkerFailed(rank=0, exit_code=1, message="", **common),
         "hang": lambda **common: HangDetected(step=1, seconds=1, limit_seconds=1, **common),
         "reopen": lambda **common: RoundReopened(reason="x", lost=("b",), **common),

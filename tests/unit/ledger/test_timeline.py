@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from azureml_elastic.ledger.events import NodeLeft, RoundReopened, RunEnded, WorkerFailed
+from azureml_elastic.ledger.events import NodeLeft, RanksConnecting, RoundReopened, RunEnded, WorkerFailed
 from azureml_elastic.ledger.timeline import headline, outcome, recoveries, rounds, world_sizes
 from tests.support.histories import enter, loss_and_newcomer, steps
 
@@ -111,6 +111,22 @@ def test_a_second_loss_before_the_next_step_prolongs_the_first_recovery():
         *steps(3, ["a"], 1, 3, at=9.0),
     ]
     assert [(found.round, found.resumed, found.seconds) for found in recoveries(events)] == [(1, 3, 4.0), (2, 3, 2.0)]
+
+
+@pytest.mark.parametrize("ahead", [0.0, 500.0])
+def test_a_script_without_a_session_has_recovered_when_its_workers_connect(ahead):
+    """Also where another node notices the loss than the one that sees the connection, by another clock."""
+    events = [
+        *enter(1, ["a", "b", "c"], at=1.0),
+        RoundReopened(time=5.0, node="b", round=1, reason="lost c", lost=("c",)),
+        *enter(2, ["b"], at=6.0),
+        *(event.model_copy(update={"time": event.time + ahead}) for event in enter(2, ["a"], at=6.0)),
+        RanksConnecting(time=6.5 + ahead, node="a", round=2),
+    ]
+    (recovery,) = recoveries(events)
+    assert (recovery.step, recovery.lost, recovery.since) == (None, ("c",), "notice")
+    assert recovery.seconds == pytest.approx(1.5)
+    assert recoveries(events[:-1]) == []
 
 
 def test_without_a_step_afterwards_there_is_no_recovery():

@@ -253,6 +253,27 @@ def test_a_secret_in_the_command_is_warned_about(arguments, warnings, caplog):
     assert "hf_abc" not in caplog.text
 
 
+def test_the_integrations_can_be_switched_off():
+    check(make(environment_variables={"AZUREML_ELASTIC_INTEGRATIONS": "off"}))
+
+
+@pytest.mark.parametrize(
+    ("line", "distribution", "warnings"),
+    [
+        ('os.environ["MASTER_ADDR"] = "localhost"', {}, 1),
+        ('os.environ.setdefault("MASTER_ADDR", "localhost")', {}, 0),
+        ('os.environ["MASTER_ADDR"] = "localhost"', {"framework": "ray"}, 0),
+    ],
+)
+@pytest.mark.parametrize("command", ["python train.py", "python -m train"])
+def test_ranks_and_addresses_in_the_script_are_warned_about(line, distribution, warnings, command, tmp_path, caplog):
+    (tmp_path / "train.py").write_text("import connect\n")
+    (tmp_path / "connect.py").write_text(f"import os\n{line}\n")
+    check(make(code=str(tmp_path), command=command, distribution=distribution))
+    assert len(caplog.records) == warnings
+    assert caplog.text.count("connect.py:2 sets MASTER_ADDR to 'localhost'") == warnings
+
+
 def test_the_job_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         make().compute = "other"

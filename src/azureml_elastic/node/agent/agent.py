@@ -27,6 +27,7 @@ from azureml_elastic.node.agent.channel import Channel
 from azureml_elastic.node.agent.engine_program import derive_engine_key
 from azureml_elastic.node.agent.event_recorder import Recorder
 from azureml_elastic.node.agent.newcomer_watch import NewcomerWatch
+from azureml_elastic.node.agent.observation_log import ObservationLog
 from azureml_elastic.node.agent.peer_messages import PeerMessenger
 from azureml_elastic.node.agent.worker_group import WorkerGroup
 from azureml_elastic.node.agent.worker_processes import Workers
@@ -40,6 +41,7 @@ from azureml_elastic.node.hangs.stack_dump import Worker
 from azureml_elastic.node.hangs.stack_report import StackReporter
 from azureml_elastic.node.host.identity import NodeIdentity
 from azureml_elastic.node.preemption.watcher import PreemptionWatcher
+from azureml_elastic.node.preload.state_lookups import read_lookups
 from azureml_elastic.node.rendezvous.hub.messages import Done, Report
 from azureml_elastic.node.rendezvous.rendezvous import Rendezvous
 from azureml_elastic.node.rendezvous.state.assignment import Assignment, Status
@@ -119,6 +121,7 @@ class NodeAgent:
         self._opens_session = opens_session
         self._runs_engine = plan.distribution.runs_engine
         self._newcomers = newcomers
+        self._observations = ObservationLog(recorder, excluded=identity.folder.absolute())
         self._group = WorkerGroup(
             workers,
             channel,
@@ -143,6 +146,7 @@ class NodeAgent:
             rendezvous, channel, hangs, opens_session=opens_session, runs_engine=self._runs_engine, newcomers=newcomers
         )
         self._store: RoundStore = RemoteStore()
+        self._pids: tuple[int, ...] = ()
         self._announced = False
         self._done = False
         self.failure: Failure | None = None
@@ -194,6 +198,11 @@ class NodeAgent:
         self._store = store
         round_ = assignment.round
         leads = assignment.rank == 0
+        if leads and not (self._channel.workers.in_session or self._runs_engine):
+            # Between the last save of the old workers and the first one of the new: what they continue from is there.
+            self._workers.finish_stopping()
+            self._observations.left(read_lookups(self._channel.folder, self._pids))
+        self._observations.entered(round_.number, round_.world_size)
         pointer = CheckpointPointer(self._table, round_.number, self._rdzv.incarnation) if leads else None
         names = tuple(member.node for member in round_.members)
         self._peers.begin(round_, leads=leads)
@@ -204,8 +213,9 @@ class NodeAgent:
         )
         engine_key = derive_engine_key(self._rdzv.authenticator.key) if self._runs_engine else b""
         self._group.enter(assignment, pointer, self._run_id, self._plan.distribution.max_restarts, engine_key)
-        self._record(WorkersStarted, pids=self._workers.pids)
-        self._peers.workers_started(round_.world_size, store, self._workers.pids)
+        self._pids = self._workers.pids
+        self._record(WorkersStarted, pids=self._pids)
+        self._peers.workers_started(round_.world_size, store, self._pids)
 
     def _open_store(self, assignment: Assignment) -> RoundStore | None:
         return open_round_store(assignment, self._rdzv, lambda: self._workers.preload_server)
@@ -244,7 +254,10 @@ class NodeAgent:
             if status.broken:
                 return self._end_round(_why(status), lost=status.lost)
             self._peers.process_events()
-            if (reason := self._peers.lead(status, done=self._done)) is not None:
+            reason = self._peers.lead(status, done=self._done)
+            if self._peers.connecting:
+                self._observations.connecting(record=self._rdzv.membership.leads)
+            if reason is not None:
                 return self._end_round(reason, lost=self._leavers)
             if self._preemption.noticed:
                 self._announce_leaving()

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import sys
-import warnings
-from collections.abc import Iterable, Iterator
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-
 from azureml_elastic.config.command.program import Program
+from azureml_elastic.config.command.program_files import program_files
 
 __all__ = ["opens_session"]
 
@@ -17,88 +11,15 @@ __all__ = ["opens_session"]
 def opens_session(program: Program) -> bool:
     """Return whether the program, or a local module that it imports, mentions this library.
 
-    Nothing is executed. Imports inside functions count as well. Local modules are those below the folder that Python
-    puts first on the path: the script's folder, or the working directory for ``python -m``. Those of an installed
-    program are the modules of its own package.
-
     Args:
         program: the training program.
 
     Returns:
         True also where the program's own file cannot be found.
     """
-    if program.kind == "script":
-        main = Path(program.target)
-        root = within = main.parent
-    else:
-        parts = program.target.split(".")
-        main = Path(*parts).with_suffix(".py")
-        root = within = Path()
-        if not main.is_file() and (installed := _installed(parts)) is not None:
-            main, root = installed
-            within = root / parts[0]
-    if not main.is_file():
-        return True
-    seen: set[Path] = set()
-    pending = [main]
-    while pending:
-        path = pending.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        try:
-            text = path.read_bytes()
-        except OSError:
-            continue
+    found = False
+    for _, text in program_files(program):
+        found = True
         if b"azureml_elastic" in text:
             return True
-        pending.extend(found for found in _local_imports(text, path, root) if found.is_relative_to(within))
-    return False
-
-
-def _installed(parts: list[str]) -> tuple[Path, Path] | None:
-    """Return the file that ``python -m`` runs for a module on the path, and the folder that has its top package."""
-    folders: Iterable[str] | None = [str(Path.cwd()), *sys.path]
-    spec: ModuleSpec | None = None
-    for end in range(1, len(parts) + 1):
-        if folders is None:
-            return None
-        spec = PathFinder.find_spec(".".join(parts[:end]), list(folders))
-        if spec is None:
-            return None
-        folders = spec.submodule_search_locations
-    if folders is not None:
-        spec = PathFinder.find_spec(".".join([*parts, "__main__"]), list(folders))
-    if spec is None or spec.origin is None:
-        return None
-    main = Path(spec.origin)
-    return main, main.parents[len(parts) - (folders is None)]
-
-
-def _local_imports(text: bytes, path: Path, root: Path) -> Iterator[Path]:
-    """Yield the files of the local modules that a module imports."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes and the like are reported when the program runs
-            tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _files(root, alias.name.split("."))
-        elif isinstance(node, ast.ImportFrom):
-            base = root if node.level == 0 else path.parents[node.level - 1]
-            parts = node.module.split(".") if node.module else []
-            for alias in node.names:
-                yield from _files(base, [*parts, alias.name])
-            if not parts:
-                yield base / "__init__.py"
-
-
-def _files(base: Path, parts: list[str]) -> Iterator[Path]:
-    """Yield the existing files of a dotted name below a folder: its packages' and the module's own."""
-    for part in parts:
-        base /= part
-        candidates = (base.with_name(f"{part}.py"), base / "__init__.py")
-        yield from (path for path in candidates if path.is_file())
+    return not found

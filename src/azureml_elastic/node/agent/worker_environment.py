@@ -77,6 +77,12 @@ def worker_environments(
     if engine_key:
         shared[variables.ENGINE_KEY] = engine_key.hex()
     return {
-        local_rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
+        local_rank: {
+            **shared,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "ROLE_RANK": str(rank),
+            variables.WORKER: f"{rank} {round_.world_size} {host} {port}",
+        }
         for local_rank, rank in enumerate(ranks)
     }

@@ -21,7 +21,7 @@ __all__ = [
 
 _PER_WORKER = re.compile(
     r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|"
-    r"AZUREML_ELASTIC_(HISTORY|ROUND)"
+    r"AZUREML_ELASTIC_(HISTORY|ROUND|WORKER)"
 )
 """Variables that this library, or torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html), sets for each
 worker."""

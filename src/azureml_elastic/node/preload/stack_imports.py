@@ -1,6 +1,8 @@
 """Attaches the integrations of training stacks to a worker, when its script imports the stack.
 
-A module of the training process is imported by name, and only where the script has imported its stack.
+A module of the training process is imported by name, and only where the script has imported its stack. The same way
+torch gets the check that a script without a session has no ranks and addresses of its own, and MLflow what lets a
+script log its parameters again.
 """
 
 from __future__ import annotations
@@ -47,19 +49,30 @@ ATTACHMENTS = {
 }
 """Module of the integration and its function, by module of the stack."""
 
-_registered: list[bool] = []
+_CHECKS = {
+    "torch.distributed.rendezvous": "attach_to_rendezvous",
+    "torch.multiprocessing.spawn": "attach_to_spawn",
+}
+"""Function of the check of ranks and addresses, by module of torch."""
+
+_TRACKING = {"mlflow.tracking._tracking_service.client": "attach_to_client"}
+"""Function that lets a script log its parameters again after a restart, by module of MLflow; for all scripts."""
+
+_registered: set[str] = set()
 
 _START_UP = str(Path(__file__).with_name("plain_start"))
 """Folder of the module that Python runs at the start of a worker that is not forked."""
 
 
 def register(environ: Mapping[str, str] = os.environ) -> None:
-    """Attach the integrations to all stacks that this process imports, unless they are switched off."""
-    if variables.CHANNEL not in environ or is_off(environ) or _registered:
+    """Attach the integrations to all stacks that this process imports; those that are not switched off."""
+    if variables.CHANNEL not in environ:
         return
-    _registered.append(True)  # a fork of a process that has attached them has them
-    for name, (module, function) in ATTACHMENTS.items():
-        register_post_import_hook(_hook(f"{_INTEGRATIONS}.{module}", function), name)
+    _register({name: ("azureml_elastic.train.mlflow_parameters", function) for name, function in _TRACKING.items()})
+    if is_off(environ):
+        return
+    _register({name: (f"{_INTEGRATIONS}.{module}", function) for name, (module, function) in ATTACHMENTS.items()})
+    _register({name: ("azureml_elastic.distributed.launch_check", function) for name, function in _CHECKS.items()})
 
 
 def is_off(environ: Mapping[str, str]) -> bool:
@@ -71,6 +84,14 @@ def for_plain_start(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a worker that is not forked, with which it does what a forked one finds done."""
     path = environ.get("PYTHONPATH")
     return {**environ, "PYTHONPATH": f"{_START_UP}{os.pathsep}{path}" if path else _START_UP}
+
+
+def _register(attachments: Mapping[str, tuple[str, str]]) -> None:
+    """Attach functions, given with their modules, by modules that a script may import."""
+    for name, (module, function) in attachments.items():
+        if name not in _registered:  # a fork of a process that has attached them has them
+            _registered.add(name)
+            register_post_import_hook(_hook(module, function), name)
 
 
 def _hook(module: str, function: str):  # type: ignore[no-untyped-def] # noqa: ANN202

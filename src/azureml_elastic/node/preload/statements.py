@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from azureml_elastic.config.command.program_files import dotted_name
+
 __all__ = [
     "UNKNOWN",
     "blocks",
@@ -53,20 +55,14 @@ def executed(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
         yield from executed(ast.iter_child_nodes(node))
 
 
-def _dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
 def is_type_checking(test: ast.expr) -> bool:
     """Return whether a condition is true for type checkers only."""
-    return _dotted(test).rpartition(".")[2] == "TYPE_CHECKING"
+    return dotted_name(test).rpartition(".")[2] == "TYPE_CHECKING"
 
 
 def is_main_check(test: ast.expr) -> bool:
     """Return whether a condition compares ``__name__``."""
-    return isinstance(test, ast.Compare) and _dotted(test.left) == "__name__"
+    return isinstance(test, ast.Compare) and dotted_name(test.left) == "__name__"
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
@@ -79,12 +75,12 @@ def variables_set(node: ast.AST) -> list[str]:
     """Return the names of the environment variables that a node changes."""
     names: list[str] = []
     for target in _targets(node):
-        if isinstance(target, ast.Subscript) and _dotted(target.value) in _ENVIRON:
+        if isinstance(target, ast.Subscript) and dotted_name(target.value) in _ENVIRON:
             names.append(_text(target.slice))
-        elif _dotted(target) in _ENVIRON:
+        elif dotted_name(target) in _ENVIRON:
             names.append(UNKNOWN)
     if isinstance(node, ast.Call):
-        owner, _, function = _dotted(node.func).rpartition(".")
+        owner, _, function = dotted_name(node.func).rpartition(".")
         if (owner in _ENVIRON and function in _ENVIRON_CALLS) or (owner == "os" and function in {"putenv", "unsetenv"}):
             names += _names_passed(node, function)
         elif function == "load_dotenv":
@@ -109,9 +105,9 @@ def _text(node: ast.AST) -> str:
 def changes_path(node: ast.AST) -> bool:
     """Return whether a node may redirect later imports; entries appended to the path do not."""
     for target in _targets(node):
-        if _dotted(target.value if isinstance(target, ast.Subscript) else target) == "sys.path":
+        if dotted_name(target.value if isinstance(target, ast.Subscript) else target) == "sys.path":
             return True
     if isinstance(node, ast.Call):
-        owner, _, function = _dotted(node.func).rpartition(".")
+        owner, _, function = dotted_name(node.func).rpartition(".")
         return owner == "sys.path" and function in _PATH_CALLS
     return False

@@ -26,7 +26,7 @@ sys.exit(3)
 """
 """Rank 1 fails once rank 0 has written its report; then rank 0 is stopped."""
 
-OURS = {"AZUREML_ELASTIC_HISTORY", "AZUREML_ELASTIC_ROUND"}
+OURS = {"AZUREML_ELASTIC_HISTORY", "AZUREML_ELASTIC_ROUND", "AZUREML_ELASTIC_WORKER"}
 OF_THE_RUN = OURS | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
 OF_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
 """Variable that torchrun sets for its own option."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from azureml_elastic.config import TableRendezvous
-from azureml_elastic.node.agent.worker_environment import withheld_variables
+from azureml_elastic.node.agent.worker_environment import withheld_variables, worker_environments
+from azureml_elastic.node.preload.environment_variables import is_read_late
+from azureml_elastic.node.rendezvous.state.assignment import Assignment
+from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.table import open_table
 from azureml_elastic.node.table.opening import connection_string_variable
 
@@ -40,3 +43,11 @@ def test_only_a_connection_string_is_a_secret_of_the_table(tmp_path, azurite):
     table = open_table(rendezvous, "run", {"TABLE": azurite.connection_string})
     assert connection_string_variable(table, rendezvous) == "TABLE"
     table.close()
+
+
+def test_a_workers_own_variables_may_change_after_the_imports():
+    """Otherwise no worker is forked of a program whose imports read the whole environment."""
+    members = (Member("a", "x", host="10.0.0.4", store_port=29400), Member("b", "y", host="10.0.0.5", slots=2))
+    environments = worker_environments(Assignment(Round(state="sealed", members=members), 1, None), "run", 3)
+    assert [name for name in environments[0] if not is_read_late(name)] == []
+    assert environments[1]["AZUREML_ELASTIC_WORKER"] == "2 3 10.0.0.4 29400"

@@ -1,0 +1,52 @@
+"""What a script finds that is started again, and what it logs a second time."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from azureml_elastic.local.cluster import LocalCluster
+from tests.support.node_server import FORKED
+from tests.support.paths import PROGRAMS
+
+pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow-skinny is not installed")
+
+
+def test_a_script_that_starts_again_goes_on_in_its_mlflow_run_and_its_folders(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    uri = (tmp_path / "mlruns").as_uri()
+    for name, value in {"DISABLE_TELEMETRY": "true", "ALLOW_FILE_STORE": "true", "TRACKING_URI": uri}.items():
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    client = MlflowClient(tracking_uri=uri)
+    run = client.create_run("0").info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", run)
+    board = ("--tensorboard", str(tmp_path / "board")) if find_spec("tensorboard") is not None else ()
+    cluster = LocalCluster((1, 1), run_dir=tmp_path / "run", start=FORKED)
+    report = cluster.run([str(PROGRAMS / "starting_again.py"), str(tmp_path / "facts"), *board])
+    assert (report.outcome, len(report.rounds)) == ("succeeded", 2), report.message
+
+    first, second = map(json.loads, (tmp_path / "facts").read_text().splitlines())
+    changes = {name for name in first if first[name] != second[name]}
+    assert changes == {"pid", "restarts"}
+    assert (first["restarts"], second["restarts"], second["own variable"]) == ("0", "1", None)
+
+    data = client.get_run(run).data
+    assert data.params == {"lr": "0.1", "restarts": "0", "long": "x" * 300, "pid": str(first["pid"])}
+    assert data.tags["run"] == run
+    log = (report.paths.logs / "node-0.log").read_text()
+    assert log.count("MLflow keeps the first values") == 2, "once for each of the two calls with others"
+    assert f"pid '{first['pid']}' (now '{second['pid']}')" in log
+    assert log.count(f"(now '{second['pid']}')") == 1
+    assert "restarts '0' (now '1')" in log
+
+    if board:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "board" / first["run"]))
+        events.Reload()
+        assert [(each.step, each.value) for each in events.Scalars("loss")] == [
+            (0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)
+        ]  # fmt: skip
