@@ -50,6 +50,17 @@ class WindowLoader:
         """Return a batch of one or two samples, for a step that is not trained."""
         return self._loader.filler()
 
+    def repeat(self) -> Any:
+        """Return this rank's last batch of the step before the position."""
+        return self._loader.repeat()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return no state: the session has the position. Stacks take loaders with this method for resumable ones."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the epoch."""
         self.untrained.clear()
