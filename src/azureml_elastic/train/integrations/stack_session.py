@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from wrapt import wrap_function_wrapper
 
@@ -290,6 +291,15 @@ class StackSession(Session):
         """
         self._position.code_pending = True
         self._lifecycle.begin_pending_code(changes_state=changes_state)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the ranks' numbers, on the device of the value. A collective."""
+        if self.world_size == 1:
+            return value
+        total = value.detach().clone().float()
+        with self._lifecycle.guard(stay=False):
+            dist.all_reduce(total)
+        return total / self.world_size
 
     def all_have_arrived(self) -> None:
         """Wait until all ranks have run the code up to here, else interrupt it. A collective.
