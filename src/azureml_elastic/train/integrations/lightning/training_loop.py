@@ -164,9 +164,10 @@ class TrainingLoop:
             return wrapped()
         fit_loop.reset()
         fit_loop.on_run_start()
-        if self._pending is not None:
+        if self._progress.stage is not Stage.EPOCH:
             fit_loop.on_advance_start()
-            fit_loop.advance()
+            if self._pending is not None:
+                fit_loop.advance()
             fit_loop.on_advance_end()
             fit_loop.on_iteration_done()
         return fit_loop.on_run_end()
