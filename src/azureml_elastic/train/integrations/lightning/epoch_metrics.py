@@ -1,7 +1,7 @@
 """What ``self.log(..., on_epoch=True)`` has added up since an epoch began, over the processes that train it.
 
 A rank adds up its own batches. The next process goes on from the sums of the rank whose state it continues, as those of
-a lost rank are gone: a mean is then one over the batches of that rank.
+a lost rank are gone: a mean is then one over the batches of that rank, and a sum is what they make of all batches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["added_up", "continue_with", "forget"]
+__all__ = ["Sums", "added_up", "continue_with", "divided", "forget"]
 
 _SUM, _COUNT = "value", "cumulated_batch_size"
 _FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
@@ -38,6 +38,19 @@ def added_up(trainer: Any, earlier: Sums) -> Sums:
                 _COUNT: _joined(metric, key, _COUNT, earlier) if meta.is_mean_reduction else 0,
             }
     return found
+
+
+def divided(sums: Sums, ranks: int, ranks_now: int) -> Sums:
+    """Return what a rank would have added up if there had been the present number of ranks."""
+    share = ranks / ranks_now
+    return {
+        key: {
+            **state,
+            _SUM: state[_SUM] * (share if state["reduce_fx"] in ("mean", "sum") else 1),
+            _COUNT: state[_COUNT] * share,
+        }
+        for key, state in sums.items()
+    }
 
 
 def continue_with(trainer: Any, earlier: Sums) -> list[str]:

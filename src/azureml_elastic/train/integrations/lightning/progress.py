@@ -72,6 +72,7 @@ class Progress:
             },
             "metrics": {name: dict(getattr(trainer._logger_connector, name)) for name in _METRICS},  # noqa: SLF001
             "sums": {} if stage is Stage.EPOCH else epoch_metrics.added_up(trainer, self.sums),
+            "ranks": trainer.world_size,
             "record": self.record if stage is Stage.STEP else {},
             "should_stop": trainer.should_stop,
             "datamodule": datamodule or {},
@@ -95,7 +96,7 @@ class Progress:
             return
         trainer, self._captured = self._trainer, state_dict
         self.stage, self.record = Stage(state_dict["stage"]), state_dict["record"]
-        self.sums = state_dict["sums"]
+        self.sums = epoch_metrics.divided(state_dict["sums"], state_dict["ranks"], trainer.world_size)
         self._load_loops(copy.deepcopy(state_dict["loops"]), state_dict["micro_batches"])
         for callback in trainer.callbacks:
             if callback.state_key in state_dict["callbacks"]:
