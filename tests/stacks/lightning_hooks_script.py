@@ -102,7 +102,7 @@ pl.seed_everything(0, verbose=False)
 data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
 counting = Counting()
 checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}-{step}")
-stopping = EarlyStopping("val_loss", patience=2, min_delta=0.001)
+stopping = EarlyStopping("val_loss", 0.001, 2)
 trainer = pl.Trainer(
     accelerator="cpu",
     devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -131,10 +131,10 @@ if trainer.is_global_zero:
         "logged": {name: [line["step"] for line in lines if line[name]] for name in ("loss", "val_loss", "seen")},
         "val_loss": [float(line["val_loss"]) for line in lines if line["val_loss"]],
         "seen": [float(line["seen"]) for line in lines if line["seen"]],
-        "folders": os.listdir(options.folder / "csv"),
+        "folders": [path.name for path in (options.folder / "csv").iterdir()],
         "best": str(Path(checkpoint.best_model_path).relative_to(options.folder)),
         "best_score": float(checkpoint.best_model_score),
-        "kept": sorted(os.listdir(checkpoint.dirpath)),
+        "kept": sorted(path.name for path in Path(checkpoint.dirpath).iterdir()),
         "waited": stopping.wait_count,
         "stopped": stopping.stopped_epoch,
     }

@@ -130,7 +130,7 @@ else:
             max_steps=options.max_steps,
             learning_rate=0.05,
             lr_scheduler_type="reduce_lr_on_plateau",
-            lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
+            lr_scheduler_kwargs={"patience": 0, "factor": 0.5},  # ReduceLROnPlateau's
             logging_steps=options.logging_steps,
             eval_strategy="epoch",
             eval_on_start=True,
@@ -154,7 +154,7 @@ else:
         "best_model": Path(trainer.state.best_model_checkpoint).name,
         "steps": result.global_step,
         "loss": result.training_loss,
-        "kept": sorted(os.listdir(options.folder / "output")),
+        "kept": sorted(path.name for path in (options.folder / "output").iterdir()),
         "places": Counter(places),
     }
 if int(os.environ["RANK"]) == 0:

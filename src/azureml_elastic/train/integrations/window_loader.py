@@ -46,10 +46,6 @@ class WindowLoader:
         """Number of samples of the largest micro-batch."""
         return self._loader.largest_micro_batch
 
-    def filler(self) -> Any:
-        """Return a batch of one or two samples, for a step that is not trained."""
-        return self._loader.filler()
-
     def repeat(self) -> Any:
         """Return this rank's last batch of the step before the position."""
         return self._loader.repeat()
@@ -60,6 +56,10 @@ class WindowLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing."""
+
+    def filler(self) -> Any:
+        """Return a batch of one or two samples, for a step that is not trained."""
+        return self._loader.filler()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the epoch."""

@@ -200,7 +200,7 @@ class TrainingLoop:
         if self._trainer.accelerator.sync_gradients:
             mean = self._session.mean(self._step_loss)
             loss = loss + (mean - self._step_loss)
-            self._step_loss = torch.tensor(0.0, device=loss.device)
+            self._step_loss = torch.zeros_like(loss)
             self._add_loss(mean)
         return loss
 
