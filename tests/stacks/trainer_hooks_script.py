@@ -123,14 +123,14 @@ sentences = [{"input_ids": each["input_ids"], "labels": each["input_ids"].clone(
 if options.evaluate:
     document = {"evaluations": list(evaluations(data[:23]))}
 else:
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     trainer = Trainer(
-        classifier(),
+        model,
         arguments(
             num_train_epochs=10,
             max_steps=options.max_steps,
-            learning_rate=0.05,
-            lr_scheduler_type="reduce_lr_on_plateau",
-            lr_scheduler_kwargs={"patience": 0, "factor": 0.5},  # ReduceLROnPlateau's
             logging_steps=options.logging_steps,
             eval_strategy="epoch",
             eval_on_start=True,
@@ -140,6 +140,7 @@ else:
         train_dataset=data,
         eval_dataset=data[:23],
         compute_metrics=totals,
+        optimizers=(optimizer, scheduler),
         callbacks=[Places(), EarlyStoppingCallback(2)],
     )
     result = trainer.train()
