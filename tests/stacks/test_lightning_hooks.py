@@ -60,4 +60,7 @@ def test_a_node_is_lost(run_script, tmp_path, undisturbed):
     places = run.record.pop("places")
     assert places.keys() == undisturbed.record["places"].keys()
     require_equal(run.record, {name: value for name, value in undisturbed.record.items() if name != "places"})
-    assert "not resumable" not in "".join(file.read_text() for file in run.report.paths.logs.iterdir())
+    output = "".join(file.read_text() for file in run.report.paths.logs.iterdir())
+    assert "GPU available" in output, "Lightning's messages are there"
+    for warning in ("not resumable", "not empty", "dirpath has changed"):
+        assert warning not in output

@@ -1,4 +1,4 @@
-"""Loggers of Lightning that go on where those of the processes before them have ended."""
+"""Loggers of Lightning, and callbacks that write to their folders, go on where the former process has ended."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ __all__ = ["continue_file", "continue_from", "set_versions", "versions_of"]
 
 _VERSIONS = {"TensorBoardLogger": "_version", "CSVLogger": "_version", "MLFlowLogger": "_run_id"}
 """Attribute with the version or the run, by class; other loggers take theirs from the script."""
+
+_EMPTY_CHECK = "_ModelCheckpoint__warn_if_dir_not_empty"
 
 _continued: dict[str, int] = {}
 """Number of steps that are logged in a folder."""
@@ -34,7 +36,7 @@ def set_versions(trainer: Any, versions: list[Any]) -> list[Any]:
 
 
 def continue_from(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Have the loggers of a new trainer continue those of the former process.
+    """Have the loggers of a new trainer continue those of the former process, and callbacks accept its files.
 
     Args:
         trainer: trainer whose loggers have not begun to write
@@ -43,6 +45,11 @@ def continue_from(trainer: Any, state: Mapping[str, Any]) -> None:
     for logger in set_versions(trainer, state["versions"]):
         if getattr(logger, "log_dir", None) is not None:
             _continued[str(logger.log_dir)] = state["lines"]
+    for callback in trainer.callbacks:
+        if any(kind.__name__ == "SaveConfigCallback" for kind in type(callback).__mro__):
+            callback.overwrite = True  # LightningCLI would refuse to write the same file again
+        if hasattr(callback, _EMPTY_CHECK):
+            setattr(callback, _EMPTY_CHECK, lambda _: None)
 
 
 def continue_file(writer: Any) -> bool:

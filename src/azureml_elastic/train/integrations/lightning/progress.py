@@ -44,6 +44,7 @@ class Progress:
     Attributes:
         micro_batches: batches of a step, by which the loops count, in this process
         versions: versions of the trainer's loggers
+        loaded: whether a former process has trained
         stage: stage of the last capture, or of the former process
         sums: what former processes have added up in this epoch, see :mod:`~.epoch_metrics`
         record: what the hooks of the last step need, see :func:`~.replay.recorded`
@@ -54,6 +55,7 @@ class Progress:
         self._captured: dict[str, Any] = {}
         self.micro_batches = 1
         self.versions: list[Any] = []
+        self.loaded = False
         self.stage = Stage.DONE
         self.sums: epoch_metrics.Sums = {}
         self.record: dict[str, dict[str, float]] = {}
@@ -94,7 +96,7 @@ class Progress:
         """Continue with the state of a former process."""
         if not state_dict:
             return
-        trainer, self._captured = self._trainer, state_dict
+        trainer, self._captured, self.loaded = self._trainer, state_dict, True
         self.stage, self.record = Stage(state_dict["stage"]), state_dict["record"]
         self.sums = epoch_metrics.divided(state_dict["sums"], state_dict["ranks"], trainer.world_size)
         self._load_loops(copy.deepcopy(state_dict["loops"]), state_dict["micro_batches"])

@@ -160,7 +160,7 @@ class TrainingLoop:
         """Run the epochs; where all steps were trained in former processes, what follows the last of them."""
         fit_loop = self._trainer.fit_loop
         fit_loop.setup_data()
-        if not self._session.steps or not fit_loop.skip:
+        if not self._progress.loaded or not fit_loop.skip:
             return wrapped()
         fit_loop.reset()
         fit_loop.on_run_start()
