@@ -115,10 +115,10 @@ class Progress:
     def _load_loops(self, loops: dict[str, Any], micro_batches: int) -> None:
         """Restore the loops as after the hooks of the last batch, which the integration repeats by itself."""
         fit_loop, batches = self._trainer.fit_loop, loops[_BATCHES]
-        for counts in (batches["total"], batches["current"]):
-            for name, count in counts.items():
-                done = counts["ready"] if self.stage is Stage.STEP else count
-                counts[name] = done // micro_batches * self.micro_batches
+        for kind in ("total", "current"):
+            counts = batches[kind]
+            done = {name: counts["ready"] if self.stage is Stage.STEP else count for name, count in counts.items()}
+            batches[kind] = {name: count // micro_batches * self.micro_batches for name, count in done.items()}
         fit_loop.load_state_dict(loops)
         if self.stage is Stage.EPOCH:
             _begin_anew(fit_loop)
