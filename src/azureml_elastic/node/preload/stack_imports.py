@@ -35,6 +35,7 @@ ATTACHMENTS = {
         f"{package}.{module}": ("lightning.attachment", function)
         for package in ("lightning.pytorch", "pytorch_lightning")
         for module, function in (
+            ("loggers.csv_logs", "attach_to_csv_logger"),
             ("loops.fit_loop", "attach_to_fit_loop"),
             ("loops.training_epoch_loop", "attach_to_epoch_loop"),
             ("strategies.strategy", "attach_to_strategy"),

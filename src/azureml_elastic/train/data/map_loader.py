@@ -120,6 +120,15 @@ class MapLoader(ElasticLoader):
         """Return a collated batch of one or two samples of the dataset."""
         return self._collate([self._dataset[index] for index in range(min(FILLER_SAMPLES, self._spec.length))])
 
+    def repeat(self) -> Any:
+        """Return this rank's last batch, collated, of the window before the cursor; it may hold a filler's samples."""
+        cursor, size = self._state.cursor, self._window_size
+        window = self._spec.window((cursor.consumed - 1) // size * size, size)
+        mine = self._parts(len(window))
+        part = window[mine[-1].start : mine[-1].stop] if mine else window[:FILLER_SAMPLES]
+        ids = order(self._spec, cursor.epoch)(np.array(part)).tolist()
+        return self._collate([self._dataset[index] for index in ids])
+
     def planned(self) -> Iterator[tuple[MicroBatch, list[int]]]:
         """Yield micro-batches and the ids of the samples to fetch; a rank without samples fetches a filler batch."""
         epoch, world_size, size = self._state.cursor.epoch, self._position.identity.world_size, self._window_size

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from wrapt import wrap_function_wrapper
 
@@ -25,6 +26,7 @@ from azureml_elastic.train.data.position import LoaderState, Window
 from azureml_elastic.train.data.sampling import Cursor
 from azureml_elastic.train.integrations.durable_files import all_arrive
 from azureml_elastic.train.integrations.window_loader import WindowLoader
+from azureml_elastic.train.session.context import SessionContext
 from azureml_elastic.train.session.session import Session
 from azureml_elastic.train.session.start import has_session, open_session
 
@@ -51,12 +53,6 @@ def stack_session() -> StackSession | None:
 def _open() -> StackSession | None:
     if variables.CHANNEL not in os.environ or "RANK" not in os.environ or has_session():
         return None
-    if dist.is_initialized():
-        _LOG.warning(
-            "The script has opened its process group before its training stack: it trains without this library. Leave "
-            "torch.distributed.init_process_group() to the stack, for instance deepspeed.init_distributed()."
-        )
-        return None
     environment = WorkerEnvironment.read()
     batch = environment.plan.batch if environment.plan else FixedGlobalBatch()
     if not isinstance(batch, FixedGlobalBatch) or batch.reduce == "exact":
@@ -66,10 +62,31 @@ def _open() -> StackSession | None:
             batch,
         )
         return None
+    if not _group_is_whole(environment):
+        return None
     session = open_session(StackSession)
     wrap_function_wrapper(dist, "destroy_process_group", _finish_first)
     session.reference_world_size = batch.logical_workers or _largest_world_size(environment)
     return session
+
+
+def _group_is_whole(environment: WorkerEnvironment) -> bool:
+    """Return whether the script has opened no process group, or that of all ranks, in which a session may train."""
+    identity = environment.identity
+    if not dist.is_initialized():
+        return True
+    if not environment.stays and (dist.get_rank(), dist.get_world_size()) == (identity.rank, identity.world_size):
+        return True
+    _LOG.warning(
+        "The script has opened a process group of its own, with rank %d of %d where this process has rank %d of %d: it "
+        "trains without this library. Leave torch.distributed.init_process_group() to the stack, or give it no rank or "
+        "world size.",
+        dist.get_rank(),
+        dist.get_world_size(),
+        identity.rank,
+        identity.world_size,
+    )
+    return False
 
 
 def _finish_first(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
@@ -105,6 +122,10 @@ class StackSession(Session):
     reference_world_size = 1
     loop: UnfinishedLoop | None = None
     _unrecorded: tuple[LoaderState, Window] | None = None
+
+    def __init__(self, context: SessionContext) -> None:
+        super().__init__(context)
+        self._found: list[Mapping[str, Any] | None] = []
 
     def windows(
         self,
@@ -187,18 +208,30 @@ class StackSession(Session):
             self.loop.complete_step()
         super()._finish_at_exit()
 
-    def find(self, name: str) -> Any:
-        """Return the state of one object, without tensors, that :meth:`track` will restore, if any. A collective."""
-        found = self._find()
-        return None if found is None or name not in found else tree.join(found[name], {})
+    def find(self, name: str, part: str | None = None) -> Any:
+        """Return the state of one object that :meth:`track` will restore, if any. A collective when called first.
+
+        Args:
+            name: name of the object
+            part: key of the part of its state to return, in place of the whole: without tensors
+        """
+        found = (self._find() or {}).get(name)
+        return None if found is None else tree.join(found if part is None else found[part], {})
 
     def has_state(self) -> bool:
-        """Return whether the run has a state that :meth:`track` will restore. A collective."""
+        """Return whether the run has a state that :meth:`track` will restore. A collective when called first."""
         return self._find() is not None
 
     def _find(self) -> Mapping[str, Any] | None:
+        if not self._found:
+            with self._lifecycle.guard(stay=False):
+                self._found.append(self._state.find())
+        return self._found[0]
+
+    def from_main(self, value: Any) -> Any:
+        """Return rank 0's value on every rank. A collective."""
         with self._lifecycle.guard(stay=False):
-            return self._state.find()
+            return self._lifecycle.world.control.from_main(value)
 
     def begin_at(self, steps: int, epoch: int, windows: int) -> None:
         """Continue after steps that the script has restored by itself, in a run that has no state yet.
@@ -268,6 +301,35 @@ class StackSession(Session):
             changes_state: whether that code may change the state: an evaluation, for instance
         """
         self._commit(pending=True, changes_state=changes_state)
+
+    def advance_pending(self, *, changes_state: bool) -> None:
+        """Note that the code which belongs to the last step has got as far as the stack's tracked objects say.
+
+        If it is interrupted from now on, it is continued from here. Also called where it is continued.
+
+        Args:
+            changes_state: whether the rest of that code may change the state
+        """
+        self._position.code_pending = True
+        self._lifecycle.begin_pending_code(changes_state=changes_state)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the ranks' numbers, on the device of the value. A collective."""
+        if self.world_size == 1:
+            return value
+        total = value.detach().clone().float()
+        with self._lifecycle.guard(stay=False):
+            dist.all_reduce(total)
+        return total / self.world_size
+
+    def all_have_arrived(self) -> None:
+        """Wait until all ranks have run the code up to here, else interrupt it. A collective.
+
+        On a GPU nothing is waited for: a state that is handed over there was complete before this code.
+        """
+        if self.world_size > 1 and self.device.type == "cpu":
+            with self._lifecycle.guard(stay=False):
+                self._lifecycle.world.control.all_true(True)
 
     def end_step(self) -> None:
         """End the code that belongs to a step. The process may be replaced in here. A collective at times."""

@@ -48,6 +48,17 @@ class WindowLoader:
         """Number of samples of the largest micro-batch."""
         return self._loader.largest_micro_batch
 
+    def repeat(self) -> Any:
+        """Return this rank's last batch of the step before the position."""
+        return self._loader.repeat()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return no state: the session has the position. Stacks take loaders with this method for resumable ones."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
+
     def filler(self) -> Any:
         """Return a batch of one or two samples, for a step that is not trained."""
         return self._loader.filler()

@@ -10,11 +10,13 @@ from typing import Any
 
 from wrapt import wrap_function_wrapper
 
-from azureml_elastic.train.integrations.lightning.training_loop import TrainingLoop, obstacle
+from azureml_elastic.train.integrations.lightning import loggers
+from azureml_elastic.train.integrations.lightning.training_loop import PROGRESS, TrainingLoop, obstacle
 from azureml_elastic.train.integrations.stack_session import stack_session
 
 __all__ = [
     "attach_to_checkpoints",
+    "attach_to_csv_logger",
     "attach_to_epoch_loop",
     "attach_to_fit_loop",
     "attach_to_signals",
@@ -48,14 +50,25 @@ def attach_to_fit_loop(module: ModuleType) -> None:
         return wrapped(*args, **kwargs) if loop is None else loop.process_dataloader(wrapped, *args, **kwargs)
 
     wrap_function_wrapper(module, "_process_dataloader", process)
+    wrap_function_wrapper(module, "_FitLoop.run", _in_loop("fit", lambda loop: loop.trainer))
     wrap_function_wrapper(module, "_FitLoop.on_advance_end", _in_loop("end_epoch", lambda loop: loop.trainer))
 
 
 def attach_to_epoch_loop(module: ModuleType) -> None:
     """Attach to ``loops.training_epoch_loop``."""
     name = "_TrainingEpochLoop"
+    wrap_function_wrapper(module, f"{name}.on_run_start", _in_loop("begin_epoch", lambda loop: loop.trainer))
     wrap_function_wrapper(module, f"{name}.on_advance_end", _in_loop("end_step", lambda loop: loop.trainer))
     wrap_function_wrapper(module, f"{name}._broadcast_sigterm_tensor", _unless_elastic)
+
+
+def attach_to_csv_logger(module: ModuleType) -> None:
+    """Attach to ``loggers.csv_logs``: a file of the run is continued, where Lightning would remove it."""
+
+    def check(wrapped: Wrapped, writer: Any, args: Any, kwargs: Any) -> Any:
+        return None if loggers.continue_file(writer) else wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(module, "ExperimentWriter._check_log_dir_exists", check)
 
 
 def attach_to_strategy(module: ModuleType) -> None:
@@ -86,11 +99,16 @@ def _unless_elastic(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> 
 
 def _initialize(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
     session = stack_session()
-    if session is not None and not args:
+    if session is None or session.over:
+        return wrapped(*args, **kwargs)
+    if not args:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # The script's numbers are those of all nodes; Lightning refuses others than there are.
         kwargs = {**kwargs, "devices": per_node, "num_nodes": session.world_size // per_node}
-    return wrapped(*args, **kwargs)
+    result = wrapped(*args, **kwargs)
+    if not session.trains and (found := session.find(PROGRESS, "loggers")):
+        loggers.continue_from(trainer, found)  # before callbacks and the script ask for their folders
+    return result
 
 
 def _run(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:

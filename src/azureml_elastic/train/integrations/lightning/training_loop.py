@@ -10,15 +10,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from azureml_elastic.errors import UsageError
-from azureml_elastic.train.integrations.lightning.progress import Progress
+from azureml_elastic.train.integrations.lightning import epoch_metrics, loggers, replay
+from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.window_loader import WindowLoader, loader_options
 
-__all__ = ["TrainingLoop", "obstacle"]
+__all__ = ["PROGRESS", "TrainingLoop", "obstacle"]
 
 _LOG = logging.getLogger(__name__)
 
-_PROGRESS = "lightning"
+PROGRESS = "lightning"
+"""Name of the tracked object with the trainer's progress."""
+
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 Wrapped = Callable[..., Any]
@@ -59,17 +62,27 @@ class TrainingLoop:
         self._loader: WindowLoader | None = None
         self._accumulation = trainer.accumulate_grad_batches
         self._completed = False
+        self._changes_state = False
+        self._repeats = False
+        self._pending: Stage | None = None
+        """Stage of the last step of the former process, while the rest of what belongs to it is being done."""
 
     def run(self, wrapped: Wrapped, model: Any, ckpt_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Fit from the state of the run, if it has one, else from the script's checkpoint."""
         trainer = self._trainer
+        sanity_steps = trainer.num_sanity_val_steps
         if self._session.has_state():
             ckpt_path = trainer.ckpt_path = None
             trainer._checkpoint_connector._loaded_checkpoint = {}  # noqa: SLF001 - read before this call
+            trainer.num_sanity_val_steps = 0  # they were run when the training began
+        versions = loggers.versions_of(trainer) if self._session.is_main else None
+        self._progress.versions = self._session.from_main(versions)
+        loggers.set_versions(trainer, self._progress.versions)
         try:
             return wrapped(model, ckpt_path, *args, **kwargs)
         finally:
             trainer.accumulate_grad_batches = self._accumulation
+            trainer.num_sanity_val_steps = sanity_steps
 
     # --- data and gradients ------------------------------------------------------------------------------------------
 
@@ -78,7 +91,10 @@ class TrainingLoop:
         if stage != "train":
             return wrapped(trainer, function, stage, loader)
         if self._loader is not None:
-            return self._loader
+            raise UsageError(
+                "The script trains with several loaders at once, whose data have no single order. Train with one of a "
+                "dataset that combines theirs, or set AZUREML_ELASTIC_INTEGRATIONS=off."
+            )
         sampler = getattr(loader, "sampler", None)
         known = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or not known:
@@ -118,26 +134,48 @@ class TrainingLoop:
         loaded = wrapped()
         if self._loader is None:
             trainer.fit_loop.setup_data()
-        objects = {"model": trainer.strategy.model, _PROGRESS: self._progress}
+        objects = {"model": trainer.strategy.model, PROGRESS: self._progress}
         for index, optimizer in enumerate(trainer.strategy.optimizers):
             objects[f"optimizer_{index}" if index else "optimizer"] = optimizer
         for index, config in enumerate(trainer.lr_scheduler_configs):
             objects[f"scheduler_{index}" if index else "scheduler"] = config.scheduler
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             objects["scaler"] = scaler
-        own_step = trainer.global_step
-        self._progress.capture()
+        own_step, done = trainer.global_step, self._progress.stage
+        self._progress.capture(done)
         session.adopt(objects)
+        stage = self._progress.stage
         if own_step and not session.steps and self._loader is not None:  # of a checkpoint of another run
             windows = len(self._loader) // self._loader.micro_batches
             session.begin_at(own_step, *divmod(own_step, windows))
-        if self._loader is not None and session.epoch_ending:
+        if stage in (Stage.STEP, Stage.HOOKS, Stage.VALIDATED):
+            self._pending, self._repeats, self._completed, self._changes_state = stage, True, True, True
+            session.advance_pending(changes_state=True)
+        elif self._loader is not None and session.epoch_ending:
             session.end_epoch()
         trainer.callbacks.insert(0, _AfterBatch(self._complete))
         return loaded
 
-    def _complete(self) -> None:
-        """Complete a step after its last micro-batch."""
+    def fit(self, wrapped: Wrapped) -> Any:
+        """Run the epochs; where all steps were trained in former processes, what follows the last of them."""
+        fit_loop = self._trainer.fit_loop
+        fit_loop.setup_data()
+        if not self._progress.loaded or not fit_loop.skip:
+            return wrapped()
+        fit_loop.reset()
+        fit_loop.on_run_start()
+        if self._progress.stage is not Stage.EPOCH:
+            fit_loop.on_advance_start()
+            if self._pending is not None:
+                fit_loop.advance()
+            fit_loop.on_advance_end()
+            fit_loop.on_iteration_done()
+        return fit_loop.on_run_end()
+
+    def _complete(self, outputs: Any) -> None:
+        """Complete a step after its last micro-batch, before the hooks of others: they may save, or lose a peer."""
+        if self._pending is not None:
+            return
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if self._loader is None:
             if epoch_loop._should_accumulate():  # noqa: SLF001
@@ -145,24 +183,63 @@ class TrainingLoop:
         elif not self._loader.untrained[-1].last:
             return
         self._completed = True
-        self._progress.capture()
         due = epoch_loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher)  # noqa: SLF001
-        self._session.complete_step(changes_state=due or epoch_loop.batch_progress.is_last_batch)
+        self._changes_state = bool(due or epoch_loop.batch_progress.is_last_batch)
+        if self._session.device.type == "cpu":  # on a GPU no state is handed over from here, and reading would wait
+            self._progress.record = replay.recorded(self._trainer, outputs)
+        self._progress.capture(Stage.STEP)
+        self._session.complete_step(changes_state=self._changes_state)
+
+    def begin_epoch(self, wrapped: Wrapped, fetcher: Any) -> None:
+        """Begin an epoch, or continue it: do what belongs to the last step, and the former process has not done."""
+        wrapped(fetcher)
+        if self._pending is None:
+            return
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        epoch_loop.val_loop.restarting = False
+        if self._pending is Stage.STEP and self._loader is not None:
+            replay.run_hooks(self._trainer, self._loader.repeat(), self._progress.record)
+        epoch_loop.on_advance_end(fetcher)
+        epoch_loop.on_iteration_done()
 
     def end_step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Validate if it is due, then end the step."""
-        result = wrapped(*args, **kwargs)
-        if self._completed and not (self._loader is not None and self._session.epoch_ending):
-            self._completed = False
-            self._progress.capture()
-            self._session.end_step()
-        return result
+        if not self._completed:
+            return wrapped(*args, **kwargs)
+        pending, self._pending = self._pending, None
+        if pending is not Stage.VALIDATED:
+            if pending is not Stage.HOOKS:
+                # The hooks of a rank that is lost before this are run again: most scripts log on rank 0 alone.
+                self._session.all_have_arrived()
+                if self._changes_state:
+                    self._advance(Stage.HOOKS)
+            with replay.same_names(self._trainer, repeated=self._repeats):
+                wrapped(*args, **kwargs)
+            if self._changes_state:
+                self._session.all_have_arrived()
+        if self._loader is not None and self._session.epoch_ending:
+            self._advance(Stage.VALIDATED)
+            return None
+        self._completed = self._repeats = False
+        self._progress.capture(Stage.DONE)
+        self._session.end_step()
+        return None
+
+    def _advance(self, stage: Stage) -> None:
+        self._progress.capture(stage)
+        self._session.advance_pending(changes_state=True)
 
     def end_epoch(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
         """Run what belongs to the epoch's end, then end it."""
-        result = wrapped(*args, **kwargs)
-        self._completed = False
-        self._progress.capture(between_epochs=True)
+        fit_loop = self._trainer.fit_loop
+        fit_loop._restarting = False  # noqa: SLF001 - else Lightning leaves out schedulers that follow a metric
+        with replay.same_names(self._trainer, repeated=self._repeats):
+            added, self._progress.sums = epoch_metrics.continue_with(self._trainer, self._progress.sums), {}
+            result = wrapped(*args, **kwargs)
+            epoch_metrics.forget(self._trainer, added)
+        self._session.all_have_arrived()
+        self._completed = self._repeats = False
+        self._progress.capture(Stage.EPOCH)
         self._session.end_epoch()
         return result
 
@@ -172,12 +249,12 @@ class _AfterBatch:
 
     state_key = _legacy_state_key = "azureml_elastic"
 
-    def __init__(self, act: Callable[[], None]) -> None:
+    def __init__(self, act: Callable[[Any], None]) -> None:
         self._act = act
 
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         """Note the end of a batch."""
-        self._act()
+        self._act(outputs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return no state."""

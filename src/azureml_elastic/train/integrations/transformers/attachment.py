@@ -11,6 +11,7 @@ from wrapt import wrap_function_wrapper
 
 from azureml_elastic.train.integrations.stack_session import stack_session
 from azureml_elastic.train.integrations.transformers import checkpoint_folders
+from azureml_elastic.train.integrations.transformers.evaluation import evaluating
 from azureml_elastic.train.integrations.transformers.training_loop import TrainingLoop, obstacle
 from azureml_elastic.train.integrations.window_loader import WindowLoader
 
@@ -47,6 +48,7 @@ def attach_to_trainer(module: ModuleType) -> None:
     """Attach to ``transformers.trainer``."""
     wrap = functools.partial(wrap_function_wrapper, module)
     wrap("Trainer.train", _train)
+    wrap("Trainer.evaluation_loop", _evaluation_loop)
     wrap("Trainer.create_accelerator_and_postprocess", _create_accelerator)
     wrap("skip_first_batches", _skip_first_batches)
     wrap("deepspeed_load_checkpoint", _load_engine)
@@ -55,8 +57,10 @@ def attach_to_trainer(module: ModuleType) -> None:
         "get_train_dataloader",
         "get_total_train_batch_size",
         "training_step",
+        "set_initial_training_values",
         "_get_num_items_in_batch",
         "_maybe_log_save_evaluate",
+        "_determine_best_metric",
     ):
         wrap(f"Trainer.{name}", _during_training(name.lstrip("_")))
     for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"):
@@ -83,6 +87,14 @@ def _train(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[s
         return loop.train(wrapped, *args, **kwargs)
     finally:
         delattr(trainer, _LOOP)
+
+
+def _evaluation_loop(wrapped: Wrapped, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if stack_session() is None:
+        return wrapped(*args, **kwargs)
+    prepared = args[0] if args else kwargs.pop("dataloader")
+    with evaluating(trainer, prepared) as loader:
+        return wrapped(loader, *args[1:], **kwargs)
 
 
 def _create_accelerator(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:

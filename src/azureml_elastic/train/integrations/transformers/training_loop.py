@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from azureml_elastic.errors import UsageError
 from azureml_elastic.train.integrations.stack_session import StackSession
 from azureml_elastic.train.integrations.transformers.label_count import LabelCount, count_labels
-from azureml_elastic.train.integrations.transformers.progress import Progress
+from azureml_elastic.train.integrations.transformers.progress import Progress, Stage
 from azureml_elastic.train.integrations.window_loader import WindowLoader, loader_options
 
 __all__ = ["TrainingLoop", "obstacle"]
@@ -75,10 +76,15 @@ class TrainingLoop:
         self._loader: WindowLoader | None = None
         self._resumes = False
         self._accumulation = trainer.args.gradient_accumulation_steps
-        self._in_epoch_end = False
+        self._stage_after = Stage.DONE
+        self._epochs: int | None = None
+        self._carried = 0.0
+        self._log_due = self._in_after_step = self._continuing = self._over = False
+        self._ignored_keys: Any = None
         self._labels: Any = None
         self._counts: deque[torch.Tensor] = deque()
         self._last_factor: float | torch.Tensor = 1.0
+        self._step_loss = torch.tensor(0.0)
         self._folder = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -90,28 +96,36 @@ class TrainingLoop:
     def train(self, wrapped: Wrapped, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train from the state of the run, if it has one."""
         trainer, arguments = self._trainer, self._trainer.args
+        self._ignored_keys = args[1] if len(args) > 1 else kwargs.get("ignore_keys_for_eval")
         found = self._session.find(_PROGRESS)
         before = {
             "gradient_accumulation_steps": self._accumulation,
             "restore_callback_states_from_checkpoint": arguments.restore_callback_states_from_checkpoint,
+            "average_tokens_across_devices": arguments.average_tokens_across_devices,
+            "eval_on_start": arguments.eval_on_start,
         }
         arguments.average_tokens_across_devices = arguments.world_size > 1
-        backward = trainer.accelerator.backward
+        backward, clip = trainer.accelerator.backward, trainer.accelerator.clip_grad_norm_
         trainer.accelerator.backward = self._backward_of(backward)
+        trainer.accelerator.clip_grad_norm_ = self._recorded_clip(clip)
         _remove_checkpoints_on_signals(trainer)
+        first = _FirstCallback(self._complete_step)
+        trainer.callback_handler.callbacks.insert(0, first)
         trainer.add_callback(self)
         try:
             with tempfile.TemporaryDirectory(prefix=_STATE_FOLDER) as folder:
                 if found:
                     self._resumes, self._folder = True, folder
                     arguments.restore_callback_states_from_checkpoint = True
+                    arguments.eval_on_start = False  # it was run when the training began
                     text = json.dumps(found["state"])
                     Path(folder, "trainer_state.json").write_text(text, encoding="utf-8")
                     resume_from_checkpoint = folder
                 return wrapped(resume_from_checkpoint, *args, **kwargs)
         finally:
             trainer.remove_callback(self)
-            trainer.accelerator.backward = backward
+            trainer.remove_callback(first)
+            trainer.accelerator.backward, trainer.accelerator.clip_grad_norm_ = backward, clip
             for name, value in before.items():
                 setattr(arguments, name, value)
 
@@ -171,15 +185,39 @@ class TrainingLoop:
         return self._labels
 
     def training_step(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
-        """Train a micro-batch, and return its loss so that the mean over the ranks is the mean over the samples."""
-        if self._loader is None:
-            return wrapped(*args, **kwargs)
+        """Train a micro-batch, and return its loss so that the mean over the ranks is the mean over the samples.
+
+        The losses of a step add up to that mean on each rank: a rank that is lost leaves nothing that others lack.
+        """
         self._last_factor = 1.0
-        loss = wrapped(*args, **kwargs) * self._last_factor
-        self._loader.untrained.popleft()
-        if self._counts:
-            self._counts.popleft()
+        loss = wrapped(*args, **kwargs)
+        if self._loader is not None:
+            loss = loss * self._last_factor
+            self._loader.untrained.popleft()
+            if self._counts:
+                self._counts.popleft()
+        self._step_loss = self._step_loss.to(loss.device) + loss
+        if self._trainer.accelerator.sync_gradients:
+            mean = self._session.mean(self._step_loss)
+            loss = loss + (mean - self._step_loss)
+            self._step_loss = torch.zeros_like(loss)
+            self._add_loss(mean)
         return loss
+
+    def _add_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of a step to those that are not logged, as the trainer does."""
+        progress, trainer = self._progress, self._trainer
+        if trainer.args.logging_nan_inf_filter:
+            steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged  # noqa: SLF001
+            loss = torch.where(torch.isfinite(loss), loss, torch.as_tensor(progress.unlogged / steps).to(loss))
+        progress.unlogged = progress.unlogged + loss
+
+    def _recorded_clip(self, clip: Wrapped) -> Wrapped:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            self._progress.line["grad_norm"] = norm = clip(*args, **kwargs)
+            return norm
+
+        return record
 
     def _factor(self) -> float | torch.Tensor:
         """Return the factor of the loss that was computed of the current micro-batch."""
@@ -210,63 +248,187 @@ class TrainingLoop:
         """Load a part of a checkpoint of the trainer's own; the session restores what the run continues from."""
         return None if self._resumes and checkpoint == self._folder else wrapped(checkpoint, *args, **kwargs)
 
+    def set_initial_training_values(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Return no further epochs where the training is complete, and so is what follows its last epoch."""
+        values = wrapped(*args, **kwargs)
+        found = self._session.find(_PROGRESS) if self._resumes else None
+        if found and Stage(found["stage"]) in (Stage.EPOCH_CALLBACKS, Stage.EPOCH):
+            self._epochs, steps = values[0], found["state"]["global_step"]
+            if steps >= values[-1] or found["flags"]["should_training_stop"]:
+                return (min(values[0], steps // values[1]), *values[1:])
+        return values
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Restore the state of the run, and do what followed its last step and was interrupted."""
         trainer, session, progress = self._trainer, self._session, self._progress
+        handler = trainer.callback_handler
+        # Callbacks whose state was restored are behind this one; a list of its own, as this one is being read.
+        handler.callbacks = [*(each for each in handler.callbacks if each is not self), self]
         objects = {"model": trainer.model_wrapped, "optimizer": trainer.optimizer, _PROGRESS: progress}
         if trainer.lr_scheduler is not None:
             objects["scheduler"] = trainer.lr_scheduler
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
-        progress.capture()
+        progress.capture(Stage.DONE)
         session.adopt(objects)
         session.expects(state.max_steps)
         restored = progress.restored
         if restored is not None:
             trainer._total_loss_scalar = restored["loss"]  # noqa: SLF001 - see Progress
             trainer._initial_global_step = 0  # noqa: SLF001 - of the whole training, in transformers 5
-            if restored["pending"]:
-                progress.pending = True
-                progress.apply_flags(restored)
-                self._after_step()
-            if self._loader is not None and session.epoch_ending:
-                trainer.control = trainer.callback_handler.on_epoch_end(args, state, trainer.control)
-                self._after_step()
+            trainer._globalstep_last_logged = restored["last_logged"]  # noqa: SLF001
+            self._carried = restored["unlogged"]
+            if self._epochs is not None:
+                state.num_train_epochs = self._epochs
+            self._continue(restored)
+            ended = state.global_step >= state.max_steps or trainer.control.should_training_stop
+            self._over = ended and progress.stage is Stage.EPOCH
+            if self._over:
+                self._skip_event("on_epoch_begin")
+                self._skip_event("on_epoch_end")
+            elif self._loader is not None and session.place[1]:
+                self._skip_event("on_epoch_begin")  # the former process has begun the epoch
+            if ended:
+                trainer._total_loss_scalar += self._carried  # noqa: SLF001 - no further step adds it
+                self._carried = 0.0
         elif state.global_step and self._loader is not None:  # the script has resumed from a checkpoint of another run
             windows = len(self._loader) // self._loader.micro_batches
             session.begin_at(state.global_step, *divmod(state.global_step, windows))
         if self._loader is not None:
-            self._loader.closed = state.global_step >= state.max_steps
+            self._loader.closed = state.global_step >= state.max_steps or trainer.control.should_training_stop
         return trainer.control
 
+    def _continue(self, restored: dict[str, Any]) -> None:
+        """Do what belongs to the last step of the former process, as far as that has not done it."""
+        trainer, session, progress = self._trainer, self._session, self._progress
+        handler, args, state = trainer.callback_handler, trainer.args, trainer.state
+        stage, progress.line = progress.stage, dict(restored["line"])
+        pending = stage in (Stage.STEP, Stage.CALLBACKS, Stage.EPOCH_CALLBACKS)
+        if pending:
+            session.advance_pending(changes_state=True)
+            progress.apply_flags(restored)
+            self._stage_after = Stage.EPOCH if stage is Stage.EPOCH_CALLBACKS else Stage.DONE
+            if stage is Stage.STEP:
+                self._continuing = True
+                trainer.control = handler.on_step_end(args, state, trainer.control)
+                self._continuing = False
+            self._after_step()
+        if stage is not Stage.EPOCH_CALLBACKS and self._loader is not None and session.epoch_ending:
+            if stage is not Stage.EPOCH:
+                trainer.control = handler.on_epoch_end(args, state, trainer.control)
+                self._after_step()
+            else:
+                session.end_epoch()
+        trainer.control.should_training_stop |= restored["flags"]["should_training_stop"]
+
+    def _skip_event(self, name: str) -> None:
+        """Have the trainer not call its callbacks with an event, once."""
+        handler = self._trainer.callback_handler
+
+        def skip(args: Any, state: Any, control: Any) -> Any:
+            delattr(handler, name)
+            return control
+
+        setattr(handler, name, skip)
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Note the learning rate of the step, before the scheduler's."""
+        self._progress.line["learning_rate"] = self._trainer._get_learning_rate()  # noqa: SLF001
+
+    def _complete_step(self) -> None:
+        """Complete a step, before the callbacks of others: they may lose a peer."""
+        if not self._continuing:
+            self._progress.capture(Stage.STEP)
+            self._session.complete_step(changes_state=False)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Complete a step."""
-        self._progress.pending = changes = control.should_evaluate or control.should_save
-        self._progress.capture()
-        self._session.complete_step(changes_state=changes)
+        """Note that the callbacks have run on all ranks: most print on rank 0 alone."""
+        self._advance(Stage.CALLBACKS, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note that the code which follows belongs to the epoch."""
-        self._in_epoch_end = True
+        self._stage_after = Stage.EPOCH
+        self._advance(Stage.EPOCH_CALLBACKS, control)
 
-    def maybe_log_save_evaluate(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note that the step is logged; evaluations and scripts log by the same event."""
+        if self._log_due:
+            self._log_due, self._progress.unlogged = False, 0.0
+            self._advance(self._progress.stage, control)
+
+    def determine_best_metric(self, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Note that an evaluation is complete, and so are the steps of a scheduler that follows its results."""
+        result, control = wrapped(*args, **kwargs), self._trainer.control
+        if self._in_after_step:
+            if getattr(self._trainer.args.save_strategy, "value", "") == "best":
+                control.should_save = result
+            self._advance(self._progress.stage, control)
+        return result
+
+    def _advance(self, stage: Stage, control: Any) -> None:
+        """Note that all ranks have got as far as a stage, or within it as the trainer's state and control say."""
+        self._trainer.control = control  # a callback may have made another one
+        self._session.all_have_arrived()
+        self._progress.capture(stage)
+        self._session.advance_pending(changes_state=bool(control.should_evaluate or control.should_save))
+
+    def maybe_log_save_evaluate(self, wrapped: Wrapped, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Log, evaluate and save if the step or epoch is due to, then end it."""
-        result = wrapped(*args, **kwargs)
-        in_epoch_end, self._in_epoch_end = self._in_epoch_end, False
-        self._progress.pending = False
-        self._progress.capture()
-        if in_epoch_end:
-            self._session.end_epoch()
-        elif not (self._loader is not None and self._session.epoch_ending):
-            self._session.end_step()
+        if self._over:  # what a former process has begun was the end of the training, before the trainer knew it
+            return None
+        trainer, session = self._trainer, self._session
+        tr_loss += self._carried
+        self._carried = 0.0
+        unlogged = trainer.state.global_step > trainer._globalstep_last_logged  # noqa: SLF001
+        self._log_due, self._in_after_step = trainer.control.should_log and unlogged, True
+        try:
+            result = wrapped(tr_loss, *args, **kwargs)
+        finally:
+            self._in_after_step = False
+        stage, self._stage_after = self._stage_after, Stage.DONE
+        if stage is Stage.EPOCH:
+            session.all_have_arrived()
+            self._progress.capture(stage)
+            session.end_epoch()
+        elif self._loader is not None and session.epoch_ending:
+            self._advance(stage, trainer.control)
+        else:
+            self._progress.capture(stage)
+            session.end_step()
         return result
 
     def _after_step(self) -> None:
-        trainer = self._trainer
-        nothing = torch.tensor(0.0, device=trainer.args.device)
+        """Log, evaluate and save after a step of the former process."""
+        trainer, line = self._trainer, self._progress.line
+        loss = torch.tensor(0.0, device=trainer.args.device)
         trainer._maybe_log_save_evaluate(  # noqa: SLF001
-            nothing, None, trainer.model_wrapped, None, trainer.state.epoch, None, 0.0
+            loss,
+            line.get("grad_norm"),
+            trainer.model_wrapped,
+            None,
+            trainer.state.epoch,
+            self._ignored_keys,
+            time.time(),
+            learning_rate=line.get("learning_rate"),
         )
+        self._carried = float(loss)  # what is not logged is added to the losses of the steps that follow
+
+
+class _FirstCallback:
+    """A callback of the trainer that knows one event, before all others do."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Note the end of a step."""
+        self._act()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method that does nothing for each other event."""
+        if name.startswith("on_"):
+            return lambda *_, **__: None
+        raise AttributeError(name)
 
 
 def _without_labels(batch: Any) -> Any:

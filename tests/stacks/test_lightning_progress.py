@@ -1,0 +1,31 @@
+"""The counters of Lightning's loops, as the next process has them at another world size."""
+
+from __future__ import annotations
+
+import pytest
+
+from azureml_elastic.train.integrations.lightning.progress import Progress, Stage
+
+pl = pytest.importorskip("lightning.pytorch")
+
+
+def captured(stage, *, completed):
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, barebones=True)
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    for counts in (progress.total, progress.current):
+        counts.ready, counts.started, counts.processed, counts.completed = 3, 3, 3, completed
+    former = Progress(trainer)
+    former.capture(stage)
+    return former.state_dict()
+
+
+@pytest.mark.parametrize(("stage", "completed"), [(Stage.STEP, 2), (Stage.HOOKS, 3), (Stage.DONE, 3)])
+def test_batches_are_counted_in_those_of_the_present_world_size(stage, completed):
+    """Three steps of one batch are three of two batches, and complete: the integration repeats the hooks by itself."""
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, barebones=True)
+    progress = Progress(trainer)
+    progress.micro_batches = 2
+    progress.load_state_dict(captured(stage, completed=completed))
+    found = trainer.fit_loop.epoch_loop.batch_progress
+    for counts in (found.total, found.current):
+        assert (counts.ready, counts.started, counts.processed, counts.completed) == (6, 6, 6, 6)

@@ -1,0 +1,66 @@
+"""What belongs to a step of ``Trainer`` is done once, and evaluations have one result at any world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+SCRIPT = Path(__file__).with_name("trainer_hooks_script.py")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_script, tmp_path_factory):
+    return run_script(tmp_path_factory.mktemp("undisturbed") / "run", nodes=(2, 2))
+
+
+def require_equal(found, expected):
+    """Compare records; numbers differ by rounding where the world size differs."""
+    assert found["places"] == expected["places"]
+    for name in ("best_model", "kept", "steps"):
+        assert found[name] == expected[name], name
+    for name in ("best", "loss"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-3), name
+    assert len(found["log"]) == len(expected["log"])
+    for line, other in zip(found["log"], expected["log"], strict=True):
+        assert line == pytest.approx(other, rel=1e-3, abs=1e-4)
+
+
+def test_evaluations_do_not_depend_on_the_world_size(run_script, tmp_path):
+    """Of models whose loss ignores the number of labels, and those which divide by it; the batches are uneven."""
+    runs = [run_script(tmp_path / str(n), "--evaluate", nodes=(n, n)).record["evaluations"] for n in (1, 2, 3)]
+    for run in runs[1:]:
+        for (numbers, shapes), (expected, other) in zip(run, runs[0], strict=True):
+            assert numbers == pytest.approx(expected, rel=1e-5)
+            assert shapes == other
+
+
+@pytest.mark.parametrize("place", [("step", "12"), ("log", "12"), ("evaluation", "16"), ("save", "16")])
+def test_a_worker_is_lost_after_a_step_is_complete(run_script, tmp_path, undisturbed, place):
+    """Before the step's callbacks and its line in the log; before and after an evaluation is known to be complete."""
+    run = run_script(tmp_path / "run", "--die", *place, nodes=(2, 2))
+    assert run.report.audit.complete, run.report.audit
+    assert run.report.audit.rolled_back_steps == 0
+    assert len(run.report.rounds) == 2
+    require_equal(run.record, undisturbed.record)
+
+
+def test_a_node_is_lost(run_script, tmp_path, undisturbed):
+    run = run_script(tmp_path / "run", "--pause", "0.1", nodes=(1, 2), chaos="kill=rank0@step:12")
+    assert not run.report.missed_faults
+    assert run.report.audit.complete, run.report.audit
+    assert run.report.audit.rolled_back_steps == 0
+    require_equal(run.record, undisturbed.record)
+
+
+def test_losses_that_are_not_logged_yet_are_not_lost(run_script, tmp_path):
+    """Nor is the evaluation at the end that max_steps makes within an epoch."""
+    options = ("--logging-steps", "7", "--max-steps", "20")
+    runs = [
+        run_script(tmp_path / name, *options, *die, nodes=(2, 2)).record
+        for name, die in (("undisturbed", ()), ("run", ("--die", "step", "12")), ("end", ("--die", "evaluation", "20")))
+    ]
+    for run in runs[1:]:
+        require_equal(run, runs[0])
