@@ -51,8 +51,8 @@ RETIRED = (
     "witness(es|ed|ing)?",
 )
 RETIRED_NAMES = ("keeping",)  # plain English as a verb
-FOREIGN = {"patience": "ReduceLROnPlateau"}
-"""Retired words that are another library's names, and the class on whose lines they are allowed."""
+FOREIGN = {"patience": ("ReduceLROnPlateau", "EarlyStopping")}
+"""Retired words that are another library's names, and the classes on whose lines they are allowed."""
 
 _WORDS = re.compile(rf"\b({'|'.join(RETIRED)})\b", re.IGNORECASE)
 _NAMES = re.compile(rf"\b({'|'.join(RETIRED + RETIRED_NAMES)})\b", re.IGNORECASE)
@@ -103,7 +103,7 @@ def check_python(source: str) -> list[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.NAME:
             words = retired(token.string, name=True)
-            found += [(token.start[0], word) for word in words if not (word in FOREIGN and FOREIGN[word] in token.line)]
+            found += [(token.start[0], word) for word in words if not any(each in token.line for each in FOREIGN.get(word, ()))]
         elif token.type in _TEXTS:
             for offset, line in enumerate(token.string.split("\n")):
                 found += [(token.start[0] + offset, word) for word in retired(line)]

@@ -183,12 +183,12 @@ def test_a_worker_is_not_ended_while_it_writes_its_state(tmp_path, mode, looked_
     paths, pids = {str(tmp_path / looked_for)}, [process.pid, 2**22 + 1]  # one that has ended
     try:
         process.stdout.readline()
-        assert stop_between_saves(pids, paths) == expected
         if not expected:  # it goes on, until it has written
+            assert not stop_between_saves(pids, paths)
             process.stdin.write(b"\n")
             process.stdin.flush()
             process.stdout.readline()
-            assert stop_between_saves(pids, paths)
+        until(lambda: stop_between_saves(pids, paths))  # a machine may be too busy to stop a process in time
         assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
         process.terminate()
         process.send_signal(signal.SIGCONT)
