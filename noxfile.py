@@ -237,8 +237,8 @@ def bench_stacks(session: nox.Session) -> None:
 def stacks(session: nox.Session) -> None:
     """Run stock scripts of training stacks under faults: a node's loss, an arrival and a preemption with notice."""
     extras = ("node", "transformers", "accelerate", "lightning")
-    # Lightning is published under two names.
-    install_wheel(session, *extras, groups=("test",), others=("pytorch-lightning",))
+    # Lightning is published under two names; its command line needs jsonargparse.
+    install_wheel(session, *extras, groups=("test",), others=("pytorch-lightning", "jsonargparse[signatures]"))
     # One of the second file's tests needs Lightning, too.
     paths = ("tests/stacks", "tests/unit/node/preload/test_rank_at_import.py", f"--ignore=tests/{T5_SAMPLE}")
     session.run("python", "-m", "pytest", *(session.posargs or THREE), *paths)

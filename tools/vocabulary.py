@@ -103,7 +103,11 @@ def check_python(source: str) -> list[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.NAME:
             words = retired(token.string, name=True)
-            found += [(token.start[0], word) for word in words if not any(each in token.line for each in FOREIGN.get(word, ()))]
+            found += [
+                (token.start[0], word)
+                for word in words
+                if not any(each in token.line for each in FOREIGN.get(word, ()))
+            ]
         elif token.type in _TEXTS:
             for offset, line in enumerate(token.string.split("\n")):
                 found += [(token.start[0] + offset, word) for word in retired(line)]

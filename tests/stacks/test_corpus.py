@@ -31,6 +31,7 @@ CASES = [
     "gan",
     "glue",
     "lightning_callbacks",
+    "lightning_cli",
     "looks_first",
     "ner",
     "new_loaders",
@@ -77,8 +78,8 @@ def samples(run):
 def files(run):
     """Return the files that the script has left."""
     names = (path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file())
-    by_rank = ("observed.", "random_states_", "rng_state")
-    return {name for name in names if not Path(name).name.startswith(by_rank)}
+    by_process = ("observed.", "random_states_", "rng_state", "events.out.tfevents.")
+    return {name for name in names if not Path(name).name.startswith(by_process)}
 
 
 def assert_same(found, expected):
@@ -103,3 +104,15 @@ def test_a_script_trains_under_faults_as_without(tmp_path, case):
     window = max(len(line["samples"]) for line in observed(expected)) * 2
     differing = (counted - wanted).total() + (wanted - counted).total()
     assert differing <= window, f"the step in which rank 0 was lost may be recorded in part: {counted - wanted}"
+
+
+@pytest.mark.parametrize("case", ["min_gpt", "nano_gpt"])
+def test_a_loop_without_a_session_that_continues_from_its_own_file_ends_as_without_faults(tmp_path, case):
+    """It trains again what it had not saved, with the same learning rates; a new node waits for a save."""
+    expected = run(case, tmp_path / "expected", nodes=(2, 2))
+    faults = {"nodes": (1, 2), "chaos": "kill=rank0@2s,add@4s"}
+    found = run(case, tmp_path / "run", "--full", "2", "--pause", "0.12", **faults)
+    assert not found.report.missed_faults
+    assert found.record == expected.record
+    assert rates(found) == rates(expected)
+    assert files(found) == files(expected)

@@ -1,4 +1,4 @@
-"""Trains a new model on each of three folds of the data."""
+"""Trains a new model on each of two folds of the data."""
 
 import argparse
 import json

@@ -21,11 +21,12 @@ parser = argparse.ArgumentParser(add_help=False)
 parser.add_argument("--folder", type=Path, required=True)
 parser.add_argument("--script", required=True)
 parser.add_argument("--full", type=int, default=0, help="go slowly while there are fewer ranks")
+parser.add_argument("--pause", type=float, default=0.03, help="seconds after each step")
 observed, rest = parser.parse_known_args()
 
 fetched, trained = [], []
 names = {}
-pause = [0.03]
+pause = [observed.pause]
 
 
 def fetch(self, ids, _fetch=_MapDatasetFetcher.fetch):
@@ -49,7 +50,7 @@ def stepped(optimizer, args, kwargs):
     with (observed.folder / f"observed.{os.getpid()}").open("a") as file:
         file.write(json.dumps(line) + "\n")
     if observed.full and dist.is_initialized():
-        pause[0] = 0.03 if dist.get_world_size() == observed.full else min(1.0, pause[0] * 1.12)
+        pause[0] = observed.pause if dist.get_world_size() == observed.full else min(1.0, pause[0] * 1.12)
         time.sleep(pause[0])
 
 
