@@ -1,10 +1,11 @@
 """A loop of the script's own within a run.
 
 A restarted script runs from its beginning, and goes through the steps that are trained once more without training, so
-that its counters and sums are right; its iterations over the training data count the epochs. The state is restored by
-the session when the first iteration begins. A script that continues from a folder of its own repeats the steps since
-then. If it passes over the batches by hand that were trained when the folder was written, it is given the next batch as
-often.
+that its counters and sums are right. Each of its *passes*, iterations over the training data, is an epoch if the script
+trains the first batch, and moves nothing otherwise. The state is restored by the session in the first forward pass with
+gradients: until then the script may look at its data, and prepare further objects. A script that continues from a
+folder of its own repeats the steps since then. If it passes over the batches by hand that were trained when the folder
+was written, it is given the next batch as often.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Pass:
         window: first step of the epoch that the script counts in it
         behind: steps that it counts and that are trained already
         trains: whether the script has trained one of its batches
-        yielded: batches that the script has taken before the first one that is trained for the first time
+        yielded: batches that the script has taken before those that it trains for the first time
     """
 
     epoch: int

@@ -1,0 +1,110 @@
+"""The state of optimizers: taken and restored without a step, under names that no wrapper changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from azureml_elastic.checkpoint.state.compatibility import kinds_of
+from azureml_elastic.checkpoint.state.tracked import canonical_names
+from azureml_elastic.checkpoint.state.tracked_state import TrackedState
+
+
+class Counting(torch.optim.Optimizer):
+    """Plain descent with a counter, and a nested state that its first step makes."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "steps": 0, "mode": "train"})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("kept", {"mean": torch.zeros_like(parameter), "norms": []})
+                kept = self.state[parameter]["kept"]
+                kept["mean"].lerp_(parameter.grad, 0.5)
+                kept["norms"] = [*kept["norms"], float(parameter.grad.norm())]
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+class Compiled(nn.Module):
+    """A wrapper with the name for its module that ``torch.compile`` has."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._orig_mod = module
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2, history_size=3)
+
+
+def network():
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def train(model, optimizer, steps=3):
+    for step in range(steps):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 3), 1.0 + step)).square().mean()
+            loss.backward()
+            return loss
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("make", [Counting, lbfgs, lambda parameters: torch.optim.AdamW(parameters, fused=True)])
+def test_a_new_optimizer_continues_and_is_not_made_to_step(make):
+    model = network()
+    old, optimizer = train(model, make(model.parameters()))
+    plain, tensors = copy.deepcopy(TrackedState({"model": old, "optimizer": optimizer}).collect(is_main=True))
+    again = network()
+    new = make(again.parameters())
+    steps = []
+    new.register_step_post_hook(lambda *_: steps.append(1))
+    state = TrackedState({"model": again, "optimizer": new})
+    assert state.collect(is_main=True)[0]["optimizer"]["state"] == {}
+    assert state.check("here", plain, state.classes, kinds_of(tensors)) is None
+    state.restore(plain, tensors)
+    assert not steps
+    train(old, optimizer)
+    train(again, new)
+    for one, other in zip(old.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert new.param_groups[0].get("steps") == optimizer.param_groups[0].get("steps")
+
+
+def test_a_new_optimizer_is_refused_the_state_of_another_shape():
+    """The optimizer has no state yet that would show it."""
+    model = network()
+    old, optimizer = train(model, torch.optim.AdamW(model.parameters()))
+    plain, tensors = TrackedState({"model": old, "optimizer": optimizer}).collect(is_main=True)
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7))
+    state = TrackedState({"model": other, "optimizer": torch.optim.AdamW(other.parameters())}, partial=["model"])
+    refusal = state.check("here", plain, state.classes, kinds_of(tensors))
+    assert "optimizer: 1.bias/exp_avg, 1.bias/exp_avg_sq were float32[2], and now float32[7]" in str(refusal)
+
+
+def test_wrappers_leave_no_trace_in_names(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        parts = {name: nn.parallel.DistributedDataParallel(Compiled(network())) for name in ("a", "b")}
+        for owner, expected in ((nn.ModuleDict(parts), {"a.0.weight", "b.1.bias"}), (parts["a"], {"0.weight"})):
+            names = canonical_names(owner).values()
+            assert expected <= set(names)
+            assert not any("module" in name or "_orig_mod" in name for name in names)
+    finally:
+        torch.distributed.destroy_process_group()
