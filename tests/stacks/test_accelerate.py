@@ -86,23 +86,6 @@ def test_a_run_with_faults_is_the_same_training(run_script, tmp_path, undisturbe
     assert set(run.record["accuracies"].values()) <= {share / 100 for share in range(90, 101)}
 
 
-def test_what_a_script_counts_by_itself_is_that_of_a_run_without_faults(tmp_path):
-    """Its steps, schedule, sums of losses and folders, at world sizes of 3, 2 and 3, to its ``end_training()``."""
-    script = SCRIPT.with_name("accelerate_counting_script.py")
-    expected = run_stock(script, tmp_path / "expected", nodes=(3, 3))
-    run = run_stock(script, tmp_path / "run", "--pause", "0.08", chaos=FAULTS)
-    assert run.report.last_step == expected.report.last_step == expected.record["completed_steps"] == 110
-    assert run.report.audit.rolled_back_steps == 0
-    for name in ("completed_steps", "rate", "length"):
-        assert run.record[name] == pytest.approx(expected.record[name]), name
-    assert run.record["means"] == pytest.approx(expected.record["means"], rel=0.2)
-    folders = {int(path.name.removeprefix("step_")) for path in run.folder.glob("step_*")}
-    assert folders == set(range(10, 111, 10))
-    for steps in folders:
-        assert json.loads((run.folder / f"step_{steps}" / "azureml-elastic.json").read_text())["steps"] == steps
-    assert len(run.report.rounds) < 6, "end_training() is no failure"
-
-
 def test_a_worker_is_lost_in_an_evaluation(run_script, tmp_path, undisturbed):
     run = run_script(tmp_path / "run", "--pause", "0", "--die-in-evaluation")
     assert run.report.audit.complete, run.report.audit

@@ -100,6 +100,8 @@ def test_a_script_trains_under_faults_as_without(tmp_path, case):
     assert_same(found.record, expected.record)
     assert rates(found) == rates(expected)
     assert files(found) == files(expected)
+    for folder in found.folder.glob("step_*"):
+        assert json.loads((folder / "azureml-elastic.json").read_text())["steps"] == int(folder.name[5:])
     counted, wanted = samples(found), samples(expected)
     window = max(len(line["samples"]) for line in observed(expected)) * 2
     differing = (counted - wanted).total() + (wanted - counted).total()
