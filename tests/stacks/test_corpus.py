@@ -35,6 +35,7 @@ CASES = [
     "looks_first",
     "ner",
     "new_loaders",
+    "new_loaders --in_order",
     "one_cycle",
     "own_optimizer",
     "plateau",

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", type=Path)
+parser.add_argument("--in_order", action="store_true")
 args = parser.parse_args()
 
 accelerator = Accelerator()
@@ -25,7 +26,7 @@ lr_scheduler = accelerator.prepare(
 )
 steps, sizes = 0, []
 for _ in range(3):
-    loader = accelerator.prepare(DataLoader(dataset, shuffle=True, batch_size=4))
+    loader = accelerator.prepare(DataLoader(dataset, shuffle=not args.in_order, batch_size=4))
     batches = 0
     for index, (x, y) in enumerate(loader):
         if index == 16:

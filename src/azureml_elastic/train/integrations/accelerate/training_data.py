@@ -47,7 +47,7 @@ class TrainingData:
         self.loop: TrainingLoop | None = None
         self._source: DataLoader[Any] | None = None
         self._obstacle: str | None = None  # of all loaders
-        self._sequential: list[SequentialLoader] = []
+        self._first_sequential: SequentialLoader | None = None
         self._left: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # to accelerate, with the reason
 
     def prepare(
@@ -63,11 +63,6 @@ class TrainingData:
         """
         divided = DividedLoader(prepare)
         reason = self._obstacle or _obstacle(accelerator, loader)
-        if reason is None and isinstance(loader.sampler, SequentialSampler):
-            if self._trains_another(session):
-                return self._leave(divided, _ANOTHER)
-            self._sequential.append(SequentialLoader(self, session, accelerator, loader, divided))
-            return self._sequential[-1]
         if reason is None and self._source is not None and _same_data(loader, self._source):
             assert self.loop is not None
             return self.loop.loader  # made anew, for another epoch
@@ -75,7 +70,12 @@ class TrainingData:
             reason = _ANOTHER
         if reason is not None:
             return self._leave(divided, reason)
-        return self._adopt(session, accelerator, loader, divided)
+        if not isinstance(loader.sampler, SequentialSampler):
+            return self._adopt(session, accelerator, loader, divided)
+        sequential = SequentialLoader(self, session, accelerator, loader, divided)
+        if self._first_sequential is None:
+            self._first_sequential = sequential
+        return sequential
 
     def for_training(self, loader: SequentialLoader) -> EpochLoader | None:
         """Return the training data in place of a loader whose iteration begins, ``None`` if it has others."""
@@ -96,7 +96,7 @@ class TrainingData:
         """Return whether a loader, which no iteration has shown to be an evaluation's, may be the one of training."""
         if self.loop is not None or self._trains_another(loader.session):
             return self.loop is not None and loader.source is self._source
-        return loader is self._sequential[0] and bool(loader.accelerator._optimizers)  # noqa: SLF001
+        return loader is self._first_sequential and bool(loader.accelerator._optimizers)  # noqa: SLF001
 
     def warn_of_left(self, session: StackSession, accelerator: Any) -> None:
         """Warn once for a loader if the batch that is trained now is one of its, and not of the training data."""
@@ -208,9 +208,13 @@ def _obstacle(accelerator: Any, loader: DataLoader[Any]) -> str | None:
 
 
 def _same_data(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
-    """Return whether two loaders with random order differ in their order at most."""
-    return (
-        one.dataset is other.dataset
-        and isinstance(other.sampler, RandomSampler)
-        and (one.batch_size, one.drop_last, one.collate_fn) == (other.batch_size, other.drop_last, other.collate_fn)
+    """Return whether two loaders differ in the seed of their random order at most."""
+    return one.dataset is other.dataset and all(
+        first == second
+        for first, second in (
+            (type(one.sampler), type(other.sampler)),
+            (one.batch_size, other.batch_size),
+            (one.drop_last, other.drop_last),
+            (one.collate_fn, other.collate_fn),
+        )
     )
