@@ -146,7 +146,7 @@ class TrainingState:
         self.settle(0)
         if self.steps == self._entered_at + _SETTLED_STEPS:
             self._checkpoints.prepare(self._objects)
-            self.half_step = False  # reading the state of a new optimizer makes it take an empty step
+            self.half_step = False  # reading the state of a new sharded optimizer makes it take an empty step
         if self._schedule.due(self.steps) or save:
             self.save()
         elif self._checkpoints.snapshots and self._snapshot_schedule.due(self.steps):
@@ -200,7 +200,7 @@ class TrainingState:
         self.settle()  # both use the process group of saves
         checkpoints = self._apart(storage)
         checkpoints.begin(self.steps, objects, self._data(), must_commit=True)
-        self.half_step = False  # reading the state of a new optimizer makes it take an empty step
+        self.half_step = False  # reading the state of a new sharded optimizer makes it take an empty step
         checkpoints.settle()
         checkpoints.require(at_once=True)
         self._agent.free()
@@ -345,7 +345,7 @@ class TrainingState:
         own = restored is not None and self._checkpoints.holds(restored)
         self._last_saved = self._here if own else None
         self._begin(0.0)
-        self.half_step = self._incomplete = False  # restoring an optimizer makes it take an empty step
+        self.half_step = self._incomplete = False  # restoring a sharded optimizer makes it take an empty step
         return None if restored is None else restored.directory
 
     def _apply(self, snapshot: Snapshot, *, live: bool) -> None:
