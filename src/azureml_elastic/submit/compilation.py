@@ -18,6 +18,7 @@ from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
 from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.runtime.staging import stage_runtime
+from azureml_elastic.submit.sdk_hooks import outside_pipelines
 from azureml_elastic.submit.services import compile_services
 from azureml_elastic.submit.validation import check
 
@@ -40,7 +41,12 @@ _LITERAL_TYPES = frozenset(_LITERALS.values())
 
 
 def compile_job(job: JobFields) -> Command | PipelineJob:
-    """Return the job as a new entity of azure-ai-ml."""
+    """Return the job as a new entity of azure-ai-ml, which is in no pipeline of the user's."""
+    with outside_pipelines():
+        return _compile(job)
+
+
+def _compile(job: JobFields) -> Command | PipelineJob:
     text = node_launch.command_text(job, check(job))
     if job.resources.effective_placement == "fan_out":
         return _fan_out(job, text)
