@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from azureml_elastic.config.presets import Presets, mode_of_input
@@ -31,9 +31,10 @@ with needs_extra("azure-ai-ml", "submit"):
         PipelineJob,
         PipelineJobSettings,
         QueueSettings,
+        Sweep,
     )
 
-__all__ = ["compile_job"]
+__all__ = ["compile_job", "compile_sweep"]
 
 _LITERALS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 _LABELLED = re.compile(r"azureml:[\w.-]+@[\w.-]+", re.ASCII)
@@ -44,6 +45,37 @@ def compile_job(job: JobFields) -> Command | PipelineJob:
     """Return the job as a new entity of azure-ai-ml, which is in no pipeline of the user's."""
     with outside_pipelines():
         return _compile(job)
+
+
+def compile_sweep(job: JobFields, search_space: Mapping[str, Any], options: Mapping[str, Any]) -> Sweep:
+    """Return a sweep whose trials are this job; see :meth:`~azureml_elastic.submit.job.ElasticCommandJob.sweep`."""
+    if job.resources.effective_placement == "fan_out":
+        raise SubmitError(
+            "A trial of a sweep is one job, but with the placement 'fan_out' each node is a job of its own. Take "
+            "job.with_options(resources={'placement': 'gang'}).sweep(...), or the placement 'service'."
+        )
+    unknown = sorted(search_space.keys() - job.inputs.keys())
+    if unknown:
+        raise SubmitError(
+            f"search_space has {unknown[0]!r}, which is no input of the job. Declare it with any value, as in "
+            f"inputs={{{unknown[0]!r}: 1}}, and write ${{{{inputs.{unknown[0]}}}}} in the command."
+        )
+    if job.services:
+        raise SubmitError(
+            "azure-ai-ml carries no interactive services to the trials of a sweep. Leave services out, as in "
+            "job.model_copy(update={'services': None}).sweep(...)."
+        )
+    with outside_pipelines():
+        text = node_launch.command_text(job, check(job))
+        trial: Any = _single(job, text)(**search_space)
+    # A sweep takes from its trial what the component has, and the resources of a command are those of its node. As a
+    # step of a pipeline it has them itself.
+    trial.component.resources = trial.resources
+    if job.timeout is not None:
+        options = {"trial_timeout": trial.limits.timeout, **options}
+    sweep = trial.sweep(**options)
+    sweep.resources = trial.resources
+    return sweep
 
 
 def _compile(job: JobFields) -> Command | PipelineJob:

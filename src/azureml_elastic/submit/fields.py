@@ -31,6 +31,7 @@ from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
 from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.distributions import translated
 
 __all__ = ["JobFields", "field_of", "resources_of_pools"]
 
@@ -179,6 +180,11 @@ class JobFields(ConfigModel):
     @classmethod
     def _is_elastic_type(cls, value: Any, info: Any) -> Any:
         expected = cls.model_fields[info.field_name].annotation
+        if info.field_name == "distribution":
+            try:
+                value = translated(value)
+            except SubmitError as error:
+                raise ValueError(str(error)) from error
         if value is None and info.field_name == "resources":
             raise ValueError(
                 "resources is missing; give the number of nodes, as in "

@@ -64,6 +64,13 @@ class Submittable(ABC):
         """Return the entity that ``create_or_update`` submits."""
         return self.compile()
 
+    def _set_base_path(self, _: object) -> None:
+        """Refuse to be a node as it is: ``PipelineJob(jobs=...)`` calls this of each."""
+        raise SubmitError(
+            "jobs= of a PipelineJob has an elastic job, which is no node of a pipeline. Give what it compiles to, a "
+            "node with the placement 'gang' or 'service': job.with_options(resources={'placement': 'gang'}).compile()."
+        )
+
 
 @contextlib.contextmanager
 def outside_pipelines() -> Iterator[None]:
