@@ -16,7 +16,8 @@ from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.config.resources import SERVERLESS, NodePool, first_nodes, step_names
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
-from azureml_elastic.submit.fields import JobFields
+from azureml_elastic.submit.expressions import without_options
+from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.runtime.staging import stage_runtime
 from azureml_elastic.submit.sdk_hooks import outside_pipelines
 from azureml_elastic.submit.services import compile_services
@@ -43,8 +44,29 @@ _LITERAL_TYPES = frozenset(_LITERALS.values())
 
 def compile_job(job: JobFields) -> Command | PipelineJob:
     """Return the job as a new entity of azure-ai-ml, which is in no pipeline of the user's."""
+    job = _with_options_resolved(job)
+    text = node_launch.command_text(job, check(job))
     with outside_pipelines():
-        return _compile(job)
+        if job.resources.effective_placement == "fan_out":
+            return _fan_out(job, text)
+        return _single(job, text)
+
+
+def _with_options_resolved(job: JobFields) -> JobFields:
+    """Return the job without optional inputs that have no value, and without what its command has for them.
+
+    Azure ML resolves ``$[[...]]`` in components alone, and the agent's own command must have a program that is certain.
+    """
+    given = {name: value for name, value in job.inputs.items() if not _is_left_out(value)}
+    command = without_options(job.command, given)
+    if command == job.command and len(given) == len(job.inputs):
+        return job
+    return job.model_copy(update={"command": command, "inputs": given})
+
+
+def _is_left_out(value: Any) -> bool:
+    """Return whether an input is optional and has no value."""
+    return bool(field_of(value, "optional")) and field_of(value, "default") is None and field_of(value, "path") is None
 
 
 def compile_sweep(job: JobFields, search_space: Mapping[str, Any], options: Mapping[str, Any]) -> Sweep:
@@ -65,24 +87,18 @@ def compile_sweep(job: JobFields, search_space: Mapping[str, Any], options: Mapp
             "azure-ai-ml carries no interactive services to the trials of a sweep. Leave services out, as in "
             "job.model_copy(update={'services': None}).sweep(...)."
         )
+    job = _with_options_resolved(job)
+    text = node_launch.command_text(job, check(job))
     with outside_pipelines():
-        text = node_launch.command_text(job, check(job))
         trial: Any = _single(job, text)(**search_space)
     # A sweep takes from its trial what the component has, and the resources of a command are those of its node. As a
     # step of a pipeline it has them itself.
     trial.component.resources = trial.resources
     if job.timeout is not None:
         options = {"trial_timeout": trial.limits.timeout, **options}
-    sweep = trial.sweep(**options)
+    sweep: Sweep = trial.sweep(**options)
     sweep.resources = trial.resources
     return sweep
-
-
-def _compile(job: JobFields) -> Command | PipelineJob:
-    text = node_launch.command_text(job, check(job))
-    if job.resources.effective_placement == "fan_out":
-        return _fan_out(job, text)
-    return _single(job, text)
 
 
 def _fan_out(job: JobFields, text: str) -> PipelineJob:

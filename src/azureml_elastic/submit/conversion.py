@@ -18,7 +18,7 @@ from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit.distributions import translated
 from azureml_elastic.submit.launchers import Launched, read_launcher, refuse_launcher
-from azureml_elastic.submit.sdk_hooks import fields_of_command, plain_command_job
+from azureml_elastic.submit.sdk_hooks import component_of, fields_of_command, plain_command_job
 
 __all__ = ["FIELDS_OF_COMMAND", "FIELDS_OF_RESOURCES", "fields_of", "located", "refuse_unknown"]
 
@@ -66,8 +66,12 @@ def fields_of(
     fields |= _queue(job.queue_settings)
     fields["inputs"] = {name: _located_input(value, base) for name, value in job.inputs.items() if value is not None}
     fields["outputs"] = {name: copy.deepcopy(value) or {} for name, value in (job.outputs or {}).items()}
+    code_base = base
+    if (component := component_of(command_job)) is not None:
+        _complete(fields, component)
+        code_base = Path(component.base_path or base)
     if job.code is not None:
-        fields["code"] = located(str(job.code), base)
+        fields["code"] = located(str(job.code), code_base)
     launched = Launched(str(job.command or ""))
     if "command" not in changes:
         launched = _without_launcher(launched.command, fields["inputs"], distribution)
@@ -84,6 +88,22 @@ def fields_of(
         else _completed(distribution, launched),
         **changes,
     }
+
+
+def _complete(fields: dict[str, Any], component: Any) -> None:
+    """Add to a job's fields what only the component that it calls has: environment, variables, defaults, outputs."""
+    if "environment" not in fields and component.environment is not None:
+        fields["environment"] = copy.deepcopy(component.environment)
+    variables = getattr(component, "environment_variables", None) or {}
+    fields["environment_variables"] = {
+        **{key: str(value) for key, value in variables.items()},
+        **fields["environment_variables"],
+    }
+    for name, declared in component.inputs.items():
+        if name not in fields["inputs"] and (default := getattr(declared, "default", None)) is not None:
+            fields["inputs"][name] = default
+    for name, declared in component.outputs.items():
+        fields["outputs"].setdefault(name, {"type": declared.type})
 
 
 def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:

@@ -36,7 +36,7 @@ from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
-    from azure.ai.ml.entities import Command, CommandJob, PipelineJob, ValidationResult
+    from azure.ai.ml.entities import Command, CommandComponent, CommandJob, PipelineJob, ValidationResult
 
 _MARK = "_wrapped_for_elastic_jobs"
 _UPLOAD = "_upload_and_generate_remote_uri"
@@ -44,6 +44,7 @@ _BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
 __all__ = [
     "Submittable",
+    "component_of",
     "fields_of_command",
     "log_files",
     "outside_pipelines",
@@ -193,6 +194,14 @@ def plain_command_job(job: Any) -> CommandJob:
         )
     with outside_pipelines():
         return job._to_job()  # noqa: SLF001 - no public conversion exists
+
+
+def component_of(job: Any) -> CommandComponent | None:
+    """Return the component that a node of azure-ai-ml calls, as :func:`plain_command_job` accepts it, or ``None``."""
+    from azure.ai.ml.entities import Command, CommandComponent
+
+    component = job.component if isinstance(job, Command) else None
+    return component if isinstance(component, CommandComponent) else None
 
 
 def fields_of_command() -> frozenset[str]:

@@ -1,12 +1,20 @@
 """Elastic jobs in what azure-ai-ml composes of jobs: pipelines, sweeps and schedules."""
 
 import pytest
-from azure.ai.ml import MpiDistribution, PyTorchDistribution, RayDistribution, TensorFlowDistribution, dsl
-from azure.ai.ml.entities import CronTrigger, JobSchedule, PipelineJob
+from azure.ai.ml import (
+    Input,
+    MpiDistribution,
+    PyTorchDistribution,
+    RayDistribution,
+    TensorFlowDistribution,
+    dsl,
+    load_component,
+)
+from azure.ai.ml.entities import CommandComponent, CronTrigger, JobSchedule, PipelineJob
 from azure.ai.ml.sweep import Choice
 from pydantic import ValidationError
 
-from azureml_elastic.config import ElasticDistribution
+from azureml_elastic.config import ElasticDistribution, ElasticResources
 from azureml_elastic.errors import SubmitError
 from azureml_elastic.submit import ElasticCommandJob
 from tests.unit.submit.test_submission import make
@@ -116,3 +124,93 @@ def test_no_run_is_written_into_what_a_schedule_submits_again(folder, placement)
     assert "AZUREML_ELASTIC_RUN_ID" not in text
     assert isinstance(job, ElasticCommandJob)
     assert '"run_id":null' in text.replace("\\", "")
+
+
+COMPONENT = """
+type: command
+name: trainer
+version: 1
+code: ./program
+command: python main.py --lr ${{inputs.lr}} $[[--tag ${{inputs.tag}} --depth ${{inputs.depth}}]] --to ${{outputs.model}}
+environment: azureml:theirs@latest
+environment_variables: {A: "1"}
+inputs:
+  lr: {type: number, default: 0.1}
+  tag: {type: string, optional: true}
+  depth: {type: integer, default: 2}
+outputs:
+  model: {type: uri_folder}
+"""
+
+
+@pytest.fixture
+def component(tmp_path):
+    """A component in a folder that is not the current one."""
+    folder = tmp_path / "elsewhere"
+    (folder / "program").mkdir(parents=True)
+    (folder / "program" / "main.py").write_text("print('training')\n")
+    (folder / "trainer.yml").write_text(COMPONENT)
+    return load_component(folder / "trainer.yml")
+
+
+def converted(node, placement="gang", **fields):
+    return ElasticCommandJob.from_command(
+        node, compute="gpu", resources=ElasticResources(max_instance_count=2, placement=placement), **fields
+    )
+
+
+@pytest.mark.parametrize("placement", ["fan_out", "gang"])
+@pytest.mark.parametrize(("given", "part"), [({}, ""), ({"tag": "a", "lr": 3.5}, "--tag ${{inputs.tag}} --depth ")])
+def test_a_loaded_component_is_carried_with_all_that_it_has(component, tmp_path, placement, given, part):
+    job = converted(component(**given), placement)
+    assert job.inputs == {"lr": 0.1, "depth": 2, **given}
+    assert (job.code, job.environment) == (str(tmp_path / "elsewhere" / "program"), "theirs@latest")
+    assert dict(job.environment_variables).items() >= {"A": "1"}.items()
+    entity = job.compile()
+    node = entity.jobs["node_0"] if placement == "fan_out" else entity
+    text = node.component.command
+    assert ("$[[" in text, part in text, "--tag" in text) == (False, True, bool(given))
+    assert text.endswith("--to ${{outputs.model}}")
+    assert {"model", "azureml_elastic_checkpoints"} <= node.component.outputs.keys()
+    assert ("tag" in entity.inputs) == bool(given)
+
+
+def test_what_is_given_beside_a_component_goes_before_what_it_has(component):
+    job = converted(component(), environment="mine@latest", environment_variables={"A": "2"})
+    assert (job.environment, job.environment_variables) == ("mine@latest", {"A": "2"})
+
+
+def test_a_registered_component_is_carried_with_its_assets():
+    root = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
+    registered = CommandComponent(
+        name="trainer",
+        version="3",
+        command="python main.py ${{inputs.lr}}",
+        code=f"azureml:{root}/codes/c/versions/1",
+        environment=f"azureml:{root}/environments/e/versions/1",
+        inputs={"lr": Input(type="number", default=0.1)},
+    )
+    job = converted(registered())
+    assert job.code.removeprefix("azureml:") == f"{root}/codes/c/versions/1"
+    assert job.environment.removeprefix("azureml:") == f"{root}/environments/e/versions/1"
+    assert job.inputs == {"lr": 0.1}
+    assert job.compile().component.code == job.code
+
+
+@pytest.mark.parametrize(
+    ("inputs", "ending"),
+    [
+        ({"tag": "a"}, "train.py --tag ${{inputs.tag}}"),
+        ({"tag": ""}, "train.py --tag ${{inputs.tag}}"),
+        ({"tag": Input(type="string", optional=True, default="a")}, "train.py --tag ${{inputs.tag}}"),
+        ({"tag": Input(type="string", optional=True)}, "train.py"),
+        ({"tag": {"type": "uri_file", "optional": True}}, "train.py"),
+        ({}, "train.py"),
+    ],
+)
+def test_optional_parts_of_a_command(inputs, ending):
+    job = make("gang", command="python train.py $[[--tag ${{inputs.tag}}]]", inputs=inputs)
+    entity = job.compile()
+    assert entity.component.command.rstrip().endswith(ending)
+    assert ("tag" in entity.inputs) == ending.endswith("}}")
+    assert job.command.endswith("]]")
