@@ -25,6 +25,7 @@ from azureml_elastic.submit.validation import check
 
 with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Input, Output, PyTorchDistribution, command
+    from azure.ai.ml import sweep as search
     from azure.ai.ml.entities import (
         Command,
         Environment,
@@ -39,6 +40,10 @@ __all__ = ["compile_job", "compile_sweep"]
 
 _LITERALS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 _LABELLED = re.compile(r"azureml:[\w.-]+@[\w.-]+", re.ASCII)
+_SEARCH_EXPRESSIONS = (
+    *(search.Choice, search.Randint, search.Uniform, search.LogUniform, search.Normal, search.LogNormal),
+    *(search.QUniform, search.QLogUniform, search.QNormal, search.QLogNormal),
+)
 _LITERAL_TYPES = frozenset(_LITERALS.values())
 
 
@@ -225,6 +230,11 @@ def _input(name: str, value: Any, presets: Presets) -> Any:
         return value
     if type(value) is dict:
         value = Input(**value)
+    if isinstance(value, _SEARCH_EXPRESSIONS):
+        raise SubmitError(
+            f"The input {name!r} is a search expression, which only a sweep has a value for. Give the input any value, "
+            f"and job.sweep(search_space={{{name!r}: {type(value).__name__}(...)}}, primary_metric=..., goal=...)."
+        )
     if not isinstance(value, Input):
         raise SubmitError(
             f"The input {name!r} is of the type {type(value).__name__}. Give a number, a text, a truth value, or an "

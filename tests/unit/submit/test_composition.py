@@ -114,6 +114,11 @@ def test_what_cannot_be_swept_says_what_to_write(folder, fields, space, part):
         make(**fields).sweep(search_space=space, **SEARCH)
 
 
+def test_a_search_expression_outside_a_sweep_says_where_it_belongs(folder):
+    with pytest.raises(SubmitError, match=r"job\.sweep\(search_space=\{'lr': Choice\(\.\.\.\)\}"):
+        make("gang", inputs={"lr": Choice([1, 2])}, command="python train.py ${{inputs.lr}}").compile()
+
+
 @pytest.mark.parametrize("placement", ["fan_out", "gang"])
 def test_no_run_is_written_into_what_a_schedule_submits_again(folder, placement):
     job = make(placement)
