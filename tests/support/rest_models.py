@@ -18,11 +18,14 @@ from typing import Any
 
 EXCEPTIONS = {
     "properties.inputs.*.value",  # any literal, though older models require a letter or a digit
+    "properties.objective.goal",  # in lower case
     "properties.outputs.*.assetVersion",
     "properties.parentJobName",
     "properties.queueSettings.priority",
+    "properties.resources",  # of a sweep
     "properties.resources.locations",
     "properties.resources.maxInstanceCount",
+    "properties.trial.resources.maxInstanceCount",
 }
 """Fields that azure-ai-ml submits for its own jobs, too, and that not all models of the API versions in use have."""
 

@@ -15,6 +15,7 @@ __all__ = [
     "RUN_DIR",
     "RUN_ID",
     "SCHEDULED_EVENTS",
+    "STEP",
     "WORKER",
 ]
 
@@ -22,7 +23,10 @@ PLAN = "AZUREML_ELASTIC_PLAN"
 """The plan as JSON; set at submission."""
 
 RUN_ID = "AZUREML_ELASTIC_RUN_ID"
-"""Identifier of the run in the table; takes precedence over ``AZUREML_ROOT_RUN_ID``."""
+"""Identifier of the run in the table; takes precedence over Azure ML's run ids."""
+
+STEP = "AZUREML_ELASTIC_STEP"
+"""Name of an elastic step whose nodes are steps of the user's pipeline; the run id is that of the pipeline and this."""
 
 FIRST_JOB = "AZUREML_ELASTIC_FIRST_JOB"
 """Name of the job with which the run was submitted; set for replacement nodes."""

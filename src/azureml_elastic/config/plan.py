@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from azureml_elastic.config import environment
 from azureml_elastic.config.base import ConfigModel
 from azureml_elastic.config.batch import BatchPolicy, FixedGlobalBatch
 from azureml_elastic.config.checkpoint import CheckpointPolicy
@@ -73,7 +74,9 @@ class Plan(ConfigModel):
         pools: node pools in the order of preference; empty if all nodes have one compute.
         replacement: policy for replacing lost nodes; ``None`` disables replacement.
         run_id: identifier of the run in the table; ``None`` selects Azure ML's run id, which is new for each
-            submission.
+            submission, see :meth:`run_id_of`.
+        program: digest of what the job runs, by which the nodes of another program with the same run id are refused;
+            ``None`` accepts all nodes.
         resume_from: earlier run that this run continues as long as it has no checkpoint of its own; ``None`` for none.
         submitted: names in the submitted job, from which jobs that replace nodes are derived.
         audit: whether workers record the samples of each step, to verify that each was trained exactly once.
@@ -89,6 +92,7 @@ class Plan(ConfigModel):
     pools: tuple[NodePool, ...] = ()
     replacement: ReplacementPolicy | None = None
     run_id: str | None = None
+    program: str | None = None
     resume_from: EarlierRun | None = None
     submitted: SubmittedNames = SubmittedNames()
     audit: bool = False
@@ -97,6 +101,26 @@ class Plan(ConfigModel):
     def to_json(self) -> str:
         """Return the plan as one line of JSON with sorted keys, so that equal plans have equal texts."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def run_id_of(self, variables: Mapping[str, str], *, job: str | None, root: str | None) -> str | None:
+        """Return the identifier of the run in the table.
+
+        Nodes that share a job have its id, whatever pipeline or sweep it is a part of. Nodes that are jobs of their own
+        share the id of their pipeline alone, and the name of the step if that pipeline has several elastic steps. No id
+        is written into the job, which a schedule submits again and again.
+
+        Args:
+            variables: environment variables of the nodes.
+            job: id of the job that a node belongs to.
+            root: id of the outermost job.
+        """
+        if given := self.run_id or variables.get(environment.RUN_ID):
+            return given
+        if self.resources.effective_placement != "fan_out":
+            return job or root
+        step = variables.get(environment.STEP)
+        name = root or job
+        return f"{name}-{step}" if name and step else name
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -151,6 +151,7 @@ class _Node:
             record=recorder.record,
             receive_shard=receiver.receive,
             progress=self._progress,
+            program=plan.program,
         )
         stack.callback(rendezvous.shutdown)
         rendezvous.announce()

@@ -9,20 +9,23 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from azureml_elastic.config.presets import Presets, mode_of_input
 from azureml_elastic.config.resources import SERVERLESS, NodePool, first_nodes, step_names
 from azureml_elastic.errors import SubmitError, needs_extra
 from azureml_elastic.submit import node_launch
-from azureml_elastic.submit.fields import JobFields
+from azureml_elastic.submit.expressions import without_options
+from azureml_elastic.submit.fields import JobFields, field_of
 from azureml_elastic.submit.runtime.staging import stage_runtime
+from azureml_elastic.submit.sdk_hooks import outside_pipelines
 from azureml_elastic.submit.services import compile_services
 from azureml_elastic.submit.validation import check
 
 with needs_extra("azure-ai-ml", "submit"):
     from azure.ai.ml import Input, Output, PyTorchDistribution, command
+    from azure.ai.ml import sweep as search
     from azure.ai.ml.entities import (
         Command,
         Environment,
@@ -30,21 +33,77 @@ with needs_extra("azure-ai-ml", "submit"):
         PipelineJob,
         PipelineJobSettings,
         QueueSettings,
+        Sweep,
     )
 
-__all__ = ["compile_job"]
+__all__ = ["compile_job", "compile_sweep"]
 
 _LITERALS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 _LABELLED = re.compile(r"azureml:[\w.-]+@[\w.-]+", re.ASCII)
+_SEARCH_EXPRESSIONS = (
+    *(search.Choice, search.Randint, search.Uniform, search.LogUniform, search.Normal, search.LogNormal),
+    *(search.QUniform, search.QLogUniform, search.QNormal, search.QLogNormal),
+)
 _LITERAL_TYPES = frozenset(_LITERALS.values())
 
 
 def compile_job(job: JobFields) -> Command | PipelineJob:
-    """Return the job as a new entity of azure-ai-ml."""
+    """Return the job as a new entity of azure-ai-ml, which is in no pipeline of the user's."""
+    job = _with_options_resolved(job)
     text = node_launch.command_text(job, check(job))
+    with outside_pipelines():
+        if job.resources.effective_placement == "fan_out":
+            return _fan_out(job, text)
+        return _single(job, text)
+
+
+def _with_options_resolved(job: JobFields) -> JobFields:
+    """Return the job without optional inputs that have no value, and without what its command has for them.
+
+    Azure ML resolves ``$[[...]]`` in components alone, and the agent's own command must have a program that is certain.
+    """
+    given = {name: value for name, value in job.inputs.items() if not _is_left_out(value)}
+    command = without_options(job.command, given)
+    if command == job.command and len(given) == len(job.inputs):
+        return job
+    return job.model_copy(update={"command": command, "inputs": given})
+
+
+def _is_left_out(value: Any) -> bool:
+    """Return whether an input is optional and has no value."""
+    return bool(field_of(value, "optional")) and field_of(value, "default") is None and field_of(value, "path") is None
+
+
+def compile_sweep(job: JobFields, search_space: Mapping[str, Any], options: Mapping[str, Any]) -> Sweep:
+    """Return a sweep whose trials are this job; see :meth:`~azureml_elastic.submit.job.ElasticCommandJob.sweep`."""
     if job.resources.effective_placement == "fan_out":
-        return _fan_out(job, text)
-    return _single(job, text)
+        raise SubmitError(
+            "A trial of a sweep is one job, but with the placement 'fan_out' each node is a job of its own. Take "
+            "job.with_options(resources={'placement': 'gang'}).sweep(...), or the placement 'service'."
+        )
+    unknown = sorted(search_space.keys() - job.inputs.keys())
+    if unknown:
+        raise SubmitError(
+            f"search_space has {unknown[0]!r}, which is no input of the job. Declare it with any value, as in "
+            f"inputs={{{unknown[0]!r}: 1}}, and write ${{{{inputs.{unknown[0]}}}}} in the command."
+        )
+    if job.services:
+        raise SubmitError(
+            "azure-ai-ml carries no interactive services to the trials of a sweep. Leave services out, as in "
+            "job.model_copy(update={'services': None}).sweep(...)."
+        )
+    job = _with_options_resolved(job)
+    text = node_launch.command_text(job, check(job))
+    with outside_pipelines():
+        trial: Any = _single(job, text)(**search_space)
+    # A sweep takes from its trial what the component has, and the resources of a command are those of its node. As a
+    # step of a pipeline it has them itself.
+    trial.component.resources = trial.resources
+    if job.timeout is not None:
+        options = {"trial_timeout": trial.limits.timeout, **options}
+    sweep: Sweep = trial.sweep(**options)
+    sweep.resources = trial.resources
+    return sweep
 
 
 def _fan_out(job: JobFields, text: str) -> PipelineJob:
@@ -171,6 +230,11 @@ def _input(name: str, value: Any, presets: Presets) -> Any:
         return value
     if type(value) is dict:
         value = Input(**value)
+    if isinstance(value, _SEARCH_EXPRESSIONS):
+        raise SubmitError(
+            f"The input {name!r} is a search expression, which only a sweep has a value for. Give the input any value, "
+            f"and job.sweep(search_space={{{name!r}: {type(value).__name__}(...)}}, primary_metric=..., goal=...)."
+        )
     if not isinstance(value, Input):
         raise SubmitError(
             f"The input {name!r} is of the type {type(value).__name__}. Give a number, a text, a truth value, or an "

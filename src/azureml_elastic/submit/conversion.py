@@ -16,8 +16,9 @@ from typing import Any
 from azureml_elastic.config.distribution import ElasticDistribution
 from azureml_elastic.config.resources import ElasticResources
 from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.distributions import translated
 from azureml_elastic.submit.launchers import Launched, read_launcher, refuse_launcher
-from azureml_elastic.submit.sdk_hooks import fields_of_command, plain_command_job
+from azureml_elastic.submit.sdk_hooks import component_of, fields_of_command, plain_command_job
 
 __all__ = ["FIELDS_OF_COMMAND", "FIELDS_OF_RESOURCES", "fields_of", "located", "refuse_unknown"]
 
@@ -65,8 +66,12 @@ def fields_of(
     fields |= _queue(job.queue_settings)
     fields["inputs"] = {name: _located_input(value, base) for name, value in job.inputs.items() if value is not None}
     fields["outputs"] = {name: copy.deepcopy(value) or {} for name, value in (job.outputs or {}).items()}
+    code_base = base
+    if (component := component_of(command_job)) is not None:
+        _complete(fields, component)
+        code_base = Path(component.base_path or base)
     if job.code is not None:
-        fields["code"] = located(str(job.code), base)
+        fields["code"] = located(str(job.code), code_base)
     launched = Launched(str(job.command or ""))
     if "command" not in changes:
         launched = _without_launcher(launched.command, fields["inputs"], distribution)
@@ -83,6 +88,22 @@ def fields_of(
         else _completed(distribution, launched),
         **changes,
     }
+
+
+def _complete(fields: dict[str, Any], component: Any) -> None:
+    """Add to a job's fields what only the component that it calls has: environment, variables, defaults, outputs."""
+    if "environment" not in fields and component.environment is not None:
+        fields["environment"] = copy.deepcopy(component.environment)
+    variables = getattr(component, "environment_variables", None) or {}
+    fields["environment_variables"] = {
+        **{key: str(value) for key, value in variables.items()},
+        **fields["environment_variables"],
+    }
+    for name, declared in component.inputs.items():
+        if name not in fields["inputs"] and (default := getattr(declared, "default", None)) is not None:
+            fields["inputs"][name] = default
+    for name, declared in component.outputs.items():
+        fields["outputs"].setdefault(name, {"type": declared.type})
 
 
 def refuse_unknown(held: Mapping[str, Any], names: Collection[str]) -> None:
@@ -104,14 +125,14 @@ def _without_launcher(
     if launched is None:
         return Launched(command)
     if launched.refused:
-        given = None if distribution is None else ElasticDistribution.model_validate(distribution)
+        given = None if distribution is None else ElasticDistribution.model_validate(translated(distribution))
         refuse_launcher(command, inputs, given)
     return launched
 
 
 def _completed(given: ElasticDistribution | Mapping[str, Any], launcher: Launched) -> ElasticDistribution:
     """Return the given distribution, completed from the options of a launcher."""
-    distribution = ElasticDistribution.model_validate(given)
+    distribution = ElasticDistribution.model_validate(translated(given))
     fields = {name: getattr(distribution, name) for name in distribution.model_fields_set}
     count, launched = (each.get("process_count_per_instance") for each in (fields, launcher.fields))
     if count is not None and launched is not None and count != launched:
@@ -157,18 +178,12 @@ def _resources(held: Any, given: ElasticResources | Mapping[str, Any] | None) ->
 
 def _distribution(held: Any, launcher: Launched) -> ElasticDistribution:
     """Return the combination of the job's distribution and its launcher's options."""
-    kind = "" if held is None else str(getattr(held, "type", type(held).__name__)).lower()
-    if kind == "ray":
-        return _ray(held)
-    if kind not in {"", "pytorch"}:
-        framework = 'framework="horovod"' if kind == "mpi" else "..."
-        raise SubmitError(
-            f"distribution={type(held).__name__} cannot be carried: an elastic job runs PyTorch, Horovod, Dask or Ray. "
-            f"Give from_command(..., distribution=ElasticDistribution({framework})) if the script runs so."
-        )
     if held is None:
         return ElasticDistribution(**launcher.all_fields)
-    count = held.process_count_per_instance or 1
+    fields = translated(held)
+    if "framework" in fields:
+        return ElasticDistribution(**fields)
+    count = fields["process_count_per_instance"]
     launched = launcher.all_fields.get("process_count_per_instance", 1)
     if count > 1 and launched not in {1, count}:
         raise SubmitError(
@@ -179,24 +194,6 @@ def _distribution(held: Any, launcher: Launched) -> ElasticDistribution:
     return ElasticDistribution(
         **{**launcher.fields, "process_count_per_instance": count if launched == 1 else launched}
     )
-
-
-def _ray(held: Any) -> ElasticDistribution:
-    """Return the distribution of a job with Ray, whose port the head chooses."""
-    options = (
-        "address",
-        "include_dashboard",
-        "dashboard_port",
-        "head_node_additional_args",
-        "worker_node_additional_args",
-    )
-    given = [name for name in options if getattr(held, name, None)]
-    if given:
-        raise SubmitError(
-            f"RayDistribution({given[0]}={getattr(held, given[0])!r}) cannot be carried: the elastic agents start Ray "
-            'themselves. Leave it out, or give from_command(..., distribution=ElasticDistribution(framework="ray")).'
-        )
-    return ElasticDistribution(framework="ray")
 
 
 def _located_input(value: Any, base: Path) -> Any:

@@ -10,9 +10,10 @@ from typing import Any
 from azureml_elastic.errors import CommandError
 from azureml_elastic.submit.fields import field_of
 
-__all__ = ["check_expressions", "literal_of", "with_literals"]
+__all__ = ["check_expressions", "literal_of", "with_literals", "without_options"]
 
 _OTHER_EXPRESSION = re.compile(r"\$\{\{(?!\s*(?:inputs|outputs)\.)\s*([\w.]*).*?\}\}", re.ASCII)
+_OPTION = re.compile(r"\$\[\[(.*?)\]\]", re.DOTALL)
 _EXPRESSION = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)[\w.]*\s*\}\}", re.ASCII)
 
 
@@ -49,6 +50,21 @@ def check_expressions(command: str, inputs: Collection[str], outputs: Collection
             f"The command has {match.group()!r}, but the job declares {known}.{instead} Add {name!r} to {kind}, or "
             "correct the command."
         )
+
+
+def without_options(command: str, inputs: Collection[str]) -> str:
+    """Return a command in which the optional parts ``$[[...]]`` whose inputs all have values are plain, and no others.
+
+    Args:
+        command: shell command of the job.
+        inputs: names of the inputs that have values.
+    """
+
+    def part(match: re.Match[str]) -> str:
+        names = {name for kind, name in _EXPRESSION.findall(match[1]) if kind == "inputs"}
+        return match[1] if names <= set(inputs) else ""
+
+    return _OPTION.sub(part, command)
 
 
 def with_literals(text: str, inputs: Mapping[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +31,7 @@ from azureml_elastic.config.presets import Presets
 from azureml_elastic.config.replacement import ReplacementPolicy
 from azureml_elastic.config.resources import SERVERLESS, ElasticResources, NodePool
 from azureml_elastic.errors import SubmitError
+from azureml_elastic.submit.distributions import translated
 
 __all__ = ["JobFields", "field_of", "resources_of_pools"]
 
@@ -46,6 +49,9 @@ _MOVED = {
 
 _SUBMISSION_ONLY = ("docker_args", "instance_type", "locations", "properties", "shm_size")
 """Fields of ``resources`` that the nodes do not use."""
+
+_DIGEST_CHARACTERS = 16
+_PLAIN = (bool, int, float, str, os.PathLike)
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,254}", re.ASCII)
 _POOLS: TypeAdapter[tuple[NodePool, ...]] = TypeAdapter(tuple[NodePool, ...])
@@ -174,6 +180,11 @@ class JobFields(ConfigModel):
     @classmethod
     def _is_elastic_type(cls, value: Any, info: Any) -> Any:
         expected = cls.model_fields[info.field_name].annotation
+        if info.field_name == "distribution":
+            try:
+                value = translated(value)
+            except SubmitError as error:
+                raise ValueError(str(error)) from error
         if value is None and info.field_name == "resources":
             raise ValueError(
                 "resources is missing; give the number of nodes, as in "
@@ -209,6 +220,7 @@ class JobFields(ConfigModel):
     def plan(self) -> Plan:
         """The configuration that the nodes receive. It has no run id: Azure ML names each submission."""
         return Plan(
+            program=self._program,
             resources=self.resources.model_copy(update=dict.fromkeys(_SUBMISSION_ONLY)),
             distribution=self.distribution,
             checkpoint=self.checkpoint,
@@ -221,6 +233,16 @@ class JobFields(ConfigModel):
             audit=self.audit,
             profile=self.presets.profile,
         )
+
+    @property
+    def _program(self) -> str:
+        """Digest of what the job runs on what: command, code and inputs, as they were given."""
+        inputs = {
+            name: field_of(value, "path") or field_of(value, "default") or value for name, value in self.inputs.items()
+        }
+        literals = sorted((name, str(value)) for name, value in inputs.items() if isinstance(value, _PLAIN))
+        text = json.dumps([self.command, None if self.code is None else str(self.code), literals])
+        return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARACTERS]
 
     @property
     def _submitted_names(self) -> SubmittedNames:

@@ -16,7 +16,7 @@ from azureml_elastic.submit.fields import JobFields
 from azureml_elastic.submit.sdk_hooks import Submittable
 
 if TYPE_CHECKING:
-    from azure.ai.ml.entities import Command, CommandJob, PipelineJob
+    from azure.ai.ml.entities import Command, CommandJob, PipelineJob, Sweep
 
 __all__ = ["ElasticCommandJob"]
 
@@ -148,3 +148,20 @@ class ElasticCommandJob(JobFields, Submittable):
         from azureml_elastic.submit.compilation import compile_job
 
         return compile_job(self)
+
+    def sweep(self, *, search_space: Mapping[str, Any], **options: Any) -> Sweep:
+        """Return a sweep whose trials are elastic jobs, each a run of its own: a new entity of azure-ai-ml.
+
+        Args:
+            search_space: search expressions of ``azure.ai.ml.sweep`` by the name of the input whose value they replace.
+            **options: keyword arguments of azure-ai-ml's ``Command.sweep``, such as ``primary_metric``, ``goal``,
+                ``sampling_algorithm`` and ``max_total_trials``.
+
+        Raises:
+            SubmitError: the job cannot be a trial, such as one whose placement is ``fan_out``.
+            CommandError: the command starts no Python program, or one that is not in ``code``.
+            MissingExtra: azure-ai-ml is not installed.
+        """
+        from azureml_elastic.submit.compilation import compile_sweep
+
+        return compile_sweep(self, search_space, options)

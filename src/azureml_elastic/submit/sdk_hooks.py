@@ -8,6 +8,9 @@ should a release of azure-ai-ml change these two, ``ml_client.jobs.create_or_upd
 ``jobs.validate`` checks only classes that inherit from a private one, and reports success for all others. The method is
 therefore wrapped: an elastic job is compiled, and the result is validated.
 
+Whatever creates a node while a ``@dsl.pipeline`` function runs adds it to that pipeline, also where the node is only
+looked at. The stack of the pipelines being built is therefore hidden while an elastic job is compiled or converted.
+
 A client shows the progress of all its uploads or of none. The function that uploads local inputs is therefore wrapped:
 it is quiet for the library that is sent with a job. Without these wrapped functions, jobs are submitted all the same.
 
@@ -24,7 +27,7 @@ import io
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -33,13 +36,22 @@ from azureml_elastic.errors import CommandError, SubmitError, needs_extra
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
-    from azure.ai.ml.entities import Command, CommandJob, PipelineJob, ValidationResult
+    from azure.ai.ml.entities import Command, CommandComponent, CommandJob, PipelineJob, ValidationResult
 
 _MARK = "_wrapped_for_elastic_jobs"
 _UPLOAD = "_upload_and_generate_remote_uri"
 _BLANK = re.compile(r"(?:\x1b\[\d*m)?\n")
 
-__all__ = ["Submittable", "fields_of_command", "log_files", "plain_command_job", "register", "running_time"]
+__all__ = [
+    "Submittable",
+    "component_of",
+    "fields_of_command",
+    "log_files",
+    "outside_pipelines",
+    "plain_command_job",
+    "register",
+    "running_time",
+]
 
 
 class Submittable(ABC):
@@ -52,6 +64,29 @@ class Submittable(ABC):
     def _to_job(self) -> Command | PipelineJob:
         """Return the entity that ``create_or_update`` submits."""
         return self.compile()
+
+    def _set_base_path(self, _: object) -> None:
+        """Refuse to be a node as it is: ``PipelineJob(jobs=...)`` calls this of each."""
+        raise SubmitError(
+            "jobs= of a PipelineJob has an elastic job, which is no node of a pipeline. Give what it compiles to, a "
+            "node with the placement 'gang' or 'service': job.with_options(resources={'placement': 'gang'}).compile()."
+        )
+
+
+@contextlib.contextmanager
+def outside_pipelines() -> Iterator[None]:
+    """Keep nodes that are created meanwhile out of the pipeline whose function is running."""
+    with needs_extra("azure-ai-ml", "submit"):
+        from azure.ai.ml.dsl import _pipeline_component_builder as builder
+    stack = getattr(builder, "_definition_builder_stack", None)
+    if stack is None:
+        yield
+        return
+    held, stack.items = stack.items, []
+    try:
+        yield
+    finally:
+        stack.items = held
 
 
 def register(model: type[Submittable], quiet: str) -> None:
@@ -84,6 +119,8 @@ def _compiling(validate: Callable[..., ValidationResult]) -> Callable[..., Valid
                 if raise_on_failure:
                     raise
                 return _failed(str(error))
+            with outside_pipelines():
+                return validate(self, job, raise_on_failure=raise_on_failure, **options)
         return validate(self, job, raise_on_failure=raise_on_failure, **options)
 
     setattr(wrapper, _MARK, True)
@@ -155,7 +192,16 @@ def plain_command_job(job: Any) -> CommandJob:
             f"The command job calls the registered component {job.component!r}, whose command is unknown. Load it "
             "with ml_client.components.get(...) and call that, or give command() the command itself."
         )
-    return job._to_job()  # noqa: SLF001 - no public conversion exists
+    with outside_pipelines():
+        return job._to_job()  # noqa: SLF001 - no public conversion exists
+
+
+def component_of(job: Any) -> CommandComponent | None:
+    """Return the component that a node of azure-ai-ml calls, as :func:`plain_command_job` accepts it, or ``None``."""
+    from azure.ai.ml.entities import Command, CommandComponent
+
+    component = job.component if isinstance(job, Command) else None
+    return component if isinstance(component, CommandComponent) else None
 
 
 def fields_of_command() -> frozenset[str]:

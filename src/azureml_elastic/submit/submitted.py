@@ -94,8 +94,9 @@ class SubmittedRun:
 
     @property
     def run_id(self) -> str:
-        """Run id of the nodes, by which another job continues the run: the job's name, unless it has another one."""
-        return _variable_of(self.job, variables.RUN_ID) or self.plan.run_id or self.name
+        """Run id of the nodes, by which another job continues the run: the job's name, and that of its step."""
+        given = {name: _variable_of(self.job, name) or "" for name in (variables.RUN_ID, variables.STEP)}
+        return self.plan.run_id_of(given, job=self.name, root=self.name) or self.name
 
     @property
     def checkpoint_path(self) -> str | None:

@@ -26,10 +26,11 @@ RESERVED_PREFIX = "azureml_elastic_"
 
 _RESERVED_VARIABLES = {getattr(variables, name) for name in variables.__all__} - {
     variables.INTEGRATIONS,
-    variables.RUN_ID,
+    variables.STEP,
 }
 _REMOTE = re.compile(r"[A-Za-z][\w+.-]+:", re.ASCII)  # a scheme; one letter is a drive of Windows
 _RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,254}", re.ASCII)
+_STEP_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 _OWN_DISK = frozenset({"dev", "home", "root", "tmp", "var"})
 """Folders below the root of a container that no other node sees."""
 
@@ -69,6 +70,19 @@ def _check_names(job: JobFields) -> None:
                 f"The {kind} {taken[0]!r} begins with {RESERVED_PREFIX!r}, which is reserved for the inputs and "
                 f"outputs that this library adds to the job. Rename the {kind}."
             )
+    if variables.RUN_ID in job.environment_variables:
+        raise SubmitError(
+            f"The environment variable {variables.RUN_ID} is the id of one run, but the job may be submitted again, as "
+            "by a schedule, and would find that run at its end. Remove it. Elastic steps of one pipeline differ "
+            f"by {variables.STEP}, as in environment_variables={{{variables.STEP!r}: 'evaluate'}}; to continue a "
+            "run give resume_from."
+        )
+    step = job.environment_variables.get(variables.STEP)
+    if step is not None and not _STEP_NAME.fullmatch(step):
+        raise SubmitError(
+            f"The environment variable {variables.STEP} has the value {step!r}, which is no name of a step. Give at "
+            "most 64 letters, digits, '-', '_' and '.', the first of which is a letter or a digit."
+        )
     taken = sorted(_RESERVED_VARIABLES & set(job.environment_variables))
     if taken:
         raise SubmitError(
@@ -86,7 +100,7 @@ def _check_resume_from(job: JobFields) -> None:
             f"resume_from={given!r} is no name of a run. Give the name that the submission printed, such as "
             "'olive_sun_t5kq8vzp2c', not an id or an address."
         )
-    if given in (job.name, job.environment_variables.get(variables.RUN_ID)):
+    if given == job.name:
         raise SubmitError(
             f"resume_from={given!r} is the name of this job itself, and a run that has ended cannot be entered again. "
             "Give the job another name, or name=None for a new one."

@@ -86,10 +86,19 @@ class Nodes:
             update={name: timedelta(seconds=value) for name, value in seconds.items()}
         )
 
-    def make(self, name: str, minimum: int = 1, maximum: int = 8, slots: int = 1, table=None) -> Rendezvous:
+    def make(
+        self, name: str, minimum: int = 1, maximum: int = 8, slots: int = 1, table=None, program: str | None = None
+    ) -> Rendezvous:
         limits = Limits(minimum, maximum)
         node = Rendezvous(
-            table or self.table, name, "127.0.0.1", slots, limits, self.timings, cancelled=self.over.is_set
+            table or self.table,
+            name,
+            "127.0.0.1",
+            slots,
+            limits,
+            self.timings,
+            cancelled=self.over.is_set,
+            program=program,
         )
         self.made.append(node)
         return node

@@ -57,7 +57,7 @@ REFUSED = {
     # field: what is given, and what the refusal says
     "instance_count": (2, "resources=ElasticResources(min_instance_count=..., max_instance_count=...)"),
     "is_deterministic": (True, "nothing is ever answered from an earlier run"),
-    "distribution": ({"type": "pytorch"}, "type"),
+    "distribution": ({"type": "mpi"}, "distribution"),
     **{name: (ARRIVES[name][0], f"give resources=ElasticResources({name}=...)") for name in RESOURCES},
 }
 REFUSED_BY = {"parent_job_name": "fan_out"}

@@ -41,6 +41,8 @@ class Declared:
         ({"outputs": {"azureml_elastic_x": {}}}, ["output 'azureml_elastic_x'", "Rename"]),
         ({"environment_variables": {"AZUREML_ELASTIC_PLAN": "{}"}}, ["AZUREML_ELASTIC_PLAN", "Remove it"]),
         ({"environment_variables": {"AZUREML_ELASTIC_NODE_ID": "a"}}, ["AZUREML_ELASTIC_NODE_ID"]),
+        ({"environment_variables": {"AZUREML_ELASTIC_RUN_ID": "a"}}, ["by a schedule", "AZUREML_ELASTIC_STEP"]),
+        ({"environment_variables": {"AZUREML_ELASTIC_STEP": "a b"}}, ["'a b'", "no name of a step"]),
         ({"checkpoint": {"path": "/tmp/run"}}, ["checkpoint.path='/tmp/run'", "own disk", "Leave it out"]),
         ({"checkpoint": {"path": "./outputs"}}, ["checkpoint.path='./outputs'", "own disk"]),
         ({"compute": "local"}, ["azureml-elastic local"]),
@@ -137,7 +139,7 @@ def test_the_refusal_of_an_undeclared_input_names_the_one_that_is_close():
         {"command": "python train.py", "code": "src/train.py"},
         {"compute": None, "job_tier": "Spot"},
         {"compute": None, "resources": ElasticResources(max_instance_count=2, instance_type="x")},
-        {"environment_variables": {"AZUREML_ELASTIC_RUN_ID": "mine"}},
+        {"environment_variables": {"AZUREML_ELASTIC_STEP": "evaluate-2"}},
         {"resources": ElasticResources(max_instance_count=2, docker_args=("-e", "A=1"))},
         {
             "inputs": {
@@ -158,10 +160,6 @@ def test_what_may_well_work_is_let_through(fields):
         ({"resume_from": "/subscriptions/x/jobs/old"}, "is no name of a run"),
         ({"resume_from": ""}, "is no name of a run"),
         ({"resume_from": "old", "name": "old"}, "the name of this job itself"),
-        (
-            {"resume_from": "old", "environment_variables": {"AZUREML_ELASTIC_RUN_ID": "old"}},
-            "the name of this job itself",
-        ),
     ],
 )
 def test_an_earlier_run_that_no_job_can_continue(fields, part):

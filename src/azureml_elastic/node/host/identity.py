@@ -77,11 +77,10 @@ def read_identity(environ: Mapping[str, str], *, checkpoint_dir: str | None = No
             "ElasticCommandJob, or run `azureml-elastic local` on one machine."
         )
     plan = Plan.from_json(text)
-    names = (variables.RUN_ID, "AZUREML_ROOT_RUN_ID", "AZUREML_RUN_ID")
-    run_id = plan.run_id or next(filter(None, map(environ.get, names)), None)
+    run_id = plan.run_id_of(environ, job=environ.get("AZUREML_RUN_ID"), root=environ.get("AZUREML_ROOT_RUN_ID"))
     if not run_id:
         raise UsageError(
-            f"The run has no name: none of {', '.join(names)} is set. "
+            f"The run has no name: none of {variables.RUN_ID}, AZUREML_RUN_ID, AZUREML_ROOT_RUN_ID is set. "
             f"Outside Azure ML set {variables.RUN_ID} to the same new value on every node."
         )
     if checkpoint_dir is not None:

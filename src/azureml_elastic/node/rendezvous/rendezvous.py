@@ -73,6 +73,7 @@ class Rendezvous:
         record: callback for events, with the class, the round's number and the fields.
         receive_shard: callback that takes over a connection to the hub whose client offers a snapshot shard.
         progress: function that returns the heartbeat's fields for how far training is; called on rank 0's node.
+        program: digest of the program of this node's job; nodes of another one are refused.
 
     Attributes:
         node: name of this node.
@@ -107,6 +108,7 @@ class Rendezvous:
         record: Callable[..., None] = lambda *_, **__: None,
         receive_shard: Callable[[Connection, ShardDescription], None] | None = None,
         progress: Callable[[], Mapping[str, Any]] = dict,
+        program: str | None = None,
     ) -> None:
         # Each object gets only objects that were made before it.
         self.node = node
@@ -135,7 +137,7 @@ class Rendezvous:
         self._reachability = reach = Reachability(node, host, context.clock, ports, self._report_unreachable)
         self._prober = PeerProber(context, reach, membership)
         self._sleeper = Sleeper(context, self._prober, cancelled)
-        key = RunKey(table, context.clock, context.adopt_key)
+        key = RunKey(table, context.clock, context.adopt_key, program)
         self._rows = rows = Rows(table, self._sleeper.sleep, context.latest, key)
         self.hub = hub = Hub(context, hub_listener, membership.reached_leader, receive_shard)
         self._must_look = False
@@ -148,10 +150,15 @@ class Rendezvous:
     # --- joining -----------------------------------------------------------------------------------------------------
 
     def announce(self) -> None:
-        """Write this node's row before its slow imports, so that the first round can wait for it."""
-        self._rows.write_member(replace(self.membership.me, state="starting"))
+        """Write this node's row before its slow imports, so that the first round can wait for it.
+
+        Raises:
+            UsageError: the run has another program.
+        """
         if not self._is_one_of_many:
-            self._rows.read_run_key(defer=False)  # others meet at this node's hub before it is ready to join
+            # Others meet at this node's hub before it is ready to join. They must not wait for a node that is refused.
+            self._rows.read_run_key(defer=False)
+        self._rows.write_member(replace(self.membership.me, state="starting"))
 
     def join(self, get_ready: Callable[[], bool] = lambda: False) -> Assignment:
         """Wait for the next round in which this node is a member, and enter it.
@@ -168,6 +175,7 @@ class Rendezvous:
             RunFailed: the run has failed, with this message.
             InterruptedError: ``cancelled`` returned true.
             TableForbidden, TableNotFound: the table cannot be used.
+            UsageError: the run has another program.
         """
         if self.membership.last_round:
             # Before the disconnection, by which the others would take this node for lost and go on without it.
@@ -181,7 +189,7 @@ class Rendezvous:
             while True:
                 self._sleeper.sleep(pace.seconds_before(round_))
                 if round_.closed:
-                    raise _ended(round_)
+                    raise self._end_of(round_)
                 if round_.state == "sealed":
                     known = {member.node: member for member in round_.members}
                     assignment = self._enter(round_, listener)
@@ -219,8 +227,19 @@ class Rendezvous:
         """
         round_ = self._rows.read_round()
         if round_.closed:
-            raise _ended(round_)
+            raise self._end_of(round_)
         return round_.number > self.membership.last_round > 0 and self.node not in round_.previous
+
+    def _end_of(self, round_: Round) -> RunSucceeded | RunFailed:
+        """Return how the run ended, once it is known that it is a run of this node's program.
+
+        Raises:
+            UsageError: the run has another program.
+        """
+        self._rows.read_run_key(defer=False)
+        if round_.state == "succeeded":
+            return RunSucceeded(f"The run ended well in round {round_.number}.")
+        return RunFailed(round_.message or "The run failed.", round_.exit_code or 1)
 
     @property
     def _is_one_of_many(self) -> bool:
@@ -369,9 +388,3 @@ class _Pace:
             return 0.0
         self._repeats += 1
         return min(_MAX_BACKOFF_SECONDS, 0.05 * 2.0**self._repeats)
-
-
-def _ended(round_: Round) -> RunSucceeded | RunFailed:
-    if round_.state == "succeeded":
-        return RunSucceeded(f"The run ended well in round {round_.number}.")
-    return RunFailed(round_.message or "The run failed.", round_.exit_code or 1)

@@ -202,7 +202,8 @@ def open_replacer(
             f"A budget of {policy.budget:g} USD needs the price of every node pool, and the run {first!r} was "
             "submitted without. Limit it by --max-replacements instead."
         )
-    run_id = variable_of(shape.document, variables.RUN_ID) or plan.run_id or first
+    given = {name: variable_of(shape.document, name) or "" for name in (variables.RUN_ID, variables.STEP)}
+    run_id = plan.run_id_of(given, job=first, root=first) or first
     table = open_table(as_developer(plan.distribution.rendezvous), run_id, environ)
     try:
         yield NodeReplacer(jobs, table, first, run_id, policy), policy

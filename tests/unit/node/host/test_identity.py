@@ -27,6 +27,20 @@ def test_a_node_of_an_azure_ml_run():
     assert identity.node != read_identity(environ).node
 
 
+@pytest.mark.parametrize("placement", ["gang", "service"])
+def test_nodes_that_share_a_job_have_its_id_whatever_it_is_a_part_of(placement):
+    """Steps of a pipeline and trials of a sweep have one root."""
+    plan = PLAN.model_copy(update={"resources": ElasticResources(max_instance_count=2, placement=placement)})
+    environ = {variables.PLAN: plan.to_json(), "AZUREML_ROOT_RUN_ID": "root"}
+    assert [read_identity({**environ, "AZUREML_RUN_ID": f"trial_{k}"}).run_id for k in (0, 1)] == ["trial_0", "trial_1"]
+    assert read_identity({**environ, "AZUREML_RUN_ID": "again", variables.RUN_ID: "first"}).run_id == "first"
+
+
+def test_steps_whose_nodes_are_jobs_of_their_own_differ_by_name():
+    environ = {variables.PLAN: PLAN.to_json(), "AZUREML_RUN_ID": "child", "AZUREML_ROOT_RUN_ID": "root"}
+    assert read_identity({**environ, variables.STEP: "evaluate"}).run_id == "root-evaluate"
+
+
 def test_two_submissions_of_one_plan_have_two_runs():
     ids = {read_identity({variables.PLAN: PLAN.to_json(), "AZUREML_ROOT_RUN_ID": run}).run_id for run in ("a", "b")}
     assert ids == {"a", "b"}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from azureml_elastic.errors import RunFailed, RunSucceeded
+from azureml_elastic.errors import RunFailed, RunSucceeded, UsageError
 from azureml_elastic.node.failures.restart_policy import FailureRecord
 from azureml_elastic.node.rendezvous.hub.link import Link
 from azureml_elastic.node.rendezvous.hub.messages import Watch
@@ -62,6 +62,31 @@ def test_announced_nodes_are_waited_for(nodes):
     (assignment,) = nodes.join(late)
     assert len(assignment.round.members) == 2
     assert pending.result(TIMEOUT).rank == 0
+
+
+@pytest.mark.parametrize("most", [1, 200])
+def test_nodes_of_another_program_with_the_same_run_id_are_refused(nodes, most):
+    """Neither do they become members, nor do they take the end of the run for their own."""
+    first, other = nodes.make("node-0", 1, most, program="train"), nodes.make("node-1", 1, most, program="evaluate")
+    first.announce()
+    nodes.join(first)
+    with pytest.raises(UsageError, match=r"another program.*AZUREML_ELASTIC_STEP"):
+        other.join()
+    assert first.round_end.close(succeeded=True)
+    late = nodes.make("node-2", 1, most, program="evaluate")  # has not read the run's key before
+    with pytest.raises(UsageError, match="another program"):
+        late.given_up()
+    for program in ("train", None):
+        with pytest.raises(RunSucceeded):
+            nodes.make("node-3", 1, most, program=program).join()
+
+
+def test_nobody_waits_for_an_announced_node_of_another_program(nodes):
+    nodes.make("node-0", program="train").announce()
+    other = nodes.make("node-1", program="evaluate")
+    with pytest.raises(UsageError, match="another program"):
+        other.announce()
+    assert nodes.table.get(member_key("node-1")) is None
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

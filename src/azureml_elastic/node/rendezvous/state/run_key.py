@@ -1,5 +1,8 @@
 """The run's key, with which nodes authenticate themselves to each other, and its row in the table.
 
+The row also says which program the run has. Nodes of another one that got the same run id, as steps of one pipeline
+may, are not let in, and do not learn how the run has ended.
+
 The first node makes the key with insert-if-absent. The row decides: a node adopts the key that it finds there, and puts
 its own back where the row is gone. So all nodes end up with one key after a table was cleaned, whichever was first.
 """
@@ -30,15 +33,23 @@ class RunKey:
         table: table of the run.
         clock: clock in monotonic seconds.
         adopted: callback with each key that this node uses from now on.
+        program: digest of the program of this node's job; ``None`` if it is unknown.
 
     Attributes:
         value: the key, ``None`` before it is read.
     """
 
-    def __init__(self, table: Table, clock: Callable[[], float], adopted: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        table: Table,
+        clock: Callable[[], float],
+        adopted: Callable[[bytes], None],
+        program: str | None = None,
+    ) -> None:
         self._table = table
         self._clock = clock
         self._adopted = adopted
+        self._program = program
         self._refresh_at = 0.0
         self.value: bytes | None = None
 
@@ -46,7 +57,7 @@ class RunKey:
         """Read the row; make the key where there is none and ``make`` is set. Return whether the key is known.
 
         Raises:
-            UsageError: the row holds no key.
+            UsageError: the row holds no key, or that of another program.
             TableUnavailable: the table is unavailable.
         """
         if self.value is None:
@@ -61,11 +72,11 @@ class RunKey:
         """Adopt the key of the row as it was read; put this node's key back where the row is gone.
 
         Raises:
-            UsageError: the row holds no key.
+            UsageError: the row holds no key, or that of another program.
             TableUnavailable: the table is unavailable.
         """
         if row is not None:
-            self._adopt(_parse_key(row))
+            self._adopt_row(row)
         elif self.value is not None:
             _LOG.warning("The run's key is gone from the table; this node puts it back.")
             self._insert(self.value)
@@ -88,13 +99,23 @@ class RunKey:
 
     def _insert(self, key: bytes) -> None:
         try:
-            self._table.insert(RUN_KEY, {"key": key.hex()})
+            self._table.insert(RUN_KEY, {"key": key.hex(), **({"program": self._program} if self._program else {})})
         except RowExists:
             row = self._table.get(RUN_KEY)
             if row is not None:
-                self._adopt(_parse_key(row))
+                self._adopt_row(row)
         else:
             self._adopt(key)
+
+    def _adopt_row(self, row: Row) -> None:
+        key, program = _parse_key(row), row.value.get("program")
+        if self._program and program and program != self._program:
+            raise UsageError(
+                "The run id belongs to another program: another job or step has begun the run with this id, so this "
+                "node has trained nothing. Elastic steps of one pipeline whose nodes are separate steps need different "
+                "names: environment_variables={'AZUREML_ELASTIC_STEP': 'evaluate'}. Another job needs another name."
+            )
+        self._adopt(key)
 
     def _adopt(self, key: bytes) -> None:
         if self.value not in (None, key):

@@ -1,0 +1,82 @@
+"""Elastic jobs as steps of the user's own pipelines."""
+
+import pytest
+from azure.ai.ml import dsl
+from azure.ai.ml.entities import PipelineJob
+
+from azureml_elastic import ElasticCommandJob, ElasticResources
+from azureml_elastic.testing import LocalWorkspace, Pool
+from tests.support.node_server import FORKED
+
+TELL = """
+import os, sys
+print("this is", sys.argv[1], "of", os.environ["TORCHELASTIC_RUN_ID"])
+"""
+
+
+@pytest.fixture(scope="module")
+def workspace():
+    with LocalWorkspace(pools={"cluster": Pool(nodes=4)}, start=FORKED) as workspace:
+        yield workspace
+
+
+@pytest.fixture(autouse=True)
+def program(script):
+    script(TELL)
+
+
+def compiled(title, placement, **variables):
+    return ElasticCommandJob(
+        code="src",
+        command=f"python train.py {title}",
+        environment="anything@latest",
+        compute="cluster",
+        environment_variables=variables,
+        resources=ElasticResources(max_instance_count=1, placement=placement),
+    ).compile()
+
+
+def values(inputs):
+    """Return inputs of a compiled pipeline as they are passed to one of its nodes."""
+    return {name: getattr(value, "_data", value) for name, value in inputs.items()}
+
+
+def outcome(workspace, *steps):
+    """Submit a pipeline with these steps, and return the state and the script's lines of each."""
+
+    @dsl.pipeline(compute="cluster")
+    def steps_of_mine():
+        for at, step in enumerate(steps):
+            node = step.jobs["node_0"](**values(step.inputs)) if isinstance(step, PipelineJob) else step()
+            node.name = f"step_{at}"
+
+    pipeline = steps_of_mine()
+    pipeline.settings.continue_on_step_failure = True
+    client = workspace.ml_client
+    name = client.jobs.create_or_update(pipeline).name
+    workspace.wait(name)
+    children = sorted(client.jobs.list(parent_job_name=name), key=lambda child: child.display_name)
+    lines = [
+        [line.partition("this is ")[2] for line in workspace.log(child.name).splitlines() if "this is " in line]
+        for child in children
+    ]
+    return name, children, lines
+
+
+def test_each_elastic_step_is_a_run_of_its_own(workspace):
+    _, children, lines = outcome(workspace, compiled("training", "gang"), compiled("evaluation", "gang"))
+    assert [child.status for child in children] == ["Completed", "Completed"]
+    assert lines == [[f"training of {children[0].name}"], [f"evaluation of {children[1].name}"]]
+
+
+def test_steps_of_single_nodes_differ_by_their_names_and_never_succeed_without_having_run(workspace):
+    train, evaluate = compiled("training", "fan_out"), compiled("evaluation", "fan_out")
+    _, children, lines = outcome(workspace, train, evaluate)
+    assert sorted(child.status for child in children) == ["Completed", "Failed"]
+    assert sorted(map(len, lines)) == [0, 1]
+    (failed,) = [child for child in children if child.status == "Failed"]
+    assert "AZUREML_ELASTIC_STEP" in workspace.log(failed.name)
+    named = compiled("evaluation", "fan_out", AZUREML_ELASTIC_STEP="evaluate")
+    name, children, lines = outcome(workspace, train, named)
+    assert [child.status for child in children] == ["Completed", "Completed"]
+    assert lines == [[f"training of {name}"], [f"evaluation of {name}-evaluate"]]
