@@ -109,6 +109,16 @@ def test_a_script_trains_under_faults_as_without(tmp_path, case):
     assert differing <= window, f"the step in which rank 0 was lost may be recorded in part: {counted - wanted}"
 
 
+@pytest.mark.parametrize("options", ["", " --resume"])
+def test_a_folder_whose_writing_was_cut_short_is_written_by_the_next_process(tmp_path, options):
+    found = run(f"clm --die_in_save{options}", tmp_path / "run", nodes=(2, 2))
+    assert found.report.audit.rolled_back_steps == 0
+    folders = {path.name: sorted(file.name for file in path.iterdir()) for path in found.folder.glob("step_*")}
+    assert folders.keys() == {f"step_{steps}" for steps in (10, 20, 30, 40)}
+    assert folders["step_10"] == folders["step_20"]
+    assert json.loads((found.folder / "step_10" / "azureml-elastic.json").read_text())["complete"]
+
+
 @pytest.mark.parametrize("case", ["min_gpt", "nano_gpt"])
 def test_a_loop_without_a_session_that_continues_from_its_own_file_ends_as_without_faults(tmp_path, case):
     """It trains again what it had not saved, with the same learning rates; a new node waits for a save."""

@@ -3,6 +3,8 @@
 import argparse
 import json
 import math
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ parser.add_argument("--output_dir", type=Path)
 parser.add_argument("--max_train_steps", type=int, default=45)
 parser.add_argument("--checkpointing_steps", type=int, default=10)
 parser.add_argument("--resume", action="store_true")
+parser.add_argument("--die_in_save", action="store_true")
 args = parser.parse_args()
 
 
@@ -62,6 +65,17 @@ model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.
 )
 updates = math.ceil(len(train_dataloader) / accelerator.gradient_accumulation_steps)
 num_train_epochs = math.ceil(args.max_train_steps / updates)
+
+
+def die_once(*_):
+    """Die as rank 0, with an empty folder."""
+    if accelerator.is_main_process and not (args.output_dir / "died").exists():
+        (args.output_dir / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if args.die_in_save:
+    accelerator.register_save_state_pre_hook(die_once)
 accelerator.init_trackers("clm", {"lr": 5e-4})
 
 completed_steps, starting_epoch, resume_step = 0, 0, None

@@ -53,6 +53,7 @@ class TrainingLoop(ScriptLoop):
         self._accelerator = accelerator
         self._divided = divided
         self._left = False
+        self._unfinished: Path | None = None  # folder that the script has loaded and that is not complete
         seed = accelerator.dataloader_config.data_seed
         generator = getattr(loader.sampler, "generator", None)
         if seed is None:
@@ -250,7 +251,17 @@ class TrainingLoop(ScriptLoop):
             ValueError: the folder is not complete, and further than the state of the run.
         """
         folder = None if input_dir is None else Path(input_dir).expanduser()
-        return self._load(folder, partial(wrapped, input_dir, *args, **kwargs))
+        result = self._load(folder, partial(wrapped, input_dir, *args, **kwargs))
+        if self._place is not None and not self._place.complete:
+            self._unfinished = folder
+        return result
+
+    def _begin(self) -> None:
+        """Restore the state of the run, and write the folder whose writing the end of a process has cut short."""
+        super()._begin()
+        folder, self._unfinished = self._unfinished, None
+        if folder is not None and self._place is not None and self._place.steps == self._session.steps:
+            self._accelerator.save_state(str(folder))
 
 
 def batches_of_epoch(session: StackSession, accelerator: Any, loader: DataLoader[Any]) -> int:
