@@ -29,6 +29,7 @@ from azureml_elastic.errors import (
     TableForbidden,
     TableUnavailable,
     UsageError,
+    ValueTooLarge,
 )
 from azureml_elastic.node.azure.http import CALL_TIMEOUT, retry
 from azureml_elastic.node.table.azure_errors import (
@@ -277,6 +278,8 @@ class AzureTable:
                 return send(**timeouts), None
             except VENDOR_ERRORS as error:
                 ours = translate(error, self._context, key)
+                if isinstance(ours, ValueTooLarge) and nonce:
+                    return error, None
                 if not isinstance(ours, RowExists if etag is None else RowChanged):
                     uncertain = uncertain or may_have_arrived(error)
                     raise
@@ -285,6 +288,7 @@ class AzureTable:
                     return error, found
                 # A row never returns to an earlier version, and one that was deleted meanwhile can be inserted.
                 if (None if found is None else found.metadata["etag"]) == etag:
+                    uncertain = True  # whoever gave that answer may still pass the call on
                     raise foreign_answer(f"{ours}, but it is as it was expected") from error
                 return error, found
 
@@ -357,7 +361,7 @@ class AzureTable:
             except ElasticError:
                 raise
             except VENDOR_ERRORS as error:
-                if isinstance(translate(error, self._context, key, opening=opening), (RowExists, RowChanged)):
+                if isinstance(translate(error, self._context, key), (RowExists, RowChanged, ValueTooLarge)):
                     raise foreign_answer(str(error)) from error  # where the call expects it, it never comes here
                 raise
             except Exception as error:

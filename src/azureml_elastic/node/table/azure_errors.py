@@ -105,7 +105,7 @@ def translate(error: Exception, context: TableContext, key: str | None, *, openi
     status, code = error.status_code, error_code(error)
     if code in _TRANSIENT or (status in _RETRYABLE_STATUS and code not in _TOO_LARGE):
         return TableUnavailable(f"{where}{row} is not available (HTTP {status}): {reason}. The call may be repeated.")
-    if code in _TOO_LARGE or status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+    if code in _TOO_LARGE:
         return ValueTooLarge(f"{where}{row}: the service refused the row's size: {reason}. Nothing was written.")
     # Without an answer, the identity's own service has given no token. Storage has more codes of refusal than the SDK.
     if code in _REFUSED or (status in (401, 403) and code) or isinstance(error, sdk.ClientAuthenticationError):

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from azureml_elastic.errors import RowChanged, RowExists, TableError, TableForbidden, TableNotFound, TableUnavailable
@@ -202,6 +202,7 @@ answers = st.one_of(
 few = settings(
     max_examples=EXAMPLES,
     deadline=None,
+    phases=(Phase.explicit, Phase.generate),  # calls take their time until they give up: shrinking takes minutes
     derandomize="ATTACK_ANSWERS" not in os.environ,
     suppress_health_check=list(HealthCheck),
 )
