@@ -108,7 +108,7 @@ class _File:
             # A disk that is full may have space later. A pipe whose reader has ended has none: training goes on.
             if error.errno != errno.ENOSPC:
                 self._console = None
-        except Exception:  # noqa: BLE001 - closed, or a stream of somebody else's: this thread never ends by one
+        except Exception:  # noqa: BLE001 - closed, or a stream of another kind: this thread never ends by one
             self._console = None
 
 

@@ -137,7 +137,7 @@ class AzureTable:
     def delete(self, key: str, etag: str | None = None) -> None:
         """Delete the row. A missing row is an error only if an etag is given."""
         written = write_key(key)
-        answers: list[Any] = []  # the SDK reports a missing row as deleted, for whatever reason it was told
+        answers: list[Any] = []  # the SDK reports a missing row as deleted, whatever the reason of the answer
         options: dict[str, Any] = {"raw_response_hook": lambda response: answers.append(response.http_response)}
         if etag is not None:
             options |= {"etag": etag, "match_condition": MatchConditions.IfNotModified}
@@ -288,7 +288,7 @@ class AzureTable:
                     return error, found
                 # A row never returns to an earlier version, and one that was deleted meanwhile can be inserted.
                 if (None if found is None else found.metadata["etag"]) == etag:
-                    uncertain = True  # whoever gave that answer may still pass the call on
+                    uncertain = True  # what gave that answer may still pass the call on
                     raise foreign_answer(f"{ours}, but it is as it was expected") from error
                 return error, found
 

@@ -296,7 +296,7 @@ def test_refusals_without_end_are_asked_for_with_growing_pauses(impostor):
     assert impostor.calls < 40
 
 
-def test_a_refusal_that_is_true_after_all_is_told_at_once(impostor, hasty):
+def test_a_refusal_that_is_true_after_all_is_reported_at_once(impostor, hasty):
     newer = answer(200, {**ROW, "odata.etag": ETAG.replace("2026", "2027")})
     impostor.say(CHANGED, FOUND, CHANGED, newer)
     with opened(impostor, 10.0) as table:
