@@ -194,12 +194,19 @@ def chaos(session: nox.Session) -> None:
 def attack(session: nox.Session) -> None:
     """Send 100,000 random messages each to hubs, agents and HTTP servers, and run all other attacks.
 
-    Hubs get them from processes with and without the run's key.
+    Hubs get them from processes with and without the run's key. The table is replaced by 3,000 series of arbitrary
+    answers.
     """
     install_wheel(session, "all", groups=("test",))
     arguments = session.posargs or TWO
-    env = {"ATTACK_MESSAGES": "100000"}
-    files = ("node/attacks", "node/test_shard_transfer.py", "testing/test_attacks.py", "local/test_random_requests.py")
+    env = {"ATTACK_MESSAGES": "100000", "ATTACK_ANSWERS": "3000"}
+    files = (
+        "node/attacks",
+        "node/test_shard_transfer.py",
+        "node/table/test_arbitrary_answers.py",
+        "testing/test_attacks.py",
+        "local/test_random_requests.py",
+    )
     paths = [f"tests/integration/{file}" for file in files]
     session.run("python", "-m", "pytest", *arguments, *LONG, *paths, env=env)
 

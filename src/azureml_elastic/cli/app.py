@@ -20,6 +20,7 @@ from azureml_elastic.cli.simulate import simulate
 from azureml_elastic.cli.status import status
 from azureml_elastic.cli.watch import watch
 from azureml_elastic.cli.workspace import workspace
+from azureml_elastic.output_encoding import accept_all_characters
 
 __all__ = ["app", "main"]
 
@@ -58,4 +59,5 @@ def _root(
 
 def main() -> None:
     """Run the command line."""
+    accept_all_characters()
     app()

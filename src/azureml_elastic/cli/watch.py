@@ -113,8 +113,9 @@ class _LocalRun:
 
     def output(self) -> Mapping[str, Sequence[str]]:
         found = {}
+        over = self._paths.report.is_file()  # the report is written last
         for path in sorted(self._paths.logs.glob("*.log")):
-            lines = self._logs.setdefault(path, self._new_log(path)).read()
+            lines = self._logs.setdefault(path, self._new_log(path)).read(last=over)
             if lines:
                 found[path.stem] = [line.decode("utf-8", "replace") for line in lines]
         return found

@@ -22,14 +22,21 @@ class LineReader:
         self._path = path
         self._offset = 0
 
-    def read(self) -> list[bytes]:
-        """Return the lines completed since the last call, without their line feeds."""
+    def read(self, *, last: bool = False) -> list[bytes]:
+        """Return the lines completed since the last call, without their line feeds.
+
+        Args:
+            last: whether nobody writes to the file any more, so that its last line counts without a line feed, too.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
+        if last and data and not data.endswith(b"\n"):
+            self._offset += len(data)
+            return data.split(b"\n")
         complete, line_feed, _rest = data.rpartition(b"\n")
         self._offset += len(complete) + len(line_feed)
         return complete.split(b"\n") if line_feed else []

@@ -215,7 +215,7 @@ class Launch:
         if self._first_step is None and self._board.training:
             self._first_step = time.monotonic()
         for node in self._nodes.values():
-            lines = [line.decode("utf-8", "replace") for line in node.output.read()]
+            lines = [line.decode("utf-8", "replace") for line in node.output.read(last=node.exit_code is not None)]
             node.last_line = next((line for line in reversed(lines) if line.strip()), node.last_line)
             if lines:
                 self.view.output(node.name, lines)

@@ -17,6 +17,7 @@ from azureml_elastic.config.command.program import parse_program
 from azureml_elastic.errors import ElasticError, UsageError
 from azureml_elastic.node.preload.client import PreloadServer
 from azureml_elastic.node.preload.early_start import start_early
+from azureml_elastic.output_encoding import accept_all_characters
 
 __all__ = ["main"]
 
@@ -36,6 +37,7 @@ def main(
         start_preload: function that starts the preload server, with the arguments of :class:`PreloadServer`.
         early: whether it is started before the agent's own imports.
     """
+    accept_all_characters()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("azure").setLevel(logging.WARNING)
     logging.getLogger("torch").setLevel(logging.WARNING)

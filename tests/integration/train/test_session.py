@@ -87,7 +87,7 @@ def samples(windows):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2, "prefetch_factor": 4}])
-def test_an_interrupted_epoch_goes_on_where_the_checkpoint_was(tmp_path, options):
+def test_an_interrupted_epoch_goes_on_where_the_checkpoint_was(tmp_path, options, caplog):
     with Loop(tmp_path / "whole") as loop:
         loop.steps(2)
     whole = loop.seen
@@ -98,10 +98,12 @@ def test_an_interrupted_epoch_goes_on_where_the_checkpoint_was(tmp_path, options
         assert (second.run.steps, second.run.epoch) == (6, 1)
         second.steps(2)
     assert first.seen[:6] + second.seen == whole
+    assert "Nothing is left to train" not in caplog.text
     with Loop(tmp_path / "cut") as third:
         third.steps(2)
         assert third.run.steps == 8
     assert third.seen == []
+    assert "Nothing is left to train: all 2 epochs, 8 steps" in caplog.text
 
 
 def pointer(folder):

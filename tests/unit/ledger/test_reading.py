@@ -26,6 +26,17 @@ def test_a_torn_last_line_waits_for_its_rest(tmp_path):
     assert reader.skipped == 0
 
 
+def test_the_last_line_of_a_process_that_has_ended_needs_no_line_feed(tmp_path):
+    path = tmp_path / "node-0.log"
+    reader = LineReader(path)
+    path.write_bytes(b"first\nsecond\nkil")
+    assert reader.read() == [b"first", b"second"]
+    with path.open("ab") as file:
+        file.write(b"led")
+    assert reader.read(last=True) == [b"killed"]
+    assert reader.read(last=True) == []
+
+
 def test_files_that_appear_later_are_found_and_a_missing_folder_is_empty(tmp_path):
     reader = EventReader(tmp_path / "events")
     assert reader.read() == []

@@ -73,10 +73,18 @@ def _find(run: EarlierRun, run_id: str, rows: Table) -> Reference:
         try:
             Manifest.read(storage, reference.directory)
         except CheckpointDamaged as error:
-            raise UsageError(
-                f"{begin}: its last committed checkpoint, {reference.directory}, is not in {storage} ({error}). Give "
-                "the job the checkpoint path of that run."
-            ) from error
+            before = newest_committed(storage)
+            if before is None:
+                raise UsageError(
+                    f"{begin}: its last committed checkpoint, {reference.directory}, is not in {storage} ({error}). "
+                    "Give the job the checkpoint path of that run."
+                ) from error
+            _LOG.warning(
+                "The last committed checkpoint of the run %s, %s in %s, cannot be read (%s); this run continues from "
+                "%s instead.",
+                run.run_id, reference.directory, storage, error, before.directory,
+            )  # fmt: skip
+            reference = before
     except OSError as error:
         raise UsageError(f"{begin}: its checkpoints in {storage} cannot be read: {error}") from error
     return reference

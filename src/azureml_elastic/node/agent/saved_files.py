@@ -219,7 +219,10 @@ def _is_stopped(pid: int) -> bool:
     """Return whether all threads of a process are stopped, or have ended."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
-        states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads]
+        states = [
+            (thread / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+            for thread in threads
+        ]
     except OSError:
         return not psutil.pid_exists(pid)  # else a thread has just ended
     return set(states) <= set("TtZX")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import threading
 import time
@@ -77,7 +78,10 @@ class _File:
 
     def copy(self, *, last: bool) -> bool:
         """Copy the new lines, and with ``last`` also one that has no end; return whether there may be more."""
-        data = self._file.read(_MOST_BYTES) or b""
+        try:
+            data = self._file.read(_MOST_BYTES) or b""
+        except OSError:  # a mount that is gone for a moment: the thread must not end, nor must it wait at the end
+            data = b""
         now = time.monotonic()
         if data:
             self._rest_since = now
@@ -98,8 +102,19 @@ class _File:
         if console is None:
             return
         try:
-            encoding = console.encoding or "utf-8"
-            console.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            console.write(_encodable(text, console.encoding or "utf-8"))
             console.flush()
-        except (OSError, ValueError):  # closed, as by a reader of the agent's pipe that has ended: training goes on
+        except OSError as error:
+            # A disk that is full may have space later. A pipe whose reader has ended has none: training goes on.
+            if error.errno != errno.ENOSPC:
+                self._console = None
+        except Exception:  # noqa: BLE001 - closed, or a stream of another kind: this thread never ends by one
             self._console = None
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """Return the text with escapes for the characters that the encoding lacks, whatever the stream does with them."""
+    try:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    except (LookupError, UnicodeError):  # the name of no encoding, or one of another kind than of text
+        return text.encode("ascii", "backslashreplace").decode()

@@ -100,6 +100,6 @@ class Admission:
     def _run_closed(self) -> bool:
         try:
             row = self.table.get(ROUND_KEY)
-        except ElasticError:
+            return row is not None and Round.from_value(row.value).closed
+        except (ElasticError, ValueError):
             return False
-        return row is not None and Round.from_value(row.value).closed

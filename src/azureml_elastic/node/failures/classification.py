@@ -124,7 +124,7 @@ class FailedWorker:
         data: Mapping[str, Any] = {}
         timestamp = int(time.time())
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            data = dict(json.loads(error_file.read_text()))
+            data = dict(json.loads(error_file.read_text(encoding="utf-8")))
             timestamp = int(data["message"]["extraInfo"]["timestamp"])
         return cls(local_rank, exitcode, timestamp, data)
 

@@ -304,7 +304,9 @@ def _end_orphan(pid: int, until: float) -> None:
     """Ensure that a worker of a dead preload server is gone; the kernel kills it, too."""
     while time.monotonic() < until:
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = (
+                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+            )
         except OSError:
             return
         if state in "ZX":

@@ -84,7 +84,7 @@ def count_threads() -> int:
 
 def _thread_name(task: Path) -> str:
     with contextlib.suppress(OSError):  # it has ended meanwhile
-        return (task / "comm").read_text().strip()
+        return (task / "comm").read_text(encoding="utf-8", errors="replace").strip()
     return ""
 
 

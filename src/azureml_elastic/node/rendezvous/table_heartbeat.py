@@ -140,10 +140,13 @@ class TableHeartbeat:
                 self._doubted()
 
     def _read(self) -> Row | None:
+        """Return the row, ``None`` also where it holds what no node has written."""
         try:
-            return self._table.get(TABLE_HEARTBEAT_KEY)
+            row = self._table.get(TABLE_HEARTBEAT_KEY)
         except ElasticError:
             return None
+        is_ours = row is not None and all(isinstance(row.value.get(name), int) for name in ("round", "beats"))
+        return row if is_ours else None
 
 
 class StaleHeartbeat:

@@ -3,6 +3,10 @@
 The only importer of ``azure.data``. Each write carries a random nonce. If the service wrote a row but its answer was
 lost, the retry finds the row in place, and the nonce identifies it as written by this call. A write that failed with
 ``TableUnavailable`` keeps its nonce: the same call, repeated, continues the same write.
+
+An answer counts only if the table can give it to such a call. Any other one, and a refusal that the row itself
+contradicts (another version is said to be there, but the row has the expected one), is repeated with growing pauses
+until the time limit, and then the table is unavailable: a node keeps its state and waits, whatever stands in between.
 """
 
 from __future__ import annotations
@@ -12,18 +16,28 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from azureml_elastic.errors import MissingExtra, RowChanged, RowExists, TableForbidden, TableUnavailable, UsageError
+from azureml_elastic.errors import (
+    ElasticError,
+    MissingExtra,
+    RowChanged,
+    RowExists,
+    TableForbidden,
+    TableUnavailable,
+    UsageError,
+    ValueTooLarge,
+)
 from azureml_elastic.node.azure.http import CALL_TIMEOUT, retry
 from azureml_elastic.node.table.azure_errors import (
     VENDOR_ERRORS,
     TableContext,
     cause,
     error_code,
+    foreign_answer,
     may_have_arrived,
     retry_after,
     row_is_missing,
@@ -36,6 +50,7 @@ from azureml_elastic.node.table.values import cut, read_value, write_value
 
 try:
     from azure.core import MatchConditions
+    from azure.core.exceptions import ResourceNotFoundError
     from azure.data.tables import TableClient, TableEntity, UpdateMode
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
@@ -54,6 +69,7 @@ _READ_TIMEOUT_S = 4.0
 _DELETION_TIMEOUT = timedelta(seconds=90)  # Azure keeps the name of a deleted table for 40 s and more
 _CONNECTIONS = 256  # kept open; further threads open one per call
 _PAGE = 1000
+_EMPTY_PAGES = 100  # in a row, after which a query is given up
 _UNSETTLED = 256  # maximum number of writes with unknown outcome; the oldest are dropped first
 
 _NONCE = "nonce"
@@ -103,7 +119,7 @@ class AzureTable:
     def get(self, key: str) -> Row | None:
         """Return the row, or ``None`` if it does not exist."""
         entity = self._find(key, write_key(key))
-        return None if entity is None else _row(entity)
+        return None if entity is None else self._row(entity)
 
     def insert(self, key: str, value: Mapping[str, Any]) -> str:
         """Insert a new row and return its etag."""
@@ -120,30 +136,28 @@ class AzureTable:
 
     def delete(self, key: str, etag: str | None = None) -> None:
         """Delete the row. A missing row is an error only if an etag is given."""
-        where = (self._partition, write_key(key))
+        written = write_key(key)
+        answers: list[Any] = []  # the SDK reports a missing row as deleted, whatever the reason of the answer
+        options: dict[str, Any] = {"raw_response_hook": lambda response: answers.append(response.http_response)}
+        if etag is not None:
+            options |= {"etag": etag, "match_condition": MatchConditions.IfNotModified}
+
+        def send(**timeouts: Any) -> None:
+            self._client.delete_entity(self._partition, written, **{**options, **timeouts})
+            if answers[-1].status_code != HTTPStatus.NOT_FOUND:
+                return
+            missing = ResourceNotFoundError("there is nothing to delete", response=answers[-1])
+            if etag is not None or not row_is_missing(missing):
+                raise missing
+
         if etag is None:
-            self._call(key, lambda **timeouts: self._client.delete_entity(*where, **timeouts))
+            self._call(key, send)
             return
-
-        def send(**timeouts: Any) -> bool:
-            status: list[int] = []  # the SDK reports a missing row as deleted
-            self._client.delete_entity(
-                *where,
-                etag=etag,
-                match_condition=MatchConditions.IfNotModified,
-                raw_response_hook=lambda response: status.append(response.http_response.status_code),
-                **timeouts,
+        refusal, _, uncertain = self._send(key, send, etag)
+        if isinstance(refusal, Exception):
+            raise (self._unknown_outcome(key) if uncertain else translate(refusal, self._context, key)) from cause(
+                refusal
             )
-            return HTTPStatus.NOT_FOUND not in status
-
-        answer, uncertain = self._send(key, send)
-        if answer is True:
-            return
-        if uncertain:
-            raise self._unknown_outcome(key)
-        if answer is False:
-            raise RowChanged(f"Row {key!r} is gone; version {etag} was expected. Read it again.")
-        raise translate(answer, self._context, key) from cause(answer)
 
     def query(self, prefix: str) -> Iterator[Row]:
         """Yield all rows whose key starts with ``prefix``, page by page."""
@@ -151,36 +165,61 @@ class AzureTable:
         parameters = {"partition": self._partition, "low": low, "high": high}
         token: Any = None
 
-        def page(**timeouts: Any) -> tuple[list[TableEntity], Any]:
+        def page(**timeouts: Any) -> tuple[list[Row], Any]:
             pages = self._client.query_entities(
                 "PartitionKey eq @partition and RowKey ge @low and RowKey lt @high",
                 parameters=parameters,
                 results_per_page=_PAGE,
                 **timeouts,
             ).by_page(continuation_token=token)
-            entities = list(next(pages, ()))
-            return entities, pages.continuation_token  # type: ignore[attr-defined]  # the SDK types an Iterator
+            rows = [self._row(entity) for entity in next(pages, ())]
+            if not all(low <= write_key(row.key) < high for row in rows):
+                raise foreign_answer(f"other rows than those of {prefix!r}")
+            return rows, pages.continuation_token  # type: ignore[attr-defined]  # the SDK types an Iterator
 
+        seen: set[str] = set()
+        empty = 0
         while True:
-            entities, token = self._call(None, page)
-            yield from map(_row, entities)
+            rows, token = self._call(None, page)
+            keys = {row.key for row in rows}
+            if seen & keys or empty == _EMPTY_PAGES:
+                error = foreign_answer("pages that repeat themselves, or pages without a row and without end")
+                raise translate(error, self._context, None) from error
+            yield from rows
             if not token:
                 return
+            seen |= keys
+            empty = 0 if rows else empty + 1
 
     def close(self) -> None:
         """Close all connections."""
         self._client.close()
 
     def _find(self, key: str, written: str) -> TableEntity | None:
-        def attempt(**timeouts: Any) -> TableEntity | None:
-            try:
-                return self._client.get_entity(self._partition, written, **timeouts)
-            except VENDOR_ERRORS as error:
-                if row_is_missing(error):
-                    return None
-                raise
+        return self._call(key, lambda **timeouts: self._look(written, **timeouts))
 
-        return self._call(key, attempt)
+    def _look(self, written: str, **timeouts: Any) -> TableEntity | None:
+        """Read the row in one attempt."""
+        try:
+            entity = self._client.get_entity(self._partition, written, **timeouts)
+        except VENDOR_ERRORS as error:
+            if row_is_missing(error):
+                return None
+            raise
+        if entity["RowKey"] != written:
+            raise foreign_answer("another row than the one that was asked for")
+        self._row(entity)
+        return entity
+
+    def _row(self, entity: TableEntity) -> Row:
+        """Return the row that the table has answered."""
+        key, etag, timestamp = entity["RowKey"], entity.metadata["etag"], entity.metadata["timestamp"]
+        text = "".join(entity[name] for name in sorted(entity) if name.startswith(_PIECE))
+        if entity["PartitionKey"] != self._partition or not (isinstance(etag, str) and etag):
+            raise foreign_answer("a row of another run, or without a version")
+        if not isinstance(timestamp, datetime) or timestamp.tzinfo is None:
+            raise foreign_answer("a row without a time")
+        return Row(read_key(key), read_value(key, text), etag, timestamp)
 
     def _write(
         self, key: str, value: Mapping[str, Any], etag: str | None, send: Callable[..., Mapping[str, Any]]
@@ -193,43 +232,68 @@ class AzureTable:
         nonce = earlier or secrets.token_hex(8)
         pieces = {f"{_PIECE}{index:02d}": piece for index, piece in enumerate(cut(text))}
         entity = {"PartitionKey": self._partition, "RowKey": written, _NONCE: nonce, **pieces}
+
+        def attempt(**timeouts: Any) -> str:
+            version = send(entity, **timeouts)["etag"]
+            if not (isinstance(version, str) and version):
+                raise foreign_answer("a write without the row's new version")
+            return version
+
         try:
-            answer, uncertain = self._send(key, lambda **timeouts: str(send(entity, **timeouts)["etag"]))
-            if isinstance(answer, str):
-                return answer
             # One of our own attempts, or a proxy that repeats calls, may have written the row and lost the answer.
-            found = self._find(key, written)
+            answer, found, uncertain = self._send(key, attempt, etag, nonce)
         except TableUnavailable:
             with self._lock:
                 self._unsettled[call] = nonce
                 while len(self._unsettled) > _UNSETTLED:
                     self._unsettled.popitem(last=False)
             raise
+        if isinstance(answer, str):
+            return answer
         if found is not None and found.get(_NONCE) == nonce:
             return str(found.metadata["etag"])
         raise (
             self._unknown_outcome(key) if uncertain or earlier else translate(answer, self._context, key)
         ) from cause(answer)
 
-    def _send(self, key: str, send: Callable[..., T]) -> tuple[T | Exception, bool]:
-        """Return the answer, or the error for a row that is not as expected.
+    def _send(
+        self, key: str, send: Callable[..., T], etag: str | None, nonce: str = ""
+    ) -> tuple[T | Exception, TableEntity | None, bool]:
+        """Return the answer, or the error for a row that is not as expected and the row as it is.
 
-        The second value is true if an earlier attempt, whose answer was lost, may have been carried out.
+        The last value is true if an earlier attempt, whose answer was lost, may have been carried out.
+
+        Args:
+            key: key of the row.
+            send: call that changes the row.
+            etag: version that the row must have, ``None`` if it must not exist.
+            nonce: nonce of the write.
         """
         uncertain = False
+        written = write_key(key)
 
-        def attempt(**timeouts: Any) -> T | Exception:
+        def attempt(**timeouts: Any) -> tuple[T | Exception, TableEntity | None]:
             nonlocal uncertain
             try:
-                return send(**timeouts)
+                return send(**timeouts), None
             except VENDOR_ERRORS as error:
-                if isinstance(translate(error, self._context, key), (RowExists, RowChanged)):
-                    return error
-                uncertain = uncertain or may_have_arrived(error)
-                raise
+                ours = translate(error, self._context, key)
+                if isinstance(ours, ValueTooLarge) and nonce:
+                    return error, None
+                if not isinstance(ours, RowExists if etag is None else RowChanged):
+                    uncertain = uncertain or may_have_arrived(error)
+                    raise
+                found = self._look(written, **timeouts)
+                if found is not None and nonce and found.get(_NONCE) == nonce:
+                    return error, found
+                # A row never returns to an earlier version, and one that was deleted meanwhile can be inserted.
+                if (None if found is None else found.metadata["etag"]) == etag:
+                    uncertain = True  # what gave that answer may still pass the call on
+                    raise foreign_answer(f"{ours}, but it is as it was expected") from error
+                return error, found
 
-        answer = self._call(key, attempt)
-        return answer, uncertain
+        answer, found = self._call(key, attempt)
+        return answer, found, uncertain
 
     def _unknown_outcome(self, key: str) -> TableUnavailable:
         return TableUnavailable(
@@ -291,13 +355,26 @@ class AzureTable:
                 self._create_again(error, **timeouts)
             return send(**timeouts)
 
+        def guarded(left_s: float) -> T:
+            try:
+                return attempt(left_s)
+            except ElasticError:
+                raise
+            except VENDOR_ERRORS as error:
+                if isinstance(translate(error, self._context, key), (RowExists, RowChanged, ValueTooLarge)):
+                    raise foreign_answer(str(error)) from error  # where the call expects it, it never comes here
+                raise
+            except Exception as error:
+                # The SDK, and what reads its results, fails anyhow on a document of another form.
+                raise foreign_answer(f"{type(error).__name__}: {error}") from error
+
         def retryable(error: BaseException) -> bool:
             return isinstance(error, VENDOR_ERRORS) and isinstance(
                 translate(error, self._context, key), TableUnavailable
             )
 
         try:
-            return retry(attempt, retryable, timeout or self._timeout, retry_after)
+            return retry(guarded, retryable, timeout or self._timeout, retry_after)
         except VENDOR_ERRORS as error:
             raise translate(error, self._context, key, opening=opening) from cause(error)
 
@@ -327,11 +404,3 @@ def _client(endpoint: str | None, table: str, credential: TableCredential) -> Ta
 def _address(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     return parts.netloc.lower(), parts.path.strip("/")
-
-
-def _row(entity: TableEntity) -> Row:
-    key = read_key(entity["RowKey"])
-    text = "".join(entity[name] for name in sorted(entity) if name.startswith(_PIECE))
-    timestamp = entity.metadata["timestamp"]
-    assert timestamp is not None  # set by the service for every row
-    return Row(key, read_value(key, text), str(entity.metadata["etag"]), timestamp)

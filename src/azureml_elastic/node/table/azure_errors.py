@@ -1,7 +1,8 @@
 """Translation of Azure SDK errors into errors of this package.
 
-The error code of the service decides first, then the HTTP status, then the exception class. Messages never hold a
-secret: signatures in request addresses are blanked.
+The error code of the service decides, then the exception class. An answer without a code of the table service is that
+of something else, whatever its HTTP status, and the table counts as unavailable. Messages never hold a secret:
+signatures in request addresses are blanked.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from azureml_elastic.errors import (
 
 try:
     from azure.core import exceptions as sdk
+    from azure.data.tables import TableErrorCode
     from urllib3.exceptions import NewConnectionError
 except ImportError as missing:
     raise MissingExtra("azure-data-tables", "node") from missing
@@ -36,6 +38,7 @@ __all__ = [
     "TableContext",
     "cause",
     "error_code",
+    "foreign_answer",
     "is_temporary",
     "may_have_arrived",
     "retry_after",
@@ -47,15 +50,13 @@ VENDOR_ERRORS = (sdk.AzureError, sdk.SerializationError, sdk.DeserializationErro
 """All exceptions that a call to the SDK may raise."""
 
 _TOO_LARGE = frozenset({"RequestBodyTooLarge", "EntityTooLarge", "PropertyValueTooLarge", "TooManyProperties"})
-_TRANSIENT = frozenset({"TableBeingDeleted", "AccountBeingCreated", "OperationTimedOut", "ServerBusy"})
+_TRANSIENT = frozenset({"TableBeingDeleted", "AccountBeingCreated", "OperationTimedOut", "ServerBusy", "InternalError"})
 _REFUSED = frozenset({"AuthenticationFailed", "InvalidAuthenticationInfo", "NoAuthenticationInformation"})
-_STATUS_OF_CLASS: dict[type[sdk.HttpResponseError], int] = {
-    sdk.ClientAuthenticationError: 401,
-    sdk.ResourceNotFoundError: 404,
-    sdk.ResourceExistsError: 409,
-    sdk.ResourceModifiedError: 412,
-    sdk.ResourceNotModifiedError: 412,
-}
+_NO_TABLE = frozenset({"TableNotFound", "AccountNotFound"})
+_NO_ROW = frozenset({"ResourceNotFound", "EntityNotFound"})
+_EXISTS = frozenset({"EntityAlreadyExists", "ResourceAlreadyExists", "TableAlreadyExists"})
+_CHANGED = frozenset({"UpdateConditionNotSatisfied", "ConditionNotMet"})
+_OF_THE_TABLE = frozenset(code.value for code in TableErrorCode) | _NO_TABLE
 _RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _SECRET = re.compile(r"(?i)\b(sig|AccountKey|SharedAccessSignature|access_token)=[^&;\s'\")]+")
 
@@ -101,32 +102,46 @@ def translate(error: Exception, context: TableContext, key: str | None, *, openi
         )
     if not isinstance(error, sdk.HttpResponseError):
         return TableError(f"{where}{row}: the call failed: {reason}.")
-    status, code = _status(error), error_code(error)
+    status, code = error.status_code, error_code(error)
     if code in _TRANSIENT or (status in _RETRYABLE_STATUS and code not in _TOO_LARGE):
         return TableUnavailable(f"{where}{row} is not available (HTTP {status}): {reason}. The call may be repeated.")
-    if code in _TOO_LARGE or status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+    if code in _TOO_LARGE:
         return ValueTooLarge(f"{where}{row}: the service refused the row's size: {reason}. Nothing was written.")
-    if code in _REFUSED or status in (401, 403):
+    # Without an answer, the identity's own service has given no token. Storage has more codes of refusal than the SDK.
+    if code in _REFUSED or (status in (401, 403) and code) or isinstance(error, sdk.ClientAuthenticationError):
         return TableForbidden(
             f"{where} refuses {context.identity} (HTTP {status}): {reason}. Grant that identity the role "
             "'Storage Table Data Contributor' on the storage account (it takes some minutes to become effective), and "
             "check that the account's firewall admits this machine."
         )
-    if code in ("TableNotFound", "AccountNotFound"):
+    if code in _NO_TABLE:
         return TableNotFound(f"{where} does not exist: {reason}. It may have been deleted during the run.")
-    if status == HTTPStatus.NOT_FOUND:
+    if code in _NO_ROW:
         return RowChanged(f"{where}{row} is gone. Nothing was written; read it again.")
-    if status == HTTPStatus.CONFLICT:
+    if code in _EXISTS:
         return RowExists(f"{where}{row} exists already. Nothing was written; read it, or replace it by its etag.")
-    if status in (304, 412):
+    if code in _CHANGED:
         return RowChanged(f"{where}{row} has another version by now. Nothing was written; read it again.")
+    if code not in _OF_THE_TABLE:
+        return TableUnavailable(
+            f"{where}{row}: the answer (HTTP {status}, {f'code {code!r}' if code else 'no error code'}) is not that of "
+            f"a table: {reason}. Something stands in between, or another service has its address. The call may be "
+            "repeated."
+        )
     return TableError(f"{where}{row}: the service refused the call (HTTP {status}): {reason}.")
+
+
+def foreign_answer(reason: str) -> sdk.ServiceResponseError:
+    """Return the retryable error for an answer that the table does not give to such a call."""
+    return sdk.ServiceResponseError(f"the answer is not one that the table gives: {reason}")
 
 
 def may_have_arrived(error: Exception) -> bool:
     """Return whether the service may have carried out the call although it failed."""
     if isinstance(error, sdk.HttpResponseError) and not isinstance(error, sdk.DecodeError):
-        return _status(error) in (408, 500, 502, 503, 504)
+        # Something in between answers with any status, also to a call that it has passed on.
+        unknown = error_code(error) not in _OF_THE_TABLE and error.status_code != HTTPStatus.TOO_MANY_REQUESTS
+        return error.status_code in (408, 500, 502, 503, 504) or unknown
     # The SDK raises ServiceRequestError also if the connection breaks within the answer.
     never_sent = isinstance(error, sdk.ServiceRequestTimeoutError) or (
         isinstance(error, sdk.ServiceRequestError) and isinstance(error.inner_exception, NewConnectionError)
@@ -153,8 +168,7 @@ def retry_after(error: BaseException) -> float:
 
 def row_is_missing(error: Exception) -> bool:
     """Return whether the service answered that the table has no such row."""
-    missing = isinstance(error, sdk.HttpResponseError) and _status(error) == HTTPStatus.NOT_FOUND
-    return missing and error_code(error) != "TableNotFound"
+    return isinstance(error, sdk.HttpResponseError) and error_code(error) in _NO_ROW
 
 
 def cause(error: Exception) -> Exception | None:
@@ -186,12 +200,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         yield link
         inner: BaseException | None = getattr(link, "inner_exception", None)  # the SDK keeps causes here
         link = link.__cause__ or inner or link.__context__
-
-
-def _status(error: sdk.HttpResponseError) -> int | None:
-    if error.status_code is not None:
-        return int(error.status_code)
-    return next((status for kind, status in _STATUS_OF_CLASS.items() if isinstance(error, kind)), None)
 
 
 def _summary(error: Exception) -> str:

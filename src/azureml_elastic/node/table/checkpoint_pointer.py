@@ -104,6 +104,13 @@ class CheckpointPointer:
         """Read or create the row of this round, and keep its version."""
         while self._etag is None:
             row = self._table.get(CHECKPOINT_KEY)
+            if row is not None and not (
+                isinstance(row.value.get("round"), int) and {"owner", "pointer"} <= {*row.value}
+            ):
+                raise TableUnavailable(
+                    f"The row {CHECKPOINT_KEY!r} holds {str(row.value)[:60]}, which no node has written: another "
+                    "program writes to the run's table. Nothing was written."
+                )
             if row is not None and row.value["round"] > self._number:
                 newer = row.value["round"]
                 raise Fenced(f"Round {newer} has taken over the checkpoints; round {self._number} must not write.")

@@ -65,9 +65,10 @@ class FollowedRun:
         self._events += fresh
         self._board.apply(fresh)
         for run in self._commands():
+            over = run.over.is_set()  # before the read: all is written by then
             for name, files in list(run.logs.items()):
                 for path in list(files):
-                    lines = self._logs.setdefault(path, LineReader(path)).read()
+                    lines = self._logs.setdefault(path, LineReader(path)).read(last=over)
                     if lines:
                         self._view.output(self._label(run, name), [line.decode("utf-8", "replace") for line in lines])
         self._view.events(self._board, fresh)

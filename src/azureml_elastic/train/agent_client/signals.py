@@ -51,4 +51,4 @@ def end_group() -> None:
 
 def _removes_shared_memory(pid: int) -> bool:
     """Return whether a process is the one that removes tensors shared by torch's ``file_system`` strategy."""
-    return Path(f"/proc/{pid}/comm").read_text().strip() == _SHARED_MEMORY_MANAGER
+    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip() == _SHARED_MEMORY_MANAGER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,8 @@ from azureml_elastic.train.session.step_commits import StepCommits
 from azureml_elastic.train.session.training_state import TrainingState
 
 __all__ = ["Training"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Training:
@@ -234,6 +237,13 @@ class Training:
         position = self._position
         position.in_epochs = True
         self._epochs = count
+        if self.steps and position.epoch >= count and self.is_main:
+            _LOG.warning(
+                "Nothing is left to train: all %d epochs, %d steps, were trained before this start. To train on, give "
+                "run.epochs() a larger number; to begin anew, submit with another checkpoint folder and run id.",
+                count,
+                self.steps,
+            )
         try:
             while position.epoch < count:
                 self._report_expected_steps()

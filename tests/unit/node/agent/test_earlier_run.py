@@ -1,6 +1,7 @@
 """The last committed checkpoint of the run that a run continues, from its table and its folder."""
 
 import contextlib
+import shutil
 
 import pytest
 
@@ -102,6 +103,22 @@ def test_a_run_with_another_checkpoint_path_is_refused(runs):
     runs.commit("old", reference)
     with pytest.raises(UsageError, match=r"is not in .*/old .*Give the job the checkpoint path of that run"):
         runs.resume("old")
+
+
+@pytest.mark.parametrize("damage", ["gone", "torn", "its folder is gone"])
+def test_without_the_newest_manifest_the_checkpoint_before_it_is_taken(runs, damage, caplog):
+    before, newest = runs.write("old", 5), runs.write("old", 9)
+    runs.commit("old", newest)
+    folder = runs.checkpoints / "old" / newest.directory
+    if damage == "torn":
+        (folder / MANIFEST).write_bytes((folder / MANIFEST).read_bytes()[:40])
+    elif damage == "gone":
+        (folder / MANIFEST).unlink()
+    else:
+        shutil.rmtree(folder)
+    assert runs.resume("old").checkpoint == before.to_json()
+    assert newest.directory in caplog.text
+    assert f"continues from {before.directory}" in caplog.text
 
 
 def test_a_run_does_not_continue_itself_and_needs_a_folder(runs):

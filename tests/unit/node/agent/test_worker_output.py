@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import time
 
@@ -94,3 +96,44 @@ def test_a_closed_console_does_not_end_the_copying_of_others(tmp_path):
         path.write_text("text\n")
     OutputCopier([(paths[0], "", closed), (paths[1], "", other)]).close()
     assert other.getvalue() == "text\n"
+
+
+class Stream(io.StringIO):
+    """A console that takes what its encoding allows, like a stream of Python's, and may be out of order at first."""
+
+    def __init__(self, encoding, *errors):
+        super().__init__()
+        self._name, self._errors = encoding, list(errors)
+
+    @property
+    def encoding(self):
+        return self._name
+
+    def write(self, text):
+        if self._errors:
+            raise self._errors.pop(0)
+        with contextlib.suppress(LookupError):
+            text.encode(self._name)
+        return super().write(text)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1", "utf-16", "hex", "no such encoding"])
+def test_no_encoding_of_the_console_ends_the_copying(tmp_path, encoding):
+    console = Stream(encoding)
+    text = "caf\u00e9 \u4f60 \U0001f600 \x00\n" * 2
+    assert copied(tmp_path, text.encode(), console=console).count("[0]: caf") == 2
+
+
+def test_a_console_on_a_full_disk_gets_the_lines_that_come_after(tmp_path):
+    console = Stream("utf-8", OSError(errno.ENOSPC, "No space left on device"))
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"lost\n")
+    copier = OutputCopier([(path, "", console)])
+    until = time.monotonic() + 60
+    while console._errors:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with path.open("ab") as file:
+        file.write(b"later\n")
+    copier.close()
+    assert console.getvalue() == "later\n"

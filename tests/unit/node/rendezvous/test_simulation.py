@@ -50,7 +50,8 @@ def test_all_come_at_once(cluster):
     assert nodes.conflicts == []
     assert nodes.most_writes() == 2  # that it comes, that it is there
     # One look for each node, some for those that seal or come before any row, and one for the run's key, which is made
-    # while they come; nobody reads the round that was sealed. A look has two pages: beside 1,000 nodes there is the key.
+    # while they come; nobody reads the round that was sealed. A look has two pages, as there are 1,000
+    # nodes and the key.
     assert nodes.storage.calls["query"] <= 2 * VERY_MANY + 40
     assert nodes.storage.calls["get"] <= VERY_MANY + 100
     assert [round_.number for round_ in nodes.rounds()] == [1]

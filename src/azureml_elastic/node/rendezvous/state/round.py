@@ -13,13 +13,14 @@ measured on one node's monotonic clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
+from dataclasses import fields as fields_of
 from typing import Any, Literal
 
 from azureml_elastic.node.failures.restart_policy import FailureRecord, read_records
 from azureml_elastic.node.rendezvous.state.row_keys import member_key
 
-__all__ = ["Limits", "Member", "Round", "RoundState"]
+__all__ = ["Limits", "Member", "Round", "RoundState", "require_member"]
 
 RoundState = Literal["open", "sealed", "succeeded", "failed"]
 MemberState = Literal["starting", "waiting", "left"]
@@ -92,7 +93,12 @@ class Member:
 
     @classmethod
     def from_value(cls, value: Mapping[str, Any]) -> Member:
-        """Read a row's value; fields of later releases are ignored."""
+        """Read a row's value; fields of later releases are ignored.
+
+        Raises:
+            ValueError: it is not the value of such a row.
+        """
+        require_member(value)
         fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         if "unreached" in fields:
             fields["unreached"] = tuple(fields["unreached"])
@@ -143,7 +149,14 @@ class Round:
 
     @classmethod
     def from_value(cls, value: Mapping[str, Any]) -> Round:
-        """Read the row's value; fields of later releases are ignored."""
+        """Read the row's value; fields of later releases are ignored.
+
+        Raises:
+            ValueError: it is not the value of such a row.
+        """
+        _require(value, _ROUND_FIELDS, ("number", "state"))
+        if value["state"] not in _ORDER:
+            raise ValueError(f"the round's state is {value['state']!r}")
         fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         fields["members"] = tuple(Member.from_value(member) for member in value.get("members", ()))
         for name in ("previous", "expected", "finishing"):
@@ -173,3 +186,32 @@ class Round:
         if other is None:
             return True
         return (self.number, _ORDER.index(self.state)) > (other.number, _ORDER.index(other.state))
+
+
+def require_member(value: Mapping[str, Any]) -> None:
+    """Check the value of a node's row.
+
+    Raises:
+        ValueError: it is not the value of such a row.
+    """
+    _require(value, _MEMBER_FIELDS, ("node", "incarnation"))
+
+
+def _require(value: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], required: tuple[str, ...]) -> None:
+    for name, kind in kinds.items():
+        if name in value:
+            if not isinstance(value[name], kind):
+                raise ValueError(f"its field {name!r} is {str(value[name])[:40]!r}")
+        elif name in required:
+            raise ValueError(f"it has no field {name!r}")
+
+
+def _kinds(kind: type[Member | Round]) -> dict[str, tuple[type, ...]]:
+    """Return the JSON types of a row's fields, which follow from the defaults; those without one are texts."""
+    as_json: dict[type, tuple[type, ...]] = {tuple: (list, tuple), float: (float, int)}
+    of_default = {each.name: str if each.default is MISSING else type(each.default) for each in fields_of(kind)}
+    return {name: as_json.get(each, (each,)) for name, each in of_default.items()}
+
+
+_MEMBER_FIELDS = _kinds(Member)
+_ROUND_FIELDS = _kinds(Round)

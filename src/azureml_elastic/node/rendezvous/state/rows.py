@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from azureml_elastic.errors import RowChanged, RowExists, TableForbidden, TableNotFound, TableUnavailable
+from azureml_elastic.errors import ElasticError, RowChanged, RowExists, TableError, TableUnavailable, ValueTooLarge
 from azureml_elastic.node.rendezvous.state.lost_row import describe_loss, has_gone_back, restored
-from azureml_elastic.node.rendezvous.state.round import Member, Round
+from azureml_elastic.node.rendezvous.state.round import Member, Round, require_member
 from azureml_elastic.node.rendezvous.state.round_codec import LatestRound
 from azureml_elastic.node.rendezvous.state.row_keys import (
     ALL_PREFIX,
@@ -53,8 +53,8 @@ class Rows:
     Attributes:
         has_left: whether this node's row says that it has left.
         key: the run's key.
-        persistent: whether a table that is gone or refuses this node counts as unavailable, for a node that has been in
-            a round: its state must not be lost for that.
+        persistent: whether a table that is gone, refuses this node or holds what no node has written counts as
+            unavailable, for a node that has been in a round: its state must not be lost for that.
     """
 
     def __init__(self, table: Table, pause: Callable[[float], object], latest: LatestRound, key: RunKey) -> None:
@@ -70,7 +70,7 @@ class Rows:
     def read_round(self) -> Round:
         """Return the current round; without a row it is round 1, open. An older one than was known is restored."""
         known = self._latest.newest
-        return self.restore(self._read(self._retry(self._table.get, ROUND_KEY)), known)
+        return self.restore(self._retry(self._get_round), known)
 
     def look_at_round(self) -> Round:
         """Return the round that the row holds now, older or not, and check the run's key.
@@ -79,7 +79,7 @@ class Rows:
             TableUnavailable: the table is unavailable.
         """
         self._call(self.key.check)
-        return self._read(self._call(self._table.get, ROUND_KEY))
+        return self._call(self._get_round)
 
     def restore(self, row: Round, known: Round | None) -> Round:
         """Write the round's row again where it went back in time or is gone, and return the current round.
@@ -93,7 +93,7 @@ class Rows:
             to = restored(row, known)
             if self.replace_round(to):
                 return to
-            row = self._read(self._retry(self._table.get, ROUND_KEY))
+            row = self._retry(self._get_round)
         return row
 
     def read_run_key(self, *, defer: bool) -> None:
@@ -149,7 +149,7 @@ class Rows:
         """Write the round's row if it still holds this sealed round, or lost it; return whether it was written."""
         while True:
             known = self._latest.newest
-            current = self._read(self._retry(self._table.get, ROUND_KEY))
+            current = self._retry(self._get_round)
             if (current.number, current.state) != (number, "sealed"):
                 if known is None or (known.number, known.state) != (number, "sealed"):
                     return False
@@ -186,24 +186,36 @@ class Rows:
         Raises:
             TableUnavailable: the table is unavailable.
         """
-        row = self._call(self._table.get, member_key(node))
-        return Member.from_value(row.value) if row is not None else None
+
+        def read() -> Member | None:
+            row = self._table.get(member_key(node))
+            return None if row is None else _parsed(Member.from_value, row)
+
+        return self._call(read)
 
     def _query(self, prefix: str) -> tuple[Round, Roster]:
-        round_row, key_row, roster = None, None, {}
-        for row in self._call(lambda: list(self._table.query(prefix))):
-            if row.key == ROUND_KEY:
-                round_row = row
-            elif row.key == RUN_KEY:
-                key_row = row
-            elif (node := node_of(row.key)) is not None:
-                roster[node] = row.value
+        def read() -> tuple[Row | None, Row | None, Roster]:
+            round_row, key_row, roster = None, None, {}
+            for row in self._table.query(prefix):
+                if row.key == ROUND_KEY:
+                    round_row = row
+                elif row.key == RUN_KEY:
+                    key_row = row
+                elif (node := node_of(row.key)) is not None:
+                    _parsed(require_member, row)
+                    roster[node] = row.value
+            return round_row, key_row, roster
+
+        round_row, key_row, roster = self._call(read)
         self._call(self.key.observe, key_row)
-        return self._read(round_row), roster
+        return self._call(self._read, round_row), roster
+
+    def _get_round(self) -> Round:
+        return self._read(self._table.get(ROUND_KEY))
 
     def _read(self, row: Row | None) -> Round:
+        round_ = _parsed(Round.from_value, row) if row is not None else Round()
         self._round_etag = row.etag if row is not None else None
-        round_ = Round.from_value(row.value) if row is not None else Round()
         self._latest.observe(round_)
         return round_
 
@@ -260,7 +272,9 @@ class Rows:
         """
         try:
             return call(*arguments)
-        except (TableForbidden, TableNotFound) as error:
+        except (RowExists, RowChanged, ValueTooLarge, TableUnavailable):
+            raise
+        except ElasticError as error:
             if not self.persistent:
                 raise
             raise TableUnavailable(f"{error} This node keeps its state and waits") from error
@@ -272,3 +286,18 @@ class Rows:
             describe_loss(row, known),
         )
         self._retry(self.key.check)
+
+
+def _parsed(parse: Callable[[Mapping[str, Any]], _T], row: Row) -> _T:
+    """Return the row's value as what it stands for.
+
+    Raises:
+        TableError: it does not.
+    """
+    try:
+        return parse(row.value)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TableError(
+            f"Row {row.key!r} of the table holds no value of this library ({error}): another program writes to this "
+            "table. Give the run a table of its own."
+        ) from error
