@@ -11,9 +11,18 @@ from azureml_elastic.local.cluster import LocalCluster
 from tests.support.node_server import FORKED
 from tests.support.paths import PROGRAMS
 
-pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow-skinny is not installed")
+
+@pytest.mark.skipif(find_spec("hydra") is None, reason="hydra-core is not installed")
+def test_hydras_folder_has_the_name_of_the_run(tmp_path):
+    folder = f"hydra.run.dir={tmp_path}/outputs/${{oc.env:TORCHELASTIC_RUN_ID}}"
+    cluster = LocalCluster((1, 1), run_dir=tmp_path / "run", start=FORKED)
+    report = cluster.run([str(PROGRAMS / "hydra_program.py"), folder, f"+facts={tmp_path / 'facts'}"])
+    assert (report.outcome, len(report.rounds)) == ("succeeded", 2), report.message
+    first, second = (tmp_path / "facts").read_text().splitlines()
+    assert first == second == str(tmp_path / "outputs" / report.run_id)
 
 
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow-skinny is not installed")
 def test_a_script_that_starts_again_goes_on_in_its_mlflow_run_and_its_folders(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
