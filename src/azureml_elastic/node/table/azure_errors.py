@@ -83,7 +83,8 @@ def translate(error: Exception, context: TableContext, key: str | None, *, openi
         error: one of :data:`VENDOR_ERRORS`.
         context: table and identity.
         key: key of the row, ``None`` for calls that concern no single row.
-        opening: whether an account that cannot be reached counts as missing.
+        opening: whether an account that cannot be reached counts as missing, and a refusal without a code as one of the
+            table: nothing is lost yet, and the advice helps.
     """
     where = f"Table {context.table!r} of {context.account}"
     row = "" if key is None else f", row {key!r}"
@@ -108,7 +109,11 @@ def translate(error: Exception, context: TableContext, key: str | None, *, openi
     if code in _TOO_LARGE:
         return ValueTooLarge(f"{where}{row}: the service refused the row's size: {reason}. Nothing was written.")
     # Without an answer, the identity's own service has given no token. Storage has more codes of refusal than the SDK.
-    if code in _REFUSED or (status in (401, 403) and code) or isinstance(error, sdk.ClientAuthenticationError):
+    if (
+        code in _REFUSED
+        or (status in (401, 403) and (code or opening))
+        or isinstance(error, sdk.ClientAuthenticationError)
+    ):
         return TableForbidden(
             f"{where} refuses {context.identity} (HTTP {status}): {reason}. Grant that identity the role "
             "'Storage Table Data Contributor' on the storage account (it takes some minutes to become effective), and "
