@@ -34,8 +34,8 @@ _TIME = (1980, 1, 1, 0, 0, 0)
 
 _UNIX = 3
 _MODE = 0o644
-_EXCLUDED_PACKAGES = frozenset({"cli", "local", "report", "simulate", "submit", "testing"})
-"""Packages that neither nodes nor training scripts import."""
+_EXCLUDED_PACKAGES = frozenset({"__main__.py", "cli", "local", "report", "simulate", "submit", "testing"})
+"""Packages, and a module, that neither nodes nor training scripts import."""
 
 _EXCLUDED_SUFFIXES = frozenset({".orig", ".pyc", ".pyo", ".rej", ".swp"})
 _MODULES = {

@@ -162,7 +162,10 @@ def test_old_files_that_only_a_later_scan_finds_are_not_new():
 WRITES = """
 import signal, sys, threading
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-threading.Thread(target=signal.pause, daemon=True).start()
+def other():  # it takes no signal: a main thread that reads would not notice
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pause()
+threading.Thread(target=other, daemon=True).start()
 with open(sys.argv[1], sys.argv[2]):
     print(flush=True)
     sys.stdin.readline()
