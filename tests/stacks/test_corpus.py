@@ -119,7 +119,7 @@ def test_a_folder_whose_writing_was_cut_short_is_written_by_the_next_process(tmp
     assert json.loads((found.folder / "step_10" / "azureml-elastic.json").read_text())["complete"]
 
 
-@pytest.mark.parametrize("case", ["min_gpt", "nano_gpt"])
+@pytest.mark.parametrize("case", ["fabric", "min_gpt", "nano_gpt"])
 def test_a_loop_without_a_session_that_continues_from_its_own_file_ends_as_without_faults(tmp_path, case):
     """It trains again what it had not saved, with the same learning rates; a new node waits for a save."""
     expected = run(case, tmp_path / "expected", nodes=(2, 2))

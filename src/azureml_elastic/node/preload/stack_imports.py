@@ -31,6 +31,8 @@ ATTACHMENTS = {
     "accelerate.state": ("accelerate.attachment", "attach_to_state"),
     "deepspeed": ("deepspeed.attachment", "attach_to_package"),
     "deepspeed.runtime.engine": ("deepspeed.attachment", "attach_to_engine"),
+    "lightning.fabric.fabric": ("lightning.attachment", "attach_to_fabric"),
+    "lightning_fabric.fabric": ("lightning.attachment", "attach_to_fabric"),
     **{
         f"{package}.{module}": ("lightning.attachment", function)
         for package in ("lightning.pytorch", "pytorch_lightning")

@@ -18,6 +18,7 @@ __all__ = [
     "attach_to_checkpoints",
     "attach_to_csv_logger",
     "attach_to_epoch_loop",
+    "attach_to_fabric",
     "attach_to_fit_loop",
     "attach_to_signals",
     "attach_to_strategy",
@@ -34,6 +35,17 @@ def attach_to_trainer(module: ModuleType) -> None:
     """Attach to ``trainer.trainer``."""
     wrap_function_wrapper(module, "Trainer.__init__", _initialize)
     wrap_function_wrapper(module, "Trainer._run", _run)
+
+
+def attach_to_fabric(module: ModuleType) -> None:
+    """Attach to ``fabric.fabric``: a loop of the script's own, without a session, starts at any world size."""
+
+    def initialize(wrapped: Wrapped, fabric: Any, args: Any, kwargs: Any) -> Any:
+        if (world_size := os.environ.get("WORLD_SIZE")) is not None:
+            kwargs = {**kwargs, **_sizes(int(world_size))}
+        return wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(module, "Fabric.__init__", initialize)
 
 
 def attach_to_checkpoints(module: ModuleType) -> None:
@@ -102,13 +114,20 @@ def _initialize(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
     if session is None or session.over:
         return wrapped(*args, **kwargs)
     if not args:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        # The script's numbers are those of all nodes; Lightning refuses others than there are.
-        kwargs = {**kwargs, "devices": per_node, "num_nodes": session.world_size // per_node}
+        kwargs = {**kwargs, **_sizes(session.world_size)}
     result = wrapped(*args, **kwargs)
     if not session.trains and (found := session.find(PROGRESS, "loggers")):
         loggers.continue_from(trainer, found)  # before callbacks and the script ask for their folders
     return result
+
+
+def _sizes(world_size: int) -> dict[str, int]:
+    """Return the arguments of Lightning for the nodes of this round.
+
+    The script's own are those of all nodes, and Lightning refuses others than there are.
+    """
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return {"devices": per_node, "num_nodes": world_size // per_node}
 
 
 def _run(wrapped: Wrapped, trainer: Any, args: Any, kwargs: Any) -> Any:
