@@ -87,7 +87,14 @@ class Nodes:
         )
 
     def make(
-        self, name: str, minimum: int = 1, maximum: int = 8, slots: int = 1, table=None, program: str | None = None
+        self,
+        name: str,
+        minimum: int = 1,
+        maximum: int = 8,
+        slots: int = 1,
+        table=None,
+        program: str | None = None,
+        noticed: threading.Event | None = None,
     ) -> Rendezvous:
         limits = Limits(minimum, maximum)
         node = Rendezvous(
@@ -97,7 +104,7 @@ class Nodes:
             slots,
             limits,
             self.timings,
-            cancelled=self.over.is_set,
+            cancelled=(noticed or self.over).is_set,
             program=program,
         )
         self.made.append(node)

@@ -347,7 +347,8 @@ class NodeAgent:
             reason, lost=lost, finishing=finishing, finishing_seconds=grace, round_failed=round_failed
         ):
             self._record(RoundReopened, reason=reason, lost=tuple(sorted(lost)))
-            for member in faulty_members(round_, lost, self._leavers | ({self._rdzv.node} if leaving else set())):
+            in_order = self._leavers | self._rdzv.round_end.left_in_order(lost)
+            for member in faulty_members(round_, lost, in_order | ({self._rdzv.node} if leaving else set())):
                 self._strike(member.host_id, "lost its connection")
         return ExitReason.LEFT if leaving else None
 

@@ -39,6 +39,7 @@ from azureml_elastic.node.rendezvous.state.round import Limits, Member, Round
 from azureml_elastic.node.rendezvous.state.row_keys import is_landmark
 from azureml_elastic.node.rendezvous.state.rows import Roster, Rows
 from azureml_elastic.node.rendezvous.state.run_key import RunKey
+from azureml_elastic.node.rendezvous.state.sealing import reopened
 from azureml_elastic.node.rendezvous.table_heartbeat import TableHeartbeat
 from azureml_elastic.node.table import Table
 
@@ -46,6 +47,9 @@ __all__ = ["Rendezvous"]
 
 _MAX_BACKOFF_SECONDS = 2.0
 """Longest pause before a new attempt of nodes that could not connect to each other."""
+
+_DECLINE_SECONDS = 1.0
+"""Time in which a node that leaves connects to rank 0's hub to send it that it does not enter its round."""
 
 _FEW_NODES = 64
 """Largest round whose nodes all get the run's key before they are ready to join; in a larger one the landmarks do."""
@@ -300,8 +304,8 @@ class Rendezvous:
         link, round_ = membership.link, membership.assignment.round
         view = self.hub.view() if membership.leads else HubView()
         lost = link.lost | view.lost
-        membership.over = membership.over or link.broken or self._has_changed(round_)
-        if link.broken and not link.was_paused:
+        membership.over = membership.over or view.was_given_up or link.broken or self._has_changed(round_)
+        if link.broken and not link.was_given_up:
             lost |= {round_.members[0].node} - {self.node}
         is_full = len(round_.members) >= self._context.limits.maximum
         debounce = self._context.timings.rescale_debounce.total_seconds()
@@ -338,6 +342,21 @@ class Rendezvous:
         """Write that this node will not return. Never raises, since a node that leaves cannot handle errors."""
         with contextlib.suppress(Exception):
             self._rows.write_member(replace(self.membership.me, state="left", reason=reason))
+            self._decline(reason)
+
+    def _decline(self, reason: str) -> None:
+        """Reopen a round that was sealed with this node while it was leaving: the others would wait for it."""
+        round_ = self._rows.look_at_round()
+        is_member = round_.rank_of(self.node, self.incarnation) is not None
+        if round_.state != "sealed" or not is_member or round_.number <= self.membership.last_round:
+            return
+        next_ = reopened(round_, f"{self.node} has left before it could enter: {reason}", lost=[self.node])
+        if self._rows.end_round(round_.number, next_):
+            self.hub.publish(next_)
+            first, me = round_.members[0], self.membership.me
+            self._watch.connect(first, round_, me, "rank 0 of the round that ends", _DECLINE_SECONDS)
+            self._watch.forward(next_)
+            self._watch.close()
 
     def shutdown(self) -> None:
         """Close the hub and the connections."""

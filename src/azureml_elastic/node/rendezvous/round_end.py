@@ -14,7 +14,7 @@ from azureml_elastic.node.rendezvous.hub.messages import RoundChanged
 from azureml_elastic.node.rendezvous.hub.watch import HubWatch
 from azureml_elastic.node.rendezvous.membership import Membership
 from azureml_elastic.node.rendezvous.reachability.reachability import Reachability, describe_absence
-from azureml_elastic.node.rendezvous.state.round import Round
+from azureml_elastic.node.rendezvous.state.round import Member, Round
 from azureml_elastic.node.rendezvous.state.rows import Rows
 from azureml_elastic.node.rendezvous.state.sealing import reopened
 
@@ -135,6 +135,20 @@ class RoundEnd:
             self.context.wake.clear()
         return self.context.latest.after(round_) is not None
 
+    def left_in_order(self, lost: frozenset[str]) -> frozenset[str]:
+        """Return the lost members that have left before they could enter the round, according to their rows."""
+        absent = self._absent() & lost
+        rows = [self._row(member) for member in self.membership.assignment.round.members if member.node in absent]
+        # Nodes that cannot reach rank 0's say that they have left, too, until they can.
+        return frozenset(row.node for row in rows if row is not None and row.state == "left" and not row.unreached)
+
+    def _row(self, member: Member) -> Member | None:
+        """Return the present row of a member, ``None`` where it is not known or that of another process."""
+        with contextlib.suppress(TableError):
+            row = self.rows.read_member(member.node)
+            return row if row is not None and row.incarnation == member.incarnation else None
+        return None
+
     def _absent(self) -> frozenset[str]:
         """Return the lost members that have never connected to rank 0's hub."""
         absent = self.membership.link.absent if self.membership.connected else frozenset()
@@ -144,12 +158,8 @@ class RoundEnd:
         """Return why members have never connected to rank 0's hub, according to their rows."""
         members = [member for member in round_.members if member.node in absent]
         seconds = self.context.timings.join_timeout.total_seconds()
-        texts = []
-        for member in members[:_MAX_DESCRIBED]:
-            row = None
-            with contextlib.suppress(TableError):
-                row = self.rows.read_member(member.node)
-            texts.append(describe_absence(member, row, round_.members[0], seconds))
+        first = round_.members[0]
+        texts = [describe_absence(member, self._row(member), first, seconds) for member in members[:_MAX_DESCRIBED]]
         if len(members) > _MAX_DESCRIBED:
             texts.append(f"and {len(members) - _MAX_DESCRIBED} more")
         reason = "; ".join(texts)

@@ -35,8 +35,9 @@ def client_of(hub, node, *callbacks):
     return MessageClient(("127.0.0.1", hub.port), *callbacks, authenticator=authenticator)
 
 
-@pytest.mark.parametrize("paused", [True, False])
-def test_a_link_reports_whether_its_own_process_was_paused(paused):
+@pytest.mark.parametrize(("pause_s", "given_up"), [(0.0, False), (1.5, False), (2.5, True), (60.0, True)])
+def test_a_link_reports_whether_its_own_process_was_paused_for_too_long(pause_s, given_up):
+    """The hub gives up after 3 s without a message, and the last one may have been sent half a second before."""
     listener = listen(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     authenticator = make_context().authenticator
@@ -47,14 +48,40 @@ def test_a_link_reports_whether_its_own_process_was_paused(paused):
     link = Link(context, hub_at(port), Hello(1))
     try:
         until(lambda: server.connections)
-        if paused:
-            runtime.offset = 60.0
+        runtime.offset = pause_s
         server.close()
         assert context.wake.wait(60)
         assert link.broken
-        assert link.was_paused == paused
+        assert link.was_given_up == given_up
     finally:
         link.close()
+
+
+@pytest.mark.parametrize(("pause_s", "given_up"), [(1.5, False), (2.5, True)])
+def test_a_member_that_ends_its_connection_after_a_pause_of_the_hub_is_not_lost_but_has_given_up_the_hub(
+    pause_s, given_up
+):
+    """Otherwise its machine gets a strike, and the next round does not wait for it."""
+    runtime = PausableRuntime()
+    runtime.clock = lambda: runtime.offset
+    context = make_context(runtime=runtime)
+    hub = start_hub(context)
+    hub.enter(Round(1, "sealed", members=(Member("h", "i-h"), Member("peer", "i-peer"))))
+    received = make_context(node="peer")
+    link = Link(received, hub_at(hub.port), Hello(1))
+    try:
+        until(lambda: hub.broadcast(AllPlaced()) or received.inbox.take(1))
+        context.wake.clear()
+        runtime.offset = pause_s
+        link.close()
+        until(lambda: hub.view().lost or hub.view().was_given_up)
+        assert hub.view().lost == (set() if given_up else {"peer"})
+        assert context.wake.wait(60)
+        hub.enter(Round(2, "sealed", members=(Member("h", "i-h"),)))
+        assert not hub.view().was_given_up
+    finally:
+        link.close()
+        hub.close()
 
 
 def test_a_paused_hub_gives_up_only_members_that_stay_silent():

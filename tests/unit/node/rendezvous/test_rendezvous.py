@@ -383,6 +383,53 @@ def test_failures_grow_older_by_the_duration_of_rounds(nodes):
     assert last.age_seconds >= first.round.failures[0].age_seconds
 
 
+@pytest.fixture
+def sealed_while_leaving(nodes):
+    """A member, and a candidate that has stopped waiting and is sealed in before it can say that it leaves."""
+    nodes.hasten(join_timeout=1, heartbeat_timeout=1)
+    noticed = threading.Event()
+    leaving = nodes.make("node-1", 2, 2, noticed=noticed)
+    (pending,) = nodes.start(leaving)
+    until(lambda: (row := nodes.table.get(member_key("node-1"))) is not None and row.value["state"] == "waiting")
+    noticed.set()
+    leaving.wake.set()
+    with pytest.raises(InterruptedError):
+        pending.result(TIMEOUT)
+    member = nodes.make("node-0", 2, 2)
+    nodes.join(member)
+    return member, leaving
+
+
+def test_a_node_that_is_sealed_in_while_it_leaves_reopens_the_round(nodes, sealed_while_leaving):
+    member, leaving = sealed_while_leaving
+    leaving.leave("preempted")
+    until(lambda: member.status().over)
+    assert not member.status().lost
+    round_ = Round.from_value(nodes.table.get(ROUND_KEY).value)
+    assert (round_.number, round_.state, round_.expected) == (2, "open", ("node-0",))
+    assert "node-1 has left before it could enter: preempted" in round_.reason
+
+
+@pytest.mark.parametrize(
+    ("left", "in_order"),
+    [
+        ({"state": "left"}, {"node-1"}),
+        ({"state": "left", "unreached": ["i-other"]}, set()),
+        ({"state": "left", "incarnation": "another"}, set()),
+        ({}, set()),
+    ],
+    ids=["left", "cannot reach rank 0", "another process", "died"],
+)
+def test_a_member_that_never_entered_is_not_at_fault_if_it_has_left(nodes, sealed_while_leaving, left, in_order):
+    """Its own look at the round's row may come before the seal, of which the sealer's look was before it left."""
+    member, _ = sealed_while_leaving
+    row = nodes.table.get(member_key("node-1"))
+    nodes.table.replace(row.key, {**row.value, **left}, row.etag)
+    until(lambda: member.status().lost)
+    assert member.status().lost == {"node-1"}
+    assert member.round_end.left_in_order(frozenset({"node-0", "node-1"})) == in_order
+
+
 def test_another_incarnation_of_a_member_is_a_newcomer(nodes):
     first, second = nodes.make("node-0", 1, 3), nodes.make("node-1", 1, 3)
     first.announce()

@@ -193,6 +193,26 @@ def test_a_node_may_die_at_each_of_its_points(cluster, victim):
     assert point > 15
 
 
+@pytest.mark.parametrize("pause_s", [0.5, 2.0])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_node_that_died_at_any_of_its_points_returns_under_its_name(cluster, victim, pause_s):
+    """The round needs it: members that wait for its dead process must not take the new one for it."""
+    for point in range(1, 80):
+        nodes = cluster()
+        for number in range(3):
+            nodes.add(f"node-{number}", Limits(3, 3), 0.004 * number)
+        dying = nodes.nodes[victim]
+        dying.dies_at = point
+        nodes.at(4.0, nodes.check)
+        nodes.run(lambda nodes=nodes, dying=dying: dying.dead or nodes.scheduler.now >= 4.0, 5.0)
+        if not dying.dead:
+            break
+        nodes.add(dying.name, Limits(3, 3), nodes.scheduler.now + pause_s)
+        assert nodes.settle(30.0, 3) < 15.0, f"died at point {point}"
+        nodes.verify()
+    assert point > 15
+
+
 def test_a_sealer_that_hangs_is_passed_over_and_made_room_for_when_it_goes_on(cluster):
     """Its process lives and its hub answers, but its own calls of the table do not come back."""
 

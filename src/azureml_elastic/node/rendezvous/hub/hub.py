@@ -66,6 +66,7 @@ class Hub:
         self._lost: set[str] = set()
         self._absent: set[str] = set()
         self._done: set[str] = set()
+        self._was_given_up = False
         self._pauses = PauseDetector(context.clock, context.tick)
         self.port: int = listener.getsockname()[1]
         with self._lock:  # the first tick may come before this constructor has returned
@@ -78,7 +79,7 @@ class Hub:
         with self._lock:
             self._round = round_
             self._entered = self._context.clock()
-            self._lost, self._absent, self._done = set(), set(), set()
+            self._lost, self._absent, self._done, self._was_given_up = set(), set(), set(), False
             unreachable = self._state.watchers.enter(round_)
             self._members = {
                 name: connection
@@ -130,9 +131,9 @@ class Hub:
         """Return the state of the round."""
         with self._lock:
             # Members that waited here while the round was open may not have sent their greeting yet.
-            members = self._members.keys() | self._member_names()
-            waiting_since = self._state.watchers.waiting(members, self._context.limits.quarantine)
-            return HubView(frozenset(self._lost), frozenset(self._absent), waiting_since)
+            present = (self._members.keys() | self._member_names()) - self._lost
+            waiting_since = self._state.watchers.waiting(present, self._context.limits.quarantine)
+            return HubView(frozenset(self._lost), frozenset(self._absent), waiting_since, self._was_given_up)
 
     def close(self) -> None:
         """Stop listening and end all connections."""
@@ -246,7 +247,13 @@ class Hub:
             del self._members[node]
             if self._round is None or connection.state.get("round") != self._round.number:
                 return
-        self._lose([node])
+            # Then the member lives, and forms the next round without this node.
+            given_up = node not in self._done and self._pauses.was_given_up(self._context.heartbeat_timeout)
+            self._was_given_up = self._was_given_up or given_up
+        if given_up:
+            self._context.wake.set()
+        else:
+            self._lose([node])
 
     def _on_tick(self) -> None:
         self._pauses.tick()
@@ -264,8 +271,9 @@ class Hub:
             if self._round is None:
                 return
             silent = [name for name, link in self._members.items() if silence(link.last_received) > timeout]
-            # A member that still waits here is alive, but has not received the seal yet.
-            here = self._members.keys() | self._state.watchers.nodes.keys()
+            # A member that still waits here is alive, but has not received the seal yet. A node that has died may have
+            # returned under its name, which is no sign of the process that was sealed in.
+            here = self._members.keys() | self._state.watchers.waiting_members()
             absent = sorted(self._member_names() - here) if silence(self._entered) > join_timeout else []
             broken = [self._members[name] for name in silent]
         self._lose(silent + absent, absent)

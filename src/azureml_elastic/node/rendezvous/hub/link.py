@@ -32,8 +32,8 @@ class Link:
         answered: whether the hub has sent anything yet.
         broken: whether the connection has ended other than by :meth:`close`.
         refused: whether it has ended because the hub does not hold this node's key of the run.
-        was_paused: whether this process itself did not run for longer than the heartbeat timeout, so that it was given
-            up by the others, and not the hub by it.
+        was_given_up: whether the connection has ended because this process itself did not run for so long that the hub
+            has given it up.
         must_read: whether the round has changed and the hub did not send to what; reset by the owner.
         received: newest version of the round's row that the hub has sent, ``None`` before the first.
         position: position among the candidates that should seal; see ``SealPosition``.
@@ -61,7 +61,7 @@ class Link:
         self.answered = False
         self.broken = False
         self.refused = False
-        self.was_paused = False
+        self.was_given_up = False
         self.must_read = False
         self.received: Round | None = None
         self.position: int | None = None
@@ -128,7 +128,7 @@ class Link:
         self._context.wake.set()
 
     def _on_close(self, connection: Connection) -> None:
-        self._check_pause()
+        self.was_given_up = self._pauses.was_given_up(self._context.heartbeat_timeout)
         self.refused = connection.refused
         self.broken = True
         self._context.wake.set()
@@ -136,11 +136,7 @@ class Link:
     def _on_tick(self) -> None:
         if self._client is None:
             return
-        self._check_pause()
+        self._pauses.tick()
         self.send(messages.Beat())
         if self._pauses.silence(self._last_received) > self._context.heartbeat_timeout:
             self._client.connection.close("the hub is silent")
-
-    def _check_pause(self) -> None:
-        if self._pauses.tick() > self._context.heartbeat_timeout:
-            self.was_paused = True

@@ -43,4 +43,18 @@ class PauseDetector:
 
     def silence(self, since: float) -> float:
         """Return the seconds since a moment of the clock, without those of pauses."""
-        return self._clock() - since - (self._paused[-1] - self._paused[bisect_right(self._ends, since)])
+        return self._clock() - since - self._paused_since(since)
+
+    def was_given_up(self, timeout: float) -> bool:
+        """Return whether others may have given this process up, so that the end of a connection says nothing of them.
+
+        At the beginning of a pause the last message to them is up to a tick old, and a pause is counted without a tick.
+
+        Args:
+            timeout: seconds of silence after which others give up.
+        """
+        self.tick()  # what others have done during a pause may be handled before the next tick
+        return self._paused_since(self._clock() - 2 * timeout) >= timeout - 2 * self._interval
+
+    def _paused_since(self, since: float) -> float:
+        return self._paused[-1] - self._paused[bisect_right(self._ends, since)]

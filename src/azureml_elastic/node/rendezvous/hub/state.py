@@ -28,11 +28,13 @@ class HubView:
         lost: members that are gone.
         absent: those of them that have never connected.
         waiting_since: spares that can be expected to join, with the monotonic seconds at which they began to wait.
+        was_given_up: whether members have ended their connections because this process itself did not run.
     """
 
     lost: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     waiting_since: Mapping[str, float] = field(default_factory=dict)
+    was_given_up: bool = False
 
     @property
     def waiting(self) -> frozenset[str]:

@@ -103,6 +103,10 @@ class Watchers:
         del self.nodes[node]
         return True
 
+    def waiting_members(self) -> set[str]:
+        """Return the names of the nodes that are members of the round, and have not received that yet."""
+        return {node for node, watcher in self.nodes.items() if watcher.incarnation in self._members}
+
     def candidates(self) -> list[Member]:
         """Return the rows with which waiting nodes want to be in an open round."""
         return [watcher.candidacy for watcher in self.nodes.values() if watcher.candidacy is not None]
@@ -113,7 +117,7 @@ class Watchers:
         Nodes and members that cannot reach each other are never in one round that has its minimum.
 
         Args:
-            members: names of the members, which may still be connected as waiting nodes.
+            members: names of the members that are not lost, which may still be connected as waiting nodes.
             quarantine: number of strikes from which a node is not in a round that has its minimum.
         """
         now = self._clock()

@@ -110,7 +110,8 @@ class RoundEntry:
         me, first = self.membership.me, round_.members[0]
         _LOG.warning("Round %d may go on without this node, which keeps trying to enter it.", round_.number)
         self.rows.write_member(
-            replace(me, state="left", reason=str(pair)), lambda: self.context.latest.after(round_) is not None
+            replace(self.reachability.marked(me), state="left", reason=str(pair)),
+            lambda: self.context.latest.after(round_) is not None,
         )
         pause, longest = _RETRY_SECONDS
         stale = StaleHeartbeat(self.heartbeat)

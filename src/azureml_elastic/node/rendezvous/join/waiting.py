@@ -146,20 +146,22 @@ class JoinWaiter:
                     round_.number, me.node, format_address(me.host, me.hub_port), ", ".join(logged),
                     self.reachability.advice,
                 )  # fmt: skip
-            connected = link is not None and self.watch.member == first
-            if connected:
+            # An accepted connection shows nothing: the kernel accepts for a process that is frozen.
+            answered = link is not None and link.answered
+            if answered:
                 stale.reset()
             if self._must_read() or self.context.clock() >= read_at:
                 current = self.rows.read_round()
                 if current.is_newer_than(round_):
                     return self._forward(current)
-                if not connected:
+                if not answered:
                     if stale.check():
                         return self._give_up(round_, me)
                     pause = min(longest, pause * 1.5)
-                read_at = self.context.clock() + (_CHECK_SECONDS if connected else pause)
+                read_at = self.context.clock() + (_CHECK_SECONDS if answered else pause)
             else:
-                self.sleeper.wait(max(0.0, (read_at if connected else min(read_at, dial_at)) - self.context.clock()))
+                wake_at = read_at if link is not None else min(read_at, dial_at)
+                self.sleeper.wait(max(0.0, wake_at - self.context.clock()))
         return self._forward(newer)
 
     def _write(self, round_: Round, me: Member) -> bool:

@@ -90,11 +90,11 @@ def describe_absence(member: Member, row: Member | None, leader: Member, seconds
 
     Args:
         member: the member as it was sealed.
-        row: its current row, ``None`` if that is not known.
+        row: its present row, ``None`` if that is not known.
         leader: the member of rank 0.
         seconds: time that the member had to connect.
     """
-    if row is None or row.incarnation != member.incarnation or not row.reason:
+    if row is None or not row.reason:
         hub = format_address(leader.host, leader.hub_port)
         return f"{member.node} ({member.host}) did not reach {leader.node} ({hub}) within {seconds:g} s"
     reasons = row.reason.split("; ")

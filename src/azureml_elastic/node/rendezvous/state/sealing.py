@@ -139,8 +139,8 @@ def reopened(
     Args:
         round_: sealed round that ends.
         reason: why it ends.
-        lost: nodes that will not return.
-        waiting: spares, which the next round waits for.
+        lost: members that will not go on.
+        waiting: spares, which the next round waits for; one may have the name of a lost member.
         finishing: those of the lost nodes whose workers may still save.
         finishing_seconds: seconds for which the next round waits until these have left.
         failures: failures of the run with the one that ends the round; by default those of the round, aged by its
@@ -153,7 +153,7 @@ def reopened(
     return Round(
         number=round_.number + 1,
         previous=survivors,
-        expected=survivors + tuple(node for node in waiting if node not in survivors and node not in gone),
+        expected=survivors + tuple(node for node in waiting if node not in survivors),
         finishing=tuple(sorted(finishing)),
         finishing_seconds=finishing_seconds,
         failures=failures or aged(round_.failures, seconds),
